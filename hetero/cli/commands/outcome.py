@@ -12,8 +12,8 @@ EXIT_USAGE = 2  # what was asked for cannot work
 EXIT_INTERRUPTED = 130  # as the shell reports a program ended by Ctrl-C
 EXIT_TERMINATED = 143  # likewise by SIGTERM
 
-# What the extra `train` brings.
-TRAIN_EXTRAS = ("matplotlib", "rich", "transformers")
+# What the extras of the commands bring.
+EXTRAS = {"matplotlib": "train", "rich": "train", "transformers": "train", "peft": "finetune"}
 
 
 def print_error(command: str, error: Exception) -> None:
@@ -24,8 +24,8 @@ def print_error(command: str, error: Exception) -> None:
 
 
 def missing_extra(error: ModuleNotFoundError) -> ValueError | None:
-    """What to say of a module that could not be imported; None if the extra `train` has it not."""
+    """What to say of a module that could not be imported; None if no extra has it."""
     missing = (error.name or "").partition(".")[0]
-    if missing not in TRAIN_EXTRAS:
+    if missing not in EXTRAS:
         return None
-    return ValueError(f"{missing} is missing; install it: pip install 'hetero[train]'")
+    return ValueError(f"{missing} is missing; install it: pip install 'hetero[{EXTRAS[missing]}]'")

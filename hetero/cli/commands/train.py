@@ -6,6 +6,8 @@ import argparse
 import contextlib
 import json
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hetero.cli.commands.outcome import (
@@ -19,6 +21,8 @@ from hetero.cli.job.options import TrainOptions, add_train_arguments
 
 if TYPE_CHECKING:
     from hetero.cli.commands import Commands
+    from hetero.cli.job.job import Job, Task
+    from hetero.cli.job.ranks import Ranks
 
 
 def add_command(commands: Commands) -> None:
@@ -39,7 +43,25 @@ def add_command(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Trains, and prints a report."""
-    options = TrainOptions.from_namespace(arguments)
+    return run_training("train", TrainOptions.from_namespace(arguments))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a command trains, where that is not what TrainOptions say.
+
+    `options` are those of the run; `at_end` is as train() takes it.
+    """
+
+    options: TrainOptions
+    task: Task
+    at_end: Callable[[Job], None]
+
+
+def run_training(
+    command: str, options: TrainOptions, make_plan: Callable[[Ranks], Plan] | None = None
+) -> int:
+    """Trains, prints a report, and returns the exit code; `make_plan` is called on all ranks."""
     # Late, because transformers and matplotlib take seconds and belong to the extra `train`.
     from hetero.cli.job.checkpoints import run_folder_to_resume
     from hetero.cli.job.loop import train
@@ -63,7 +85,11 @@ def run(arguments: argparse.Namespace) -> int:
     ):
         # Here, because the run folder may be the picture's.
         picture = wanted_picture(options, ranks)
-        result = train(options, folder, make_observer(options.log_every, ranks), ranks)
+        plan = None if make_plan is None else make_plan(ranks)
+        task, at_end = (None, None) if plan is None else (plan.task, plan.at_end)
+        options = options if plan is None else plan.options
+        observer = make_observer(options.log_every, ranks)
+        result = train(options, folder, observer, ranks, task, at_end)
         if picture is not None and result.timeline is not None:
             result.timeline_paths = [str(picture), str(trace_path(picture))]
         summary = result.as_dict()
@@ -74,13 +100,13 @@ def run(arguments: argparse.Namespace) -> int:
             if picture is not None and result.timeline is not None:
                 draw_steps(result.timeline, picture, last_steps_title(result))
     if result.failure is not None:
-        print_error("train", result.failure)
+        print_error(command, result.failure)
         return EXIT_FAILED
     if not ranks.leads:
         pass  # rank 0 speaks for all
     elif options.json:
         print(json.dumps(summary))
     elif result.steps:
-        print_report(result)
+        print_report(result, command)
     ended = {"interrupted": EXIT_INTERRUPTED, "terminated": EXIT_TERMINATED}
     return ended.get(result.status, EXIT_OK)

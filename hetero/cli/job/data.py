@@ -1,14 +1,17 @@
-"""The corpus: bytes to train on, and the seeded order in which they are seen."""
+"""What a step trains on; and the corpus: bytes, and the seeded order in which they are seen."""
 
 from __future__ import annotations
 
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 
 from hetero.cli.job.ranks import ALONE, Ranks
+from offload.memory.sizes import format_bytes
 
 # More text than any run here can see once, and little next to the models' own memory.
 CORPUS_CAP_BYTES = 64 << 20
@@ -17,6 +20,37 @@ CORPUS_CAP_BYTES = 64 << 20
 _STDLIB_SKIPPED = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 )
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What one forward of this rank gets.
+
+    `inputs` are the model's keyword arguments; the model returns the mean loss of their labels, and
+    that over `divisor` is its share of the step's loss on this rank. `tokens`: how many all ranks
+    have in their micro-batches of this number.
+    """
+
+    inputs: Mapping[str, torch.Tensor]
+    divisor: float
+    tokens: int
+
+
+class TrainingData(Protocol):
+    """Gives this rank's micro-batches, in an order that its state says."""
+
+    @property
+    def description(self) -> str:
+        """Where it is from, and how much it is."""
+
+    def step(self, batch_size: int, accumulate: int) -> Sequence[MicroBatch]:
+        """The `accumulate` micro-batches of the next step, of `batch_size` sequences each."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the order is."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from there."""
 
 
 class Corpus:
@@ -47,6 +81,19 @@ class Corpus:
 
     def __len__(self) -> int:
         return self._tokens.numel()
+
+    @property
+    def description(self) -> str:
+        return f"{self.source} ({format_bytes(len(self))})"
+
+    def step(self, batch_size: int, accumulate: int) -> list[MicroBatch]:
+        """As of TrainingData."""
+        found = []
+        for _ in range(accumulate):
+            tokens = self.batch(batch_size)
+            count = tokens.numel() * self._ranks.count
+            found.append(MicroBatch({"input_ids": tokens, "labels": tokens}, accumulate, count))
+        return found
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Where the order of batches is; the same for any number of ranks."""

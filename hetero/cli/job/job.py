@@ -6,30 +6,49 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 import hetero
 from hetero.chunks.layout import Shard
-from hetero.cli.job.data import Corpus, load_corpus
-from hetero.cli.job.models import build_model, build_shape, model_config, model_label
+from hetero.cli.job.data import TrainingData
+from hetero.cli.job.models import BytesTask
 from hetero.cli.job.optimization import make_optimizer, make_scheduler
 from hetero.cli.job.options import TrainOptions
 from hetero.cli.job.ranks import ALONE, Ranks
-from hetero.cli.job.result import USUAL_STATE_BYTES_PER_PARAM, Setting, TrainResult
+from hetero.cli.job.result import Setting, TrainResult, usual_state_bytes
 from hetero.cli.job.run_folder import RunFolder
 from hetero.planning.group_plans import Arrangement, arrange
 from hetero.planning.machine_profile import saved_profile
 from hetero.planning.predict import figures, predict
 from hetero.planning.trace import Work
 from offload import _native
-from offload.memory.sizes import format_bytes
 from offload.memory.tiers import Tier
 
 # Below this a third of the state of a small model is less than its chunks need to move at all.
 LEAST_DEFAULT_HOST_BYTES = 256 << 20
+
+
+class Task(Protocol):
+    """What is trained on what."""
+
+    @property
+    def data(self) -> TrainingData: ...
+
+    @property
+    def label(self) -> str:
+        """How the model is called in tables and figures."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def shape(self) -> torch.nn.Module:
+        """The model on the meta device; its trained parameters require gradients."""
+
+    def build(self) -> torch.nn.Module:
+        """The model in training mode; called inside ZeroInitContext."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +56,7 @@ class Job:
     """All parts of a run, ready for the first step; `engine` holds memory until it is closed."""
 
     options: TrainOptions
-    corpus: Corpus
+    corpus: TrainingData
     model: torch.nn.Module
     optimizer: hetero.HybridOptimizer
     scheduler: LambdaLR
@@ -58,25 +77,31 @@ class Job:
 
 
 @contextmanager
-def open_job(options: TrainOptions, folder: RunFolder, ranks: Ranks = ALONE) -> Iterator[Job]:
+def open_job(
+    options: TrainOptions, folder: RunFolder, ranks: Ranks = ALONE, task: Task | None = None
+) -> Iterator[Job]:
     """Prepares a job and closes its engine at the end, however that comes.
+
+    `task`: what is trained; None: what the options of `hetero train` say.
 
     Raises ValueError or hetero.HeteroError for options that cannot work.
     """
     if options.threads is not None:
         torch.set_num_threads(options.threads)
         hetero.set_threads(options.threads)
-    corpus = load_corpus(options.data, options.seq_len, options.seed, ranks)
-    architecture = model_config(options)
-    shape = build_shape(architecture)
+    if task is None:
+        task = BytesTask(options, ranks)
+    shape = task.shape()
     params = sum(parameter.numel() for parameter in shape.parameters())
-    config = memory_config(options, folder, params, ranks)
+    trained = sum(parameter.numel() for parameter in shape.parameters() if parameter.requires_grad)
+    state_bytes = usual_state_bytes(params, trained)
+    config = memory_config(options, folder, state_bytes, ranks)
     # A budget that cannot work is refused with the one that can, before anything is built.
     bytes_of = config.host_bytes(), config.disk_bytes(), config.device_bytes
     arrange_shape(shape, options, config, ranks, *bytes_of)
     torch.manual_seed(options.seed)
     with hetero.ZeroInitContext(config):
-        model = build_model(architecture)
+        model = task.build()
     if options.tiled_loss:
         hetero.tile_heads(model)
     model, optimizer = hetero.initialize(model, make_optimizer(options, model))
@@ -85,16 +110,17 @@ def open_job(options: TrainOptions, folder: RunFolder, ranks: Ranks = ALONE) -> 
         predicted = _predicted(options, engine, notes)
         yield Job(
             options=options,
-            corpus=corpus,
+            corpus=task.data,
             model=model,
             optimizer=optimizer,
             scheduler=make_scheduler(optimizer, options.warmup, options.steps, options.schedule),
             engine=engine,
             device=engine.backend.device,
             setting=Setting(
-                model=model_label(options),
+                model=task.label,
                 params=params,
-                vocab_size=architecture.vocab_size,
+                trained_params=trained,
+                vocab_size=task.vocab_size,
                 dtype=config.dtypes.compute,
                 policy=options.policy,
                 threads=torch.get_num_threads(),
@@ -104,7 +130,7 @@ def open_job(options: TrainOptions, folder: RunFolder, ranks: Ranks = ALONE) -> 
                 notes=tuple(notes),
                 steps=options.steps,
                 tokens_per_step=options.tokens_per_step * ranks.count,
-                data=f"{corpus.source} ({format_bytes(len(corpus))})",
+                data=task.data.description,
                 nvme_path=", ".join(config.nvme_paths) or None,
                 run_dir=str(folder.path),
                 ranks=ranks.count,
@@ -188,12 +214,15 @@ def _predicted(
 
 
 def memory_config(
-    options: TrainOptions, folder: RunFolder, params: int, ranks: Ranks = ALONE
+    options: TrainOptions, folder: RunFolder, state_bytes: int, ranks: Ranks = ALONE
 ) -> hetero.Config:
-    """The engine's configuration, with this command's defaults for what was not given."""
+    """The engine's configuration, with this command's defaults for what was not given.
+
+    `state_bytes`: usual_state_bytes() of the model.
+    """
     host_memory: str | int | None = options.host_memory
     if host_memory is None and options.policy == "nvme":
-        third = USUAL_STATE_BYTES_PER_PARAM * params // ranks.count // 3
+        third = state_bytes // ranks.count // 3
         host_memory = max(third, LEAST_DEFAULT_HOST_BYTES)
     nvme_path = options.nvme_path
     others = options.commit_every, options.activation_memory

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import hetero
 from hetero.cli.job.checkpoints import Checkpoints, agreed_checkpoint
-from hetero.cli.job.job import Job, open_job
+from hetero.cli.job.job import Job, Task, open_job
 from hetero.cli.job.metrics import StepMetrics
 from hetero.cli.job.options import TrainOptions
 from hetero.cli.job.ranks import ALONE, Ranks
@@ -32,11 +32,18 @@ class Observer(Protocol):
 
 
 def train(
-    options: TrainOptions, folder: RunFolder, observer: Observer, ranks: Ranks = ALONE
+    options: TrainOptions,
+    folder: RunFolder,
+    observer: Observer,
+    ranks: Ranks = ALONE,
+    task: Task | None = None,
+    at_end: Callable[[Job], None] | None = None,
 ) -> TrainResult:
     """Trains as the options say; all ranks must call it with the same options.
 
-    Metrics are written to `folder` step by step, and the run is shown by `observer`.
+    Metrics are written to `folder` step by step, and the run is shown by `observer`. `task` is as
+    open_job() takes it; `at_end` is called on all ranks after the last step of a run that finishes,
+    before the engine is closed.
 
     Returns:
         What was measured. Its status and failure say what ended the run early, Ctrl-C included.
@@ -45,7 +52,7 @@ def train(
         ValueError, hetero.HeteroError: before the first step, for options that cannot work.
     """
     found = agreed_checkpoint(options, folder, ranks)
-    with open_job(options, folder, ranks) as job:
+    with open_job(options, folder, ranks, task) as job:
         notes = list(job.setting.notes)
         checkpoints = Checkpoints(job, folder)
         made, source = checkpoints.resume(found)
@@ -60,6 +67,8 @@ def train(
                 checkpoints.finish()
             if checkpoints.terminated:
                 result.status = "terminated"
+            elif at_end is not None:
+                at_end(job)
             elif options.save_model:
                 result.model_folder = save_model(job, folder)
             result.checkpoint = checkpoints.saved

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hetero.cli.job.data import Corpus, load_corpus
 from hetero.cli.job.options import TrainOptions
+from hetero.cli.job.ranks import Ranks
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -109,6 +111,25 @@ def model_config(options: TrainOptions) -> PretrainedConfig:
 def model_label(options: TrainOptions) -> str:
     """How the model is called in tables and figures."""
     return options.model if options.config is None else Path(options.config).stem
+
+
+class BytesTask:
+    """What `hetero train` does: a model of random weights learns the bytes of a text."""
+
+    def __init__(self, options: TrainOptions, ranks: Ranks) -> None:
+        """Raises ValueError for data or a model that cannot be had."""
+        self.data: Corpus = load_corpus(options.data, options.seq_len, options.seed, ranks)
+        self._config = model_config(options)
+        self.label = model_label(options)
+        self.vocab_size: int = self._config.vocab_size
+
+    def shape(self) -> torch.nn.Module:
+        """The model on the meta device."""
+        return build_shape(self._config)
+
+    def build(self) -> torch.nn.Module:
+        """The model."""
+        return build_model(self._config)
 
 
 def build_model(config: PretrainedConfig) -> torch.nn.Module:

@@ -7,11 +7,13 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from hetero.overlap import OverlapUpdates
 
 DEFAULT_MODEL = "gpt2-medium"
+
+Options = TypeVar("Options", bound="TrainOptions")
 
 SCHEDULES = ("cosine", "constant")
 OPTIMIZERS = ("adamw", "lion", "adagrad", "sgd")
@@ -283,7 +285,7 @@ class TrainOptions:
         return self.accumulate * self.batch_size * self.seq_len
 
     @classmethod
-    def from_namespace(cls, namespace: argparse.Namespace) -> TrainOptions:
+    def from_namespace(cls: type[Options], namespace: argparse.Namespace) -> Options:
         """What was parsed; options that the parser does not have keep their defaults."""
         names = {option.name for option in dataclasses.fields(cls)}
         values = {name: value for name, value in vars(namespace).items() if name in names}
@@ -318,17 +320,19 @@ def add_train_arguments(
     parser: argparse.ArgumentParser,
     defaults: Mapping[str, object] | None = None,
     helps: Mapping[str, str | None] | None = None,
+    options: type[TrainOptions] = TrainOptions,
 ) -> None:
-    """Adds options of TrainOptions.
+    """Adds options of TrainOptions, or of a class of more.
 
     Args:
         parser: gets them, in groups.
         defaults: replace some of their defaults.
         helps: the options to add; None: all. A text replaces an option's help.
+        options: the class that has them as fields.
     """
     groups: dict[str, argparse._ArgumentGroup] = {}
     title, description = "", None
-    for option in dataclasses.fields(TrainOptions):
+    for option in dataclasses.fields(options):
         title, description = GROUPS.get(option.name, (title, description))
         if helps is not None and option.name not in helps:
             continue

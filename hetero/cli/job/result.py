@@ -11,6 +11,12 @@ from offload.timeline import Timeline
 
 # fp32 master, exp_avg, exp_avg_sq and gradient: what the state takes where nothing is split.
 USUAL_STATE_BYTES_PER_PARAM = 16
+FROZEN_BYTES_PER_PARAM = 2  # in bf16
+
+
+def usual_state_bytes(params: int, trained: int) -> int:
+    """What the state of a model takes where nothing is split: of `params`, `trained` are so."""
+    return USUAL_STATE_BYTES_PER_PARAM * trained + FROZEN_BYTES_PER_PARAM * (params - trained)
 
 
 @dataclass(frozen=True)
@@ -33,10 +39,12 @@ class Setting:
     nvme_path: str | None  # several with commas between
     run_dir: str
     ranks: int = 1
+    trained_params: int | None = None  # the others are frozen; None: all are trained
 
     @property
     def state_bytes(self) -> int:
-        return USUAL_STATE_BYTES_PER_PARAM * self.params
+        trained = self.params if self.trained_params is None else self.trained_params
+        return usual_state_bytes(self.params, trained)
 
 
 @dataclass

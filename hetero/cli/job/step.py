@@ -59,20 +59,21 @@ def one_step(job: Job, step: int, start_s: float) -> StepMetrics:
     update_s, update_wait_s = job.engine.update_s, job.engine.update_wait_s
     memory: list[MemorySample] = []
     loss_sum = 0.0
-    for micro_batch in range(1, options.accumulate + 1):
-        tokens = job.corpus.batch(options.batch_size).to(job.device)
+    batches = job.corpus.step(options.batch_size, options.accumulate)
+    for micro_batch, batch in enumerate(batches, start=1):
+        inputs = {name: tensor.to(job.device) for name, tensor in batch.inputs.items()}
         with clock.span("forward"):
-            loss = job.model(input_ids=tokens, labels=tokens).loss
-            loss_sum += loss.item()
+            loss = job.model(**inputs).loss
+            loss_sum += loss.item() / batch.divisor
         memory.append(_memory_sample(job, start_s))
         # Updates may be submitted in the last backward only; without them nothing need be said.
         more = options.overlap.in_backward and micro_batch < options.accumulate
         told = hetero.no_sync(job.model) if more else nullcontext()
         with clock.span("backward"), told:
-            job.optimizer.backward(loss / options.accumulate)
+            job.optimizer.backward(loss / batch.divisor)
         memory.append(_memory_sample(job, start_s))
     # All ranks learn here, before any of them updates, if one of them went astray.
-    loss_mean = job.ranks.mean(loss_sum / options.accumulate)
+    loss_mean = job.ranks.mean(loss_sum)
     _require_number(loss_mean, step, options)
     lr = float(job.optimizer.param_groups[0]["lr"])
     grad_norm: float | None = None
@@ -95,7 +96,7 @@ def one_step(job: Job, step: int, start_s: float) -> StepMetrics:
         forward_s=clock.seconds["forward"],
         backward_s=clock.seconds["backward"],
         optimizer_s=clock.seconds["optimizer"],
-        tokens=job.setting.tokens_per_step,
+        tokens=sum(batch.tokens for batch in batches),
         traffic_bytes={link: after[link] - before[link] for link in LINKS},
         gather_wait_s=job.engine.gather_wait_s - gather_wait_s,
         update_s=max(0.0, job.engine.update_s - update_s),  # (homes that move begin at 0 again)

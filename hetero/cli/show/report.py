@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hetero.cli.job.metrics import TIERS
-from hetero.cli.job.result import TrainResult
+from hetero.cli.job.result import Setting, TrainResult
 from offload.memory.sizes import format_bytes
 
 
@@ -20,8 +20,8 @@ def rows(result: TrainResult) -> list[tuple[str, str]]:
     losses = [step.loss for step in result.steps]
     made = f"{len(result.steps)} of {setting.steps}"
     table = [
-        ("model", f"{setting.model}, {setting.params:,} parameters"),
-        ("model state, usual", f"{format_bytes(setting.state_bytes)} (16 bytes per parameter)"),
+        ("model", f"{setting.model}, {_parameters(setting)}"),
+        ("model state, usual", f"{format_bytes(setting.state_bytes)} ({_bytes_each(setting)})"),
         ("policy, compute", f"{setting.policy}, {setting.dtype}, {setting.isa}"),
     ]
     if setting.ranks > 1:
@@ -68,6 +68,19 @@ def rows(result: TrainResult) -> list[tuple[str, str]]:
     return table
 
 
+def _parameters(setting: Setting) -> str:
+    trained = setting.trained_params
+    every = trained is None or trained == setting.params
+    return f"{setting.params:,} parameters" + ("" if every else f", {trained:,} trained")
+
+
+def _bytes_each(setting: Setting) -> str:
+    every = setting.trained_params in (None, setting.params)
+    return f"16 bytes per {'' if every else 'trained '}parameter" + (
+        "" if every else ", 2 per other"
+    )
+
+
 def _step_rows(result: TrainResult) -> list[tuple[str, str]]:
     """The seconds of a step, where the state was, and what was predicted for that."""
     parts = {
@@ -97,9 +110,9 @@ def _step_rows(result: TrainResult) -> list[tuple[str, str]]:
     return table
 
 
-def print_report(result: TrainResult) -> None:
-    """Prints the table on stdout."""
-    table = Table(title="hetero train", title_justify="left", show_header=False)
+def print_report(result: TrainResult, command: str) -> None:
+    """Prints the table of a run of the command on stdout."""
+    table = Table(title=f"hetero {command}", title_justify="left", show_header=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for label, value in rows(result):

@@ -1,0 +1,63 @@
+"""`hetero finetune`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import TYPE_CHECKING
+
+from hetero.cli.commands.train import Plan, run_training
+from hetero.cli.finetune.options import FinetuneOptions, add_finetune_arguments
+
+if TYPE_CHECKING:
+    from hetero.cli.commands import Commands
+    from hetero.cli.job.job import Job
+    from hetero.cli.job.ranks import Ranks
+
+
+def add_command(commands: Commands) -> None:
+    """Adds `finetune`."""
+    command = commands.add_parser(
+        "finetune",
+        usage="hetero finetune --model DIR --data PATH --output DIR [OPTION ...]",
+        help="fine-tune a Hugging Face model on instructions or texts, within budgets",
+        description="Fine-tunes a causal language model from a local folder, whole or with a LoRA"
+        " adapter, and writes a folder that from_pretrained() reads. Conversations are written by"
+        " the tokenizer's chat template, and their answers alone are learned; texts are learned"
+        " whole, one after another. All data are checked before training starts. Budgets, run"
+        " folder, checkpoints and --resume are those of hetero train; under torchrun the ranks"
+        " shard the model state.",
+    )
+    add_finetune_arguments(command)
+    command.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Fine-tunes, exports, and prints a report."""
+    if arguments.model is None:
+        raise ValueError("--model is missing; give the folder of a Hugging Face model")
+    options = FinetuneOptions.from_namespace(arguments)
+    # Late, because transformers takes seconds and belongs to the extra `train`.
+    from hetero.cli.finetune.export import export
+    from hetero.cli.finetune.task import FinetuneTask
+
+    if options.lora_rank:
+        import peft  # noqa: F401 (or the error that it is missing, before anything is read)
+
+    def make_plan(ranks: Ranks) -> Plan:
+        task = FinetuneTask(options, ranks)
+
+        def at_end(job: Job) -> None:
+            export(job, options, task.tokenizer)
+            if ranks.leads:
+                print(f"hetero finetune: {_what(options)} is in {options.output}", file=sys.stderr)
+
+        return Plan(task.with_steps(ranks), task, at_end)
+
+    return run_training("finetune", options, make_plan)
+
+
+def _what(options: FinetuneOptions) -> str:
+    if not options.lora_rank:
+        return "the model"
+    return "the model with its adapter merged" if options.merge else "the adapter"

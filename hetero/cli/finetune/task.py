@@ -1,0 +1,197 @@
+"""What is fine-tuned on what: the model's folder, its tokenizer, an adapter, and the examples."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import replace
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import hetero
+from hetero.cli.finetune.chat import Encoder
+from hetero.cli.finetune.examples import Collation, Examples, Row, packed, stream
+from hetero.cli.finetune.formats import Conversation, Text, parse
+from hetero.cli.finetune.options import FinetuneOptions
+from hetero.cli.finetune.records import read_records
+from hetero.cli.job.ranks import Ranks
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
+
+class FinetuneTask:
+    """A model of Hugging Face's with the data that it learns; a Task of a job.
+
+    Attributes:
+        data: the examples, in sequences.
+        label: the folder's name.
+        vocab_size: of the model.
+        tokenizer: of the folder; its chat template is the one in use.
+    """
+
+    def __init__(self, options: FinetuneOptions, ranks: Ranks) -> None:
+        """Reads and checks all but the weights.
+
+        Raises:
+            ValueError: folder, tokenizer, template or a record is unfit; it says which and why.
+        """
+        self._options = options
+        self._folder = Path(options.model)
+        self._config = _config(self._folder)
+        self.tokenizer = _tokenizer(self._folder, options.chat_template)
+        self.label = self._folder.resolve().name
+        self.vocab_size: int = self._config.vocab_size
+        self._check_sizes()
+        self.data = self._examples(ranks)
+
+    def with_steps(self, ranks: Ranks) -> FinetuneOptions:
+        """The options, with the steps that the epochs are."""
+        options = self._options
+        if options.max_steps is not None:
+            return replace(options, steps=options.max_steps)
+        per_step = options.batch_size * options.accumulate * ranks.count
+        return replace(options, steps=max(1, ceil(options.epochs * len(self.data.rows) / per_step)))
+
+    def shape(self) -> torch.nn.Module:
+        """As of Task."""
+        from transformers import AutoModelForCausalLM
+
+        with torch.device("meta"):
+            return self._finished(AutoModelForCausalLM.from_config(self._config))
+
+    def build(self) -> torch.nn.Module:
+        """As of Task. Raises ValueError if the folder has no weights that fit."""
+        from transformers import AutoModelForCausalLM
+
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                self._folder, config=self._config, local_files_only=True
+            )
+        except (OSError, RuntimeError) as error:
+            raise ValueError(f"--model {self._folder}: no weights to load: {error}") from error
+        return self._finished(model)
+
+    def _finished(self, model: Any) -> torch.nn.Module:
+        options = self._options
+        if options.lora_rank:
+            from peft import LoraConfig, get_peft_model
+
+            adapter = LoraConfig(
+                r=options.lora_rank,
+                lora_alpha=options.lora_alpha or 2 * options.lora_rank,
+                lora_dropout=options.lora_dropout,
+                target_modules="all-linear",
+                task_type="CAUSAL_LM",
+                base_model_name_or_path=str(self._folder),
+            )
+            model = get_peft_model(model, adapter)
+        trained: torch.nn.Module = model.train()
+        return trained
+
+    def _check_sizes(self) -> None:
+        options, folder = self._options, self._folder
+        if len(self.tokenizer) > self.vocab_size:
+            raise ValueError(
+                f"--model {folder}: the tokenizer has {len(self.tokenizer)} tokens, and the model "
+                f"{self.vocab_size}; enlarge it with model.resize_token_embeddings(), and save it"
+            )
+        positions = getattr(self._config, "max_position_embeddings", None)
+        if positions is not None and positions < options.seq_len:
+            raise ValueError(
+                f"--seq-len {options.seq_len} is more than the {positions} positions of the model "
+                f"in {folder}; give --seq-len {positions} or less"
+            )
+
+    def _examples(self, ranks: Ranks) -> Examples:
+        options = self._options
+        assert options.data is not None
+        encoder = Encoder(self.tokenizer, options.seq_len)
+        parsed = [parse(record, options.format) for record in read_records(options.data)]
+        texts = [encoder.text(each) for each in parsed if isinstance(each, Text)]
+        examples = [encoder.conversation(each) for each in parsed if isinstance(each, Conversation)]
+        rows: list[Row] = [[example] for example in examples]
+        if options.packing:
+            rows = list(packed(examples, options.seq_len))
+        if texts:
+            rows += stream(texts, options.seq_len, f"--data {options.data}")
+        collation = Collation(self._pad_token(), self._mask_dtype())
+        count = len(examples) + len(texts)
+        description = f"{options.data} ({count} records in {len(rows)} sequences)"
+        return Examples(rows, collation, description, options.seed, ranks)
+
+    def _pad_token(self) -> int:
+        found = self.tokenizer.pad_token_id
+        return int(self.tokenizer.eos_token_id if found is None else found)
+
+    def _mask_dtype(self) -> torch.dtype | None:
+        """Of the mask of packed sequences. Raises ValueError if the model knows no positions."""
+        options = self._options
+        if not options.packing:
+            return None
+        forward = type(self._on_meta()).forward
+        if "position_ids" not in inspect.signature(forward).parameters:
+            raise ValueError(
+                f"--packing needs a model that is told positions, and the {self._config.model_type}"
+                f" in {self._folder} is not; leave --packing out"
+            )
+        config = hetero.Config.make(
+            dtype=options.dtype, backend=options.backend, link_gbps=options.link_gbps
+        )
+        return config.dtypes.torch_compute
+
+    def _on_meta(self) -> Any:
+        from transformers import AutoModelForCausalLM
+
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(self._config)
+
+
+def _config(folder: Path) -> Any:
+    """Raises ValueError if the folder has none."""
+    from transformers import AutoConfig
+    from transformers.utils import logging
+
+    # Its warnings are about downloads and generation, and its bars are of a file each.
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    if not (folder / "config.json").is_file():
+        raise ValueError(
+            f"--model {folder} has no config.json; give the folder of a model as save_pretrained() "
+            f"writes it (a model of the hub is downloaded by `hf download NAME --local-dir DIR`)"
+        )
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"--model {folder}: config.json cannot be used: {error}") from error
+    # A cache of keys and values is for generation; in training it only holds memory.
+    config.use_cache = False
+    return config
+
+
+def _tokenizer(folder: Path, chat_template: str | None) -> Any:
+    """Raises ValueError if there is none, or the template's file cannot be read."""
+    from transformers import AutoTokenizer
+
+    advice = "put tokenizer.json and tokenizer_config.json into the folder"
+    # Without any of these some versions make an empty tokenizer of the model's kind.
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        raise ValueError(f"--model {folder} has no tokenizer; {advice}")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(
+            f"--model {folder}: the tokenizer cannot be loaded ({reason}); {advice}"
+        ) from error
+    if chat_template == "default":
+        tokenizer.chat_template = None
+    elif chat_template is not None:
+        try:
+            tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
+        except OSError as error:
+            raise ValueError(
+                f"cannot read --chat-template {chat_template}: {error.strerror}"
+            ) from error
+    return tokenizer

@@ -1,0 +1,140 @@
+"""Hugging Face's Accelerate: its Accelerator, for models that an engine of hetero manages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import torch
+
+import hetero.api.access as access
+from hetero.api.optimizer import HybridOptimizer
+from hetero.checkpoint.load import load
+from hetero.checkpoint.save import save
+from offload.errors import HeteroError
+
+# In a folder of the library's, where hetero's checkpoint is.
+CHECKPOINT_NAME = "hetero"
+
+
+class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
+    """accelerate.Accelerator, which leaves moving, sharding and saving of model state to hetero.
+
+    The loop stays: `prepare`, `accumulate`, `backward`, `clip_grad_norm_`, mixed precision by
+    autocast, schedulers and loaders work as ever. What is different:
+
+    prepare(): the model is not moved to a device and not wrapped in DistributedDataParallel;
+    hetero computes where its backend says, and averages gradients over ranks itself.
+
+    save_state(), load_state(): model and optimizer go, by hetero.save() and hetero.load(), to and
+    from a folder named `hetero` in the library's, in pieces, instead of whole state dicts in RAM.
+    Schedulers, loaders, random numbers and registered objects are the library's business still. All
+    ranks must call both, load_state() after hetero.initialize() (or the first training forward).
+
+    Args:
+        as accelerate.Accelerator. DeepSpeed, FSDP and Megatron plugins are refused.
+
+    Raises:
+        ValueError: one of these plugins is on, by argument or by `accelerate config`.
+    """
+
+    _models: list[Any]
+    _optimizers: list[Any]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        check_plain(self)
+
+    def prepare_model(
+        self,
+        model: torch.nn.Module,
+        device_placement: bool | None = None,
+        evaluation_mode: bool = False,
+    ) -> Any:
+        """As the library's, without a move and without DistributedDataParallel."""
+        # What the library calls evaluation mode is autocast and compilation without a wrapper.
+        return super().prepare_model(model, device_placement=False, evaluation_mode=True)
+
+    def prepare_optimizer(
+        self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
+    ) -> Any:
+        """As the library's, which would copy all optimizer state to a device otherwise."""
+        return super().prepare_optimizer(optimizer, device_placement=False)
+
+    def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[None]:
+        """hetero.no_sync(), once the model is managed."""
+        managed = any(hasattr(param, "_hetero_engine") for param in model.parameters())
+        return access.no_sync(model) if managed else super().no_sync(model)
+
+    def save_state(
+        self, output_dir: str | None = None, safe_serialization: bool = True, **options: Any
+    ) -> Any:
+        """As the library's; model and optimizer are in the folder's `hetero`. All ranks call it."""
+        model, optimizers = self._managed()
+        with self._without_model_state():
+            place = super().save_state(output_dir, safe_serialization, **options)
+        save(Path(place) / CHECKPOINT_NAME, model, optimizers)
+        return place
+
+    def load_state(self, input_dir: str | None = None, *args: Any, **options: Any) -> None:
+        """As the library's. All ranks call it.
+
+        Raises:
+            ValueError: no folder is given.
+            CheckpointError: the folder has no checkpoint of hetero, or a damaged one.
+        """
+        if input_dir is None:
+            raise ValueError(
+                "load_state() needs the folder that save_state() has returned; name it"
+            )
+        model, optimizers = self._managed()
+        # First, because the library's random numbers are to stay.
+        load(Path(input_dir) / CHECKPOINT_NAME, model, optimizers)
+        with self._without_model_state():
+            super().load_state(input_dir, *args, **options)
+
+    @contextmanager
+    def _without_model_state(self) -> Iterator[None]:
+        """Inside the block the library knows of no models and optimizers."""
+        kept: tuple[list[Any], list[Any]] = (self._models, self._optimizers)
+        self._models, self._optimizers = [], []
+        try:
+            yield
+        finally:
+            self._models, self._optimizers = kept
+
+    def _managed(self) -> tuple[torch.nn.Module, list[HybridOptimizer]]:
+        """The one model and its optimizers. Raises HeteroError."""
+        models = [self.unwrap_model(each) for each in self._models]
+        if len(models) != 1:
+            raise HeteroError(
+                f"{len(models)} models were prepared, and a checkpoint of hetero is of one; save "
+                f"the others by hetero.save() or their state_dict()"
+            )
+        return models[0], [plain_optimizer(each) for each in self._optimizers]
+
+
+def plain_optimizer(optimizer: Any) -> HybridOptimizer:
+    """The optimizer inside the library's wrappers. Raises ValueError if it is none of hetero's."""
+    while not isinstance(optimizer, HybridOptimizer) and hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    if not isinstance(optimizer, HybridOptimizer):
+        raise ValueError(
+            f"the optimizer is {type(optimizer).__name__}, and a model that hetero manages is "
+            f"trained by hetero.HybridAdam, HybridLion, HybridAdagrad, HybridSGD or HybridMuon"
+        )
+    return optimizer
+
+
+def check_plain(accelerator: accelerate.Accelerator) -> None:
+    """Raises ValueError if a plugin would shard or offload the model a second time."""
+    kind = accelerator.distributed_type.value
+    if kind in ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA"):
+        raise ValueError(
+            f"the Accelerator is set up for {kind}, and hetero shards and offloads the model "
+            f"itself; leave the plugin out, or run `accelerate launch` with a configuration without"
+            f" it"
+        )

@@ -1,0 +1,188 @@
+"""Hugging Face's Trainer, and what makes a Trainer of any other class train with hetero."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+
+from hetero.checkpoint.load import load
+from hetero.checkpoint.save import save
+from hetero.config import Config
+from hetero.integrations.accelerator import CHECKPOINT_NAME, Accelerator, plain_optimizer
+from hetero.integrations.adapters import adapter_state, has_adapters
+from hetero.integrations.exports import export_into
+from hetero.integrations.figures import step_figures
+from hetero.integrations.trainer_options import check_arguments, check_precision, optimizer_of
+from hetero.runtime.engine import Engine
+from hetero.setup.initialize import initialize
+
+if TYPE_CHECKING:
+    _Base = transformers.Trainer
+else:
+    _Base = object
+
+
+class HeteroTrainerMixin(_Base):
+    """Makes any Trainer of Hugging Face's train with hetero; TrainingArguments stay as they are.
+
+    `class MyTrainer(HeteroTrainerMixin, SFTTrainer): pass`, for example; `Trainer` below is the
+    plain one. The model is built in hetero.ZeroInitContext, or anywhere, with `hetero_config` then.
+
+    - `optim`, `learning_rate` and the like name the optimizer, as ever, and hetero's takes its
+      place. `optimizer_cls_and_kwargs` and `optimizers` may have one of hetero's.
+    - A checkpoint (`save_steps`, `save_strategy`) has the model as from_pretrained() reads it, and
+      in its folder `hetero` what training goes on from, written in pieces. With adapters it has
+      these, as peft reads them. `resume_from_checkpoint` goes on from it with the same bits, and
+      `load_best_model_at_end` loads its masters. Checkpoints of a plain Trainer load, too.
+    - Accumulation, clipping, evaluation, schedulers, callbacks and autocast are the Trainer's own.
+    - Several ranks (torchrun) shard the model by hetero, without DistributedDataParallel.
+    - Every log has what engine.traffic and engine.ledger say (`hetero/...`), for TensorBoard,
+      W&B and whatever else `report_to` names.
+
+    The engine is open until close(), or the end of the `with` block that the Trainer opens:
+    evaluate(), predict() and save_model() work after train().
+
+    Args:
+        hetero_config: options as hetero.initialize() takes them, for a model that was not built in
+            hetero.ZeroInitContext. Default: none, for one that was.
+
+    Raises:
+        ValueError: arguments that cannot work: DeepSpeed or FSDP, an optimizer that hetero has
+            not, several GPUs in one process, or fp16 with hetero's own loss scale.
+    """
+
+    def __init__(
+        self, *args: Any, hetero_config: Mapping[str, Any] | None = None, **kwargs: Any
+    ) -> None:
+        arguments = kwargs.get("args", args[1] if len(args) > 1 else None)
+        if arguments is not None:
+            check_arguments(arguments)
+        self._hetero_options = dict(hetero_config or {})
+        if self._hetero_options:
+            check_precision(Config.make(**self._hetero_options))
+        super().__init__(*args, **kwargs)
+
+    # What the library calls before and while it trains
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """As the library's, with hetero's Accelerator, of which the library makes the plain one."""
+        super().create_accelerator_and_postprocess()
+        self.accelerator.__class__ = Accelerator
+
+    def _move_model_to_device(self, model: torch.nn.Module, device: torch.device) -> None:
+        """Nothing: hetero's backend says where parameters are used."""
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """The optimizer of hetero that the arguments name, with the library's param groups."""
+        if self.optimizer is None and self.optimizer_cls_and_kwargs is None:
+            self.optimizer_cls_and_kwargs = optimizer_of(self.args)
+        optimizer = super().create_optimizer(*args, **kwargs)
+        plain_optimizer(optimizer)
+        return optimizer
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As the library's; the first one initializes the model."""
+        self._initialize()
+        return super().training_step(*args, **kwargs)
+
+    def _initialize(self) -> None:
+        """hetero.initialize(), once: after the library has prepared model and optimizer."""
+        optimizer = plain_optimizer(self.optimizer)
+        if optimizer._engine is None:
+            initialize(self._model, optimizer, **self._hetero_options)
+            check_precision(optimizer.engine.config)
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """As the library's, with the engine's figures."""
+        engine = self.engine
+        if engine is not None and "loss" in logs:
+            logs = {**logs, **step_figures(engine)}
+        super().log(logs, *args, **kwargs)
+
+    # Checkpoints
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """The model's files, as from_pretrained() reads them. All ranks call it."""
+        if state_dict is not None or self.engine is None:
+            super()._save(output_dir, state_dict)
+        elif has_adapters(self._model):
+            # (Reading parameters is something that one rank may do alone.)
+            super()._save(output_dir, adapter_state(self._model) if self.args.should_save else None)
+        else:
+            self._export(Path(output_dir or self.args.output_dir or "."))
+
+    def _export(self, folder: Path) -> None:
+        export_into(self._model, folder, self.args.should_save)
+        if not self.args.should_save:
+            return
+        if self.processing_class is not None:
+            self.processing_class.save_pretrained(folder)
+        torch.save(self.args, folder / "training_args.bin")
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """What training goes on from. All ranks call it."""
+        engine = self.engine
+        assert engine is not None  # a step was made
+        extra = {"scheduler": self.lr_scheduler}
+        save(Path(output_dir) / CHECKPOINT_NAME, self._model, self._optimizer, extra=extra)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Nothing for a checkpoint of hetero: its values come when there is an engine."""
+        if not _has_checkpoint(resume_from_checkpoint):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Model, optimizer and scheduler. All ranks call it."""
+        if checkpoint is None or not _has_checkpoint(checkpoint):
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        self._initialize()
+        extra = {"scheduler": self.lr_scheduler}
+        load(Path(checkpoint) / CHECKPOINT_NAME, self._model, self._optimizer, extra=extra)
+
+    def _load_best_model(self) -> None:
+        """The masters of the best checkpoint. All ranks call it."""
+        best = self.state.best_model_checkpoint
+        if best is not None and _has_checkpoint(best):
+            load(Path(best) / CHECKPOINT_NAME, self._model)
+        else:
+            super()._load_best_model()
+
+    # The engine
+
+    @property
+    def _model(self) -> torch.nn.Module:
+        assert self.model is not None
+        return self.model
+
+    @property
+    def _optimizer(self) -> Any:
+        return plain_optimizer(self.optimizer)
+
+    @property
+    def engine(self) -> Engine | None:
+        """The engine; None before the first step."""
+        return None if self.optimizer is None else self._optimizer._engine
+
+    def close(self) -> None:
+        """Frees the memory and the files of the model state; idempotent. All ranks call it."""
+        if self.engine is not None:
+            self.engine.close()
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+class Trainer(HeteroTrainerMixin, transformers.Trainer):
+    """transformers.Trainer that trains with hetero; HeteroTrainerMixin says what is different."""
+
+
+def _has_checkpoint(folder: str) -> bool:
+    return (Path(folder) / CHECKPOINT_NAME).is_dir()

@@ -1,0 +1,105 @@
+"""hetero/integrations/accelerator: a plain loop of Accelerate's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import pytest
+import torch
+from accelerate.state import AcceleratorState, GradientState
+from transformers import AutoModelForCausalLM
+
+import hetero
+from hetero.integrations.accelerator import Accelerator
+from tests.support.ecosystem.tiny_models import Sentences, gpt2_folder
+
+
+@pytest.fixture(autouse=True)
+def _fresh_state() -> None:
+    """The library keeps its settings in class attributes."""
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+
+
+def prepared(accelerator: Any, model: Any, kind: Any) -> tuple[Any, ...]:
+    optimizer = kind(model.parameters(), lr=1e-2, weight_decay=0.0)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    loader = torch.utils.data.DataLoader(Sentences(), batch_size=2)
+    return tuple(accelerator.prepare(model, optimizer, loader, scheduler))
+
+
+def run(accelerator: Any, parts: tuple[Any, ...], skipped: int = 0, saved: Any = None) -> Any:
+    """One epoch; `saved` is saved to after 4 of 8 batches."""
+    model, optimizer, loader, scheduler = parts
+    model.train()
+    losses = []
+    if skipped:
+        loader = accelerator.skip_first_batches(loader, skipped)
+    for index, batch in enumerate(loader):
+        with accelerator.accumulate(model):
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+        if saved is not None and index == 3:
+            accelerator.save_state(str(saved))
+    return losses
+
+
+def managed(folder: Path, policy: str, path: Path) -> Any:
+    with hetero.ZeroInitContext(placement_policy=policy, dtype="fp32", nvme_path=str(path)):
+        return AutoModelForCausalLM.from_pretrained(folder)
+
+
+def test_a_loop_and_its_state(tmp_path: Path) -> None:
+    folder = gpt2_folder(tmp_path / "model")
+    plain = AutoModelForCausalLM.from_pretrained(folder)
+    torch.manual_seed(7)
+    wanted_by = accelerate.Accelerator(gradient_accumulation_steps=2, cpu=True)
+    wanted = run(wanted_by, prepared(wanted_by, plain, torch.optim.AdamW))
+    accelerator = Accelerator(gradient_accumulation_steps=2, cpu=True)
+    model = managed(folder, "nvme", tmp_path)
+    torch.manual_seed(7)
+    parts = prepared(accelerator, model, hetero.HybridAdam)
+    assert parts[0] is model
+    losses = run(accelerator, parts, saved=tmp_path / "state")
+    assert losses == pytest.approx(wanted, rel=1e-5)
+    masters = hetero.masters(model.parameters())
+    parts[1].optimizer.engine.close()
+    assert not list((tmp_path / "state").glob("model*"))
+    assert not list((tmp_path / "state").glob("optimizer*"))
+    again = Accelerator(gradient_accumulation_steps=2, cpu=True)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    torch.manual_seed(99)
+    optimizer = hetero.HybridAdam(model.parameters(), lr=1.0)
+    hetero.initialize(model, optimizer, placement_policy="cpu", dtype="fp32")
+    loader = torch.utils.data.DataLoader(Sentences(), batch_size=2)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    parts = again.prepare(model, optimizer, loader, scheduler)
+    again.load_state(str(tmp_path / "state"))
+    assert run(again, parts, skipped=4) == losses[4:]
+    assert all(map(torch.equal, hetero.masters(model.parameters()), masters))
+    optimizer.engine.close()
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    folder = gpt2_folder(tmp_path / "model")
+    accelerator = Accelerator(cpu=True)
+    plain = AutoModelForCausalLM.from_pretrained(folder)
+    accelerator.prepare(plain, torch.optim.AdamW(plain.parameters()))
+    with pytest.raises(ValueError, match="the optimizer is AdamW, and a model that hetero"):
+        accelerator.save_state(str(tmp_path / "state"))
+    with pytest.raises(ValueError, match="load_state.. needs the folder"):
+        accelerator.load_state()
+    accelerator.prepare(AutoModelForCausalLM.from_pretrained(folder))
+    with pytest.raises(hetero.HeteroError, match="2 models were prepared"):
+        accelerator.save_state(str(tmp_path / "state"))
+    accelerator.state.distributed_type = accelerate.DistributedType.FSDP
+    with pytest.raises(ValueError, match="the Accelerator is set up for FSDP"):
+        Accelerator(cpu=True)

@@ -1,0 +1,95 @@
+"""hetero/integrations/lightning: a module beside itself with torch.optim.AdamW."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hetero
+from tests.support.ecosystem.tiny_models import Sentences, gpt2_folder
+
+lightning = pytest.importorskip("lightning", reason="pip install 'hetero[ecosystem]'")
+
+from transformers import AutoModelForCausalLM  # noqa: E402
+
+from hetero.integrations.lightning import HeteroStrategy  # noqa: E402
+
+
+class Module(lightning.LightningModule):  # type: ignore[misc,name-defined]
+    def __init__(self, folder: Path, optimizer: Any) -> None:
+        super().__init__()
+        self.model = AutoModelForCausalLM.from_pretrained(folder)
+        self.model.train()
+        self.optimizer = optimizer
+        self.losses: list[float] = []
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        loss: torch.Tensor = self.model(**batch).loss
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self.optimizer(self.parameters(), lr=1e-2, weight_decay=0.0)
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
+
+
+def fit(module: Any, path: Path, strategy: Any, epochs: int = 2, ckpt_path: Any = None) -> Any:
+    torch.manual_seed(5)
+    trainer = lightning.Trainer(
+        max_epochs=epochs,
+        accumulate_grad_batches=2,
+        gradient_clip_val=0.5,
+        strategy=strategy,
+        accelerator="cpu",
+        devices=1,
+        default_root_dir=path,
+        callbacks=[lightning.pytorch.callbacks.ModelCheckpoint(dirpath=path, save_top_k=-1)],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    # Without workers, whose seeds would be drawn.
+    loader = torch.utils.data.DataLoader(Sentences(), batch_size=4)
+    trainer.fit(module, loader, ckpt_path=ckpt_path)
+    return trainer
+
+
+def test_a_module_and_its_checkpoints(tmp_path: Path) -> None:
+    folder = gpt2_folder(tmp_path / "model")
+    plain = Module(folder, torch.optim.AdamW)
+    fit(plain, tmp_path / "plain", "auto")
+    runs = []
+    for resumed in (False, True):
+        with hetero.ZeroInitContext(
+            placement_policy="cpu" if resumed else "nvme", dtype="fp32", nvme_path=str(tmp_path)
+        ):
+            module = Module(folder, hetero.HybridAdam)
+        strategy = HeteroStrategy()
+        checkpoint = next((tmp_path / "run").glob("epoch=0*")) if resumed else None
+        fit(module, tmp_path / ("again" if resumed else "run"), strategy, ckpt_path=checkpoint)
+        assert strategy.engine is not None
+        runs.append((module.losses, hetero.masters(module.parameters())))
+        strategy.close()
+    assert runs[0][0] == pytest.approx(plain.losses, rel=1e-5)
+    assert runs[1][0] == runs[0][0][4:]
+    assert all(map(torch.equal, runs[0][1], runs[1][1]))
+
+
+def test_a_module_that_was_built_outside(tmp_path: Path) -> None:
+    folder = gpt2_folder(tmp_path / "model")
+    module = Module(folder, hetero.HybridAdam)
+    strategy = HeteroStrategy(placement_policy="cpu", dtype="fp32")
+    trainer = fit(module, tmp_path / "run", strategy, epochs=1)
+    assert strategy.engine is not None
+    trainer.save_checkpoint(tmp_path / "last")
+    assert hetero.latest_checkpoint(tmp_path / "last") == tmp_path / "last" / "hetero"
+    strategy.close()
+    other = Module(folder, torch.optim.AdamW)
+    with pytest.raises(ValueError, match="the optimizer must be hetero.HybridAdam"):
+        fit(other, tmp_path / "other", HeteroStrategy())
+    with pytest.raises(hetero.CheckpointError, match="is no folder that HeteroStrategy"):
+        again = Module(folder, hetero.HybridAdam)
+        fit(again, tmp_path / "x", HeteroStrategy(), ckpt_path=tmp_path / "model")

@@ -1,0 +1,67 @@
+"""hetero/integrations/trainer as a mixin: TRL's SFTTrainer, with LoRA, beside itself."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hetero
+from hetero.integrations.trainer import HeteroTrainerMixin
+from tests.support.ecosystem.tiny_models import ADAPTERS, arguments, figures
+from tests.support.ecosystem.tokenizers import CHAT_TEMPLATE, model_folder
+
+trl = pytest.importorskip("trl", reason="pip install 'hetero[ecosystem]'")
+
+from datasets import Dataset  # noqa: E402
+from peft import LoraConfig  # noqa: E402
+from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
+
+
+class SFT(HeteroTrainerMixin, trl.SFTTrainer):  # type: ignore[misc,name-defined]
+    pass
+
+
+def test_sft(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "model", CHAT_TEMPLATE)
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": f"What is {n}?"},
+                {"role": "assistant", "content": "It is. " * (1 + n % 3)},
+            ]
+        }
+        for n in range(16)
+    ]
+    data = Dataset.from_list(json.loads(json.dumps(rows)))
+
+    def run(kind: Any, model: Any, name: str, resume: Any = None) -> Any:
+        torch.manual_seed(11)
+        config = LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM", **ADAPTERS)
+        args = arguments(
+            tmp_path / name, trl.SFTConfig, max_length=64, gradient_checkpointing=False, bf16=False
+        )
+        trainer = kind(
+            model,
+            args,
+            train_dataset=data,
+            eval_dataset=data,
+            processing_class=AutoTokenizer.from_pretrained(folder),
+            peft_config=config,
+        )
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer
+
+    wanted = run(trl.SFTTrainer, AutoModelForCausalLM.from_pretrained(folder), "plain")
+    found = []
+    for resume in (None, str(tmp_path / "managed" / "checkpoint-2")):
+        with hetero.ZeroInitContext(placement_policy="nvme", dtype="fp32", nvme_path=str(tmp_path)):
+            model = AutoModelForCausalLM.from_pretrained(folder)
+        with run(SFT, model, "managed", resume) as trainer:
+            found.append((figures(trainer, "loss"), hetero.masters(trainer.model.parameters())))
+    assert found[0][0] == pytest.approx(figures(wanted, "loss"), rel=1e-5)
+    assert found[1][0] == found[0][0]
+    assert all(map(torch.equal, found[0][1], found[1][1]))
