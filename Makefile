@@ -22,7 +22,7 @@ LOCK_SOURCES = $(shell find native -name '*.cpp' -not -path '*/isa/*' -not -path
 	$(if $(wildcard /usr/include/liburing.h),,-not -name 'uring_*'))
 
 .PHONY: help train test test-all bench bench-io bench-adam bench-step bench-checkpoint bench-durable \
-	cuda-check lint tidy format clean
+	cuda-check wheel lint tidy format clean
 
 help:
 	@echo "make train   train a language model of 100M parameters with its state on disk, about"
@@ -42,6 +42,7 @@ help:
 	@echo "             steps that survive a crash beside plain ones; options as for bench-io"
 	@echo "make cuda-check  on a machine with a GPU: builds in \$$(PYTHON) as it is, without network,"
 	@echo "             runs the tests that need a GPU and measures; skipped where there is none"
+	@echo "make wheel   dist/*.whl, for machines of this architecture that need no compiler"
 	@echo "make lint    the checks alone"
 	@echo "make tidy    clang-tidy over the native core"
 	@echo "make format  puts all sources into the project's format"
@@ -77,6 +78,13 @@ bench-durable: $(VENV)/bench.stamp
 # In the Python at hand: it has the torch that suits the GPU, and nothing may be downloaded.
 cuda-check:
 	@$(PYTHON) -m bench.cuda_check $(ARGS)
+
+# What an earlier build has left in build/lib* would go into the wheel. auditwheel names the oldest
+# glibc and libstdc++ that the extension runs with; liburing is linked statically where it can be.
+wheel: $(VENV)/wheel.stamp
+	rm -rf build/lib.* build/bdist.* build/wheel
+	HETERO_WERROR=1 $(BIN)/pip wheel --quiet --no-deps --no-build-isolation -w build/wheel .
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair -w dist build/wheel/*.whl
 
 lint: $(VENV)/test.stamp
 	$(BIN)/ruff check $(PYTHON_SOURCES)
@@ -116,6 +124,10 @@ $(VENV)/test.stamp: $(BUILD_INPUTS) $(VENV)/torch.stamp $(VENV)/liburing.stamp
 
 $(VENV)/bench.stamp: $(BUILD_INPUTS) $(VENV)/torch.stamp $(VENV)/liburing.stamp
 	$(BIN)/pip install --quiet -e ".[bench]"
+	@touch $@ $(VENV)/train.stamp
+
+$(VENV)/wheel.stamp: $(BUILD_INPUTS) $(VENV)/torch.stamp $(VENV)/liburing.stamp
+	HETERO_WERROR=1 $(BIN)/pip install --quiet -e ".[wheel]"
 	@touch $@ $(VENV)/train.stamp
 
 # First and alone, so that the version that the tests pin is the one that stays.
