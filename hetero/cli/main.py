@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 import hetero
-from hetero.cli.commands import bench, convert, inspect, plan, profile, train
+from hetero.cli.commands import bench, convert, doctor, inspect, plan, profile, train
 from hetero.cli.commands.outcome import EXIT_INTERRUPTED, EXIT_USAGE, print_error
 from hetero.cli.extras import missing_extra
 from offload.errors import HeteroError
@@ -40,6 +40,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"hetero {hetero.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (train, profile, plan, inspect, convert, bench):
+    for command in (train, profile, plan, inspect, convert, doctor, bench):
         command.add_command(commands)
     return parser
