@@ -22,7 +22,7 @@ LOCK_SOURCES = $(shell find native -name '*.cpp' -not -path '*/isa/*' -not -path
 	$(if $(wildcard /usr/include/liburing.h),,-not -name 'uring_*'))
 
 .PHONY: help train test test-all bench bench-io bench-adam bench-step bench-checkpoint bench-durable \
-	docs cuda-check lint tidy format clean
+	docs cuda-check wheel lint tidy format clean
 
 help:
 	@echo "make train   train a language model of 304M parameters in a process of 1.5 GiB, about"
@@ -43,6 +43,7 @@ help:
 	@echo "make cuda-check  on a machine with a GPU: builds in \$$(PYTHON) as it is, without network,"
 	@echo "             runs the tests that need a GPU and measures; skipped where there is none"
 	@echo "make docs    the documents as a site, with an API reference, in build/site"
+	@echo "make wheel   dist/*.whl, for machines of this architecture that need no compiler"
 	@echo "make lint    the checks alone"
 	@echo "make tidy    clang-tidy over the native core"
 	@echo "make format  puts all sources into the project's format"
@@ -82,6 +83,13 @@ cuda-check:
 docs: $(VENV)/docs.stamp
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "build/site/index.html"
+
+# What an earlier build has left in build/lib* would go into the wheel. auditwheel names the oldest
+# glibc and libstdc++ that the extension runs with; liburing is linked statically where it can be.
+wheel: $(VENV)/wheel.stamp
+	rm -rf build/lib.* build/bdist.* build/wheel
+	HETERO_WERROR=1 $(BIN)/pip wheel --quiet --no-deps --no-build-isolation -w build/wheel .
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair -w dist build/wheel/*.whl
 
 lint: $(VENV)/test.stamp
 	$(BIN)/ruff check $(PYTHON_SOURCES)
@@ -124,6 +132,10 @@ $(VENV)/docs.stamp: $(BUILD_INPUTS) $(VENV)/torch.stamp $(VENV)/liburing.stamp
 
 $(VENV)/bench.stamp: $(BUILD_INPUTS) $(VENV)/torch.stamp $(VENV)/liburing.stamp
 	$(BIN)/pip install --quiet -e ".[bench]"
+	@touch $@ $(VENV)/train.stamp
+
+$(VENV)/wheel.stamp: $(BUILD_INPUTS) $(VENV)/torch.stamp $(VENV)/liburing.stamp
+	HETERO_WERROR=1 $(BIN)/pip install --quiet -e ".[wheel]"
 	@touch $@ $(VENV)/train.stamp
 
 # First and alone, so that the version that the tests pin is the one that stays.

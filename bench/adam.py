@@ -31,6 +31,7 @@ from bench.harness.program import (
     command_line,
     parse_count,
     print_header,
+    program_parser,
     run_program,
 )
 from bench.harness.rounds import Rounds, Sample, run_rounds
@@ -91,11 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.adam",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = program_parser("bench.adam", __doc__)
     parser.add_argument(
         "--numel", default="64Mi", help="elements of each array (default: %(default)s)"
     )

@@ -49,6 +49,7 @@ from bench.harness.program import (
     names,
     parse_size,
     print_header,
+    program_parser,
     run_program,
 )
 from bench.harness.rounds import Sample, run_rounds
@@ -127,11 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.bound",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = program_parser("bench.bound", __doc__)
     add_train_arguments(parser, DEFAULTS)
     group = parser.add_argument_group("benchmark")
     group.add_argument(

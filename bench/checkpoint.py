@@ -45,6 +45,7 @@ from bench.harness.program import (
     command_line,
     parse_size,
     print_header,
+    program_parser,
     run_program,
 )
 from bench.harness.rounds import Rounds, Sample, run_rounds
@@ -79,11 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.checkpoint",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = program_parser("bench.checkpoint", __doc__)
     parser.add_argument(
         "--model",
         default="gpt2-medium",

@@ -25,6 +25,7 @@ import contextlib
 import gc
 import importlib.util
 import json
+import os
 import resource
 import statistics
 import subprocess
@@ -38,8 +39,9 @@ import psutil
 import torch
 
 from bench.cuda_aims import LIMITED_DEVICE_BYTES, LIMITED_MODEL, LIMITED_RAM_BYTES, Aim, aims
-from bench.harness.machine import ROOT, describe_machine, header
-from bench.harness.program import command_line, names
+from bench.harness.machine import describe_machine, header
+from bench.harness.peer_process import import_environment
+from bench.harness.program import command_line, names, program_parser
 from bench.kernels.cuda_copies import measure_copies
 from bench.work.gpt import SHAPES, VOCABULARY, Gpt, Shape, fill, quick_init
 from bench.work.transfers import measure_mixed_bandwidth
@@ -57,11 +59,7 @@ _LINK = "link"  # stands in the place of a model and a contender for the measure
 
 def main(argv: Sequence[str] | None = None) -> int:
     """0 also if contenders failed or had no time: the table says which."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.cuda",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = program_parser("bench.cuda", __doc__)
     parser.add_argument(
         "--models", default="gpt2-1.3b,gpt-6b,gpt-14b", help="of " + ", ".join(SHAPES)
     )
@@ -128,7 +126,13 @@ def _run(one: str, nvme: str | None, deadline_s: float) -> dict[str, Any]:
     if nvme is not None:
         command += ["--nvme", nvme]
     try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=left_s)
+        done = subprocess.run(
+            command,
+            env=os.environ | import_environment(),
+            capture_output=True,
+            text=True,
+            timeout=left_s,
+        )
     except subprocess.TimeoutExpired:
         return {"status": "out of time"}
     if done.returncode:

@@ -30,7 +30,13 @@ from rich.table import Table
 
 import hetero
 from bench.harness.machine import describe_machine
-from bench.harness.program import add_json_argument, command_line, print_header, run_program
+from bench.harness.program import (
+    add_json_argument,
+    command_line,
+    print_header,
+    program_parser,
+    run_program,
+)
 from bench.harness.rounds import Rounds, Sample, run_rounds
 from bench.work.job_steps import JobSteps, steady_options
 from hetero.cli.job.job import Job, open_job
@@ -50,11 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.durable",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = program_parser("bench.durable", __doc__)
     parser.add_argument("--model", default="gpt2", help="as of hetero train (default: %(default)s)")
     parser.add_argument(
         "--config", metavar="FILE", help="JSON file with a model's configuration, instead"

@@ -29,6 +29,7 @@ from bench.harness.program import (
     command_line,
     parse_size,
     print_header,
+    program_parser,
     run_program,
 )
 from bench.harness.rounds import Rounds, Sample, run_rounds
@@ -63,11 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.io",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = program_parser("bench.io", __doc__)
     parser.add_argument(
         "--path",
         action="append",

@@ -40,6 +40,7 @@ from bench.harness.program import (
     names,
     parse_size,
     print_header,
+    program_parser,
     run_program,
 )
 from bench.largest_model.limited_train import LIMITS
@@ -68,11 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.ladder",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = program_parser("bench.ladder", __doc__)
     parser.add_argument(
         "--budgets",
         default="1GiB,2GiB,4GiB,8GiB",

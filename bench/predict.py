@@ -28,7 +28,13 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.harness.machine import describe_machine
-from bench.harness.program import add_json_argument, command_line, print_header, run_program
+from bench.harness.program import (
+    add_json_argument,
+    command_line,
+    print_header,
+    program_parser,
+    run_program,
+)
 from hetero.cli.job.job import open_job
 from hetero.cli.job.models import (
     MODEL_NAMES,
@@ -104,11 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.predict",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = program_parser("bench.predict", __doc__)
     parser.add_argument("--model", default="gpt2-medium", choices=MODEL_NAMES, metavar="NAME")
     parser.add_argument("--config", metavar="FILE", help="of a model, instead of a name")
     parser.add_argument("--vocab-size", type=int, default=None, metavar="N")

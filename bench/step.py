@@ -35,6 +35,7 @@ from bench.harness.program import (
     command_line,
     parse_count,
     parse_size,
+    program_parser,
     run_program,
 )
 from bench.harness.rounds import Rounds, Sample, run_rounds
@@ -64,11 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.step",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = program_parser("bench.step", __doc__)
     parser.add_argument("--params", default="500e6", help="of the model (default: %(default)s)")
     parser.add_argument(
         "--host-memory", default="512MiB", help="RAM for buffers (default: %(default)s)"

@@ -35,7 +35,13 @@ from bench.harness.contenders import (
     peer_contenders,
     run_contender,
 )
-from bench.harness.program import add_peer_arguments, chosen_peers, names, wide_console
+from bench.harness.program import (
+    add_peer_arguments,
+    chosen_peers,
+    names,
+    program_parser,
+    wide_console,
+)
 from bench.peers.training.workload import Workload
 from hetero.cli.job.data import load_corpus
 from hetero.cli.job.models import model_config
@@ -79,11 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.train",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = program_parser("bench.train", __doc__)
     add_train_arguments(parser, DEFAULTS)
     group = parser.add_argument_group("benchmark")
     group.add_argument(

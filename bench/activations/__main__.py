@@ -27,13 +27,14 @@ from rich.table import Table
 
 from bench.activations.contender import CONTENDERS, Setting
 from bench.harness.machine import describe_machine
-from bench.harness.peer_process import python_path
+from bench.harness.peer_process import import_environment
 from bench.harness.program import (
     add_json_argument,
     command_line,
     names,
     parse_size,
     print_header,
+    program_parser,
     run_program,
 )
 from bench.work.gpt import Shape
@@ -48,11 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.activations",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = program_parser("bench.activations", __doc__)
     for option, default in (
         ("--layers", 12),
         ("--width", 768),
@@ -121,7 +118,7 @@ def _result(name: str, setting: Setting, folder: str) -> dict[str, Any]:
         [*command, name, setting.to_json(), folder],
         capture_output=True,
         text=True,
-        env=os.environ | {"PYTHONPATH": python_path()},
+        env=os.environ | import_environment(),
         check=False,
     )
     if done.returncode:

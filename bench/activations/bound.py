@@ -51,6 +51,7 @@ from bench.harness.program import (
     names,
     parse_size,
     print_header,
+    program_parser,
     run_program,
 )
 from bench.work.transfers import HeteroTransfers, Shape, measured_file
@@ -73,11 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {NAME}",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = program_parser(NAME, __doc__)
     add_counts(
         parser,
         ("--seq-len", 4096, "tokens of a sequence"),

@@ -37,6 +37,7 @@ from bench.harness.program import (
     command_line,
     parse_size,
     print_header,
+    program_parser,
     run_program,
 )
 from offload.memory.sizes import format_bytes
@@ -53,11 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {NAME}",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = program_parser(NAME, __doc__)
     add_counts(
         parser,
         ("--seq-len", 256, "tokens of a sequence"),

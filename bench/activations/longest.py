@@ -42,6 +42,7 @@ from bench.harness.program import (
     names,
     parse_size,
     print_header,
+    program_parser,
     run_program,
 )
 from bench.work.gpt import Shape
@@ -73,11 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {NAME}",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = program_parser(NAME, __doc__)
     parser.add_argument("--budgets", default="2GiB,3GiB,4GiB", metavar="LIST", help="of a process")
     parser.add_argument("--kinds", default=",".join(LEAST_TOKENS), metavar="LIST")
     parser.add_argument(

@@ -16,7 +16,7 @@ from typing import Any
 
 from bench.activations.training import Spec
 from bench.harness.contenders import DEEPSPEED_INSTALL
-from bench.harness.peer_process import path_beside, python_path
+from bench.harness.peer_process import import_environment, path_beside
 from bench.harness.ranks import last_line
 from bench.largest_model.rungs import LIMIT_PER_BUDGET, MALLOC
 from offload.memory.sizes import format_bytes
@@ -61,7 +61,7 @@ def _run(
     spec = replace(spec, limits=limits, options=spec.options | {"nvme_path": str(folder)})
     spec.write(folder / "spec.json")
     environment = {**os.environ, **MALLOC} | {
-        "PYTHONPATH": python_path(),
+        **import_environment(),
         "PATH": path_beside(python),
     }
     command = [python, "-m", "bench.activations.training", str(folder / "spec.json")]

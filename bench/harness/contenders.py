@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bench.harness.peer_process import path_beside, python_path
+from bench.harness.peer_process import import_environment, path_beside
 from bench.harness.ranks import RankError, last_line, rank_log, run_ranks
 from bench.peers.serve import EXIT_MISSING
 from hetero.cli.job.options import TrainOptions, to_arguments
@@ -134,7 +134,7 @@ def run_contender(
 ) -> Outcome:
     """Runs it to its end, with `more` in its environment; its ranks' logs have what they print."""
     environment = {**os.environ, **(more or {})} | {
-        "PYTHONPATH": python_path(),
+        **import_environment(),
         "PATH": path_beside(contender.command[0]),
     }
     result_path = contender.result_path or contender.log_path.with_suffix(".out")

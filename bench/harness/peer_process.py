@@ -69,7 +69,7 @@ class PeerProcess:
 
     def _start(self) -> None:
         environment = os.environ | {
-            "PYTHONPATH": python_path(),
+            **import_environment(),
             "PATH": path_beside(self._command[0]),
         }
         try:
@@ -129,10 +129,14 @@ class PeerProcess:
         return ContenderError(f"exit code {code}: {last}")
 
 
-def python_path() -> str:
-    """Lets a peer import bench, and hetero where it was built in place."""
+def import_environment() -> dict[str, str]:
+    """Lets a peer import bench, and hetero where it was built in place.
+
+    A folder called `bench` where the user is must not come first; Python 3.10 looks there anyway.
+    """
     inherited = os.environ.get("PYTHONPATH")
-    return str(ROOT) if not inherited else f"{ROOT}{os.pathsep}{inherited}"
+    path = str(ROOT) if not inherited else f"{ROOT}{os.pathsep}{inherited}"
+    return {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
 
 
 def path_beside(program: str) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 from rich.console import Console
 
-from bench.harness.machine import header
+from bench.harness.machine import ROOT, header
 from offload.errors import HeteroError
 from offload.memory.sizes import parse_bytes
 
@@ -55,9 +55,33 @@ def print_header(result: Mapping[str, Any], console: Console) -> None:
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
+def program_parser(name: str, description: str | None) -> argparse.ArgumentParser:
+    """A parser whose help is the program's docstring, in the words of command_line()."""
+    text = description or ""
+    if not _in_checkout():
+        text = text.replace("python -m bench.", "hetero bench ")
+    return argparse.ArgumentParser(
+        prog=" ".join(_words(name)),
+        description=text,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
 def command_line(name: str, argv: Sequence[str] | None) -> str:
     """The command as one would type it; `name` is e.g. "bench.io"."""
-    return shlex.join(["python", "-m", name, *(sys.argv[1:] if argv is None else argv)])
+    return shlex.join([*_words(name), *(sys.argv[1:] if argv is None else argv)])
+
+
+def _words(name: str) -> list[str]:
+    """How a benchmark is called where this is: `bench` can be imported in a checkout alone."""
+    if _in_checkout():
+        return ["python", "-m", name]
+    return ["hetero", "bench", name.removeprefix("bench.")]
+
+
+def _in_checkout() -> bool:
+    """Else this is an installed package's folder, which has nothing else."""
+    return (ROOT / "pyproject.toml").is_file()
 
 
 def add_peer_arguments(

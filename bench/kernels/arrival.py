@@ -25,6 +25,7 @@ from bench.harness.program import (
     command_line,
     parse_count,
     print_header,
+    program_parser,
     run_program,
 )
 from bench.harness.rounds import run_rounds
@@ -45,11 +46,7 @@ PAIRS: tuple[tuple[DtypeName, DtypeName], ...] = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns 0, or 2 when something about the input is wrong."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.kernels.arrival",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = program_parser("bench.kernels.arrival", __doc__)
     parser.add_argument("--numel", default="16Mi", help="elements (default: %(default)s)")
     parser.add_argument("--threads", type=int, help="of hetero and torch (default: usable CPUs)")
     parser.add_argument("--rounds", type=int, default=7, help="(default: %(default)s)")

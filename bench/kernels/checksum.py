@@ -28,6 +28,7 @@ from bench.harness.program import (
     names,
     parse_size,
     print_header,
+    program_parser,
     run_program,
 )
 from bench.harness.rounds import Sample, run_rounds
@@ -40,11 +41,7 @@ TURN_BYTES = 256 << 20
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns 0, or 2 when something about the input is wrong."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.kernels.checksum",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = program_parser("bench.kernels.checksum", __doc__)
     parser.add_argument(
         "--sizes", default="256KiB,256MiB", help="of the buffers (default: %(default)s)"
     )

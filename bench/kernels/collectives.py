@@ -10,7 +10,6 @@ all ranks together, over the tensor's. Each rank computes with one thread.
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import time
@@ -27,18 +26,20 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.harness.machine import describe_machine
-from bench.harness.program import add_json_argument, command_line, print_header, run_program
+from bench.harness.program import (
+    add_json_argument,
+    command_line,
+    print_header,
+    program_parser,
+    run_program,
+)
 from bench.peers.world import free_port
 from offload.memory.sizes import parse_bytes
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns 0, or 2 when something about the input is wrong."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.kernels.collectives",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = program_parser("bench.kernels.collectives", __doc__)
     parser.add_argument("--ranks", type=int, default=2, help="(default: %(default)s)")
     parser.add_argument(
         "--size", default="64MiB", help="of the whole tensor (default: %(default)s)"

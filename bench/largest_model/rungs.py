@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import torch
 
-from bench.harness.machine import ROOT
+from bench.harness.peer_process import import_environment
 from bench.harness.program import parse_size
 from bench.largest_model.climb import climb
 from bench.largest_model.limited_train import MARGIN_BYTES, Spec, outside_bytes
@@ -247,8 +247,7 @@ def run_child(spec: Spec, arguments: argparse.Namespace, folder: str) -> dict[st
     try:
         done = subprocess.run(
             [sys.executable, "-m", "bench.largest_model.limited_train", str(path)],
-            cwd=ROOT,
-            env={**os.environ, **MALLOC},
+            env={**os.environ, **import_environment(), **MALLOC},
             capture_output=True,
             text=True,
             timeout=arguments.timeout,

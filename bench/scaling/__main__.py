@@ -37,6 +37,7 @@ from bench.harness.program import (
     names,
     parse_count,
     parse_size,
+    program_parser,
     run_program,
 )
 from bench.scaling.cases import LOCAL_RANKS, Case, two_level_means
@@ -62,11 +63,7 @@ CHUNK_BYTES = tuple(1 << shift for shift in range(20, 33))
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns 0, or 2 when something about the input is wrong."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.scaling",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = program_parser("bench.scaling", __doc__)
     parser.add_argument(
         "--models", default=MODELS, metavar="LIST", help="by name (default: %(default)s)"
     )

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -25,12 +26,14 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bench.harness.machine import ROOT, describe_machine
+from bench.harness.machine import describe_machine
+from bench.harness.peer_process import import_environment
 from bench.harness.program import (
     add_json_argument,
     command_line,
     names,
     print_header,
+    program_parser,
     run_program,
 )
 from bench.harness.rounds import ContenderError, Sample, run_rounds
@@ -42,11 +45,7 @@ _METRICS = ("seconds", "cpu_seconds", "grown_bytes", "host_memory_bytes")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns 0, or 2 when something about the input is wrong."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.tiling",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = program_parser("bench.tiling", __doc__)
     parser.add_argument("--parts", default=",".join(CONTENDERS), help="(default: %(default)s)")
     for name, default, text in (
         ("tokens", Sizes.tokens, "tokens of a step"),
@@ -104,7 +103,7 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
 def _turn(part: str, name: str, sizes: Sizes) -> dict[str, float]:
     made = subprocess.run(
         [sys.executable, *arguments(part, name, sizes)],
-        cwd=ROOT,
+        env=os.environ | import_environment(),
         capture_output=True,
         text=True,
         check=False,

@@ -5,8 +5,20 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from hetero.cli.commands import convert, finetune, generate, inspect, plan, profile, train
-from hetero.cli.commands.outcome import EXIT_INTERRUPTED, EXIT_USAGE, missing_extra, print_error
+import hetero
+from hetero.cli.commands import (
+    bench,
+    convert,
+    doctor,
+    finetune,
+    generate,
+    inspect,
+    plan,
+    profile,
+    train,
+)
+from hetero.cli.commands.outcome import EXIT_INTERRUPTED, EXIT_USAGE, print_error
+from hetero.cli.extras import missing_extra
 from offload.errors import HeteroError
 
 
@@ -36,7 +48,8 @@ def _parser() -> argparse.ArgumentParser:
         epilog="Options of a command: hetero COMMAND --help. In a program of your own:"
         " hetero.initialize(model, optimizer).",
     )
+    parser.add_argument("--version", action="version", version=f"hetero {hetero.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (train, finetune, generate, profile, plan, inspect, convert):
+    for command in (train, finetune, generate, profile, plan, inspect, convert, doctor, bench):
         command.add_command(commands)
     return parser

@@ -79,8 +79,7 @@ def measure_profile(
         paths = check_directories(nvme_paths)
         nvme_bytes = total_free_bytes(paths)
         tell(f"NVMe in {', '.join(paths)}")
-        with _open_disk(paths, area_bytes, window_s, tell) as rate:
-            nvme = _medians({mode: lambda mode=mode: rate(mode) for mode in MODES})  # type: ignore[misc]
+        nvme = measure_disk(paths, tell, area_bytes=area_bytes, window_s=window_s)
     profile = Profile(
         name=name,
         date=date.today().isoformat(),
@@ -111,9 +110,26 @@ def measure_profile(
     return profile
 
 
-def _medians(samplers: dict[str, Callable[[], float]]) -> dict[str, float]:
+def measure_disk(
+    paths: Sequence[str],
+    tell: Callable[[str], None],
+    *,
+    area_bytes: int = DISK_AREA_BYTES,
+    window_s: float = DISK_WINDOW_S,
+    rounds: int = ROUNDS,
+) -> dict[str, float]:
+    """Bytes per second of each of MODES in the directories `paths`, as measure_profile() says.
+
+    Takes FILL_S at most, and `rounds` times `window_s` for each mode. Raises StoreError and
+    NativeIoError.
+    """
+    with _open_disk(paths, area_bytes, window_s, tell) as rate:
+        return _medians({mode: lambda mode=mode: rate(mode) for mode in MODES}, rounds)  # type: ignore[misc]
+
+
+def _medians(samplers: dict[str, Callable[[], float]], rounds: int = ROUNDS) -> dict[str, float]:
     samples: dict[str, list[float]] = {name: [] for name in samplers}
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         for name, sample in samplers.items():
             samples[name].append(sample())
     return {name: statistics.median(values) for name, values in samples.items()}

@@ -322,7 +322,7 @@ def test_missing_extra_is_named(
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert train() == 2
-    assert "matplotlib is missing; install it: pip install 'hetero[train]'" in (
+    assert 'matplotlib is missing; install it: pip install "hetero[train]"' in (
         capsys.readouterr().err
     )
 

@@ -220,7 +220,7 @@ def test_a_missing_extra_is_named(
     for name in ["transformers", *loaded]:
         monkeypatch.setitem(sys.modules, name, None)
     assert plan() == 2
-    assert "transformers is missing; install it: pip install 'hetero[train]'" in (
+    assert 'transformers is missing; install it: pip install "hetero[train]"' in (
         capsys.readouterr().err
     )
 

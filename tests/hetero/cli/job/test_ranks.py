@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.harness.peer_process import python_path
+from bench.harness.peer_process import import_environment
 from bench.harness.ranks import RankError, rank_log, run_ranks
 from hetero.cli.job.loop import train
 from hetero.cli.job.options import TrainOptions, add_train_arguments
@@ -27,7 +27,7 @@ from tests.support.training.loops import SMALLEST_MODEL
 def two_ranks(tmp_path: Path, *arguments: str) -> list[str]:
     """What both ranks of the program print, rank 0's stdout first."""
     command = (sys.executable, *arguments)
-    environment = {**os.environ, "PYTHONPATH": python_path()}
+    environment = {**os.environ, **import_environment()}
     run_ranks(command, 2, environment, tmp_path / "x.log", tmp_path / "out", timeout_s=300)
     logs = [rank_log(tmp_path / "x.log", rank, 2).read_text() for rank in range(2)]
     return [(tmp_path / "out").read_text(), *logs]

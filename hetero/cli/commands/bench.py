@@ -1,0 +1,113 @@
+"""`hetero bench`: the programs of bench/, where they are not in the folder that one is in.
+
+A wheel has bench/ as hetero/benchmarks/bench: no folder that Python looks in, so that no other
+project's `bench` is hidden, until this command puts it there for its own process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import difflib
+import importlib
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import hetero
+from hetero.cli.commands.outcome import EXIT_OK
+
+if TYPE_CHECKING:
+    from hetero.cli.commands import Commands
+
+_EXAMPLES = """\
+examples:
+  hetero bench                          what there is
+  hetero bench io --path .              the disk beside fio and others
+  hetero bench adam --peers torch       update kernels beside torch's
+  hetero bench train --help             options of one of them"""
+
+
+def add_command(commands: Commands) -> None:
+    """Adds `bench`."""
+    command = commands.add_parser(
+        "bench",
+        help="measure hetero beside this machine's limits and other libraries",
+        usage="hetero bench [NAME [OPTION ...]]",
+        description="Runs one of the benchmarks of docs/benchmarks.md; without a name it lists"
+        " them. Other libraries take part as far as they are installed.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_argument("name", nargs="?", metavar="NAME", help="one of those listed")
+    command.add_argument("options", nargs=argparse.REMAINDER, metavar="OPTION", help="its own")
+    command.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Lists the benchmarks, or runs one and returns its exit code."""
+    folder = benchmarks_folder()
+    known = programs(folder / "bench")
+    if arguments.name is None:
+        print("\n".join(listing(known)))
+        return EXIT_OK
+    if arguments.name not in known:
+        near = difflib.get_close_matches(arguments.name, known, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]}?" if near else "`hetero bench` lists them"
+        raise ValueError(f"no benchmark is called {arguments.name!r}; {hint}")
+    sys.path.insert(0, str(folder))
+    module = importlib.import_module(known[arguments.name].module)
+    code: int = module.main(arguments.options)
+    return code
+
+
+def benchmarks_folder() -> Path:
+    """The folder that has bench/: the one inside an installed hetero, or else the checkout.
+
+    Raises ValueError if there is neither.
+    """
+    package = Path(hetero.__file__).resolve().parent
+    for folder in (package / "benchmarks", package.parent):
+        if (folder / "bench" / "harness" / "program.py").is_file():
+            return folder
+    raise ValueError(f"{package} was installed without its benchmarks; install hetero again")
+
+
+class Program:
+    """A benchmark: the module whose main() runs it, and a line that says what it measures."""
+
+    def __init__(self, module: str, summary: str) -> None:
+        self.module = module
+        self.summary = summary
+
+
+def programs(bench: Path) -> dict[str, Program]:
+    """The benchmarks in the folder `bench`, by name, without importing any.
+
+    They are the modules with a main(argv=None); what they start as processes of its own has
+    arguments that it needs, or none.
+    """
+    found = {}
+    for path in sorted(bench.rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        if any(_runs_alone(node) for node in tree.body):
+            parts = path.relative_to(bench).with_suffix("").parts
+            name = ".".join(part for part in parts if part != "__main__")
+            summary = (ast.get_docstring(tree) or "").partition("\n")[0]
+            found[name] = Program(".".join(("bench", *parts)), summary)
+    return found
+
+
+def _runs_alone(node: ast.stmt) -> bool:
+    return (
+        isinstance(node, ast.FunctionDef)
+        and node.name == "main"
+        and [argument.arg for argument in node.args.args] == ["argv"]
+        and len(node.args.defaults) == 1
+    )
+
+
+def listing(known: dict[str, Program]) -> list[str]:
+    """A line for each benchmark."""
+    width = max(map(len, known), default=0)
+    return [f"{name.ljust(width)}  {program.summary}" for name, program in known.items()]

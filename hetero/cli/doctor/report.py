@@ -1,0 +1,99 @@
+"""All checks of all facts, and their findings for people."""
+
+from __future__ import annotations
+
+import shutil
+import textwrap
+from collections import Counter
+from collections.abc import Sequence
+
+from hetero.cli.doctor.device_checks import check_collectives, check_devices, check_page_locking
+from hetero.cli.doctor.facts import Facts
+from hetero.cli.doctor.finding import Finding, Level
+from hetero.cli.doctor.io_checks import check_folder, check_io_uring, check_locked_memory
+from hetero.cli.doctor.memory_checks import (
+    check_cpus,
+    check_huge_pages,
+    check_isa,
+    check_memory_limit,
+    check_numa,
+)
+from hetero.cli.doctor.software_checks import check_extras, check_versions
+
+_COLOURS = {Level.OK: "green", Level.NOTE: "yellow", Level.PROBLEM: "bold red"}
+_LEVEL_WIDTH = 9
+
+
+def examine(facts: Facts) -> list[Finding]:
+    """The findings, in the order in which they are shown."""
+    return [
+        check_versions(facts.software),
+        *check_extras(facts.software),
+        check_cpus(facts.cpu),
+        check_isa(facts.cpu),
+        check_numa(facts.cpu),
+        check_memory_limit(facts.memory),
+        check_huge_pages(facts.memory),
+        check_io_uring(facts.io_uring),
+        check_locked_memory(facts.locked_memory),
+        *(finding for folder in facts.folders for finding in check_folder(folder)),
+        check_devices(facts.device),
+        check_page_locking(facts.device),
+        check_collectives(facts.device),
+    ]
+
+
+def summary(findings: Sequence[Finding]) -> str:
+    """How many there are of each level."""
+    counts = Counter(finding.level for finding in findings)
+    parts = [(counts[Level.OK], "ok"), (counts[Level.NOTE], "note")]
+    parts.append((counts[Level.PROBLEM], "problem"))
+    return ", ".join(
+        f"{count} {word}{'s' if word != 'ok' and count != 1 else ''}" for count, word in parts
+    )
+
+
+def lines(findings: Sequence[Finding], width: int) -> list[str]:
+    """Plain text of at most `width` columns, as far as words allow."""
+    column = max(len(finding.name) for finding in findings) + 2
+    begin = " " * _LEVEL_WIDTH
+    text = []
+    for finding in findings:
+        text += textwrap.wrap(
+            f"{finding.level.value.ljust(_LEVEL_WIDTH)}{finding.name.ljust(column)}{finding.fact}",
+            width,
+            subsequent_indent=begin + " " * column,
+            break_long_words=False,
+            break_on_hyphens=False,
+            drop_whitespace=True,
+        )
+        if finding.fix:
+            text += textwrap.wrap(
+                f"-> {finding.fix}",
+                width,
+                initial_indent=begin + " " * column,
+                subsequent_indent=begin + " " * (column + 3),
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+    return [*text, "", summary(findings)]
+
+
+def show(findings: Sequence[Finding]) -> None:
+    """Prints them on stdout, in colours where rich is installed and stdout is a terminal."""
+    text = lines(findings, max(60, shutil.get_terminal_size().columns))
+    try:
+        from rich.console import Console
+        from rich.text import Text
+    except ModuleNotFoundError:
+        print("\n".join(text))
+        return
+    console = Console(soft_wrap=True, highlight=False)
+    for line in text:
+        shown = Text(line)
+        for level, colour in _COLOURS.items():
+            if line.startswith(level.value.ljust(_LEVEL_WIDTH)):
+                shown.stylize(colour, 0, _LEVEL_WIDTH)
+        if line.lstrip().startswith("-> "):
+            shown.stylize("cyan")
+        console.print(shown)

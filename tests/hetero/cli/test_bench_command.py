@@ -1,0 +1,89 @@
+"""`hetero bench`: what it lists, runs and refuses."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import hetero
+from bench.harness import program
+from hetero.cli.commands import bench as command
+from hetero.cli.main import main
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def test_it_lists_every_program_with_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    listed = {line.split()[0]: line.split(maxsplit=1)[1] for line in lines}
+    calls = 'program_parser("bench.'  # what every benchmark with options makes
+    made = {
+        path.read_text().partition(calls)[2].partition('"')[0]
+        for path in (ROOT / "bench").rglob("*.py")
+        if calls in path.read_text()
+    }
+    named = {
+        path.read_text().partition('\nNAME = "bench.')[2].partition('"')[0]
+        for path in (ROOT / "bench").rglob("*.py")
+        if "program_parser(NAME" in path.read_text()
+    }
+    assert set(listed) == made | named
+    assert listed["adam"].startswith("Update kernels and norms")
+    assert all(line.endswith(".") for line in listed.values())
+
+
+def test_every_program_takes_its_options() -> None:
+    for name, found in command.programs(ROOT / "bench").items():
+        with pytest.raises(SystemExit) as raised:
+            importlib.import_module(found.module).main(["--help"])
+        assert raised.value.code == 0, name
+
+
+def test_options_and_the_exit_code_are_the_programs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "adam", "--numel", "none"]) == 2
+    assert "bench.adam: error: --numel: cannot read 'none'" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as raised:
+        main(["bench", "adam", "--help"])
+    assert raised.value.code == 0
+    assert "usage: python -m bench.adam" in capsys.readouterr().out
+
+
+def test_an_unknown_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "adm"]) == 2
+    assert capsys.readouterr().err == (
+        "hetero bench: error: no benchmark is called 'adm'; did you mean adam?\n"
+    )
+    assert main(["bench", "zzz"]) == 2
+    assert "`hetero bench` lists them" in capsys.readouterr().err
+
+
+def test_without_a_checkout_it_is_called_by_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(program, "ROOT", tmp_path)
+    assert program.command_line("bench.io", ["--path", "a b"]) == "hetero bench io --path 'a b'"
+    text = program.program_parser("bench.io", "usage: python -m bench.io --x").format_help()
+    assert text.startswith("usage: hetero bench io ")
+    assert "usage: hetero bench io --x" in text
+
+
+def test_an_install_without_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(hetero, "__file__", str(tmp_path / "hetero" / "__init__.py"))
+    assert main(["bench"]) == 2
+    assert "was installed without its benchmarks" in capsys.readouterr().err
+
+
+def test_a_package_called_bench_is_not_hidden_by_hetero(tmp_path: Path) -> None:
+    """The editable install, too, has no top-level `bench`."""
+    script = "import importlib.util as util; print(util.find_spec('bench'))"
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "None\n"

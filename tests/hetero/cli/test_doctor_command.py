@@ -1,0 +1,68 @@
+"""`hetero doctor` as its user meets it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from hetero.cli.doctor import report
+from hetero.cli.doctor.finding import note, ok, problem
+from hetero.cli.main import main
+
+FINDINGS = [
+    ok("versions", "hetero 0.1.0"),
+    note("io_uring", "refused by the kernel", "sudo sysctl kernel.io_uring_disabled=0"),
+    problem("filesystem /x", "tmpfs: files there are RAM themselves", "name another folder"),
+]
+TEXT = """\
+ok       versions       hetero 0.1.0
+note     io_uring       refused by the kernel
+                        -> sudo sysctl kernel.io_uring_disabled=0
+problem  filesystem /x  tmpfs: files there are RAM themselves
+                        -> name another folder
+
+1 ok, 1 note, 1 problem
+"""
+
+
+def test_a_problem_is_exit_code_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["doctor", "--no-disk-speed", "--json", "--nvme-path", str(tmp_path / "no")]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert not found["ok"]
+    (bad,) = (each for each in found["findings"] if each["level"] == "problem")
+    assert bad["name"] == f"folder {tmp_path / 'no'}"
+    assert bad["fix"].startswith("mkdir -p ")
+    assert found["facts"]["memory"]["ram_bytes"] > 0
+
+
+def test_notes_are_exit_code_0(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report, "examine", lambda facts: FINDINGS[:2])
+    assert main(["doctor", "--no-disk-speed"]) == 0
+    assert capsys.readouterr().out.endswith("\n1 ok, 1 note, 0 problems\n")
+
+
+@pytest.mark.parametrize("rich", [True, False])
+def test_text(
+    rich: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same with and without rich, which adds colours on a terminal alone."""
+    if not rich:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "rich"]:
+            monkeypatch.setitem(sys.modules, name, None)
+        monkeypatch.setitem(sys.modules, "rich", None)
+    monkeypatch.setenv("COLUMNS", "80")
+    report.show(FINDINGS)
+    assert capsys.readouterr().out == TEXT
+
+
+def test_long_lines_are_broken_between_words() -> None:
+    text = report.lines([ok("x", "word " * 40), note("y", "z", "do " * 40)], 60)
+    assert max(map(len, text)) <= 60
+    assert text[1].startswith(" " * 12 + "word")
