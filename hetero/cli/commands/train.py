@@ -54,6 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
         trace_path,
         wanted_picture,
     )
+    from hetero.reporting.page.page import write_page
 
     # Under --json nothing else may reach stdout, whatever a library prints.
     with (
@@ -71,6 +72,8 @@ def run(arguments: argparse.Namespace) -> int:
             folder.write_json("config.json", options.as_dict())
             folder.write_json("summary.json", summary)
             draw_figure(result, folder.figure_path)
+            if result.record is not None:
+                write_page(result.record, folder.report_path)
             if picture is not None and result.timeline is not None:
                 draw_steps(result.timeline, picture, last_steps_title(result))
     if result.failure is not None:

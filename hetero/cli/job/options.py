@@ -205,7 +205,8 @@ class TrainOptions:
     seed: int = _option("of the initial weights and of the data order", 0)
 
     run_dir: str | None = _option(
-        "folder for config.json, metrics.jsonl, summary.json and figure.png (default: runs/TIME)",
+        "folder for config.json, metrics.jsonl, summary.json, figure.png and report.html, a page"
+        " about the run (default: runs/TIME)",
         metavar="DIR",
     )
     save_every: int | None = _option(

@@ -85,6 +85,7 @@ def test_json_is_one_object_and_the_run_folder_is_whole(
         "config.json",
         "figure.png",
         "metrics.jsonl",
+        "report.html",
         "summary.json",
     ]
     assert json.loads((run / "summary.json").read_text()) == summary
