@@ -22,6 +22,7 @@ from offload.memory.sizes import format_bytes
 
 _HEIGHT = 2.6
 _MOST_DRAWN = 300
+_MOST_BARS = 60
 _REST = "rest"  # data, the scheduler, what the loop logs
 
 
@@ -103,14 +104,16 @@ def draw_step_time(record: RunRecord) -> Figure:
     ]
     colours = [*PART_COLOURS.values(), "#DDDDDD"]
     names = [*PARTS, _REST]
-    base = [0.0] * len(points)
-    width = max(1.0, (steps[-1] - steps[0]) / max(1, len(steps) - 1))
-    for name, seconds, colour in zip(names, [*parts, rest], colours, strict=True):
-        # A step's bar ends where the step is, since a point may be of many steps.
-        axes.bar(steps, seconds, bottom=base, width=width, color=colour, label=name)
-        base = [b + s for b, s in zip(base, seconds, strict=True)]
+    totals = [p.seconds / p.steps for p in points]
+    if len(points) > _MOST_BARS:
+        axes.stackplot(steps, *parts, rest, colors=colours, labels=names, linewidth=0, step="mid")
+    else:
+        base = [0.0] * len(points)
+        for name, seconds, colour in zip(names, [*parts, rest], colours, strict=True):
+            axes.bar(steps, seconds, bottom=base, width=1.0, color=colour, label=name)
+            base = [b + s for b, s in zip(base, seconds, strict=True)]
     # One slow step, like the first, must not flatten all others.
-    axes.set_ylim(0, 1.1 * min(max(base), 3 * statistics.median(base)))
+    axes.set_ylim(0, 1.1 * min(max(totals), 3 * statistics.median(totals)))
     axes.set_ylabel("seconds per step")
     _step_axis(axes, record)
     _legend(figure)
