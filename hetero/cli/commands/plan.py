@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from hetero.cli.commands.outcome import EXIT_OK
 from hetero.cli.job.options import TrainOptions, add_train_arguments
+from hetero.cli.show.what_if import Case, explain_cases, other_budgets, other_disks
 from hetero.config import Config
 from hetero.planning.candidates import SmallestBudgets, smallest_budgets
 from hetero.planning.collective_cost import Network
@@ -22,7 +23,6 @@ from hetero.planning.profiles import find_profile, shipped_profiles
 from hetero.planning.report import as_dict, explain, state_by_tier
 from hetero.planning.step_cost import StepCost
 from hetero.planning.trace import Work
-from hetero.planning.what_if import Case, explain_cases, other_budgets, other_disks
 from offload.disk.directories import check_directories, total_free_bytes
 from offload.memory.sizes import parse_bytes
 from offload.profile.machine_profile import Profile, default_path

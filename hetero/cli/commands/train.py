@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     from hetero.cli.job.ranks import joined_ranks
     from hetero.cli.job.run_folder import RunFolder
     from hetero.cli.show.figure import draw_figure
-    from hetero.cli.show.progress import make_observer
+    from hetero.cli.show.observers import make_observer
     from hetero.cli.show.report import print_report
     from hetero.cli.show.step_timeline import (
         draw_steps,
@@ -64,7 +64,8 @@ def run(arguments: argparse.Namespace) -> int:
     ):
         # Here, because the run folder may be the picture's.
         picture = wanted_picture(options, ranks)
-        result = train(options, folder, make_observer(options.log_every, ranks), ranks)
+        observer = make_observer(options.log_every, ranks, options.live)
+        result = train(options, folder, observer, ranks)
         if picture is not None and result.timeline is not None:
             result.timeline_paths = [str(picture), str(trace_path(picture))]
         summary = result.as_dict()

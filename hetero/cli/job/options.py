@@ -234,6 +234,11 @@ class TrainOptions:
         metavar="FILE",
     )
     json: bool = _option("print one JSON object on stdout instead of a table", False)
+    live: bool = _option(
+        "on a terminal show memory beside its budgets, loss and speed while training goes on;"
+        " elsewhere there are lines of progress as without it",
+        False,
+    )
     log_every: int = _option(
         "steps between lines of progress where there is no terminal", 10, least=1
     )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hetero.planning.what_if import NVME_RATE, Case
+from hetero.cli.show.what_if import NVME_RATE, Case
 from hetero.reporting.page.palette import INK, QUIET_COLOUR
 from hetero.reporting.page.svg import new_figure, quiet_grid, styled
 

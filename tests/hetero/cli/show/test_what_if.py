@@ -1,13 +1,10 @@
-"""hetero/planning/what_if: other budgets and disks are planned and predicted as the given ones."""
+"""hetero/cli/show/what_if: other budgets and disks are planned and predicted as the given ones."""
 
 from __future__ import annotations
 
 from collections import Counter
 
-from hetero.planning.placement import PlacementError
-from hetero.planning.step_cost import StepCost
-from hetero.planning.step_timeline import PhaseCost
-from hetero.planning.what_if import (
+from hetero.cli.show.what_if import (
     DEVICE,
     NVME_RATE,
     RAM,
@@ -15,6 +12,9 @@ from hetero.planning.what_if import (
     other_budgets,
     other_disks,
 )
+from hetero.planning.placement import PlacementError
+from hetero.planning.step_cost import StepCost
+from hetero.planning.step_timeline import PhaseCost
 from offload.profile.machine_profile import Profile
 from tests.support.training.planning import make_profile
 
