@@ -30,8 +30,8 @@ help:
 	@echo "make test    all checks and tests, the native ones also under AddressSanitizer and UBSan;"
 	@echo "             options: make test ARGS='-k arena'"
 	@echo "make test-all  these, and: the native tests under ThreadSanitizer, every instruction set's"
-	@echo "             kernels against each other and against 64-bit ARM's in an emulator, and the"
-	@echo "             build without liburing"
+	@echo "             kernels against each other and against 64-bit ARM's in an emulator, the"
+	@echo "             build without liburing, and a run's page in a browser"
 	@echo "make bench   step time and memory beside plain PyTorch; options as for train"
 	@echo "make bench-io, bench-adam, bench-step"
 	@echo "             disk, update kernels, optimizer step beside their limits and other systems;"
@@ -55,7 +55,7 @@ train: $(VENV)/train.stamp
 test: lint
 	$(PYTEST) -m "not extra" $(ARGS)
 
-test-all: lint $(VENV)/arm.stamp
+test-all: lint $(VENV)/arm.stamp $(VENV)/browser.stamp
 	$(PYTEST) $(ARGS)
 
 bench: $(VENV)/train.stamp
@@ -180,6 +180,15 @@ $(VENV)/arm.stamp: | $(BIN)/python
 		echo "ARM compiler and emulator: not found and not installed (that takes root and apt-get):"; \
 		echo "ARM compiler and emulator: the tests for ARM will be skipped"; \
 	fi
+	@touch $@
+
+$(VENV)/browser.stamp: | $(BIN)/python
+	@if { command -v chromium-headless-shell || command -v chromium || command -v chromium-browser || \
+		command -v google-chrome; } >/dev/null; then \
+		echo "browser: found"; \
+	elif $(call install,chromium-headless-shell,chromium,chromium); then \
+		echo "browser: installed"; \
+	else echo "browser: $(cannot)"; echo "browser: no page will be looked at in one"; fi
 	@touch $@
 
 $(BIN)/python:

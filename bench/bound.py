@@ -69,7 +69,7 @@ from hetero.cli.job.models import (
 )
 from hetero.cli.job.options import TrainOptions, add_train_arguments
 from hetero.cli.job.run_folder import RunFolder
-from hetero.cli.show.step_timeline import check_picture, draw_steps
+from hetero.cli.show.step_timeline import check_steps_picture, draw_steps
 from offload.errors import HeteroError
 from offload.memory.sizes import format_bytes
 
@@ -189,7 +189,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.timeline is not None:
         raise ValueError("--timeline is of `hetero train`; here it is --picture")
     if arguments.picture is not None:
-        check_picture("--picture", Path(arguments.picture))
+        check_steps_picture("--picture", Path(arguments.picture))
     given = arguments.nvme_path[0] if arguments.nvme_path else None
     with contextlib.ExitStack() as stack:
         temporary = tempfile.TemporaryDirectory(prefix="hetero-bound-", dir=given)

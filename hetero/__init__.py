@@ -34,6 +34,7 @@ from hetero.config import Config
 from hetero.cpu_threads import set_threads
 from hetero.durable.commits import commit, resume
 from hetero.planning.placement import PlacementError
+from hetero.reporting.report import Report, report
 from hetero.runtime.engine import Engine
 from hetero.setup.init_context import ZeroInitContext
 from hetero.setup.initialize import initialize
@@ -77,6 +78,7 @@ __all__ = [
     "NonFiniteError",
     "PeerError",
     "PlacementError",
+    "Report",
     "Save",
     "StaleGraphError",
     "StoreError",
@@ -101,6 +103,7 @@ __all__ = [
     "no_sync",
     "offload_activations",
     "register_external_parameter",
+    "report",
     "resume",
     "save",
     "save_dcp",

@@ -6,9 +6,12 @@ needs, or for room for it), "update" (tiles of the optimizer's update on the
 CPU), "nvme_read", "nvme_write", "h2d", "d2h" (the link). An *interval* is a time in which a lane
 was busy with one thing; intervals of a lane may overlap, as transfers in flight do.
 
-The native core records its own lanes; Python's are recorded by note() and span(). A recording
-belongs to the process, not to an engine, so it shows all engines. Without a recording under way
-nothing is kept.
+A *track* is something that is counted, as the bytes of a tier by account, and a *sample* says what
+its values are from a moment on.
+
+The native core records its own lanes; Python's are recorded by note() and span(), and samples by
+sample(). A recording belongs to the process, not to an engine, so it shows all engines. Without a
+recording under way nothing is kept.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -61,6 +64,15 @@ class Interval:
 
 
 @dataclass(frozen=True)
+class Sample:
+    """The values of `track`, by name, from `at_s` of time.perf_counter() on."""
+
+    track: str
+    at_s: float
+    values: Mapping[str, int]
+
+
+@dataclass(frozen=True)
 class Timeline:
     """What was recorded from `begin_s` to `end_s`; `dropped` intervals found no room.
 
@@ -72,6 +84,7 @@ class Timeline:
     end_s: float
     intervals: tuple[Interval, ...]
     dropped: int = 0
+    samples: tuple[Sample, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -97,7 +110,31 @@ class Timeline:
             if end > begin:
                 share = (end - begin) / i.seconds
                 cut.append(replace(i, begin_s=begin, end_s=end, nbytes=round(i.nbytes * share)))
-        return replace(self, begin_s=begin_s, end_s=end_s, intervals=tuple(cut))
+        # What held at the beginning was said before it.
+        samples = (replace(s, at_s=max(s.at_s, begin_s)) for s in self._in_order(end_s))
+        return replace(
+            self,
+            begin_s=begin_s,
+            end_s=end_s,
+            intervals=tuple(cut),
+            samples=tuple({(s.track, s.at_s): s for s in samples}.values()),
+        )
+
+    def _in_order(self, end_s: float) -> list[Sample]:
+        """The samples until `end_s`, by their time."""
+        return sorted((s for s in self.samples if s.at_s <= end_s), key=lambda s: s.at_s)
+
+    @property
+    def moved(self) -> list[Sample]:
+        """The bytes that each lane had moved since the beginning, whenever a transfer ended."""
+        found = []
+        for lane in self.lanes:
+            total, track = 0, f"{LANES[lane]}, bytes so far"
+            for i in sorted(self.of(lane), key=lambda i: i.end_s):
+                if i.nbytes:
+                    total += i.nbytes
+                    found.append(Sample(track, i.end_s, {"bytes": total}))
+        return found
 
     def busy_s(self, *lanes: LaneName) -> float:
         """Seconds in which any of the lanes was busy."""
@@ -130,7 +167,11 @@ class Timeline:
         Path(path).write_text(json.dumps(self.as_trace()), encoding="utf-8")
 
     def as_trace(self) -> dict[str, Any]:
-        """The object of a trace file, in the Trace Event Format; times are in microseconds."""
+        """The object of a trace file, in the Trace Event Format; times are in microseconds.
+
+        Intervals are complete events ("X"); samples, and the bytes that lanes have moved, counters
+        ("C").
+        """
         events: list[dict[str, Any]] = []
         for lane in self.lanes:
             rows = self.rows(lane)
@@ -146,6 +187,9 @@ class Timeline:
                     nbytes = {"bytes": i.nbytes} if i.nbytes else {}
                     what = {"name": i.name or LANES[lane], "args": nbytes}
                     events.append({"ph": "X", **what, **span_us, **track})
+        for sample in [*self._in_order(self.end_s), *self.moved]:
+            at = {"ts": (sample.at_s - self.begin_s) * 1e6, "pid": 1}
+            events.append({"ph": "C", "name": sample.track, "args": dict(sample.values), **at})
         return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
@@ -154,6 +198,7 @@ class Recording:
 
     def __init__(self) -> None:
         self._intervals: list[Interval] = []
+        self._samples: list[Sample] = []
         self._timeline: Timeline | None = None
 
     @property
@@ -186,7 +231,8 @@ def record() -> Iterator[Recording]:
         found = [Interval(lane, b / 1e9, e / 1e9, nbytes) for lane, b, e, nbytes in native]
         # (Others' threads may be noting what they have just ended.)
         found += [replace(i, begin_s=max(i.begin_s, begin_s)) for i in list(recording._intervals)]
-        recording._timeline = Timeline(begin_s, end_s, tuple(found), dropped)
+        samples = [replace(s, at_s=max(s.at_s, begin_s)) for s in list(recording._samples)]
+        recording._timeline = Timeline(begin_s, end_s, tuple(found), dropped, tuple(samples))
 
 
 def note(
@@ -200,6 +246,21 @@ def note(
     if current is not None:
         end_s = time.perf_counter() if end_s is None else end_s
         current._intervals.append(Interval(lane, begin_s, end_s, nbytes, name))
+
+
+def is_recording() -> bool:
+    """Whether a recording is under way, so that what costs time to find out is worth it."""
+    return _current is not None
+
+
+def sample(track: str, values: Mapping[str, int]) -> None:
+    """The values of `track` are these from now on; from any thread.
+
+    Nothing if no recording is under way.
+    """
+    current = _current
+    if current is not None:
+        current._samples.append(Sample(track, time.perf_counter(), values))
 
 
 @contextmanager

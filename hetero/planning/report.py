@@ -42,7 +42,7 @@ def explain_bytes(groups: Sequence[ChunkGroupPlan], limits: Mapping[Tier, int | 
             cells = [format_bytes(n) if n else "-" for n in found[tier].values()]
             total = format_bytes(sum(found[tier].values()))
             rows.append((tier.name, *cells, total, format_bytes(limit)))
-    return _table(rows)
+    return table(rows)
 
 
 def as_dict(plans: Sequence[Plan], least: SmallestBudgets | None = None) -> dict[str, object]:
@@ -98,6 +98,11 @@ def _smallest(plans: Sequence[Plan]) -> SmallestBudgets:
     return smallest_budgets(place_within, spec.budgets.device)
 
 
+def state_by_tier(plans: Sequence[Plan]) -> dict[Tier, dict[str, int]]:
+    """Bytes of one rank by tier and kind of state, and of the pools."""
+    return _bytes([plan.group for plan in plans])
+
+
 def _bytes(groups: Sequence[ChunkGroupPlan]) -> dict[Tier, dict[str, int]]:
     found = {tier: dict.fromkeys(_KINDS, 0) for tier in Tier}
     for group in groups:
@@ -124,19 +129,19 @@ def _time(step: StepCost) -> str:
     rows: list[tuple[str, ...]] = [("seconds", "expected", *total)]
     for phase in step.phases:
         busy = [phase.busy_s.get(resource, 0.0) for resource in total]
-        cells = [_seconds(value) if value else "-" for value in busy]
-        rows.append((phase.name, _seconds(phase.seconds), *cells))
-    rows.append(("step", _seconds(step.seconds), *map(_seconds, total.values())))
+        cells = [seconds_text(value) if value else "-" for value in busy]
+        rows.append((phase.name, seconds_text(phase.seconds), *cells))
+    rows.append(("step", seconds_text(step.seconds), *map(seconds_text, total.values())))
     share = total.get(step.bound, 0.0) / step.seconds if step.seconds else 0.0
-    return f"{_table(rows)}\nThe step is bound by: {step.bound} (busy {share:.0%} of it)."
+    return f"{table(rows)}\nThe step is bound by: {step.bound} (busy {share:.0%} of it)."
 
 
 def _larger(plans: Sequence[Plan], step_s: float) -> str:
     rows = [("one more GiB of", "expected step", "saves")]
     for name, saved in gains(plans).items():
         share = saved / step_s if step_s else 0.0
-        rows.append((name, _seconds(step_s - saved), f"{_seconds(saved)} ({share:.1%})"))
-    return _table(rows)
+        rows.append((name, seconds_text(step_s - saved), f"{seconds_text(saved)} ({share:.1%})"))
+    return table(rows)
 
 
 def _notes(plans: Sequence[Plan], step: StepCost, least: SmallestBudgets) -> str:
@@ -164,11 +169,12 @@ def _notes(plans: Sequence[Plan], step: StepCost, least: SmallestBudgets) -> str
     return "\n".join(notes)
 
 
-def _seconds(value: float) -> str:
+def seconds_text(value: float) -> str:
+    """Three decimals, and of little two digits."""
     return f"{value:.3f}" if value >= 0.01 else f"{value:.2g}" if value else "0"
 
 
-def _table(rows: Sequence[Sequence[str]]) -> str:
+def table(rows: Sequence[Sequence[str]]) -> str:
     """Columns as wide as they must be; the first to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []

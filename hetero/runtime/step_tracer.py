@@ -45,11 +45,14 @@ class StepClock:
         memory: bytes beside the model state now, (in RAM, on DEVICE).
         waits_s: seconds for which compute has waited for transfers so far; no computing.
         clock: seconds.
+        listeners: are told of each phase that begins (None: what was before has ended, and none
+            does), with what `memory` tells then.
     """
 
     memory: Callable[[], tuple[int, int]]
     waits_s: Callable[[], float]
     clock: Callable[[], float] = time.perf_counter
+    listeners: list[Callable[[Phase | None, tuple[int, int]], None]] = field(default_factory=list)
     _phase: Phase | None = None
     _began_s: float = 0.0
     _seconds: dict[Phase, float] = field(default_factory=lambda: dict.fromkeys(Phase, 0.0))
@@ -65,6 +68,8 @@ class StepClock:
         self._phase, self._began_s = phase, now_s
         host, device = self.memory()
         self._peak = max(self._peak[0], host), max(self._peak[1], device)
+        for listener in self.listeners:
+            listener(phase, (host, device))
 
     def end_step(self) -> MeasuredStep | None:
         """The step that was made, and begins the next; None if it had no forward."""

@@ -25,6 +25,7 @@ from hetero.chunks.dtypes import Dtypes
 from hetero.chunks.layout import Chunk
 from hetero.config import Config
 from hetero.overlap import OverlapUpdates
+from hetero.profiler_marks import marked
 from hetero.runtime.factor_prediction import FactorPrediction
 from hetero.runtime.grad_counts import GradCounts
 from hetero.runtime.modules.all_params import AllParams
@@ -140,6 +141,7 @@ class UpdateSchedule:
         chunk_group.updates.set_final(chunk, final)
         return final
 
+    @marked("hetero::update")
     def _speculate(self, chunk: Chunk, factor: float) -> None:
         """Submits a speculative update of the chunk; leaves it to step() if that is impossible."""
         chunk_group = self._params.group(chunk)
@@ -184,6 +186,7 @@ class UpdateSchedule:
 
     # At step()
 
+    @marked("hetero::update")
     def step(self, groups: Groups, optimizer: OptimizerView) -> None:
         """Updates the parameters in `groups`, which are those of `optimizer` that have gradients.
 

@@ -13,6 +13,7 @@ import torch
 
 from hetero.chunks.layout import Chunk, Layout
 from hetero.planning.belady import PREFETCH_CHUNKS
+from hetero.profiler_marks import mark, marked
 from hetero.ranks.gather_news import GatherNews
 from hetero.ranks.shard_server import Versions
 from hetero.state.chunk_updates import ChunkUpdates, Speculation
@@ -179,6 +180,7 @@ class Params:
             self._wait_usable(chunk)
             return self._gather(chunk)
 
+    @marked("hetero::gather")
     def _gather(self, chunk: Chunk) -> torch.Tensor:
         self.order.note(chunk.id)
         agreed = self.agreed_gathers
@@ -378,7 +380,7 @@ class Params:
         self._updates.revoke(chunk)
         self._updates.note_use(chunk)
         if self._updates.is_under_way(chunk):
-            with timeline.span("gather"):
+            with timeline.span("gather"), mark("hetero::wait_update"):
                 self.finish_updates([chunk])
 
     def _is_being_updated(self, chunk_id: int) -> bool:

@@ -6,9 +6,17 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
 
+from offload import timeline
 from offload.errors import BudgetError
 from offload.memory.sizes import format_bytes
 from offload.memory.tiers import Account, Tier
+
+# How timelines call what a tier holds, by account.
+_TRACKS = {
+    Tier.DEVICE: "device, bytes held",
+    Tier.HOST: "RAM, bytes held",
+    Tier.DISK: "NVMe, bytes held",
+}
 
 
 class Ledger:
@@ -79,6 +87,27 @@ class Ledger:
         self._in_use[tier] += nbytes
         self._peak[tier] = max(self._peak[tier], self._in_use[tier])
         self._recent_peak[tier] = max(self._recent_peak[tier], self._in_use[tier])
+        if timeline.is_recording():
+            timeline.sample(_TRACKS[tier], self._named(tier))
+
+    def _named(self, tier: Tier) -> dict[str, int]:
+        return {a.value: n for (t, a), n in self._accounts.items() if t is tier}
+
+    def sample(self) -> None:
+        """Tells a timeline that begins what is held; changes tell it by themselves."""
+        with self._lock:
+            for tier, track in _TRACKS.items():
+                timeline.sample(track, self._named(tier))
+
+    @property
+    def by_account(self) -> dict[Tier, dict[Account, int]]:
+        """Bytes of each tier now by account, those that are not 0."""
+        with self._lock:
+            found: dict[Tier, dict[Account, int]] = {tier: {} for tier in Tier}
+            for (tier, account), nbytes in self._accounts.items():
+                if nbytes:
+                    found[tier][account] = nbytes
+            return found
 
     def take_peak(self, tier: Tier) -> int:
         """The most bytes of `tier` at any time since this was asked last."""

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from offload.timeline import LANES, Interval, LaneName, Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 # Okabe and Ito's colours, which people who see fewer colours can tell apart.
 _PART_COLOURS = {"forward": "#56B4E9", "backward": "#0072B2", "optimizer": "#E69F00"}
 _COLOURS: dict[LaneName, str] = {
     "compute": "#999999",
     "gather": "#D55E00",
+    "activation": "#D55E00",
     "update": "#E69F00",
     "nvme_read": "#009E73",
     "nvme_write": "#CC79A7",
@@ -24,41 +27,129 @@ _COLOURS: dict[LaneName, str] = {
 # Of pictures' names.
 SUFFIXES = (".png", ".svg", ".pdf")
 
+_HIDDEN_COLOUR = "#222222"
+_WORKERS: tuple[LaneName, ...] = ("update", "nvme_read", "nvme_write", "h2d", "d2h")
+
 _BAND = 0.76  # of the height that a lane has
 # Of the width: narrower intervals have no room for their name, or for an edge.
 _LEAST_NAMED = 0.08
 _LEAST_EDGED = 0.004
+_NO_WAIT = 1 / 2000  # a chunk that was there: lines as thin as can be would show it as a wait
 
 
 def draw_timeline(timeline: Timeline, path: str | os.PathLike[str], title: str) -> None:
     """Writes the picture, in the format of the path's suffix. Needs matplotlib."""
+    figure = make_figure(timeline, 12, 0.62)
+    figure.axes[0].set_title(title, loc="left", fontsize=12)
+    figure.savefig(path, dpi=140)
+
+
+def hidden_spans(timeline: Timeline) -> list[tuple[float, float]]:
+    """From when until when forward or backward ran while anything was updated or moved.
+
+    Seconds of time.perf_counter(), in order, none over another.
+    """
+    computing = [i for i in timeline.of("compute") if i.name != "optimizer"]
+    working = [i for lane in _WORKERS for i in timeline.of(lane)]
+    found, ours, theirs = [], _union(computing), _union(working)
+    while ours and theirs:
+        begin, end = max(ours[0][0], theirs[0][0]), min(ours[0][1], theirs[0][1])
+        if end > begin:
+            found.append((begin, end))
+        (ours if ours[0][1] <= theirs[0][1] else theirs).pop(0)
+    return found
+
+
+def _union(intervals: list[Interval]) -> list[tuple[float, float]]:
+    """The times of all of them, joined where they overlap."""
+    joined: list[tuple[float, float]] = []
+    for i in sorted(intervals, key=lambda i: i.begin_s):
+        if joined and i.begin_s <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(joined[-1][1], i.end_s)
+        else:
+            joined.append((i.begin_s, i.end_s))
+    return joined
+
+
+def hidden_finding(timeline: Timeline) -> str:
+    """How much of the work beside compute was hidden behind it, in one sentence."""
+    busy_s = timeline.busy_s(*_WORKERS)
+    hidden_s = sum(end - begin for begin, end in hidden_spans(timeline))
+    if not busy_s:
+        return "Nothing was updated or moved beside compute"
+    return (
+        f"{hidden_s / busy_s:.0%} of the {busy_s:.3g} s of updates and transfers ran behind forward"
+        f" and backward"
+    )
+
+
+def make_figure(timeline: Timeline, width: float, lane_height: float) -> Figure:
+    """The picture without a title, so many inches wide, and per lane so high. Needs matplotlib."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     lanes = timeline.lanes
-    figure = Figure(figsize=(12, 1.5 + 0.62 * max(1, len(lanes))), layout="constrained")
+    hidden = hidden_spans(timeline)
+    rows = max(1, len(lanes) + bool(hidden))
+    figure = Figure(figsize=(width, 1.0 + lane_height * rows), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
+    names = [LANES[lane] for lane in lanes]
+    if hidden:
+        names.append("overlap: work beside\nforward or backward")
+        _draw_hidden(axes, timeline, hidden, len(lanes))
     for place, lane in enumerate(lanes):
         _draw_lane(axes, timeline, lane, place)
-        axes.annotate(
-            _figures(timeline, lane),
-            (1.008, place),
-            xycoords=("axes fraction", "data"),
-            va="center",
-            fontsize=9,
-            color="#444444",
-        )
-    axes.set_title(title, loc="left", fontsize=12)
-    axes.set_yticks(range(len(lanes)), [LANES[lane] for lane in lanes])
-    axes.set_ylim(max(1, len(lanes)) - 0.45, -0.55)
+        _annotate(axes, place, _figures(timeline, lane))
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(rows - 0.45, -0.55)
     axes.set_xlim(0, max(timeline.seconds, 1e-9))
     axes.set_xlabel("seconds")
     axes.tick_params(axis="y", length=0, labelsize=10)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.grid(axis="x", color="0.9", linewidth=0.8)
     axes.set_axisbelow(True)
-    figure.savefig(path, dpi=140)
+    return figure
+
+
+def _draw_hidden(
+    axes: Axes, timeline: Timeline, hidden: list[tuple[float, float]], place: int
+) -> None:
+    spans = [(begin - timeline.begin_s, end - timeline.begin_s) for begin, end in hidden]
+    _draw_spans(axes, spans, place - _BAND / 4, _BAND / 2, _HIDDEN_COLOUR)
+    seconds = sum(end - begin for begin, end in hidden)
+    _annotate(axes, place, f"{seconds / timeline.seconds:.0%}" if timeline.seconds else "")
+
+
+def _annotate(axes: Axes, place: int, text: str) -> None:
+    """Beside the right end of a row."""
+    at = (1.008, place)
+    where = ("axes fraction", "data")
+    axes.annotate(text, at, xycoords=where, va="center", fontsize=9, color="#444444")
+
+
+def _draw_spans(
+    axes: Axes,
+    spans: Sequence[tuple[float, float]],
+    bottom: float,
+    height: float,
+    colour: str,
+    edged: bool = False,
+) -> None:
+    """Rectangles from `bottom` up, as one shape; `edged`: in white, to tell neighbours apart."""
+    from matplotlib.patches import PathPatch
+    from matplotlib.path import Path
+
+    top = bottom + height
+    corners = [
+        corner
+        for begin, end in spans
+        for corner in ((begin, bottom), (begin, top), (end, top), (end, bottom), (begin, bottom))
+    ]
+    codes = [Path.MOVETO, Path.LINETO, Path.LINETO, Path.LINETO, Path.CLOSEPOLY] * len(spans)
+    edge, width = ("white", 0.4) if edged else (colour, 0.3)
+    shape = Path(corners, codes)
+    axes.add_patch(PathPatch(shape, facecolor=colour, edgecolor=edge, linewidth=width))
 
 
 def _draw_lane(axes: Axes, timeline: Timeline, lane: LaneName, place: int) -> None:
@@ -67,14 +158,16 @@ def _draw_lane(axes: Axes, timeline: Timeline, lane: LaneName, place: int) -> No
     height = _BAND / len(rows)
     for number, row in enumerate(rows):
         bottom = place - _BAND / 2 + number * height
-        axes.broken_barh(
-            [(i.begin_s - timeline.begin_s, i.seconds) for i in row],
-            (bottom, height),
-            facecolors=[_colour(i) for i in row],
-            edgecolors=["white" if i.seconds > least else _colour(i) for i in row],
-            # An edge would show waits of no time.
-            linewidth=0 if lane == "gather" else 0.4,
-        )
+        # One shape for all that look alike: a step has thousands.
+        alike: dict[tuple[str, bool], list[tuple[float, float]]] = {}
+        for i in row:
+            if lane == "gather" and i.seconds < _NO_WAIT * timeline.seconds:
+                continue
+            edged = i.seconds > least
+            span = i.begin_s - timeline.begin_s, i.end_s - timeline.begin_s
+            alike.setdefault((_colour(i), edged), []).append(span)
+        for (colour, edged), spans in alike.items():
+            _draw_spans(axes, spans, bottom, height, colour, edged)
         for i in row:
             if i.name and i.seconds > _LEAST_NAMED * timeline.seconds:
                 middle = (i.begin_s + i.end_s) / 2 - timeline.begin_s

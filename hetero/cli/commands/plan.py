@@ -7,18 +7,21 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hetero.cli.commands.outcome import EXIT_OK
 from hetero.cli.job.options import TrainOptions, add_train_arguments
+from hetero.cli.show.what_if import Case, explain_cases, other_budgets, other_disks
 from hetero.config import Config
 from hetero.planning.candidates import SmallestBudgets, smallest_budgets
 from hetero.planning.collective_cost import Network
-from hetero.planning.predict import Plan, predict
+from hetero.planning.predict import Plan, predict, whole_step
 from hetero.planning.profiles import find_profile, shipped_profiles
-from hetero.planning.report import as_dict, explain
+from hetero.planning.report import as_dict, explain, state_by_tier
+from hetero.planning.step_cost import StepCost
 from hetero.planning.trace import Work
 from offload.disk.directories import check_directories, total_free_bytes
 from offload.memory.sizes import parse_bytes
@@ -26,7 +29,7 @@ from offload.profile.machine_profile import Profile, default_path
 
 if TYPE_CHECKING:
     from hetero.cli.commands import Commands
-    from hetero.planning.group_plans import Arrangement
+    from hetero.planning.group_plans import Arrangement, ChunkGroupPlan
 
 POLICIES = ("auto", "nvme", "cpu", "cuda")
 _DEFAULT_SHARE = 0.8  # of RAM and of a device's memory: the rest is for all that is not managed
@@ -87,6 +90,13 @@ def add_command(commands: Commands) -> None:
         help=f"of the machine: a file, or one of {', '.join(shipped_profiles())}, which come along"
         f" (default: {default_path()})",
     )
+    command.add_argument(
+        "--what-if",
+        metavar="FILE",
+        help="also predict the step with other budgets of RAM and of the device, from the smallest"
+        " that works to all state, and with faster and slower NVMe: a table, and a picture of it"
+        " (.png, .svg or .pdf)",
+    )
     command.set_defaults(run=run, clip=0.0)  # predictions leave clipping out
 
 
@@ -99,14 +109,49 @@ def run(arguments: argparse.Namespace) -> int:
     vocab_size = wanted_vocab_size(given.model, given.config, given.vocab_size)
     options = replace(given, vocab_size=vocab_size)
     # Under --json nothing else may reach stdout, whatever a library prints.
+    picture = None if arguments.what_if is None else Path(arguments.what_if)
+    if picture is not None:
+        from hetero.cli.show.step_timeline import check_picture
+
+        check_picture("--what-if", picture)
     with contextlib.redirect_stdout(sys.stderr):
-        found, plans, least = _plan(options, machine, arguments.checkpointing)
-    facts = {"model": model_label(options), **found}
+        planner = _Planner(options, machine, arguments.checkpointing)
+        groups = planner.arrange_within(machine.host_bytes, machine.device_bytes).chunk_groups
+        plans = planner.predict(groups)
+        least = smallest_budgets(planner.arrange_within, machine.device_bytes)
+        cases = [] if picture is None else _what_if(planner, plans, least)
+    facts = {"model": model_label(options), **_facts(planner, groups)}
     if options.json:
-        print(json.dumps(facts | as_dict(plans, least)))
+        others = {"what_if": [case.as_dict() for case in cases]} if cases else {}
+        print(json.dumps(facts | as_dict(plans, least) | others))
     else:
         print(f"{_title(facts)} ({machine.profile.date})\n\n{explain(plans, least)}")
+        if cases:
+            print(f"\n{explain_cases(cases)}")
+    if picture is not None:
+        from hetero.cli.show.what_if_figure import draw_what_if
+
+        draw_what_if(cases, picture, f"{facts['model']}, policy {facts['policy']}")
     return EXIT_OK
+
+
+def _what_if(planner: _Planner, plans: list[Plan], least: SmallestBudgets) -> list[Case]:
+    machine = planner.machine
+    state_bytes = sum(sum(kinds.values()) for kinds in state_by_tier(plans).values())
+
+    def step_with(host_bytes: int, device_bytes: int | None) -> StepCost:
+        return whole_step(
+            planner.predict(planner.arrange_within(host_bytes, device_bytes).chunk_groups)
+        )
+
+    found = other_budgets(step_with, (machine.host_bytes, machine.device_bytes), least, state_bytes)
+    traffic = whole_step(plans).traffic
+    if traffic["nvme_read"] or traffic["nvme_written"]:
+        groups = [plan.group for plan in plans]
+        found += other_disks(
+            lambda profile: whole_step(planner.predict(groups, profile)), machine.rank_profile
+        )
+    return found
 
 
 @dataclass(frozen=True)
@@ -162,44 +207,57 @@ class _Machine:
         return cls(profile, mine, ranks, shard_ranks, nodes, policy, host, device, disk)
 
 
-def _plan(
-    options: TrainOptions, machine: _Machine, checkpointing: bool
-) -> tuple[dict[str, Any], list[Plan], SmallestBudgets]:
-    """What was asked for, what came of it, and the budgets that would just do."""
-    from hetero.cli.job.job import arrange_shape
-    from hetero.cli.job.models import build_shape, model_config
-    from hetero.cli.job.ranks import Ranks
+class _Planner:
+    """Arranges and predicts what was asked for, within budgets and by profiles that may change."""
 
-    if machine.policy == "nvme" and not machine.disk_bytes:
-        raise ValueError("--policy nvme needs --nvme-path, a folder on the NVMe disk")
-    config = Config(
-        host_memory=machine.host_bytes,
-        activation_memory=options.activation_memory,
-        dtype=options.dtype,
-        chunk_numel=options.chunk_numel,
-        zero_stage=options.zero_stage,
-        overlap_updates=options.overlap_updates,
-    )
-    shape = build_shape(model_config(options))
+    def __init__(self, options: TrainOptions, machine: _Machine, checkpointing: bool) -> None:
+        """Nothing is placed yet. Raises ValueError for what cannot be."""
+        from hetero.cli.job.models import build_shape, model_config
 
-    def arrange_within(host_bytes: int, device_bytes: int | None) -> Arrangement:
+        if machine.policy == "nvme" and not machine.disk_bytes:
+            raise ValueError("--policy nvme needs --nvme-path, a folder on the NVMe disk")
+        self.machine = machine
+        self._options = options
+        self._config = Config(
+            host_memory=machine.host_bytes,
+            activation_memory=options.activation_memory,
+            dtype=options.dtype,
+            chunk_numel=options.chunk_numel,
+            zero_stage=options.zero_stage,
+            overlap_updates=options.overlap_updates,
+        )
+        self.shape = build_shape(model_config(options))
+        tokens = options.batch_size * options.seq_len
+        self._work = Work(tokens, options.accumulate, checkpointing)
+
+    def arrange_within(self, host_bytes: int, device_bytes: int | None) -> Arrangement:
+        """Raises PlacementError if nothing fits so many bytes of RAM and of DEVICE."""
+        from hetero.cli.job.job import arrange_shape
+        from hetero.cli.job.ranks import Ranks
+
+        machine = self.machine
         ranks, replicas = Ranks(0, machine.shard_ranks), machine.ranks // machine.shard_ranks
         budgets = host_bytes, machine.disk_bytes, device_bytes
+        options, policy = self._options, machine.policy
         return arrange_shape(
-            shape, options, config, ranks, *budgets, policy=machine.policy, replicas=replicas
+            self.shape, options, self._config, ranks, *budgets, policy=policy, replicas=replicas
         )
 
-    groups = arrange_within(machine.host_bytes, machine.device_bytes).chunk_groups
-    profile = machine.rank_profile
-    plans = predict(
-        groups,
-        profile,
-        Work(options.batch_size * options.seq_len, options.accumulate, checkpointing),
-        overlap=options.overlap,
-        network=Network.of(profile, machine.ranks // machine.nodes, machine.nodes),
-    )
-    facts = {
-        "params": sum(param.numel() for param in shape.parameters()),
+    def predict(
+        self, groups: Sequence[ChunkGroupPlan], profile: Profile | None = None
+    ) -> list[Plan]:
+        """Steps by one rank's share of the machine; `profile`: of another one."""
+        rates, machine = profile or self.machine.rank_profile, self.machine
+        network = Network.of(rates, machine.ranks // machine.nodes, machine.nodes)
+        overlap = self._options.overlap
+        return predict(groups, rates, self._work, overlap=overlap, network=network)
+
+
+def _facts(planner: _Planner, groups: Sequence[ChunkGroupPlan]) -> dict[str, Any]:
+    """What was asked for, and what came of it."""
+    machine = planner.machine
+    return {
+        "params": sum(param.numel() for param in planner.shape.parameters()),
         "policy": machine.policy,
         "profile": machine.profile.name,
         "ranks": machine.ranks,
@@ -215,7 +273,6 @@ def _plan(
             for group in groups
         ],
     }
-    return facts, plans, smallest_budgets(arrange_within, machine.device_bytes)
 
 
 def _title(facts: Mapping[str, Any]) -> str:

@@ -68,7 +68,7 @@ def run_training(
     from hetero.cli.job.ranks import joined_ranks
     from hetero.cli.job.run_folder import RunFolder
     from hetero.cli.show.figure import draw_figure
-    from hetero.cli.show.progress import make_observer
+    from hetero.cli.show.observers import make_observer
     from hetero.cli.show.report import print_report
     from hetero.cli.show.step_timeline import (
         draw_steps,
@@ -76,6 +76,7 @@ def run_training(
         trace_path,
         wanted_picture,
     )
+    from hetero.reporting.page.page import write_page
 
     # Under --json nothing else may reach stdout, whatever a library prints.
     with (
@@ -88,7 +89,7 @@ def run_training(
         plan = None if make_plan is None else make_plan(ranks)
         task, at_end = (None, None) if plan is None else (plan.task, plan.at_end)
         options = options if plan is None else plan.options
-        observer = make_observer(options.log_every, ranks)
+        observer = make_observer(options.log_every, ranks, options.live)
         result = train(options, folder, observer, ranks, task, at_end)
         if picture is not None and result.timeline is not None:
             result.timeline_paths = [str(picture), str(trace_path(picture))]
@@ -97,6 +98,8 @@ def run_training(
             folder.write_json("config.json", options.as_dict())
             folder.write_json("summary.json", summary)
             draw_figure(result, folder.figure_path)
+            if result.record is not None:
+                write_page(result.record, folder.report_path)
             if picture is not None and result.timeline is not None:
                 draw_steps(result.timeline, picture, last_steps_title(result))
     if result.failure is not None:

@@ -9,5 +9,5 @@ Vocabulary of this package:
               rank
     metrics   what one step did
     result    what the whole run did; its dictionary form is the `--json` object
-    run folder   where config, metrics, summary and figure are written
+    run folder   where config, metrics, summary, figure and the page about the run are written
 """

@@ -24,6 +24,8 @@ from hetero.planning.group_plans import Arrangement, arrange
 from hetero.planning.machine_profile import saved_profile
 from hetero.planning.predict import figures, predict
 from hetero.planning.trace import Work
+from hetero.reporting.recorder import Recorder, facts_of
+from hetero.reporting.run_record import RunRecord
 from offload import _native
 from offload.memory.tiers import Tier
 
@@ -64,7 +66,7 @@ class Job:
     device: torch.device
     setting: Setting
     ranks: Ranks
-
+    recorder: Recorder
     predicted: dict[str, Any] | None  # figures() of a step; None: nothing says how fast it is
 
     def complete(self, result: TrainResult) -> None:
@@ -74,6 +76,18 @@ class Job:
         result.predicted = _predicted(self.options, engine, [])
         result.changes = [(change.step, change.words()) for change in engine.changes]
         result.notes = list(dict.fromkeys((*result.notes, *engine.notes)))
+
+    def record(self, result: TrainResult) -> RunRecord:
+        """What the page shows of the run, of which at least one step was made."""
+        setting = self.setting
+        compute = f"{setting.threads} threads, {setting.isa}, on {self.device}"
+        rows = [("data", setting.data), ("compute", compute)]
+        if setting.engine is not None:
+            rows.append(("state file", f"in {setting.nvme_path}, by {setting.engine}"))
+        rows.append(("run folder", setting.run_dir))
+        facts = facts_of(self.engine, setting.model, tuple(rows))
+        status = result.status if result.error is None else f"{result.status}: {result.error}"
+        return self.recorder.record(facts, result.timeline, status, result.predicted)
 
 
 @contextmanager
@@ -105,7 +119,7 @@ def open_job(
     if options.tiled_loss:
         hetero.tile_heads(model)
     model, optimizer = hetero.initialize(model, make_optimizer(options, model))
-    with closing(optimizer.engine) as engine:
+    with closing(optimizer.engine) as engine, closing(Recorder(engine)) as recorder:
         notes = list(engine.notes)
         predicted = _predicted(options, engine, notes)
         yield Job(
@@ -136,6 +150,7 @@ def open_job(
                 ranks=ranks.count,
             ),
             ranks=ranks,
+            recorder=recorder,
             predicted=predicted,
         )
 

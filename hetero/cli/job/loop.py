@@ -83,6 +83,8 @@ def train(
             checkpoints.settle()
         finally:
             observer.end()
+        if result.steps and ranks.leads:
+            result.record = job.record(result)
         result.peak_managed_bytes = dict(job.engine.ledger.peak_bytes)
         result.peak_rss_bytes = peak_resident_bytes()
         result.peak_rss_by_rank_bytes = result.peak_rss_by_rank_bytes or [result.peak_rss_bytes]
@@ -116,7 +118,7 @@ def _run_steps(
     make(range(made + 1, pictured))
     if checkpoints.terminated:
         return
-    if job.options.timeline is None or not job.ranks.leads:
+    if not job.ranks.leads:
         make(range(pictured, end))
     else:
         result.timeline = record_steps(job.engine, partial(make, range(pictured, end)))
@@ -125,6 +127,7 @@ def _run_steps(
 def record_steps(engine: hetero.Engine, make_steps: Callable[[], None]) -> Timeline:
     """The timeline of the process while `make_steps` runs."""
     with record() as recording:
+        engine.ledger.sample()
         make_steps()
         end_s = time.perf_counter()
         # An interval is known when it ends.

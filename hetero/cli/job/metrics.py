@@ -6,8 +6,11 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from hetero.reporting.run_record import LINKS
+
+__all__ = ["LINKS", "TIERS", "MemorySample", "StepMetrics"]
+
 TIERS = ("device", "host", "disk")
-LINKS = ("h2d", "d2h", "disk_read", "disk_write", "sent", "received")  # the last two: other ranks
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ class StepMetrics:
     gather_wait_s: float  # in which compute waited for parameters that other ranks hold
     update_s: float  # in which updates were being made
     update_wait_s: float  # in which step(), or a use of a parameter, waited for updates
-    memory: tuple[MemorySample, ...]  # after forward, backward and optimizer
+    memory: tuple[MemorySample, ...]  # after each forward and backward, and after the optimizer
 
     @property
     def tokens_per_s(self) -> float:

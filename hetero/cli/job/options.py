@@ -207,7 +207,8 @@ class TrainOptions:
     seed: int = _option("of the initial weights and of the data order", 0)
 
     run_dir: str | None = _option(
-        "folder for config.json, metrics.jsonl, summary.json and figure.png (default: runs/TIME)",
+        "folder for config.json, metrics.jsonl, summary.json, figure.png and report.html, a page"
+        " about the run (default: runs/TIME)",
         metavar="DIR",
     )
     save_every: int | None = _option(
@@ -240,6 +241,11 @@ class TrainOptions:
         metavar="FILE",
     )
     json: bool = _option("print one JSON object on stdout instead of a table", False)
+    live: bool = _option(
+        "on a terminal show memory beside its budgets, loss and speed while training goes on;"
+        " elsewhere there are lines of progress as without it",
+        False,
+    )
     log_every: int = _option(
         "steps between lines of progress where there is no terminal", 10, least=1
     )

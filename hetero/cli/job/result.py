@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hetero.cli.job.metrics import LINKS, StepMetrics
+from hetero.reporting.run_record import RunRecord
 from offload.timeline import Timeline
 
 # fp32 master, exp_avg, exp_avg_sq and gradient: what the state takes where nothing is split.
@@ -68,7 +69,8 @@ class TrainResult:
     placement: str | None = None  # at the end; None: the run failed
     changes: list[tuple[int, str]] = field(default_factory=list)  # of homes: after which step, why
     notes: list[str] = field(default_factory=list)  # fallbacks, changes, and what limits a step
-    timeline: Timeline | None = None  # of the last steps, if it was wanted and the run came there
+    record: RunRecord | None = None  # of all steps, for the page; None: none was made
+    timeline: Timeline | None = None  # of the last steps, if the run came there
     timeline_paths: list[str] = field(default_factory=list)  # picture and trace
 
     @property

@@ -1,4 +1,4 @@
-"""The run folder: config.json, metrics.jsonl, summary.json and figure.png of one run."""
+"""The run folder: what is written of one run."""
 
 from __future__ import annotations
 
@@ -74,6 +74,10 @@ class RunFolder:
     @property
     def figure_path(self) -> Path:
         return self.path / "figure.png"
+
+    @property
+    def report_path(self) -> Path:
+        return self.path / "report.html"
 
     def append_metrics(self, metrics: dict[str, Any]) -> None:
         """Adds one step's line; it is in the file when this returns, whatever happens later."""

@@ -7,16 +7,16 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
 
 import torch
 
 import hetero
 from hetero.cli.job.job import Job
-from hetero.cli.job.metrics import LINKS, MemorySample, StepMetrics
+from hetero.cli.job.metrics import MemorySample, StepMetrics
 from hetero.cli.job.options import TrainOptions
+from hetero.reporting.run_record import PARTS
 from offload import timeline
-from offload.memory.process_memory import resident_bytes
+from offload.memory.tiers import Tier
 
 
 class DivergedError(RuntimeError):
@@ -55,9 +55,6 @@ def one_step(job: Job, step: int, start_s: float) -> StepMetrics:
     """Makes step number `step` (from 1) of a run that began at `start_s`, and measures it."""
     options = job.options
     clock = Stopwatch(job.device)
-    before, gather_wait_s = asdict(job.engine.traffic), job.engine.gather_wait_s
-    update_s, update_wait_s = job.engine.update_s, job.engine.update_wait_s
-    memory: list[MemorySample] = []
     loss_sum = 0.0
     batches = job.corpus.step(options.batch_size, options.accumulate)
     for micro_batch, batch in enumerate(batches, start=1):
@@ -65,13 +62,11 @@ def one_step(job: Job, step: int, start_s: float) -> StepMetrics:
         with clock.span("forward"):
             loss = job.model(**inputs).loss
             loss_sum += loss.item() / batch.divisor
-        memory.append(_memory_sample(job, start_s))
         # Updates may be submitted in the last backward only; without them nothing need be said.
         more = options.overlap.in_backward and micro_batch < options.accumulate
         told = hetero.no_sync(job.model) if more else nullcontext()
         with clock.span("backward"), told:
             job.optimizer.backward(loss / batch.divisor)
-        memory.append(_memory_sample(job, start_s))
     # All ranks learn here, before any of them updates, if one of them went astray.
     loss_mean = job.ranks.mean(loss_sum)
     _require_number(loss_mean, step, options)
@@ -85,8 +80,9 @@ def one_step(job: Job, step: int, start_s: float) -> StepMetrics:
         job.optimizer.step()
         job.optimizer.zero_grad()
     job.scheduler.step()
-    memory.append(_memory_sample(job, start_s))
-    after = asdict(job.engine.traffic)
+    tokens = sum(batch.tokens for batch in batches)
+    seconds = {name: clock.seconds[name] for name in PARTS}
+    made = job.recorder.end_step(loss_mean, tokens, seconds, step)
     return StepMetrics(
         step=step,
         loss=loss_mean,
@@ -96,12 +92,19 @@ def one_step(job: Job, step: int, start_s: float) -> StepMetrics:
         forward_s=clock.seconds["forward"],
         backward_s=clock.seconds["backward"],
         optimizer_s=clock.seconds["optimizer"],
-        tokens=sum(batch.tokens for batch in batches),
-        traffic_bytes={link: after[link] - before[link] for link in LINKS},
-        gather_wait_s=job.engine.gather_wait_s - gather_wait_s,
-        update_s=max(0.0, job.engine.update_s - update_s),  # (homes that move begin at 0 again)
-        update_wait_s=job.engine.update_wait_s - update_wait_s,
-        memory=tuple(memory),
+        tokens=tokens,
+        traffic_bytes=dict(made.traffic_bytes),
+        gather_wait_s=made.gather_wait_s,
+        update_s=made.update_s,
+        update_wait_s=made.update_wait_s,
+        memory=tuple(
+            MemorySample(
+                time_s=sample.at_s - start_s,
+                managed_bytes={tier.value: sample.total(tier) for tier in Tier},
+                rss_bytes=sample.rss_bytes,
+            )
+            for sample in made.samples
+        ),
     )
 
 
@@ -114,11 +117,3 @@ def _require_number(loss: float, step: int, options: TrainOptions) -> None:
     if options.dtype == "fp16":
         advice += ", or --dtype bf16 or fp32, whose range is wider"
     raise DivergedError(f"the loss became {loss} in step {step}; try {advice}")
-
-
-def _memory_sample(job: Job, start_s: float) -> MemorySample:
-    return MemorySample(
-        time_s=time.perf_counter() - start_s,
-        managed_bytes=dict(job.engine.ledger.in_use_bytes),
-        rss_bytes=resident_bytes(),
-    )

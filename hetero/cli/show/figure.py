@@ -13,20 +13,18 @@ from matplotlib.ticker import MaxNLocator
 
 from hetero.cli.job.metrics import TIERS
 from hetero.cli.job.result import TrainResult
+from hetero.reporting.page import palette
+from hetero.reporting.page.labels import label_right
 from offload.memory.sizes import format_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Okabe and Ito's colours, which people who see fewer colours can tell apart.
-TIER_COLOURS = {"device": "#CC79A7", "host": "#0072B2", "disk": "#009E73"}
+TIER_COLOURS = {tier.value: colour for tier, colour in palette.TIER_COLOURS.items()}
 TIER_WORDS = {"device": "device", "host": "host RAM", "disk": "NVMe file"}
-QUIET_COLOUR = "#555555"
-PART_COLOURS = {"forward": "#56B4E9", "backward": "#0072B2", "optimizer": "#E69F00"}
+QUIET_COLOUR, LOSS_COLOUR = palette.QUIET_COLOUR, palette.LOSS_COLOUR
+PART_COLOURS = palette.PART_COLOURS
 GIB = float(1 << 30)
-LABEL_FONT_SIZE = 10
-# In pixels per point of font size, spacing included, at the figure's own resolution.
-LINE_HEIGHT = 1.7
 
 
 def draw_figure(result: TrainResult, path: Path) -> None:
@@ -54,17 +52,17 @@ def _draw_loss(axes: Axes, result: TrainResult) -> None:
     steps = [step.step for step in result.steps]
     losses = [step.loss for step in result.steps]
     chance = math.log(result.setting.vocab_size)
-    axes.plot(steps, losses, color="#D55E00", linewidth=2, marker="o", markersize=3)
+    axes.plot(steps, losses, color=LOSS_COLOUR, linewidth=2, marker="o", markersize=3)
     axes.axhline(chance, color=QUIET_COLOUR, linestyle=":", linewidth=1.4)
     axes.set_title("Loss", loc="left")
     axes.set_ylabel("loss (nats per token)")
     _step_axis(axes, steps)
     axes.set_ylim(0, 1.08 * max([chance, *losses]))
-    _label_right(
+    label_right(
         axes,
         [
             (chance, f"guessing: ln({result.setting.vocab_size}) = {chance:.2f}", QUIET_COLOUR),
-            (losses[-1], f"last step: {losses[-1]:.2f}", "#D55E00"),
+            (losses[-1], f"last step: {losses[-1]:.2f}", LOSS_COLOUR),
         ],
     )
 
@@ -76,10 +74,14 @@ def _draw_memory(axes: Axes, result: TrainResult) -> None:
     rss = [max(m.rss_bytes for m in step.memory) / GIB for step in result.steps]
     axes.plot(times, rss, color=QUIET_COLOUR, linewidth=1.5)
     usual = setting.state_bytes / GIB
-    axes.axhline(usual, color="#D55E00", linestyle=":", linewidth=1.8)
+    axes.axhline(usual, color=LOSS_COLOUR, linestyle=":", linewidth=1.8)
     labels = [
         (rss[-1], f"whole process (RSS): {format_bytes(rss[-1] * GIB)}", QUIET_COLOUR),
-        (usual, f"usual model state,\n16 B/param: {format_bytes(setting.state_bytes)}", "#D55E00"),
+        (
+            usual,
+            f"usual model state,\n16 B/param: {format_bytes(setting.state_bytes)}",
+            LOSS_COLOUR,
+        ),
     ]
     for tier in TIERS:
         colour, word, budget = TIER_COLOURS[tier], TIER_WORDS[tier], setting.budget_bytes[tier]
@@ -100,7 +102,7 @@ def _draw_memory(axes: Axes, result: TrainResult) -> None:
     axes.set_xlabel("time since the first step (s)")
     axes.set_xlim(0, max(times))
     axes.set_ylim(0, 1.08 * max(value for value, _, _ in [*labels, (max(rss), "", "")]))
-    _label_right(axes, labels)
+    label_right(axes, labels)
 
 
 def _draw_time(axes: Axes, result: TrainResult) -> None:
@@ -121,32 +123,10 @@ def _draw_time(axes: Axes, result: TrainResult) -> None:
     _step_axis(axes, numbers)
     # One slow step, like the first, must not flatten all others.
     axes.set_ylim(0, 1.1 * min(max(totals), 3 * typical_s))
-    _label_right(axes, labels)
+    label_right(axes, labels)
 
 
 def _step_axis(axes: Axes, steps: list[int]) -> None:
     axes.set_xlabel("step")
     axes.set_xlim(0.5, max(steps) + 0.5)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-
-
-def _label_right(axes: Axes, labels: list[tuple[float, str, str]]) -> None:
-    """Writes (height, text, colour) beside the right end of what is meant, none over another."""
-    low, high = axes.get_ylim()
-    line = (high - low) * LINE_HEIGHT * LABEL_FONT_SIZE / axes.get_window_extent().height
-    bottom = -math.inf
-    for height, text, colour in sorted(labels):
-        half = line * (1 + text.count("\n")) / 2
-        centre = max(height, bottom + half)
-        bottom = centre + half
-        axes.annotate(
-            text,
-            (1, height),
-            xycoords=("axes fraction", "data"),
-            xytext=(1.015, centre),
-            textcoords=("axes fraction", "data"),
-            va="center",
-            fontsize=LABEL_FONT_SIZE,
-            color=colour,
-            annotation_clip=False,
-        )

@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from hetero.cli.job.loop import Observer
 from hetero.cli.job.metrics import StepMetrics
-from hetero.cli.job.ranks import ALONE, Ranks
 from hetero.cli.job.result import Setting
 from offload.memory.sizes import format_bytes
-
-
-def make_observer(log_every: int, ranks: Ranks = ALONE) -> Observer:
-    """The observer that fits where stderr goes; of several ranks the first shows the run."""
-    if not ranks.leads:
-        return SilentObserver()
-    return BarObserver() if sys.stderr.isatty() else LineObserver(sys.stderr, log_every)
 
 
 def opening_lines(setting: Setting) -> list[str]:
@@ -75,8 +65,8 @@ class LineObserver:
 class BarObserver:
     """A progress bar with the newest figures."""
 
-    def __init__(self) -> None:
-        self._console = Console(stderr=True)
+    def __init__(self, console: Console) -> None:
+        self._console = console
         self._progress = Progress(
             TextColumn("step {task.completed}/{task.total}"),
             BarColumn(bar_width=None),

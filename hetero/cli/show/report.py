@@ -58,6 +58,7 @@ def rows(result: TrainResult) -> list[tuple[str, str]]:
     table += [
         ("loss", f"{losses[0]:.3f} at first, {losses[-1]:.3f} at last"),
         ("run folder", setting.run_dir),
+        ("report", f"{setting.run_dir}/report.html, for a browser"),
     ]
     if result.checkpoint is not None:
         table.append(("checkpoint", result.checkpoint))

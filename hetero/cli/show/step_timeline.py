@@ -29,11 +29,16 @@ def trace_path(picture: Path) -> Path:
     return picture.with_suffix(".trace.json")
 
 
-def check_picture(flag: str, picture: Path) -> None:
-    """Raises ValueError, in words of the option `flag`, for what draw_steps() could not write."""
+def check_steps_picture(flag: str, picture: Path) -> None:
+    """check_picture(), also of the trace that draw_steps() writes beside it."""
+    check_picture(flag, picture, trace_path(picture))
+
+
+def check_picture(flag: str, picture: Path, *beside: Path) -> None:
+    """Raises ValueError, in words of the option `flag`, for what could not be written."""
     if picture.suffix not in SUFFIXES:
         raise ValueError(f"{flag} {picture}: a picture's name ends in {', '.join(SUFFIXES)}")
-    for path in (picture, trace_path(picture)):
+    for path in (picture, *beside):
         if path.is_dir():
             raise ValueError(f"{flag} {picture}: {path} is a folder; name a file")
     if not picture.parent.is_dir():
@@ -44,13 +49,13 @@ def check_picture(flag: str, picture: Path) -> None:
 
 def wanted_picture(options: TrainOptions, ranks: Ranks) -> Path | None:
     """Where the option says that the timeline goes. Raises ValueError, on all ranks, as
-    check_picture() does."""
+    check_steps_picture() does."""
     if options.timeline is None:
         return None
     picture = Path(options.timeline)
 
     def check() -> str:
-        check_picture("--timeline", picture)
+        check_steps_picture("--timeline", picture)
         return ""
 
     ranks.from_first(check)

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 import torch
 
 from hetero.chunks.layout import Chunk, Layout
+from hetero.profiler_marks import marked
 from hetero.ranks.communicator import Communicator
 from hetero.ranks.process_groups import ProcessGroups
 from hetero.state.grads import Grads, put_grad
@@ -415,6 +416,7 @@ class GradReducer:
 
     # Averaging
 
+    @marked("hetero::reduce")
     def _send(self, chunk: Chunk) -> None:
         """Starts averaging the chunk; parameters without a gradient on this rank count as zero."""
         self._finish(chunk)
@@ -460,6 +462,7 @@ class GradReducer:
         while any(sending.chunk is chunk for sending in self._sending):
             self._finish_oldest()
 
+    @marked("hetero::wait_reduce")
     def _finish_oldest(self) -> None:
         """Waits for the chunk that was sent first, and keeps its mean."""
         oldest = self._sending.pop(0)

@@ -14,6 +14,7 @@ import pytest
 
 from hetero.cli.job.metrics import LINKS
 from hetero.cli.main import main
+from tests.support.run_records import Page
 
 MODEL = {
     "model_type": "gpt2",
@@ -85,6 +86,7 @@ def test_json_is_one_object_and_the_run_folder_is_whole(
         "config.json",
         "figure.png",
         "metrics.jsonl",
+        "report.html",
         "summary.json",
     ]
     assert json.loads((run / "summary.json").read_text()) == summary
@@ -92,6 +94,10 @@ def test_json_is_one_object_and_the_run_folder_is_whole(
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [line["loss"] for line in lines] == summary["losses"]
     assert [line["step"] for line in lines] == [1, 2, 3]
+    page = Page.of((run / "report.html").read_text())
+    assert f"{summary['losses'][-1]:.4g}" in page.text[""]
+    assert "3, finished" in page.text["facts"]
+    assert {"memory", "timeline", "placement", "loss", "step-time", "moved"} <= set(page.ids)
     # The learning rate warms up through the scheduler and falls in the last step.
     assert lines[0]["lr"] < lines[1]["lr"] > lines[2]["lr"]
 
@@ -128,6 +134,8 @@ def test_the_last_two_steps_as_a_picture_and_a_trace(
     for part, times in (("forward", 4), ("backward", 4), ("optimizer", 2)):  # of 3 steps, the last
         assert names.count(part) == times
     tracks = {event["args"]["name"] for event in trace if event["name"] == "thread_name"}
+    counters = {event["name"] for event in trace if event["ph"] == "C"}
+    assert {"RAM, bytes held", "NVMe, bytes held", "NVMe read, bytes so far"} <= counters
     assert {"training loop", "NVMe read"} <= {name.rstrip(" 0123456789") for name in tracks}
 
 

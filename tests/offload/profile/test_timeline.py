@@ -12,14 +12,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.profile.timeline_figure import draw_timeline
+from offload.memory.tiers import Account, Tier
+from offload.profile.timeline_figure import draw_timeline, hidden_finding, hidden_spans
 from offload.timeline import (
     LANES,
     Interval,
     LaneName,
+    Sample,
     Timeline,
     note,
     record,
+    sample,
     span,
 )
 from tests.support.training.loops import batches, build
@@ -182,6 +185,94 @@ def test_trace_has_a_track_for_each_row(tmp_path: Path) -> None:
     first = next(e for e in whole if e["name"] == "forward")
     assert (first["ts"], first["dur"]) == (0.0, 4e6)
     assert sum(e["args"].get("bytes", 0) for e in whole) == 3000
+
+
+def counters(timeline: Timeline) -> dict[str, list[tuple[float, dict[str, int]]]]:
+    """The counter events of a trace: when, in microseconds, and their values."""
+    found: dict[str, list[tuple[float, dict[str, int]]]] = {}
+    for event in json.loads(json.dumps(timeline.as_trace()))["traceEvents"]:
+        if event["ph"] == "C":
+            assert event["pid"] == 1
+            assert all(isinstance(value, int) for value in event["args"].values())
+            found.setdefault(event["name"], []).append((event["ts"], event["args"]))
+    for events in found.values():
+        assert [at for at, _ in events] == sorted(at for at, _ in events)
+    return found
+
+
+def test_a_trace_counts_what_was_sampled_and_what_was_moved() -> None:
+    samples = (Sample("RAM", 12.0, {"param": 7}), Sample("RAM", 10.0, {"param": 5, "grad": 1}))
+    found = counters(replace(TIMELINE, samples=samples))
+    assert found["RAM"] == [(0.0, {"param": 5, "grad": 1}), (2e6, {"param": 7})]
+    moved = found["NVMe read, bytes so far"]
+    assert moved == [(3e6, {"bytes": 2000}), (5e6, {"bytes": 3000})]
+
+
+def test_a_part_begins_with_what_held_before_it() -> None:
+    samples = tuple(
+        Sample("RAM", at, {"param": value}) for at, value in ((10, 1), (12, 2), (16, 3))
+    )
+    part = replace(TIMELINE, samples=samples).between(13.0, 15.0)
+    assert part.samples == (Sample("RAM", 13.0, {"param": 2}),)
+    assert counters(part)["RAM"] == [(0.0, {"param": 2})]
+
+
+def test_a_recording_keeps_samples_of_its_time_alone() -> None:
+    sample("RAM", {"param": 1})
+    with record() as found:
+        sample("RAM", {"param": 2})
+    sample("RAM", {"param": 3})
+    assert [s.values for s in found.timeline.samples] == [{"param": 2}]
+
+
+def test_a_step_shows_the_bytes_of_each_tier_by_account(tmp_path: Path) -> None:
+    model, optimizer = build(
+        placement_policy="nvme", chunk_numel=4096, host_memory="2MiB", dtype="fp32",
+        activation_memory="512KiB", nvme_path=str(tmp_path),
+    )  # fmt: skip
+    engine, tokens = optimizer.engine, batches(1)[0]
+    with record() as found:
+        engine.ledger.sample()
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        engine.synchronize()
+    seen = counters(found.timeline)
+    ram = [values for _, values in seen["RAM, bytes held"]]
+    assert max(values.get("activation", 0) for values in ram) > 0
+    assert all(sum(values.values()) <= 2 << 20 for values in ram)
+    assert ram[0]["param"] == engine.ledger.by_account[Tier.HOST][Account.PARAM]
+    assert sum(ram[-1].values()) == engine.ledger.in_use_bytes["host"]
+    assert seen["NVMe, bytes held"][-1][1]["file"] > 0
+    assert seen["NVMe read, bytes so far"][-1][1]["bytes"] > 0
+    engine.close()
+
+
+def test_what_is_hidden_behind_forward_and_backward() -> None:
+    timeline = Timeline(
+        0.0,
+        10.0,
+        (
+            Interval("compute", 0.0, 4.0, name="forward"),
+            Interval("compute", 5.0, 8.0, name="backward"),
+            Interval("compute", 8.0, 10.0, name="optimizer"),
+            Interval("nvme_read", 3.0, 6.0, 1),
+            Interval("update", 5.5, 7.0, 1),
+            Interval("nvme_write", 9.0, 10.0, 1),
+        ),
+    )
+    assert hidden_spans(timeline) == [(3.0, 4.0), (5.0, 7.0)]
+    assert hidden_finding(timeline).startswith("60% of the 5 s of updates and transfers")
+    assert "Nothing" in hidden_finding(replace(timeline, intervals=timeline.intervals[:3]))
+
+
+@given(timelines)
+def test_what_is_hidden_is_what_both_share(timeline: Timeline) -> None:
+    computing = (Interval("compute", 2, 5), Interval("compute", 7, 9))
+    whole = replace(timeline, intervals=(*timeline.intervals, *computing))
+    spans = hidden_spans(whole)
+    shared = ticks(whole, "compute") & ticks(whole, "update", "nvme_read", "h2d")
+    assert sum(end - begin for begin, end in spans) == len(shared)
+    assert all(a[1] <= b[0] for a, b in pairwise(spans))
 
 
 @pytest.mark.parametrize("timeline", [TIMELINE, replace(TIMELINE, intervals=())])

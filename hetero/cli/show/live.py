@@ -1,0 +1,102 @@
+"""Showing a run while it happens, on a terminal: memory beside its budgets, loss and speed."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from hetero.cli.job.metrics import TIERS, StepMetrics
+from hetero.cli.job.result import Setting
+from hetero.cli.show.progress import opening_lines
+from offload.memory.sizes import format_bytes
+
+_WORDS = {"device": "device", "host": "RAM", "disk": "NVMe"}
+_BARS = "▁▂▃▄▅▆▇█"
+_SHOWN = 60  # steps of a sparkline
+_BAR_WIDTH = 40
+
+
+class LiveObserver:
+    """Redraws a few lines after each step; they stay on the terminal at the end."""
+
+    def __init__(self, console: Console) -> None:
+        """Nothing is drawn before begin()."""
+        self._console = console
+        self._live = Live(console=console, auto_refresh=False, transient=False)
+        self._setting: Setting | None = None
+        self._peak = dict.fromkeys(TIERS, 0)
+        self._losses: deque[float] = deque(maxlen=_SHOWN)
+        self._speeds: deque[float] = deque(maxlen=_SHOWN)
+
+    def begin(self, setting: Setting) -> None:
+        """Says what is trained."""
+        for line in opening_lines(setting):
+            self._console.print(line, highlight=False, markup=False)
+        self._setting = setting
+        self._live.start()
+
+    def step(self, metrics: StepMetrics) -> None:
+        """A step was made."""
+        assert self._setting is not None
+        for tier in TIERS:
+            held = max((m.managed_bytes[tier] for m in metrics.memory), default=0)
+            self._peak[tier] = max(self._peak[tier], held)
+        self._losses.append(metrics.loss)
+        self._speeds.append(metrics.tokens_per_s)
+        self._live.update(self._draw(self._setting, metrics), refresh=True)
+
+    def end(self) -> None:
+        """The run is over, however that came."""
+        self._live.stop()
+
+    def _draw(self, setting: Setting, metrics: StepMetrics) -> Panel:
+        grid = Table.grid(padding=(0, 2))
+        grid.add_column(style="bold", no_wrap=True)
+        grid.add_column(no_wrap=True)
+        grid.add_column()
+        steps = ProgressBar(total=setting.steps, completed=metrics.step, width=_BAR_WIDTH)
+        grid.add_row("step", steps, f"{metrics.step} of {setting.steps}")
+        for tier in TIERS:
+            held, budget = metrics.memory[-1].managed_bytes[tier], setting.budget_bytes[tier]
+            if not self._peak[tier]:
+                continue
+            limit = "no budget" if budget is None else f"of {format_bytes(budget)}"
+            words = f"{format_bytes(held)} {limit}, at most {format_bytes(self._peak[tier])}"
+            bar = ProgressBar(
+                total=budget or self._peak[tier],
+                completed=held,
+                width=_BAR_WIDTH,
+                complete_style="cyan",
+                finished_style="cyan",
+            )
+            grid.add_row(_WORDS[tier], bar, words)
+        grid.add_row("loss", Text(sparkline(self._losses)), f"{metrics.loss:.4f}")
+        speed = f"{metrics.tokens_per_s:,.0f} tokens/s, {metrics.step_s:.3f} s per step"
+        grid.add_row("speed", Text(sparkline(self._speeds)), speed)
+        moved = [
+            f"{words} {format_bytes(metrics.traffic_bytes[link])}"
+            for link, words in (
+                ("disk_read", "NVMe read"),
+                ("disk_write", "written"),
+                ("h2d", "to the device"),
+                ("d2h", "back"),
+                ("sent", "sent"),
+            )
+            if metrics.traffic_bytes[link]
+        ]
+        last = Text(f"moved in the step: {', '.join(moved) or 'nothing'}", style="dim")
+        return Panel(Group(grid, last), title=f"hetero train {setting.model}", title_align="left")
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """A character for each value, the higher the larger it is among them."""
+    low, high = min(values), max(values)
+    span = (high - low) or 1.0
+    return "".join(_BARS[int((value - low) / span * (len(_BARS) - 1))] for value in values)

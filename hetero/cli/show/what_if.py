@@ -1,0 +1,142 @@
+"""What a step would take with other budgets, or another disk: the same planning, asked again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from hetero.planning.candidates import SmallestBudgets
+from hetero.planning.placement import PlacementError
+from hetero.planning.report import seconds_text, table
+from hetero.planning.step_cost import StepCost
+from offload.memory.sizes import format_bytes
+from offload.profile.machine_profile import Profile
+
+RAM, DEVICE, NVME_RATE = "RAM", "DEVICE", "NVMe bandwidth"  # bytes, bytes, bytes per second
+_POINTS = 8  # budgets that are tried, beside the one that there is
+_ROOM = 1.1  # times all state: with as much everything that can be there is
+_NVME_RATES = ("nvme_read_bytes_per_s", "nvme_write_bytes_per_s", "nvme_mixed_bytes_per_s")
+_DISK_FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A budget that is another one, all else being equal.
+
+    Attributes:
+        of: RAM, DEVICE or NVME_RATE.
+        value: bytes, or bytes per second that the disk reads.
+        is_given: this is what there is.
+        step: the step that is predicted; None: nothing fits.
+    """
+
+    of: str
+    value: float
+    is_given: bool
+    step: StepCost | None
+
+    def as_dict(self) -> dict[str, object]:
+        """For programs."""
+        step = self.step
+        return {
+            "of": self.of,
+            "value": self.value,
+            "is_given": self.is_given,
+            "step_s": None if step is None else step.seconds,
+            "bound": None if step is None else step.bound,
+            "nvme_read_bytes": None if step is None else step.traffic["nvme_read"],
+            "nvme_written_bytes": None if step is None else step.traffic["nvme_written"],
+        }
+
+    @property
+    def words(self) -> str:
+        """The value as people write it."""
+        text = format_bytes(self.value)
+        return f"{text}/s" if self.of == NVME_RATE else text
+
+
+def other_budgets(
+    step_with: Callable[[int, int | None], StepCost],
+    given: tuple[int, int | None],
+    least: SmallestBudgets,
+    state_bytes: int,
+) -> list[Case]:
+    """Cases of RAM, and of DEVICE where that is not RAM: from the least to enough for all state.
+
+    Args:
+        step_with: predicts a step with so many bytes of RAM and of DEVICE; raises PlacementError.
+        given: the budgets that there are, of RAM and of DEVICE (None: DEVICE is RAM).
+        least: the smallest that work, each beside what is given of the other.
+        state_bytes: what all state takes, pools included.
+    """
+    host, device = given
+    found = [
+        _case(RAM, nbytes, nbytes == host, lambda n: step_with(n, device))
+        for nbytes in _ladder(least["host"] or 0, state_bytes, host)
+    ]
+    if device is not None:
+        found += [
+            _case(DEVICE, nbytes, nbytes == device, lambda n: step_with(host, n))
+            for nbytes in _ladder(least["device"] or 0, state_bytes, device)
+        ]
+    return found
+
+
+def other_disks(step_with: Callable[[Profile], StepCost], profile: Profile) -> list[Case]:
+    """Cases of NVMe that is faster or slower than the profile's, reading and writing alike."""
+    found = []
+    for factor in _DISK_FACTORS:
+        rates = {
+            name: rate * factor
+            for name in (
+                "nvme_read_bytes_per_s",
+                "nvme_write_bytes_per_s",
+                "nvme_mixed_bytes_per_s",
+            )
+            if (rate := getattr(profile, name)) is not None
+        }
+        step = step_with(replace(profile, **rates))
+        found.append(Case(NVME_RATE, rates["nvme_read_bytes_per_s"], factor == 1.0, step))
+    return found
+
+
+def explain_cases(cases: Sequence[Case]) -> str:
+    """A table for people; the steps are compared with the given one."""
+    rows: list[tuple[str, ...]] = [
+        ("what if there were", "", "expected step", "compared", "bound by", "NVMe read", "written")
+    ]
+    now_s = next(case.step.seconds for case in cases if case.is_given and case.step is not None)
+    for case in cases:
+        mark = "given" if case.is_given else ""
+        head = (f"{case.words} of {case.of}" if case.of != NVME_RATE else f"NVMe of {case.words}",)
+        if case.step is None:
+            rows.append((*head, mark, "nothing fits", "", "", "", ""))
+            continue
+        step = case.step
+        moved = (step.traffic["nvme_read"], step.traffic["nvme_written"])
+        compared = f"{step.seconds / now_s:.0%}" if now_s else "-"
+        rows.append(
+            (
+                *head,
+                mark,
+                f"{seconds_text(step.seconds)} s",
+                compared,
+                step.bound,
+                *(format_bytes(n) if n else "-" for n in moved),
+            )
+        )
+    return table(rows)
+
+
+def _ladder(least: int, most: int, given: int) -> list[int]:
+    """Budgets in ascending order, as far from one another, and the given one."""
+    low, high = max(1, least), max(int(most * _ROOM), least + 1)
+    steps = (low + (high - low) * i // (_POINTS - 1) for i in range(_POINTS))
+    return sorted({*steps, given})
+
+
+def _case(of: str, nbytes: int, is_given: bool, step_with: Callable[[int], StepCost]) -> Case:
+    try:
+        return Case(of, nbytes, is_given, step_with(nbytes))
+    except PlacementError:
+        return Case(of, nbytes, is_given, None)

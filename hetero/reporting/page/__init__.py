@@ -1,0 +1,1 @@
+"""The page of a run: charts made by matplotlib, inside one HTML file that needs nothing else."""

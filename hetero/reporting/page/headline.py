@@ -1,0 +1,102 @@
+"""What matters of a run, in a few figures and a table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hetero.reporting.page.palette import LINK_WORDS, TIER_WORDS
+from hetero.reporting.page.progress_charts import step_seconds, used_links
+from hetero.reporting.run_record import RunRecord
+from offload.memory.sizes import format_bytes
+from offload.memory.tiers import Tier
+
+
+@dataclass(frozen=True)
+class Card:
+    """A figure that is seen first: what it is of, the figure, and what to compare it with.
+
+    `share` of a budget that is used, for a bar; None: there is no budget.
+    """
+
+    label: str
+    value: str
+    beside: str
+    share: float | None = None
+
+
+def cards(record: RunRecord) -> list[Card]:
+    """Memory by tier first, then speed and loss."""
+    facts = record.facts
+    found = []
+    for tier in record.used_tiers:
+        peak, budget = record.peak_bytes[tier], record.budget_bytes[tier]
+        limit = "no budget" if budget is None else f"of a budget of {format_bytes(budget)}"
+        share = peak / budget if budget else None
+        found.append(Card(f"{TIER_WORDS[tier]}, at most", format_bytes(peak), limit, share))
+    if record.tokens_per_s is not None:
+        speed, unit = f"{record.tokens_per_s:,.0f}", "tokens per second"
+    else:
+        speed, unit = f"{1 / step_seconds(record):.3g}", "steps per second"
+    found.append(Card("Speed", speed, f"{unit}, {step_seconds(record):.3g} s per step"))
+    losses = [point.loss for point in record.points if point.loss is not None]
+    if losses:
+        whose = " (of rank 0)" if facts.ranks > 1 else ""
+        found.append(Card("Loss", f"{losses[-1]:.4g}", f"at first {losses[0]:.4g}{whose}"))
+    return found
+
+
+def rows(record: RunRecord) -> list[tuple[str, str]]:
+    """Label and value of each line of the table, in order."""
+    facts = record.facts
+    table = [
+        ("model", f"{facts.params:,} parameters, in {facts.dtype}, policy {facts.policy}"),
+        (
+            "plain PyTorch",
+            f"would hold {format_bytes(facts.plain_bytes)} of model state in fp32"
+            f" ({TIER_WORDS[facts.plain_tier]}), activations beside",
+        ),
+        *facts.rows,
+    ]
+    if facts.ranks > 1:
+        table.append(("ranks", f"{facts.ranks}; bytes on this page are of rank 0"))
+    table += [
+        ("steps", f"{record.steps:,}, {record.status}"),
+        ("whole process", f"at most {format_bytes(record.peak_rss_bytes)} of RAM (RSS)"),
+    ]
+    links = used_links(record)
+    if links:
+        moved = (f"{LINK_WORDS[link]} {format_bytes(record.per_step(link))}" for link in links)
+        table.append(("moved per step", ", ".join(moved)))
+    count = sum(point.steps for point in record.steady)
+    update_s = sum(point.update_s for point in record.steady) / count
+    waited_s = sum(point.update_wait_s for point in record.steady) / count
+    table.append(("updates", f"{update_s:.3g} s per step, {waited_s:.3g} s of them waited for"))
+    if facts.ranks > 1:
+        waited_s = sum(point.gather_wait_s for point in record.steady) / count
+        table.append(("waited for other ranks' parameters", f"{waited_s:.3g} s per step"))
+    table += [("placed again", why) for _, why in record.changes]
+    table += [("note", note) for note in record.notes if not _is_said(record, note)]
+    return table
+
+
+def summary(record: RunRecord) -> str:
+    """The page in one sentence."""
+    facts = record.facts
+    held = ", ".join(
+        f"{format_bytes(record.peak_bytes[tier])} of {TIER_WORDS[tier]}"
+        for tier in record.used_tiers
+    )
+    over = [
+        tier
+        for tier in Tier
+        if (budget := record.budget_bytes[tier]) is not None and record.peak_bytes[tier] > budget
+    ]
+    kept = "a budget was passed" if over else "within its budgets"
+    return (
+        f"Training held {held}, {kept}; plain PyTorch would hold {format_bytes(facts.plain_bytes)}"
+        f" of {TIER_WORDS[facts.plain_tier]} for the model state alone."
+    )
+
+
+def _is_said(record: RunRecord, note: str) -> bool:
+    return any(note == why for _, why in record.changes)

@@ -1,0 +1,277 @@
+"""Records what each step of an engine does, with a few reads of counters that exist anyway."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+
+from hetero.chunk_groups.chunk_group import ChunkGroup
+from hetero.chunks.layout import Chunk
+from hetero.planning.predict import figures
+from hetero.planning.trace import Phase
+from hetero.reporting.run_record import (
+    LINKS,
+    PARTS,
+    ChunkHomes,
+    MemoryKind,
+    MemorySample,
+    PointList,
+    RunFacts,
+    RunRecord,
+    StepPoint,
+)
+from hetero.runtime.engine import Engine
+from offload import timeline
+from offload.memory.process_memory import ResidentMemory, peak_resident_bytes
+from offload.memory.tiers import Tier
+from offload.timeline import Timeline
+
+Home = Tier | None  # None: there is none, because the chunk is not trained
+
+# fp32 parameter and gradient, where plain PyTorch keeps both; states come on top.
+_PLAIN_BYTES = 8
+_STATES = {"adam": 2, "lion": 1, "adagrad": 1, "sgd": 1, "muon": 1}
+
+
+class Recorder:
+    """Keeps figures of an engine's steps; end_step() is called after each.
+
+    Memory is looked at whenever forward or backward of the whole model ends, and at the end of
+    step(): about 10 us each, no transfer, no message to another rank, and no wait for a device.
+    """
+
+    def __init__(self, engine: Engine, notes_compute: bool = False) -> None:
+        """Listens to the engine until close(); one step goes on from now.
+
+        `notes_compute`: a timeline that is recorded is told when forward and backward run, because
+        the training loop does not do that.
+        """
+        self._engine = engine
+        self._notes_compute = notes_compute
+        self._resident = ResidentMemory()
+        self._process = os.getpid()
+        self._points = PointList()
+        self._waiting: tuple[StepPoint, torch.Tensor] | None = None  # for its loss
+        self._samples: list[MemorySample] = []
+        self._phase: Phase | None = None
+        self._phase_began_s = 0.0
+        self._parts_s = dict.fromkeys(PARTS, 0.0)
+        self._made = 0
+        self._placements: list[object] = []
+        self._on_disk: Mapping[MemoryKind, int] = {}
+        self._before = self._counters()
+        self.begin_s = self._began_s = time.perf_counter()
+        self._sample(0, self.begin_s)
+        engine.tracer.step_clock.listeners.append(self._phase_changes)
+        engine.last_step.listeners.append(self._note_update)
+
+    def close(self) -> None:
+        """Ends the listening; idempotent."""
+        listeners = self._engine.tracer.step_clock.listeners
+        if self._phase_changes in listeners:
+            listeners.remove(self._phase_changes)
+            self._engine.last_step.listeners.remove(self._note_update)
+        if os.getpid() == self._process:
+            self._resident.close()
+
+    def _phase_changes(self, phase: Phase | None, beside: tuple[int, int]) -> None:
+        now_s = time.perf_counter()
+        if self._phase is not None:
+            self._end_part(self._phase.value, now_s)
+        if phase is not self._phase:
+            self._phase, self._phase_began_s = phase, now_s
+        if phase is None:
+            self._sample(beside[1], now_s)
+
+    def _note_update(self) -> None:
+        """A step() was made: what came since backward was the optimizer's."""
+        now_s = time.perf_counter()
+        if self._parts_s["backward"]:
+            self._end_part("optimizer", now_s)
+        self._phase, self._phase_began_s = None, now_s
+
+    def _end_part(self, name: str, now_s: float) -> None:
+        self._parts_s[name] += now_s - self._phase_began_s
+        if self._notes_compute:
+            timeline.note("compute", self._phase_began_s, now_s, name=name)
+
+    def _sample(self, beside_bytes: int, now_s: float) -> None:
+        rss = self._resident.nbytes()
+        managed = self._engine.ledger.by_account
+        self._samples.append(MemorySample(now_s, managed, beside_bytes, rss))
+        timeline.sample("process, bytes held", {"rss": rss})
+
+    def _counters(self) -> dict[str, float]:
+        engine = self._engine
+        moved = asdict(engine.traffic)
+        return {
+            **{link: moved[link] for link in LINKS},
+            "gather_wait_s": engine.gather_wait_s,
+            "update_s": engine.update_s,
+            "update_wait_s": engine.update_wait_s,
+        }
+
+    def end_step(
+        self,
+        loss: float | torch.Tensor | None = None,
+        tokens: int | None = None,
+        parts_s: Mapping[str, float] | None = None,
+        step: int | None = None,
+    ) -> StepPoint:
+        """A step is over, and the next one begins.
+
+        Args:
+            loss: the mean over the step. One on a GPU is asked for at the end of the next step,
+                when it is there.
+            tokens: how many were trained on, by all ranks together.
+            parts_s: seconds of each of PARTS, if the loop has measured them better, as one can that
+                waits for its GPU.
+            step: its number, from 1; None: the one after the step before.
+        """
+        now_s = time.perf_counter()
+        if not self._samples:  # the loop calls no forward of the whole model
+            self._sample(0, now_s)
+        now = self._counters()
+        # (Homes that move get pipelines whose seconds begin at 0 again.)
+        moved = {name: max(0.0, now[name] - before) for name, before in self._before.items()}
+        self._made = self._made + 1 if step is None else step
+        point = StepPoint(
+            last=self._made,
+            loss=None,
+            seconds=now_s - self._began_s,
+            parts_s={name: (parts_s or self._parts_s)[name] for name in PARTS},
+            tokens=tokens,
+            traffic_bytes={link: int(moved[link]) for link in LINKS},
+            gather_wait_s=moved["gather_wait_s"],
+            update_s=moved["update_s"],
+            update_wait_s=moved["update_wait_s"],
+            samples=tuple(self._samples),
+            on_disk=self._homes_on_disk(),
+        )
+        self._add_waiting()
+        if isinstance(loss, torch.Tensor):
+            loss = loss.detach()
+        if isinstance(loss, torch.Tensor) and loss.device.type != "cpu":
+            self._waiting = point, loss
+        else:
+            point = replace(point, loss=None if loss is None else float(loss))
+            self._points.add(point)
+        self._samples.clear()
+        self._parts_s = dict.fromkeys(PARTS, 0.0)
+        self._before, self._began_s = now, now_s
+        return point
+
+    def _add_waiting(self) -> None:
+        if self._waiting is not None:
+            (point, loss), self._waiting = self._waiting, None
+            self._points.add(replace(point, loss=float(loss)))
+
+    def _homes_on_disk(self) -> Mapping[MemoryKind, int]:
+        """Bytes of homes on NVMe by kind; counted again when homes have moved."""
+        groups = self._engine.chunk_groups
+        placements = [group.placement for group in groups]
+        same = len(placements) == len(self._placements)
+        pairs = zip(placements, self._placements, strict=False)
+        if not same or any(now is not before for now, before in pairs):
+            self._placements = list(placements)
+            found: Counter[MemoryKind] = Counter()
+            for group in groups:
+                for _, state in _state_of(group):
+                    for kind, (tier, nbytes) in state.items():
+                        found[kind] += nbytes if tier is Tier.DISK else 0
+            self._on_disk = +found
+        return self._on_disk
+
+    # At the end
+
+    def record(
+        self,
+        facts: RunFacts,
+        recorded: Timeline | None = None,
+        status: str = "finished",
+        predicted: Mapping[str, Any] | None = None,
+    ) -> RunRecord:
+        """All that was recorded; before the engine is closed.
+
+        Args:
+            facts: what is known of the run.
+            recorded: the timeline of a step or two.
+            status: how the run ended.
+            predicted: figures() of a step; None: what the engine predicts.
+        """
+        self._add_waiting()
+        engine, ledger = self._engine, self._engine.ledger
+        if predicted is None:
+            plans = engine.plans
+            predicted = figures(plans) if plans else None
+        return RunRecord(
+            facts=facts,
+            begin_s=self.begin_s,
+            points=self._points.points,
+            budget_bytes={tier: ledger.budget_bytes[tier.value] for tier in Tier},
+            peak_bytes={tier: ledger.peak_bytes[tier.value] for tier in Tier},
+            peak_rss_bytes=peak_resident_bytes(),
+            chunks=chunk_homes(engine),
+            changes=tuple((change.step, change.words()) for change in engine.changes),
+            predicted=predicted,
+            timeline=recorded,
+            status=status,
+            notes=tuple(engine.notes),
+        )
+
+
+def facts_of(engine: Engine, title: str, rows: tuple[tuple[str, str], ...] = ()) -> RunFacts:
+    """What an engine says of its model."""
+    layouts = [(group.layout, group.dtypes) for group in engine.chunk_groups]
+    plain = params = 0
+    for layout, dtypes in layouts:
+        for chunk in layout.chunks:
+            numel = sum(each.param.numel for each in chunk.slices)
+            params += numel
+            per_element = _PLAIN_BYTES + 4 * _STATES[dtypes.rule] if chunk.trainable else 4
+            plain += per_element * numel
+    return RunFacts(
+        title=title,
+        params=params,
+        plain_bytes=plain,
+        plain_tier=Tier.DEVICE if engine.backend.separate else Tier.HOST,
+        dtype=engine.config.dtypes.compute,
+        policy=engine.config.placement_policy,
+        ranks=engine.world.size,
+        rows=rows,
+    )
+
+
+def chunk_homes(engine: Engine) -> tuple[ChunkHomes, ...]:
+    """Where the state of each chunk is now, chunk group by chunk group."""
+    return tuple(
+        ChunkHomes(
+            group=number,
+            name=chunk.name,
+            nbytes=sum(nbytes for tier, nbytes in state.values() if tier is not None),
+            homes={kind: tier for kind, (tier, _) in state.items()},
+        )
+        for number, group in enumerate(engine.chunk_groups)
+        for chunk, state in _state_of(group)
+    )
+
+
+def _state_of(group: ChunkGroup) -> Iterator[tuple[Chunk, dict[MemoryKind, tuple[Home, int]]]]:
+    """Each chunk with the home of each kind of its state, and this rank's bytes of that."""
+    made, slot = group.placement, group.plan.spec.slot
+    kinds = (
+        (MemoryKind.PARAM, made.param, slot.param),
+        (MemoryKind.GRAD, made.grad, slot.grad),
+        (MemoryKind.OPTIM_STATE, made.optim_state, slot.optim_state),
+    )
+    for chunk in group.layout.chunks:
+        yield (
+            chunk,
+            {kind: (homes[chunk.id], chunk.slots * nbytes) for kind, homes, nbytes in kinds},
+        )

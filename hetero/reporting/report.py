@@ -1,0 +1,207 @@
+"""hetero.report(): a training loop's run on one page."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import time
+import warnings
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from hetero.api.access import engine_of
+from hetero.reporting.recorder import Recorder, facts_of
+from hetero.runtime.engine import Engine
+from offload.timeline import Recording, Timeline, record
+
+FILE_NAME = "report.html"
+# Of a timeline: as many are shown, and one more is recorded, because an interval is known when it
+# ends. The first begins with step 3, and there is another one later on, and later still.
+SHOWN_STEPS = 2
+_FIRST = 3
+_TIMES = 8
+
+
+class Report:
+    """Records the steps of a training loop, and writes a page about them at the end of its block.
+
+    It is used as a context manager, and step() is called after each optimizer step. Of several
+    ranks the first one writes, and the bytes on the page are its own.
+    """
+
+    def __init__(
+        self, path: Path, engine: Engine, title: str, tokens_per_step: int | None = None
+    ) -> None:
+        """Nothing is recorded before the block begins; report() makes it."""
+        self.path = path
+        self._engine = engine
+        self._title = title
+        self._tokens = tokens_per_step
+        everyone = engine.world.everyone
+        self._leads = everyone is None or everyone.rank == 0
+        self._recorder: Recorder | None = None
+        self._made = 0
+        self._recording = _StepsRecording(engine)
+
+    def __enter__(self) -> Report:
+        """Begins to record, on the first rank."""
+        if self._leads:
+            self._recorder = Recorder(self._engine, notes_compute=True)
+        return self
+
+    def step(self, loss: torch.Tensor | float | None = None, tokens: int | None = None) -> None:
+        """Call it after each optimizer step: what came since the last call was one step.
+
+        Args:
+            loss: of the step, one number; without it the page has no losses. It is rank 0's that is
+                shown. A tensor on a GPU is not waited for.
+            tokens: how many the step was trained on, by all ranks together, if that differs from
+                `tokens_per_step` or was not given there.
+        """
+        if self._recorder is None:
+            return
+        if isinstance(loss, torch.Tensor) and loss.numel() != 1:
+            raise ValueError(
+                f"report.step() takes a loss of one number, and got one of shape "
+                f"{tuple(loss.shape)}; take its mean"
+            )
+        self._made += 1
+        self._recorder.end_step(loss, self._tokens if tokens is None else tokens)
+        self._recording.end_step(self._made)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Writes the page, unless no step was made; what has ended the block is told there."""
+        if self._recorder is None:
+            return
+        recorder, self._recorder = self._recorder, None
+        self._recording.close()
+        try:
+            if self._made:
+                status = "finished"
+                if error is not None:
+                    status = f"ended by {type(error).__name__}: {error}"
+                self._write(recorder, status)
+        except Exception as other:
+            if error is None:
+                raise
+            warnings.warn(f"no report {self.path} was written: {other}", stacklevel=2)
+        finally:
+            recorder.close()
+
+    def _write(self, recorder: Recorder, status: str) -> None:
+        from hetero.reporting.page.page import write_page
+
+        facts = facts_of(self._engine, self._title)
+        write_page(recorder.record(facts, self._recording.timeline, status), self.path)
+
+
+class _StepsRecording:
+    """Records timelines of a few steps: early, and again when the run has become much longer."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._next = _FIRST
+        self._stack = ExitStack()
+        self._recording: Recording | None = None
+        self._ends_s: list[float] = []  # of the steps that are recorded
+        self.timeline: Timeline | None = None  # the last that is whole
+
+    def end_step(self, made: int) -> None:
+        """So many steps were made."""
+        if self._recording is not None:
+            self._end_recorded_step()
+        if made + 1 == self._next and self._recording is None:
+            self._next *= _TIMES
+            try:
+                self._recording = self._stack.enter_context(record())
+            except RuntimeError:  # somebody else's goes on
+                return
+            self._engine.ledger.sample()
+
+    def _end_recorded_step(self) -> None:
+        self._ends_s.append(time.perf_counter())
+        if len(self._ends_s) > SHOWN_STEPS:
+            self._stop()
+
+    def _stop(self) -> None:
+        recording, self._recording = self._recording, None
+        self._stack.close()
+        ends_s, self._ends_s = self._ends_s[:SHOWN_STEPS], []
+        if recording is not None and ends_s:
+            whole = recording.timeline
+            self.timeline = whole.between(whole.begin_s, ends_s[-1])
+
+    def close(self) -> None:
+        """Ends a recording that goes on; what it has is shown if there is nothing else."""
+        if self._recording is not None:
+            self._stop()
+
+
+def report(
+    path: str | os.PathLike[str],
+    model: torch.nn.Module,
+    *,
+    title: str | None = None,
+    tokens_per_step: int | None = None,
+) -> Report:
+    """A recorder for any training loop, which writes one HTML page about it.
+
+    The page shows memory by tier and kind over time beside the budgets, a step by resource, where
+    each chunk is, predicted against measured, loss, throughput and bytes moved. It needs no network
+    and no other file. docs/reports.md describes it.
+
+        with hetero.report("run.html", model) as report:
+            for batch in data:
+                loss = model(batch)
+                optimizer.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                report.step(loss)
+
+    A step costs about 0.1 ms: some reads of counters; no message to other ranks, no transfer and no
+    wait for a GPU. All ranks may call it; the first one records and writes.
+
+    Args:
+        path: an .html file, or a folder, in which it is `report.html`; folders are made.
+        model: as hetero.initialize() returned it.
+        title: of the page; by default the model's class.
+        tokens_per_step: how many tokens a step is trained on, by all ranks together; without it
+            throughput is steps per second.
+
+    Returns:
+        A context manager with a method step(loss).
+
+    Raises:
+        ValueError: matplotlib is missing, or `path` is another kind of file.
+        UnmanagedParameterError: hetero.initialize() has not returned this model.
+        OSError: the folder cannot be made.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError(
+            "hetero.report() draws with matplotlib, which is missing; install it: "
+            "pip install 'hetero[train]'"
+        )
+    if tokens_per_step is not None and tokens_per_step < 1:
+        raise ValueError(f"tokens_per_step must be at least 1, got {tokens_per_step}")
+    file = Path(path)
+    if file.suffix != ".html":
+        if file.is_file():
+            raise ValueError(
+                f"hetero.report() writes an .html file or into a folder, and {file} is a file of "
+                f"another kind; name another one"
+            )
+        file = file / FILE_NAME
+    engine = engine_of(list(model.parameters()))
+    file.parent.mkdir(parents=True, exist_ok=True)
+    params = sum(m.numel for m in engine.managed_params())
+    return Report(
+        file, engine, title or f"{type(model).__name__}, {params:,} parameters", tokens_per_step
+    )

@@ -1,0 +1,278 @@
+"""What is kept of a run: figures of its steps, and the facts that hold for all of it.
+
+Vocabulary of this package:
+
+    memory kind  what bytes of a tier are for, as pictures tell them apart; a few accounts each
+    point        figures of some steps in a row: of one at first, of more when the run gets long
+    record       all points of a run with what is known of it at its end: what the page is made of
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from offload.memory.tiers import Account, Tier
+from offload.timeline import Timeline
+
+LINKS = ("h2d", "d2h", "disk_read", "disk_write", "sent", "received")  # the last two: other ranks
+PARTS = ("forward", "backward", "optimizer")
+
+
+class MemoryKind(enum.Enum):
+    """What bytes are for; the values are the words of pictures."""
+
+    PARAM = "parameters"
+    GRAD = "gradients"
+    OPTIM_STATE = "optimizer state"
+    UPDATE = "buffers of updates"
+    COPIES = "copies on their way"
+    ACTIVATION = "activations"
+    SPARE = "spare extents"  # of the file: second places of what is written
+    OTHER = "other"
+
+
+KIND_OF = {
+    Account.PARAM: MemoryKind.PARAM,
+    Account.GRAD: MemoryKind.GRAD,
+    Account.OPTIM_STATE: MemoryKind.OPTIM_STATE,
+    Account.BUFFER: MemoryKind.UPDATE,
+    Account.GATHERED: MemoryKind.COPIES,
+    Account.SHARD: MemoryKind.COPIES,
+    Account.BUCKET: MemoryKind.COPIES,
+    Account.GRAD_SLOT: MemoryKind.COPIES,
+    Account.LINK: MemoryKind.COPIES,
+    Account.ACTIVATION: MemoryKind.ACTIVATION,
+    Account.FILE: MemoryKind.SPARE,
+    Account.INIT: MemoryKind.OTHER,
+}
+
+
+@dataclass(frozen=True)
+class MemorySample:
+    """Bytes held at one moment.
+
+    Attributes:
+        at_s: of time.perf_counter().
+        managed_bytes: by tier and account, what hetero holds.
+        beside_bytes: on a DEVICE that is not RAM, what else torch holds there.
+        rss_bytes: of the whole process.
+    """
+
+    at_s: float
+    managed_bytes: Mapping[Tier, Mapping[Account, int]]
+    beside_bytes: int
+    rss_bytes: int
+
+    def total(self, tier: Tier) -> int:
+        """What hetero holds of the tier."""
+        return sum(self.managed_bytes[tier].values())
+
+    def by_kind(self, tier: Tier, on_disk: Mapping[MemoryKind, int]) -> dict[MemoryKind, int]:
+        """total() by kind; the file of all homes on NVMe has `on_disk`, and the rest is spare."""
+        found: Counter[MemoryKind] = Counter()
+        for account, nbytes in self.managed_bytes[tier].items():
+            if account is Account.FILE:
+                left = nbytes
+                for kind, part in on_disk.items():
+                    found[kind] += min(left, part)
+                    left -= min(left, part)
+                nbytes = left
+            found[KIND_OF[account]] += nbytes
+        return {kind: found[kind] for kind in MemoryKind if found[kind]}
+
+
+@dataclass(frozen=True)
+class StepPoint:
+    """Figures of `steps` steps in a row; seconds, bytes and tokens are of all of them together.
+
+    Attributes:
+        last: the number of the last step, from 1.
+        loss: the mean; None if none was told.
+        seconds: in all.
+        parts_s: of these, what forward, backward and optimizer took; the rest is the loop's.
+        tokens: None if their number was not told.
+        traffic_bytes: by LINKS.
+        gather_wait_s: in which compute waited for parameters that other ranks hold.
+        update_s, update_wait_s: in which updates were made, and in which they were waited for.
+        samples: of memory, of the step that held most.
+        on_disk: bytes of homes on NVMe by kind then.
+    """
+
+    last: int
+    loss: float | None
+    seconds: float
+    parts_s: Mapping[str, float]
+    tokens: int | None
+    traffic_bytes: Mapping[str, int]
+    gather_wait_s: float
+    update_s: float
+    update_wait_s: float
+    samples: tuple[MemorySample, ...]
+    on_disk: Mapping[MemoryKind, int]
+    steps: int = 1
+
+    def plus(self, later: StepPoint) -> StepPoint:
+        """This point and the one after it as one."""
+        most = max(self, later, key=lambda p: max((_held(s) for s in p.samples), default=0))
+        losses = [(p.loss, p.steps) for p in (self, later) if p.loss is not None]
+        counted = self.tokens is not None and later.tokens is not None
+        count = sum(steps for _, steps in losses)
+        return StepPoint(
+            last=later.last,
+            loss=sum(loss * steps for loss, steps in losses) / count if losses else None,
+            seconds=self.seconds + later.seconds,
+            parts_s={name: self.parts_s[name] + later.parts_s[name] for name in PARTS},
+            tokens=(self.tokens or 0) + (later.tokens or 0) if counted else None,
+            traffic_bytes={n: self.traffic_bytes[n] + later.traffic_bytes[n] for n in LINKS},
+            gather_wait_s=self.gather_wait_s + later.gather_wait_s,
+            update_s=self.update_s + later.update_s,
+            update_wait_s=self.update_wait_s + later.update_wait_s,
+            samples=most.samples,
+            on_disk=most.on_disk,
+            steps=self.steps + later.steps,
+        )
+
+
+def _held(sample: MemorySample) -> int:
+    return sum(sample.total(tier) for tier in Tier) + sample.beside_bytes + sample.rss_bytes
+
+
+class PointList:
+    """The points of a run, however long: when there are too many, two in a row become one."""
+
+    def __init__(self, most: int = 2048) -> None:
+        """Keeps between half of `most`, an even number, and `most` points of a long run."""
+        assert most % 2 == 0, most
+        self._most = most
+        self._points: list[StepPoint] = []
+        self._open: StepPoint | None = None  # of fewer steps than the others
+        self._stride = 1
+
+    def add(self, step: StepPoint) -> None:
+        """Takes the next step."""
+        now = step if self._open is None else self._open.plus(step)
+        self._open = now
+        if now.steps < self._stride:
+            return
+        self._points.append(now)
+        self._open = None
+        if len(self._points) == self._most:
+            self._points = [
+                first.plus(second)
+                for first, second in zip(self._points[::2], self._points[1::2], strict=True)
+            ]
+            self._stride *= 2
+
+    @property
+    def points(self) -> list[StepPoint]:
+        """All of them, in order."""
+        return [*self._points, *([] if self._open is None else [self._open])]
+
+
+@dataclass(frozen=True)
+class ChunkHomes:
+    """Where the state of one chunk is at the end of the run.
+
+    Attributes:
+        group: the number of its chunk group.
+        name: of its first parameter, for people.
+        nbytes: of this rank's PARAM, GRAD and OPTIM_STATE, together.
+        homes: by kind; None: it has none, because it is not trained.
+    """
+
+    group: int
+    name: str
+    nbytes: int
+    homes: Mapping[MemoryKind, Tier | None]
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What is known of a run whatever its steps did.
+
+    Attributes:
+        title: what is trained, in a few words.
+        params: elements of all parameters.
+        plain_bytes: the model state that plain PyTorch in fp32 would hold where it computes.
+        plain_tier: where that is.
+        dtype: of parameters and compute.
+        policy: the placement policy.
+        ranks: how many train together; all bytes are of the first one.
+        rows: more of what is known, as label and value, for the table at the top.
+    """
+
+    title: str
+    params: int
+    plain_bytes: int
+    plain_tier: Tier
+    dtype: str
+    policy: str
+    ranks: int = 1
+    rows: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """A run, from its first step to its last.
+
+    Attributes:
+        begin_s: of time.perf_counter(): when the first step began.
+        budget_bytes, peak_bytes: by tier; None: no budget.
+        peak_rss_bytes: the most that the process ever held.
+        chunks: where state is at the end, in the order of the model.
+        changes: of homes: after which step, and why.
+        predicted: figures() of a step, and by what; None: nothing says how fast anything is.
+        timeline: of a step or two near the end; None: none was recorded.
+        status: how the run ended, in a few words.
+        notes: what is worth knowing beside.
+    """
+
+    facts: RunFacts
+    begin_s: float
+    points: list[StepPoint]
+    budget_bytes: Mapping[Tier, int | None]
+    peak_bytes: Mapping[Tier, int]
+    peak_rss_bytes: int
+    chunks: tuple[ChunkHomes, ...]
+    changes: tuple[tuple[int, str], ...] = ()
+    predicted: Mapping[str, Any] | None = None
+    timeline: Timeline | None = None
+    status: str = "finished"
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def steps(self) -> int:
+        """How many were made."""
+        return sum(point.steps for point in self.points)
+
+    @property
+    def steady(self) -> list[StepPoint]:
+        """The points without the first, which also touches memory for the first time.
+
+        After homes have moved those that came then, without the first of them.
+        """
+        moved = max((step for step, _ in self.changes), default=0)
+        later = [p for p in self.points if p.last - p.steps > moved]
+        return later or self.points[1:] or self.points
+
+    def per_step(self, link: str) -> float:
+        """Bytes of a steady step on one of LINKS, on average."""
+        count = sum(point.steps for point in self.steady)
+        return sum(point.traffic_bytes[link] for point in self.steady) / max(1, count)
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Of the steady steps."""
+        if any(point.tokens is None for point in self.steady):
+            return None
+        seconds = sum(point.seconds for point in self.steady)
+        return sum(point.tokens or 0 for point in self.steady) / seconds if seconds else None
+
+    @property
+    def used_tiers(self) -> list[Tier]:
+        """Those that held anything."""
+        return [tier for tier in Tier if self.peak_bytes[tier]]

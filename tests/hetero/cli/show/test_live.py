@@ -1,0 +1,81 @@
+"""hetero/cli/show/live: what `hetero train --live` draws, and where it does not."""
+
+from __future__ import annotations
+
+import io
+import os
+import pty
+import sys
+
+import pytest
+from rich.console import Console
+
+from hetero.cli.show.live import LiveObserver, sparkline
+from hetero.cli.show.observers import make_observer
+from hetero.cli.show.progress import BarObserver, LineObserver
+from tests.support.train_results import make_result
+
+
+def drawn(steps: int, width: int = 120) -> str:
+    """What is on the screen at the end of a run."""
+    stream = io.StringIO()
+    console = Console(file=stream, force_terminal=True, width=width, height=40, color_system=None)
+    observer, result = LiveObserver(console), make_result(steps)
+    observer.begin(result.setting)
+    for metrics in result.steps:
+        observer.step(metrics)
+    observer.end()
+    return stream.getvalue()
+
+
+def test_memory_is_beside_its_budgets_and_loss_and_speed_are_there() -> None:
+    text = drawn(5)
+    assert "model tiny: 10.0M parameters" in text
+    last = text[text.rindex("hetero train tiny") :]
+    for words in (
+        "5 of 5",
+        "200.0 MiB of 300.0 MiB, at most 200.0 MiB",
+        "95.0 MiB of 1.0 TiB",
+        "1.0000",
+        "50 tokens/s, 2.000 s per step",
+        "NVMe read 35 B, written 9 B",
+    ):
+        assert words in last, words
+    assert "device" not in last, "nothing was there"
+
+
+def test_a_narrow_terminal_gets_no_line_that_is_wider() -> None:
+    text = drawn(3, width=80)
+    last = text[text.rindex("hetero train tiny") :]
+    assert max(map(len, last.splitlines())) <= 80
+
+
+def test_a_sparkline_goes_from_the_lowest_to_the_highest() -> None:
+    assert sparkline([3.0, 1.0, 2.0]) == "█▁▄"
+    assert sparkline([2.0, 2.0]) == "▁▁"
+
+
+@pytest.mark.parametrize(
+    ("terminal", "live", "wanted"),
+    [
+        (None, True, LineObserver),
+        (None, False, LineObserver),
+        ("dumb", True, BarObserver),
+        ("xterm", True, LiveObserver),
+        ("xterm", False, BarObserver),
+    ],
+)
+def test_it_falls_back_where_no_lines_can_be_redrawn(
+    terminal: str | None, live: bool, wanted: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if terminal is None:
+        monkeypatch.setattr(sys, "stderr", io.StringIO())
+        assert isinstance(make_observer(1, live=live), wanted)
+        return
+    ours, theirs = pty.openpty()
+    monkeypatch.setenv("TERM", terminal)
+    with os.fdopen(theirs, "w") as stream:
+        monkeypatch.setattr(sys, "stderr", stream)
+        assert isinstance(make_observer(1, live=live), wanted)
+        monkeypatch.undo()
+    os.close(ours)

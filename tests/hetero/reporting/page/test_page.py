@@ -1,0 +1,136 @@
+"""hetero/reporting/page: the structure of the page, that it needs nothing else, its numbers."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hetero.reporting.page.memory_chart import moments
+from hetero.reporting.page.page import make_page, write_page
+from hetero.reporting.page.progress_charts import fewer
+from hetero.reporting.run_record import LINKS, RunRecord
+from offload.memory.tiers import Tier
+from tests.support.run_records import MIB, Page, make_record, point, sample
+
+
+def ranked() -> RunRecord:
+    """A run of two ranks."""
+    traffic = dict.fromkeys(LINKS, 0) | {"sent": 3 * MIB, "received": 3 * MIB}
+    points = [point(n, traffic_bytes=traffic, gather_wait_s=0.5) for n in range(1, 5)]
+    record = make_record(points=points)
+    return replace(record, facts=replace(record.facts, ranks=2))
+
+
+RECORDS = {
+    "usual": make_record,
+    "one step": lambda: make_record(steps=1),
+    "ranks": ranked,
+    "long": lambda: make_record(steps=2000),
+    "unknown": lambda: make_record(
+        points=[point(n, loss=None, tokens=None) for n in (1, 2)], predicted=None, timeline=None
+    ),
+    "no budget": lambda: make_record(budget_bytes=dict.fromkeys(Tier)),
+    "one tier": lambda: make_record(
+        peak_bytes={Tier.DEVICE: 0, Tier.HOST: 160 * MIB, Tier.DISK: 0}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_the_page_is_whole_and_needs_nothing_from_elsewhere(name: str) -> None:
+    text = make_page(RECORDS[name]())
+    page = Page.of(text)
+    assert text.startswith("<!DOCTYPE html>")
+    assert len(page.ids) == len(set(page.ids)), "names are unique"
+    assert page.references, "charts use their own parts"
+    assert all(reference.startswith("#") for reference in page.references)
+    assert {reference[1:] for reference in page.references} <= set(page.ids)
+    assert set(re.findall(r"url\(([^)]?)", text)) <= {"#"}
+    assert not {"script", "link", "img", "iframe", "object", "embed", "base"} & set(page.tags)
+    assert not [name for name, _ in page.attributes if name.startswith("on")]
+    assert "@import" not in text
+    elsewhere = {
+        value
+        for name, value in page.attributes
+        if "//" in value and name not in ("xmlns", "xmlns:xlink")
+    }
+    assert not elsewhere
+    labels = [value for name, value in page.attributes if name == "aria-label"]
+    assert len(labels) == page.tags["svg"]
+    assert all(labels)
+    assert "@media print" in text
+
+
+def test_sections_and_numbers() -> None:
+    page = Page.of(make_page(make_record()))
+    sections = ["memory", "timeline", "placement", "prediction", "loss", "speed", "step-time"]
+    assert [each for each in page.ids if each in sections] == sections
+    top = page.text[""]
+    assert "tiny <net> & co" in top
+    assert "within its budgets" in top
+    for words in ("160.0 MiB", "of a budget of 200.0 MiB", "310.0 MiB", "no budget", "50"):
+        assert words in top, words
+    facts = page.text["facts"]
+    for words in ('a "text"', "10,000,000", "NVMe read 7.0 MiB, NVMe written 1.0 MiB", "a note"):
+        assert words in facts, words
+    memory = page.text["memory"]
+    for words in (
+        "Memory stayed within its budget",
+        "RAM: at most 160.0 MiB of a budget of 200.0 MiB (80%)",
+        "budget: 200.0 MiB",
+        "plain PyTorch's state:",
+        "whole process: 400.0 MiB",
+        "parameters: 100.0 MiB",
+        "activations: 20.0 MiB",
+        "optimizer state: 200.0 MiB",
+        "spare extents: 50.0 MiB",
+    ):
+        assert words in memory, words
+    assert "50% of the 2 s of updates and transfers" not in page.text["timeline"]
+    assert "67% of the 1.5 s of updates and transfers" in page.text["timeline"]
+    assert "overlap: work beside" in page.text["timeline"]
+    assert "3 chunks: parameters of 3 in RAM; gradients of 2 on NVMe" in page.text["placement"]
+    assert "frozen: none" in page.text["placement"]
+    prediction = page.text["prediction"]
+    assert "2.00 times as long as predicted; NVMe bounds it" in prediction
+    assert re.search(r"NVMe read per step\s*14.0 MiB\s*7.0 MiB\s*0.50", prediction)
+    assert "Loss fell from 5 to 1" in page.text["loss"]
+    assert "50 tokens per second" in page.text["speed"]
+    assert "A step takes 2 s, 50% of it backward" in page.text["step-time"]
+
+
+def test_bytes_between_ranks_are_there_with_several() -> None:
+    page = Page.of(make_page(ranked()))
+    assert "Sent to other ranks 3.0 MiB, received from other ranks 3.0 MiB" in page.text["ranks"]
+    assert "bytes on this page are of rank 0" in page.text["facts"]
+    assert "0.5 s per step" in page.text["facts"]
+    assert "ranks" not in Page.of(make_page(make_record())).ids
+
+
+def test_a_budget_that_was_passed_is_not_called_kept() -> None:
+    peaks = {Tier.DEVICE: 0, Tier.HOST: 201 * MIB, Tier.DISK: 0}
+    text = make_page(make_record(peak_bytes=peaks))
+    assert "Memory passed a budget" in text
+    assert "within its budgets" not in text
+
+
+def test_a_long_run_has_a_small_page_that_hides_no_peak() -> None:
+    points = [point(n) for n in range(1, 2001)]
+    points[1234] = point(1235, samples=(sample(2470.0, 70 * MIB),))
+    record = make_record(points=points)
+    assert max(m.held for m in moments(record, Tier.HOST)) == 205 * MIB
+    assert len(moments(record, Tier.HOST)) <= 300
+    assert sum(p.steps for p in fewer(points)) == 2000
+    assert len(make_page(record)) < 400_000
+
+
+def test_a_page_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+    write_page(make_record(), tmp_path / "run.html")
+    assert [p.name for p in tmp_path.iterdir()] == ["run.html"]
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(OSError, match="folder"):
+        write_page(make_record(), tmp_path / "folder")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["folder", "run.html"]
