@@ -25,8 +25,8 @@ LOCK_SOURCES = $(shell find native -name '*.cpp' -not -path '*/isa/*' -not -path
 	docs cuda-check lint tidy format clean
 
 help:
-	@echo "make train   train a language model of 100M parameters with its state on disk, about"
-	@echo "             3 minutes on 2 cores; options: make train ARGS='--steps 20'"
+	@echo "make train   train a language model of 304M parameters in a process of 1.5 GiB, about"
+	@echo "             4 minutes on 2 cores; options: make train ARGS='--steps 20'"
 	@echo "make test    all checks and tests, the native ones also under AddressSanitizer and UBSan;"
 	@echo "             options: make test ARGS='-k arena'"
 	@echo "make test-all  these, and: the native tests under ThreadSanitizer, every instruction set's"
@@ -49,7 +49,7 @@ help:
 	@echo "make clean   removes what was built, $(VENV) included"
 
 train: $(VENV)/train.stamp
-	$(BIN)/hetero train $(ARGS)
+	$(BIN)/hetero train --process-memory 1536MiB $(ARGS)
 
 test: lint
 	$(PYTEST) -m "not extra" $(ARGS)

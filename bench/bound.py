@@ -86,6 +86,7 @@ DEFAULTS = {
     "schedule": "constant",
     "policy": None,
     "link_gbps": 8.0,
+    "save_model": False,
 }
 USUAL_STATE_BYTES = 16  # per parameter
 HOST_SHARE, DEVICE_SHARE = 1 / 3, 1 / 8  # of that, by default

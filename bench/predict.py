@@ -158,6 +158,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             batch_size=arguments.batch_size,
             schedule="constant",
             warmup=0,
+            save_model=False,
             overlap_updates=arguments.overlap_updates,
             run_dir=folder,
         )

@@ -54,6 +54,7 @@ DEFAULTS = {
     "warmup": 0,
     "schedule": "constant",
     "policy": None,
+    "save_model": False,
 }
 VOCAB_SIZE = 50257
 

@@ -88,6 +88,7 @@ class PeerRungs:
             seq_len=arguments.seq_len,
             batch_size=arguments.batch_size,
             warmup=0,
+            save_model=False,
         )
         workload = folder / "workload.json"
         write_workload(options, workload, lean=arguments.checkpointing)

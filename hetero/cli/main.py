@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from hetero.cli.commands import convert, inspect, plan, profile, train
+from hetero.cli.commands import convert, generate, inspect, plan, profile, train
 from hetero.cli.commands.outcome import EXIT_INTERRUPTED, EXIT_USAGE, missing_extra, print_error
 from offload.errors import HeteroError
 
@@ -37,6 +37,6 @@ def _parser() -> argparse.ArgumentParser:
         " hetero.initialize(model, optimizer).",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (train, profile, plan, inspect, convert):
+    for command in (train, generate, profile, plan, inspect, convert):
         command.add_command(commands)
     return parser

@@ -20,10 +20,13 @@ class Completion {
       settled_.wait(0, std::memory_order_acquire);
     }
   }
-  // Once. Release: the result, and the bytes, are visible to whoever sees done(). The caller shares
+  // Once. The result, and the bytes, are visible to whoever sees done(). The caller shares
   // ownership of the operation, which waiters may let go of before they are notified.
   void settle() {
-    settled_.store(1, std::memory_order_release);
+    // Sequentially consistent: libstdc++ wakes nobody if it counts no waiters, and reads that count
+    // next. A store that is only a release may become visible after that, and a thread that has
+    // begun to wait in between would see 0 and sleep for ever.
+    settled_.store(1, std::memory_order_seq_cst);
     settled_.notify_all();
   }
 

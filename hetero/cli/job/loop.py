@@ -15,6 +15,7 @@ from hetero.cli.job.options import TrainOptions
 from hetero.cli.job.ranks import ALONE, Ranks
 from hetero.cli.job.result import Setting, TrainResult
 from hetero.cli.job.run_folder import RunFolder
+from hetero.cli.job.saved_model import save_model
 from hetero.cli.job.step import DivergedError, one_step
 from offload.memory.process_memory import peak_resident_bytes
 from offload.timeline import Timeline, record
@@ -59,6 +60,8 @@ def train(
                 checkpoints.finish()
             if checkpoints.terminated:
                 result.status = "terminated"
+            elif options.save_model:
+                result.model_folder = save_model(job, folder)
             result.checkpoint = checkpoints.saved
             job.complete(result)
             result.peak_rss_by_rank_bytes = [int(n) for n in ranks.gather(peak_resident_bytes())]

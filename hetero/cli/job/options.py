@@ -11,7 +11,7 @@ from typing import Any
 
 from hetero.overlap import OverlapUpdates
 
-DEFAULT_MODEL = "gpt2-100m"
+DEFAULT_MODEL = "gpt2-medium"
 
 SCHEDULES = ("cosine", "constant")
 OPTIMIZERS = ("adamw", "lion", "adagrad", "sgd")
@@ -183,10 +183,10 @@ class TrainOptions:
         "auto",
     )
 
-    steps: int = _option("optimizer steps", 90, least=1)
+    steps: int = _option("optimizer steps", 40, least=1)
     # A causal model predicts the next token, so a sequence of one token has no loss.
     seq_len: int = _option("tokens per sequence", 128, least=2)
-    batch_size: int = _option("sequences per micro-batch, on each rank", 8, least=1)
+    batch_size: int = _option("sequences per micro-batch, on each rank", 4, least=1)
     accumulate: int = _option(
         "micro-batches per step, on each rank: a larger batch without more memory", 1, least=1
     )
@@ -196,7 +196,7 @@ class TrainOptions:
         choices=OPTIMIZERS,
     )
     lr: float = _option("peak learning rate", 3e-4)
-    warmup: int = _option("steps in which the learning rate rises to its peak", 20)
+    warmup: int = _option("steps in which the learning rate rises to its peak", 10)
     schedule: str = _option("learning rate after the warm-up", "cosine", choices=SCHEDULES)
     weight_decay: float = _option(
         "of matrices, not of biases and norms; decoupled, but for adagrad and sgd", 0.1
@@ -212,6 +212,11 @@ class TrainOptions:
         "steps between checkpoints, in the folder `checkpoints` of the run folder; training goes on"
         " meanwhile. The last step is saved, too, and SIGTERM saves and ends (default: none)",
         least=1,
+    )
+    save_model: bool = _option(
+        "write the trained weights at the end, to the folder `model` of the run folder, which"
+        " hetero generate and transformers read (default: on)",
+        True,
     )
     commit_every: int | None = _option(
         "steps between commits: the state stays in files in --nvme-path, and after a crash --resume"

@@ -53,6 +53,7 @@ class TrainResult:
     peak_rss_by_rank_bytes: list[int] = field(default_factory=list)
     status: str = "finished"  # "finished" | "interrupted" | "terminated" | "failed"
     checkpoint: str | None = None  # the last that was saved
+    model_folder: str | None = None  # of the trained weights
     failure: Exception | None = None
     # Of a step, from figures(): before the first one, and where homes are in the end.
     predicted: dict[str, Any] | None = None
@@ -113,6 +114,7 @@ class TrainResult:
             "state_bytes": self.setting.state_bytes,
             "status": self.status,
             "checkpoint": self.checkpoint,
+            "model_folder": self.model_folder,
             "error": self.error,
             "steps": len(self.steps),
             "losses": [step.loss for step in self.steps],

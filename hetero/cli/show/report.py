@@ -61,6 +61,8 @@ def rows(result: TrainResult) -> list[tuple[str, str]]:
     ]
     if result.checkpoint is not None:
         table.append(("checkpoint", result.checkpoint))
+    if result.model_folder is not None:
+        table.append(("trained model", result.model_folder))
     if result.timeline_paths:
         table.append(("timeline", ", ".join(result.timeline_paths)))
     return table

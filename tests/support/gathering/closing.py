@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from hetero.ranks.peers import Channel
+from hetero.ranks.process_groups import ProcessGroups
 from offload.errors import PeerError
 from tests.support.ranks.rank_training import inputs, make
+from tests.support.waiting import PATIENCE_S
 
 FORWARDS = 4
 
@@ -47,3 +53,35 @@ def close_early(
             told = str(error)
     engine.close()
     return found, told
+
+
+def break_off_when_one_has(rank: int, world: int) -> bool:
+    """Rank 0 breaks off, then rank 1 does; returns whether that has ended rank 1's wait for rank 2.
+
+    The first connection of rank 1, to rank 0, is closed by then, and the one to rank 2 is not.
+    """
+    peers = ProcessGroups(60.0).everyone
+    assert peers is not None
+    group = peers.connection(Channel.ROUNDS, "a test")
+    ended = True
+    if rank == 1:
+        into = torch.empty(1, dtype=torch.uint8)
+        work = group.recv([into], 2, 5)
+        wait = threading.Thread(target=_wait_quietly, args=[work], daemon=True)
+        wait.start()
+    dist.barrier()
+    if rank == 0:
+        peers.break_off(Channel.ROUNDS)
+    dist.barrier()
+    if rank == 1:
+        peers.break_off(Channel.ROUNDS)
+        wait.join(PATIENCE_S)
+        ended = not wait.is_alive()
+    dist.barrier()
+    peers.close()
+    return ended
+
+
+def _wait_quietly(work: Any) -> None:
+    with contextlib.suppress(RuntimeError):
+        work.wait(timedelta(days=1))

@@ -16,7 +16,7 @@ from hetero.cli.job.models import (
     model_config,
     model_label,
 )
-from hetero.cli.job.options import DEFAULT_MODEL, TrainOptions
+from hetero.cli.job.options import TrainOptions
 
 TINY_LLAMA = {
     "model_type": "llama",
@@ -43,9 +43,9 @@ def test_published_sizes() -> None:
     assert counts == {"gpt2": 124_439_808, "gpt2-medium": 354_823_168}
 
 
-def test_default_model_has_100m_parameters_and_a_byte_vocabulary() -> None:
+def test_default_model_has_300m_parameters_and_a_byte_vocabulary() -> None:
     config = model_config(TrainOptions())
-    assert count_parameters(config) >= 100_000_000
+    assert count_parameters(config) >= 300_000_000
     assert config.vocab_size == 256
 
 
@@ -59,7 +59,7 @@ def test_names_build_without_dropout_and_with_enough_positions(name: str) -> Non
 def test_unknown_name_offers_the_nearest() -> None:
     with pytest.raises(ValueError, match="unknown model 'gpt2-medum'; did you mean gpt2-medium"):
         model_config(TrainOptions(model="gpt2-medum"))
-    with pytest.raises(ValueError, match=f"known: {DEFAULT_MODEL}, gpt2"):
+    with pytest.raises(ValueError, match=f"known: {MODEL_NAMES[0]}, gpt2"):
         model_config(TrainOptions(model="ЖЖЖ"))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.gathering.closing import close_early
+from tests.support.gathering.closing import break_off_when_one_has, close_early
 from tests.support.ranks.processes import RankPool
 
 # So long after the last step: before the others' next gather begins, during it, and after it.
@@ -36,6 +36,10 @@ def test_devices_that_gather_by_themselves(ranks2: RankPool, stage: int) -> None
     """What comes through RAM can be read; the link to the device is an emulated one."""
     options = {"backend": "emulated", "device_memory": "600KiB", "link_gbps": 1.0}
     check(ranks2, {"zero_stage": stage, **options}, [1], 0.003)
+
+
+def test_an_end_of_one_connection_leaves_no_other_open(ranks4: RankPool) -> None:
+    assert ranks4.run(break_off_when_one_has) == [True] * 4
 
 
 def check(ranks: RankPool, options: dict[str, Any], quits: list[int], pause_s: float) -> None:

@@ -1,0 +1,48 @@
+"""The model that a run leaves: a folder that transformers reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import hetero
+from hetero.cli.job.job import Job
+from hetero.cli.job.run_folder import RunFolder
+
+FOLDER_NAME = "model"  # in the run folder
+
+
+def save_model(job: Job, folder: RunFolder) -> str:
+    """Writes the trained weights, in the dtype that computes; all ranks call it.
+
+    Returns the folder. Raises what hetero.save_pretrained() does.
+    """
+    path = folder.path / FOLDER_NAME
+    hetero.save_pretrained(job.model, path)
+    return str(path)
+
+
+def model_folder(path: Path | None) -> Path:
+    """The folder of the model that `path` means: itself, or that of the run which it is.
+
+    None means the newest run in `runs` that left a model. Raises ValueError if there is none.
+    """
+    if path is None:
+        runs = [run / FOLDER_NAME for run in Path("runs").glob("*")]
+        found = [folder for folder in runs if _is_model(folder)]
+        if not found:
+            raise ValueError(
+                "no run in the folder runs has left a model; name a folder, or train one: "
+                "hetero train"
+            )
+        return max(found, key=lambda folder: folder.parent.name)
+    for folder in (path, path / FOLDER_NAME):
+        if _is_model(folder):
+            return folder
+    raise ValueError(
+        f"{path} is neither a model folder (config.json and safetensors files) nor a run folder "
+        f"that has one; hetero convert makes one of a checkpoint"
+    )
+
+
+def _is_model(folder: Path) -> bool:
+    return (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
