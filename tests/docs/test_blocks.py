@@ -138,6 +138,7 @@ def run_shell(text: str, block: Block, folder: Path) -> str:
     search = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     variables = {**os.environ, "PATH": search, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     variables["XDG_CACHE_HOME"] = str(folder / "cache")
+    variables["PET_STANDALONE"] = "1"  # torchrun takes a free port
     done = subprocess.run(
         [bash, "-euo", "pipefail", "-c", text],
         cwd=folder,
