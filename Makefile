@@ -15,7 +15,7 @@ BUILD_INPUTS := setup.py pyproject.toml CMakeLists.txt \
 TEST_JOBS ?= 3
 PYTEST := $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder -x -q
 
-PYTHON_SOURCES := hetero offload bench tests docs/site setup.py
+PYTHON_SOURCES := hetero offload bench tests docs/site docs/examples setup.py
 NATIVE_SOURCES = $(shell find native tests -name '*.h' -o -name '*.cpp')
 # Those that may have locks; without liburing its engine cannot be read.
 LOCK_SOURCES = $(shell find native -name '*.cpp' -not -path '*/isa/*' -not -path '*/bindings/*' \

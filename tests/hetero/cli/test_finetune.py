@@ -78,16 +78,19 @@ def test_a_whole_model_against_plain_torch(arguments: list[str]) -> None:
     assert AutoTokenizer.from_pretrained("out").chat_template == tokenizer.chat_template
 
 
-def test_an_adapter_merged_by_us_and_by_peft(arguments: list[str]) -> None:
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_an_adapter_merged_by_us_and_by_peft(dtype: str, arguments: list[str]) -> None:
     from peft import PeftModel
 
-    options = [*arguments, "--lora-rank", "4", "--max-steps", "2", "--packing"]
+    options = [*arguments, "--lora-rank", "4", "--max-steps", "2", "--packing", "--dtype", dtype]
     assert main([*options, "--output", "adapter", "--run-dir", "a"]) == 0
     assert main([*options, "--output", "merged", "--run-dir", "m", "--merge"]) == 0
     assert losses("a") == losses("m")
-    base = AutoModelForCausalLM.from_pretrained("../model")
+    kind = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
+    base = AutoModelForCausalLM.from_pretrained("../model").to(kind)
     before = [param.clone() for param in parameters(base)]
-    wanted = PeftModel.from_pretrained(base, "adapter").merge_and_unload()
+    wanted = PeftModel.from_pretrained(base, "adapter", autocast_adapter_dtype=False)
+    wanted = wanted.merge_and_unload()
     assert not all(map(torch.equal, parameters(wanted), before))
     merged = AutoModelForCausalLM.from_pretrained("merged")
     for one, other in zip(parameters(merged), parameters(wanted), strict=True):

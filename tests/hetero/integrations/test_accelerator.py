@@ -12,7 +12,7 @@ from accelerate.state import AcceleratorState, GradientState
 from transformers import AutoModelForCausalLM
 
 import hetero
-from hetero.integrations.accelerator import Accelerator
+from hetero.integrations.accelerator import Accelerator, check_plain
 from tests.support.ecosystem.tiny_models import Sentences, gpt2_folder
 
 
@@ -23,10 +23,15 @@ def _fresh_state() -> None:
     GradientState._reset_state()
 
 
+def loader_of(sentences: Any) -> Any:
+    """With a generator of its own: beginning to iterate draws a number, also in a resumed run."""
+    return torch.utils.data.DataLoader(sentences, batch_size=2, generator=torch.Generator())
+
+
 def prepared(accelerator: Any, model: Any, kind: Any) -> tuple[Any, ...]:
     optimizer = kind(model.parameters(), lr=1e-2, weight_decay=0.0)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    loader = torch.utils.data.DataLoader(Sentences(), batch_size=2)
+    loader = loader_of(Sentences())
     return tuple(accelerator.prepare(model, optimizer, loader, scheduler))
 
 
@@ -79,7 +84,7 @@ def test_a_loop_and_its_state(tmp_path: Path) -> None:
     torch.manual_seed(99)
     optimizer = hetero.HybridAdam(model.parameters(), lr=1.0)
     hetero.initialize(model, optimizer, placement_policy="cpu", dtype="fp32")
-    loader = torch.utils.data.DataLoader(Sentences(), batch_size=2)
+    loader = loader_of(Sentences())
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     parts = again.prepare(model, optimizer, loader, scheduler)
     again.load_state(str(tmp_path / "state"))
@@ -88,7 +93,7 @@ def test_a_loop_and_its_state(tmp_path: Path) -> None:
     optimizer.engine.close()
 
 
-def test_what_is_refused(tmp_path: Path) -> None:
+def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = gpt2_folder(tmp_path / "model")
     accelerator = Accelerator(cpu=True)
     plain = AutoModelForCausalLM.from_pretrained(folder)
@@ -100,6 +105,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     accelerator.prepare(AutoModelForCausalLM.from_pretrained(folder))
     with pytest.raises(hetero.HeteroError, match="2 models were prepared"):
         accelerator.save_state(str(tmp_path / "state"))
-    accelerator.state.distributed_type = accelerate.DistributedType.FSDP
+    sharding = property(lambda _: accelerate.DistributedType.FSDP)
+    monkeypatch.setattr(accelerate.Accelerator, "distributed_type", sharding)
     with pytest.raises(ValueError, match="the Accelerator is set up for FSDP"):
-        Accelerator(cpu=True)
+        check_plain(accelerator)
