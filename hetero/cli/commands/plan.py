@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from hetero.cli.commands.outcome import EXIT_OK
 from hetero.cli.job.options import TrainOptions, add_train_arguments
+from hetero.cli.parser import examples
 from hetero.config import Config
 from hetero.planning.candidates import SmallestBudgets, smallest_budgets
 from hetero.planning.collective_cost import Network
@@ -61,6 +62,10 @@ def add_command(commands: Commands) -> None:
         description="Places a model's state without building it, and predicts a step by a machine's"
         " profile: this one's, as `hetero profile` measured it, or another's. Budgets are of one"
         " rank.",
+        epilog=examples(
+            ("hetero plan", "the model that `hetero train` takes, on this machine"),
+            ("hetero plan --profile 8xh200-node --model llama-70b --ranks 8", "on another one"),
+        ),
     )
     add_train_arguments(command, {"dtype": "bf16"}, _TRAIN_OPTIONS)
     command.add_argument("--policy", choices=POLICIES, default="auto", help="default: %(default)s")
