@@ -18,7 +18,7 @@ from hetero.config import Config
 from hetero.planning.candidates import SmallestBudgets, smallest_budgets
 from hetero.planning.collective_cost import Network
 from hetero.planning.predict import Plan, predict
-from hetero.planning.profiles import find_profile, shipped_profiles
+from hetero.planning.profiles import find_profile, listing, shipped_profiles
 from hetero.planning.report import as_dict, explain
 from hetero.planning.trace import Work
 from offload.disk.directories import check_directories, total_free_bytes
@@ -64,7 +64,14 @@ def add_command(commands: Commands) -> None:
         " rank.",
         epilog=examples(
             ("hetero plan", "the model that `hetero train` takes, on this machine"),
-            ("hetero plan --profile 8xh200-node --model llama-70b --ranks 8", "on another one"),
+            (
+                "hetero plan --machine rtx4090-nvme --model llama-7b --nvme-path /nvme",
+                "on another one; the folder need not exist",
+            ),
+            (
+                "hetero plan --machine 8xh200-node --model llama-70b --ranks 64 --nodes 8",
+                "on several; --machine list says which there are",
+            ),
         ),
     )
     add_train_arguments(command, {"dtype": "bf16"}, _TRAIN_OPTIONS)
@@ -87,10 +94,12 @@ def add_command(commands: Commands) -> None:
         "--checkpointing", action="store_true", help="backward computes forward once more"
     )
     command.add_argument(
+        "--machine",
         "--profile",
+        dest="profile",
         metavar="FILE",
-        help=f"of the machine: a file, or one of {', '.join(shipped_profiles())}, which come along"
-        f" (default: {default_path()})",
+        help="another machine: a profile's file, or a name of those that come along, which are"
+        f" {', '.join(shipped_profiles())}; list says what they are (default: {default_path()})",
     )
     command.set_defaults(run=run, clip=0.0)  # predictions leave clipping out
 
@@ -99,6 +108,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Prints where the state would live and what a step is predicted to take."""
     from hetero.cli.job.models import model_label, wanted_vocab_size
 
+    if arguments.profile == "list":
+        print("\n".join(listing()))
+        return EXIT_OK
     machine = _Machine.of(arguments)
     given = TrainOptions.from_namespace(arguments)
     vocab_size = wanted_vocab_size(given.model, given.config, given.vocab_size)
@@ -243,8 +255,8 @@ def _profile(name: str | None) -> Profile:
     path = default_path()
     if not path.exists():
         raise ValueError(
-            f"this machine has no profile yet; run `hetero profile` first, or give --profile FILE "
-            f"({', '.join(shipped_profiles())} come along)"
+            f"this machine has no profile yet; run `hetero profile` first, or name another one by "
+            f"--machine ({', '.join(shipped_profiles())}, or a profile's file)"
         )
     return Profile.load(path)
 
