@@ -26,10 +26,7 @@ _ORDER = ("train", "finetune", "generate", "plan", "profile", "doctor", "inspect
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit code; argparse exits by itself for unknown options."""
-    parser = make_parser()
-    arguments, unknown = parser.parse_known_args(argv)
-    if unknown:
-        parser.refuse_options(arguments.command, unknown)
+    arguments = make_parser().parse_args(argv)
     try:
         code: int = arguments.run(arguments)
         sys.stdout.flush()  # here, where a reader that has gone is no error

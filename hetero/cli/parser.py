@@ -6,7 +6,7 @@ import argparse
 import difflib
 import re
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 from hetero.cli.commands.outcome import EXIT_USAGE
@@ -51,13 +51,13 @@ class Parser(argparse.ArgumentParser):
         known = re.findall(r"[\w.-]+", message.partition("choose from ")[2])
         self._exit(message, given[1] if given else "", known)
 
-    def refuse_options(self, command: str, unknown: Sequence[str]) -> NoReturn:
-        """As error(), for what the parser of `command` does not know."""
-        (commands,) = (each for each in self._actions if each.dest == "command")
-        assert isinstance(commands, argparse._SubParsersAction)
-        parser: Parser = commands.choices[command]
-        given = unknown[0].partition("=")[0]
-        parser._exit(f"there is no {given}", given, parser._option_string_actions)
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As error(), for options that there are not: none is left for anybody else."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            given = unknown[0].partition("=")[0]
+            self._exit(f"there is no {given}", given, self._option_string_actions)
+        return found, unknown
 
     def _exit(self, message: str, given: str, known: Iterable[str]) -> NoReturn:
         near = difflib.get_close_matches(given, list(known), n=1)
