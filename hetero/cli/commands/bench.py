@@ -16,16 +16,10 @@ from typing import TYPE_CHECKING
 
 import hetero
 from hetero.cli.commands.outcome import EXIT_OK
+from hetero.cli.parser import examples
 
 if TYPE_CHECKING:
     from hetero.cli.commands import Commands
-
-_EXAMPLES = """\
-examples:
-  hetero bench                          what there is
-  hetero bench io --path .              the disk beside fio and others
-  hetero bench adam --peers torch       update kernels beside torch's
-  hetero bench train --help             options of one of them"""
 
 
 def add_command(commands: Commands) -> None:
@@ -36,8 +30,12 @@ def add_command(commands: Commands) -> None:
         usage="hetero bench [NAME [OPTION ...]]",
         description="Runs one of the benchmarks of docs/benchmarks.md; without a name it lists"
         " them. Other libraries take part as far as they are installed.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=examples(
+            ("hetero bench", "what there is"),
+            ("hetero bench io --path .", "the disk beside fio and others"),
+            ("hetero bench adam --peers torch", "update kernels beside torch's"),
+            ("hetero bench train --help", "the options of one of them"),
+        ),
     )
     command.add_argument("name", nargs="?", metavar="NAME", help="one of those listed")
     command.add_argument("options", nargs=argparse.REMAINDER, metavar="OPTION", help="its own")

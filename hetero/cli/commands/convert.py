@@ -7,6 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from hetero.cli.commands.outcome import EXIT_OK
+from hetero.cli.parser import examples
 
 if TYPE_CHECKING:
     from hetero.cli.commands import Commands
@@ -22,6 +23,14 @@ def add_command(commands: Commands) -> None:
         " Face's and .safetensors files, those of torch.distributed.checkpoint (DCP), and"
         " DeepSpeed's universal format. Between hetero and DCP optimizer states and options"
         " go along; to Hugging Face's go parameters and buffers.",
+        epilog=examples(
+            (
+                "hetero convert runs/first exported --to hf --dtype bf16 --config config.json",
+                "for transformers' from_pretrained()",
+            ),
+            ("hetero convert runs/first resharded --to dcp", "for torch.distributed.checkpoint"),
+            ("hetero convert universal-folder imported --to hetero", "of DeepSpeed's, to go on"),
+        ),
     )
     command.add_argument("source", help="the checkpoint, as `hetero inspect` takes it")
     command.add_argument("target", help="the new folder, which must not be there yet")

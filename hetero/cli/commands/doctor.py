@@ -11,28 +11,26 @@ from typing import TYPE_CHECKING
 
 from hetero.cli.commands.outcome import EXIT_FAILED, EXIT_OK
 from hetero.cli.doctor.finding import Level
+from hetero.cli.parser import examples
 
 if TYPE_CHECKING:
     from hetero.cli.commands import Commands
-
-_EXAMPLES = """\
-examples:
-  hetero doctor                         this machine, and the folder one is in
-  hetero doctor --nvme-path /tmp        another folder, given once per disk
-  hetero doctor --no-disk-speed --json  without writing a file, for programs"""
 
 
 def add_command(commands: Commands) -> None:
     """Adds `doctor`."""
     command = commands.add_parser(
         "doctor",
-        help="check whether this machine lets hetero work as it should, and say what to do",
+        help="check this machine, and say what to do about what is found",
         description="Checks what hetero needs of this machine: io_uring, locked memory, disks,"
         " memory limits, huge pages, NUMA, GPUs, and what is installed. Each finding is ok, a note"
         " (hetero works, but slower or with less) or a problem, with what to do about it. The exit"
         " code is 1 if there is a problem.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=examples(
+            ("hetero doctor", "this machine, and the folder you are in"),
+            ("hetero doctor --nvme-path /tmp", "another folder, once per disk"),
+            ("hetero doctor --no-disk-speed --json", "without writing, for programs"),
+        ),
     )
     command.add_argument(
         "--nvme-path",

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hetero.cli.commands.outcome import EXIT_FAILED, EXIT_OK, print_error
+from hetero.cli.parser import examples
 from offload.errors import CheckpointError
 from offload.memory.sizes import format_bytes
 
@@ -28,6 +29,11 @@ def add_command(commands: Commands) -> None:
         " hetero's, the last commit of a durable state, a folder of Hugging Face's or a"
         " .safetensors file, one of torch.distributed.checkpoint (DCP), or DeepSpeed's"
         " universal format. Values are not read, and nothing of a file is run.",
+        epilog=examples(
+            ("hetero inspect runs/first", "the latest checkpoint in a folder"),
+            ("hetero inspect runs/first/step-100 --verify", "compare all checksums"),
+            ("hetero inspect model.safetensors --json", "every parameter, for programs"),
+        ),
     )
     command.add_argument(
         "path", help="the checkpoint; of a folder of hetero checkpoints, the latest one"

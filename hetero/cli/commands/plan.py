@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from hetero.cli.commands.outcome import EXIT_OK
 from hetero.cli.job.options import TrainOptions, add_train_arguments
+from hetero.cli.parser import examples
 from hetero.cli.show.what_if import Case, explain_cases, other_budgets, other_disks
 from hetero.config import Config
 from hetero.planning.candidates import SmallestBudgets, smallest_budgets
 from hetero.planning.collective_cost import Network
 from hetero.planning.predict import Plan, predict, whole_step
-from hetero.planning.profiles import find_profile, shipped_profiles
+from hetero.planning.profiles import find_profile, listing, shipped_profiles
 from hetero.planning.report import as_dict, explain, state_by_tier
 from hetero.planning.step_cost import StepCost
 from hetero.planning.trace import Work
@@ -64,6 +65,17 @@ def add_command(commands: Commands) -> None:
         description="Places a model's state without building it, and predicts a step by a machine's"
         " profile: this one's, as `hetero profile` measured it, or another's. Budgets are of one"
         " rank.",
+        epilog=examples(
+            ("hetero plan", "the model that `hetero train` takes, on this machine"),
+            (
+                "hetero plan --machine rtx4090-nvme --model llama-7b --nvme-path /nvme",
+                "on another one; the folder need not exist",
+            ),
+            (
+                "hetero plan --machine 8xh200-node --model llama-70b --ranks 64 --nodes 8",
+                "on several; --machine list says which there are",
+            ),
+        ),
     )
     add_train_arguments(command, {"dtype": "bf16"}, _TRAIN_OPTIONS)
     command.add_argument("--policy", choices=POLICIES, default="auto", help="default: %(default)s")
@@ -85,10 +97,12 @@ def add_command(commands: Commands) -> None:
         "--checkpointing", action="store_true", help="backward computes forward once more"
     )
     command.add_argument(
+        "--machine",
         "--profile",
+        dest="profile",
         metavar="FILE",
-        help=f"of the machine: a file, or one of {', '.join(shipped_profiles())}, which come along"
-        f" (default: {default_path()})",
+        help="another machine: a profile's file, or a name of those that come along, which are"
+        f" {', '.join(shipped_profiles())}; list says what they are (default: {default_path()})",
     )
     command.add_argument(
         "--what-if",
@@ -104,6 +118,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Prints where the state would live and what a step is predicted to take."""
     from hetero.cli.job.models import model_label, wanted_vocab_size
 
+    if arguments.profile == "list":
+        print("\n".join(listing()))
+        return EXIT_OK
     machine = _Machine.of(arguments)
     given = TrainOptions.from_namespace(arguments)
     vocab_size = wanted_vocab_size(given.model, given.config, given.vocab_size)
@@ -295,8 +312,8 @@ def _profile(name: str | None) -> Profile:
     path = default_path()
     if not path.exists():
         raise ValueError(
-            f"this machine has no profile yet; run `hetero profile` first, or give --profile FILE "
-            f"({', '.join(shipped_profiles())} come along)"
+            f"this machine has no profile yet; run `hetero profile` first, or name another one by "
+            f"--machine ({', '.join(shipped_profiles())}, or a profile's file)"
         )
     return Profile.load(path)
 

@@ -6,10 +6,12 @@ import argparse
 import json
 import platform
 import sys
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hetero.cli.commands.outcome import EXIT_OK
+from hetero.cli.parser import examples
 from hetero.cpu_threads import set_threads
 from offload.memory.sizes import format_bytes
 from offload.profile.machine_profile import Profile, default_path
@@ -23,9 +25,14 @@ def add_command(commands: Commands) -> None:
     """Adds `profile`."""
     command = commands.add_parser(
         "profile",
-        help="measure what this machine moves and computes, for `hetero plan`",
+        help="measure what this machine moves and computes, for plan",
         description="Measures RAM, updates, products of matrices and, in the given folders, NVMe,"
         " for some 15 seconds, and saves the figures. Nothing else should be running.",
+        epilog=examples(
+            ("hetero profile", "without disks"),
+            ("hetero profile --nvme-path .", "with the disk of this folder"),
+            ("hetero profile --threads 4 --output machine.json", "for hetero plan --profile"),
+        ),
     )
     command.add_argument(
         "--nvme-path",
@@ -56,11 +63,13 @@ def run(arguments: argparse.Namespace) -> int:
         torch.set_num_threads(arguments.threads)
         set_threads(arguments.threads)
 
+    path = Path(arguments.output) if arguments.output else default_path()
+    _check_output(path)  # before a measurement that would be for nothing
+
     def tell(text: str) -> None:
         print(f"hetero profile: {text}", file=sys.stderr)
 
     profile = measure_profile(arguments.nvme_path or [], platform.node() or "this machine", tell)
-    path = Path(arguments.output) if arguments.output else default_path()
     profile.save(path)
     if arguments.json:
         print(json.dumps(profile.as_dict()))
@@ -68,6 +77,18 @@ def run(arguments: argparse.Namespace) -> int:
         print("\n".join(lines(profile)))
         print(f"saved in {path}")
     return EXIT_OK
+
+
+def _check_output(path: Path) -> None:
+    """Raises ValueError if no file can be made at `path`."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"--output: {path} cannot be written ({error.strerror}); name another file"
+        ) from error
 
 
 def lines(profile: Profile) -> list[str]:

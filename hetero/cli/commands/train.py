@@ -18,6 +18,7 @@ from hetero.cli.commands.outcome import (
     print_error,
 )
 from hetero.cli.job.options import TrainOptions, add_train_arguments
+from hetero.cli.parser import examples
 
 if TYPE_CHECKING:
     from hetero.cli.commands import Commands
@@ -30,12 +31,31 @@ def add_command(commands: Commands) -> None:
     command = commands.add_parser(
         "train",
         usage="hetero train [OPTION ...]",
-        help="train a language model, with its state within budgets of RAM and device memory",
+        help="train a language model within budgets of RAM and device memory",
         description="Trains a language model on the bytes of a text. Without options: 304M"
         " parameters, four minutes on two CPU cores, on the source text of Python's standard"
         " library, with the optimizer states on NVMe. Sizes are bytes, or like 600MiB and 4GiB;"
         " budgets are never exceeded, and one that is too small is refused with the smallest that"
         " works. Under torchrun the ranks shard the model state.",
+        epilog=examples(
+            ("hetero train --steps 20", "a minute of the model of 100M parameters"),
+            (
+                "hetero train --model gpt2 --vocab-size 50257 --host-memory 600MiB",
+                "another shape, within a budget of RAM; the rest of its state is on NVMe",
+            ),
+            (
+                "hetero train --data README.md --nvme-path /tmp --json",
+                "another text, another disk, and a JSON object as the report",
+            ),
+            (
+                "hetero train --policy cpu --process-memory auto",
+                "all in RAM, and within what a container allows",
+            ),
+            (
+                "torchrun --nproc-per-node 2 -m hetero.cli train --steps 20",
+                "two ranks, each with half of the model state",
+            ),
+        ),
     )
     add_train_arguments(command)
     command.set_defaults(run=run)

@@ -1,11 +1,13 @@
-"""Profiles of machines that one may not have: examples, from published figures."""
+"""Profiles of machines that one may not have: kinds of machine, from published figures."""
 
 from __future__ import annotations
 
 import difflib
 import os
+import textwrap
 from pathlib import Path
 
+from offload.memory.sizes import format_bytes
 from offload.profile.machine_profile import Profile
 
 
@@ -22,6 +24,22 @@ def find_profile(name: str) -> Profile:
         hint = f"did you mean {near[0]!r}?" if near else f"with hetero come: {', '.join(known)}"
         raise ValueError(f"no file and no profile is called {name!r}; {hint}")
     return Profile.load(known[name])
+
+
+def listing() -> list[str]:
+    """A line for each profile that comes with hetero, and under it where its figures are from."""
+    lines = []
+    for name in shipped_profiles():
+        profile = find_profile(name)
+        parts = [f"{format_bytes(profile.host_bytes)} of RAM"]
+        if profile.device_bytes is not None:
+            gpus = "a GPU" if profile.devices == 1 else f"{profile.devices} GPUs"
+            parts.insert(0, f"{gpus} of {format_bytes(profile.device_bytes)}")
+        if profile.nvme_read_bytes_per_s is not None:
+            parts.append(f"NVMe at {profile.nvme_read_bytes_per_s / 1e9:g} GB/s")
+        lines.append(f"{name}: {', '.join(parts)}")
+        lines += textwrap.wrap(profile.source, 96, initial_indent="    ", subsequent_indent="    ")
+    return lines
 
 
 def shipped_profiles() -> dict[str, Path]:

@@ -194,7 +194,7 @@ def test_the_profile_of_this_machine_is_the_default(
         (("--seq-len", "1"), "--seq-len must be at least 2"),
         (("--zero-stage", "4"), "zero_stage must be one of"),
         (("--dtype", "fp8"), "dtype must be one of"),
-        (("--profile", "8xh100"), "did you mean '8xh200-node'"),
+        (("--profile", "8xh20"), "did you mean '8xh200-node'"),
         (("--profile", "model.json"), "model.json"),
     ],
 )
@@ -323,3 +323,21 @@ class TestWhatIf:
         for name, words in (("what.txt", "a picture's name ends in"), ("no/what.png", "no folder")):
             assert plan("--what-if", name) == 2
             assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "name", ["8xh100-node", "a100-pcie", "h100-pcie", "laptop", "rtx4090-nvme"]
+)
+def test_a_kind_of_machine_needs_no_file(
+    name: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ("--config", "model.json", "--seq-len", "32", "--machine", name, "--json")
+    assert main(["plan", *given, "--nvme-path", "/nowhere"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["profile"] == name
+    assert found["budget_bytes"]["disk"] > 0
+
+
+def test_the_kinds_of_machine_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--machine", "list"]) == 0
+    assert "\nlaptop: " in capsys.readouterr().out

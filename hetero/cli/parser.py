@@ -1,0 +1,65 @@
+"""How all commands take arguments: help that keeps examples as they are, and errors of one line."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+import textwrap
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+from hetero.cli.commands.outcome import EXIT_USAGE
+
+_EXAMPLES = "examples:\n"
+
+
+def examples(*given: tuple[str, str]) -> str:
+    """The end of a command's help, for `epilog`: command lines, and what each does."""
+    width = max(len(line) for line, _ in given)
+    aligned = width <= 40
+    lines = [
+        f"  {line.ljust(width)}  {what}" if aligned else f"  {line}\n      {what}"
+        for line, what in given
+    ]
+    return _EXAMPLES + "\n".join(lines)
+
+
+class HelpFormatter(argparse.HelpFormatter):
+    """argparse's, but for examples, whose lines stay whole, and for commands, which are a list."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        if text.startswith(_EXAMPLES):
+            return textwrap.indent(text, indent)
+        return super()._fill_text(text, width, indent)
+
+    def _format_action(self, action: argparse.Action) -> str:
+        if isinstance(action, argparse._SubParsersAction):
+            return "".join(map(super()._format_action, action._get_subactions()))
+        return super()._format_action(action)
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose commands have parsers of its own class, and whose errors are one line."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"formatter_class": HelpFormatter, **options})
+
+    def error(self, message: str) -> NoReturn:
+        """Exits with EXIT_USAGE, naming the choice that is nearest."""
+        given = re.search(r"invalid choice: '?([\w.-]+)'?", message)
+        known = re.findall(r"[\w.-]+", message.partition("choose from ")[2])
+        self._exit(message, given[1] if given else "", known)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As error(), for options that there are not: none is left for anybody else."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            given = unknown[0].partition("=")[0]
+            self._exit(f"there is no {given}", given, self._option_string_actions)
+        return found, unknown
+
+    def _exit(self, message: str, given: str, known: Iterable[str]) -> NoReturn:
+        near = difflib.get_close_matches(given, list(known), n=1)
+        hint = f"did you mean {near[0]}?" if near else f"{self.prog} --help says what there is"
+        self.exit(EXIT_USAGE, f"{self.prog}: error: {message}; {hint}\n")

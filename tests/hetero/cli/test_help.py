@@ -1,0 +1,181 @@
+"""`hetero --help`, examples, completion, and errors that are one line."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import hetero
+from hetero.cli.commands import bench
+from hetero.cli.main import main, make_parser
+
+
+def commands() -> dict[str, argparse.ArgumentParser]:
+    (added,) = (each for each in make_parser()._actions if each.dest == "command")
+    assert isinstance(added, argparse._SubParsersAction)
+    return dict(added.choices)
+
+
+def examples() -> Iterator[tuple[str, list[str]]]:
+    """The examples of all commands, as (command, words)."""
+    for name, parser in commands().items():
+        for line in (parser.epilog or "").splitlines():
+            words = line.strip().split("  ")[0]
+            if words.startswith(("hetero ", "torchrun ")):
+                yield name, shlex.split(words.partition(" > ")[0])
+
+
+def test_the_help_fits_a_screen(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit) as raised:
+        main(["--help"])
+    assert raised.value.code == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 24
+    assert max(map(len, lines)) <= 80
+    for name in commands():  # a line each
+        assert sum(line.startswith(f"  {name} ") for line in lines) == 1
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as raised:
+        main(["--version"])
+    assert raised.value.code == 0
+    assert capsys.readouterr().out == f"hetero {hetero.__version__}\n"
+
+
+def test_every_command_has_examples() -> None:
+    shown = {name for name, _ in examples()}
+    assert set(commands()) == shown
+
+
+@pytest.mark.parametrize(("name", "words"), list(examples()), ids=lambda each: str(each))
+def test_an_example_is_understood(name: str, words: list[str]) -> None:
+    if words[0] == "torchrun":
+        words = words[words.index("hetero.cli") :]
+    assert words[1] == name
+    arguments = make_parser().parse_args(words[1:])
+    if name == "bench" and arguments.name is not None:
+        assert arguments.name in bench.programs(bench.benchmarks_folder() / "bench")
+
+
+def test_an_unknown_command_and_option(capsys: pytest.CaptureFixture[str]) -> None:
+    for given, message in (
+        (["trian"], "did you mean train?"),
+        (
+            ["train", "--stesp", "3"],
+            "train: error: there is no --stesp; did you mean --steps?",
+        ),
+        (["doctor", "--zzz"], "there is no --zzz; hetero doctor --help says what there is"),
+        (["inspect"], "required: path; hetero inspect --help says what there is"),
+    ):
+        with pytest.raises(SystemExit) as raised:
+            main(given)
+        assert raised.value.code == 2
+        err = capsys.readouterr().err
+        assert message in err
+        assert err.count("\n") == 1
+
+
+def test_what_was_not_foreseen_is_one_line_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(folder: Path) -> dict[str, bench.Program]:
+        raise LookupError("no such thing")
+
+    monkeypatch.delenv("HETERO_DEBUG", raising=False)
+    monkeypatch.setattr(bench, "programs", fail)
+    assert main(["bench"]) == 1
+    assert capsys.readouterr().err == (
+        "hetero bench: error: LookupError: no such thing; this was not foreseen, HETERO_DEBUG=1"
+        " shows where it came from\n"
+    )
+    monkeypatch.setenv("HETERO_DEBUG", "1")
+    assert main(["bench"]) == 1
+    err = capsys.readouterr().err
+    assert "Traceback" in err
+    assert "in fail" in err
+
+
+def test_errors_of_the_system_have_no_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--steps", "1", "--nvme-path", "/no/such"]) == 2
+    assert capsys.readouterr().err == (
+        "hetero train: error: nvme_path does not exist; make it first (mkdir -p /no/such):"
+        " '/no/such'\n"
+    )
+
+
+def test_a_profile_that_cannot_be_saved_is_not_measured(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["profile", "--output", "/proc/self/x"]) == 2
+    err = capsys.readouterr().err
+    assert "--output: /proc/self/x cannot be written" in err
+    assert err.count("\n") == 1
+
+
+def test_a_reader_that_has_gone_is_no_error() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-m", "hetero.cli", "bench"],
+        cwd=Path(__file__).parents[3],
+        env={name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"},
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    os.close(writer)
+    assert done.returncode == 141
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [
+        (("hetero", "doc"), "doctor"),
+        (("hetero", "train", "--overlap-u"), "--overlap-updates"),
+        (("hetero", "convert", "--to", "dc"), "dcp"),
+    ],
+)
+def test_bash_completes(
+    words: tuple[str, ...], completed: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main(["completion", "bash"]) == 0
+    (tmp_path / "script").write_text(capsys.readouterr().out)
+    given = " ".join(map(shlex.quote, words))
+    asked = f"COMP_WORDS=({given}); COMP_CWORD={len(words) - 1}; _shtab_hetero hetero {words[-1]}"
+    done = subprocess.run(
+        ["bash", "-c", f'source ./script; {asked}; echo "${{COMPREPLY[@]}}"'],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert completed in done.stdout.split(), done.stderr
+
+
+@pytest.mark.parametrize(("shell", "mark"), [("zsh", "#compdef hetero"), ("fish", "complete ")])
+def test_other_shells(shell: str, mark: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    assert mark in script
+    assert "overlap-updates" in script
+
+
+def test_completion_without_its_extra(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    assert main(["completion", "bash"]) == 2
+    assert capsys.readouterr().err == (
+        'hetero completion: error: shtab is missing; install it: pip install "hetero[completion]"\n'
+    )
