@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hetero.cli.commands.outcome import EXIT_OK
+from hetero.cli.parser import examples
 
 if TYPE_CHECKING:
     from hetero.cli.commands import Commands
@@ -23,8 +24,11 @@ def add_command(commands: Commands) -> None:
         description="Prints a prompt, and what a model goes on with: the one that the newest run"
         " of hetero train left, or that of a folder. The model is held in memory whole. A folder"
         " without a tokenizer has bytes as tokens, as hetero train does.",
-        epilog="Examples: hetero generate; hetero generate runs/20260101-120000 --prompt 'class '"
-        " --tokens 400; hetero generate my-model --temperature 0",
+        epilog=examples(
+            ("hetero generate", "with the model of the newest run"),
+            ("hetero generate runs/first --prompt 'class ' --tokens 400", "with that of a run"),
+            ("hetero generate my-model --temperature 0", "always the most probable token"),
+        ),
     )
     command.add_argument(
         "path",
