@@ -7,6 +7,7 @@ comments mean is in tests/README.md.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
 import os
 import re
@@ -37,7 +38,9 @@ NVME = re.compile(r"/mnt/nvme[\w-]*(?:/[\w-]+)*")
 def is_run(block: Block) -> bool:
     """Whether a test executes the block."""
     wanted = block.language == "python" or {"run", "output", "file"} & set(block.says)
-    return bool(wanted) and "not run" not in block.says
+    needed = block.says.get("needs")
+    has = needed is None or importlib.util.find_spec(needed) is not None
+    return bool(wanted) and has and "not run" not in block.says
 
 
 def is_parsed(block: Block) -> bool:

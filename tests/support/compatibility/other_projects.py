@@ -20,7 +20,7 @@ def _rows(table: KeyTable) -> list[str]:
     for alias, name in table.aliases.items():
         other_names.setdefault(name, []).append(alias)
     rows = [
-        f"### `{table.name}`",
+        f"#### `{table.name}`",
         "",
         "| key | treatment | what it does, or why not |",
         "|---|---|---|",

@@ -16,7 +16,9 @@ PAGES = [
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 LANGUAGES = {"python", "bash", "text", "json"}
-_COMMENT = re.compile(r"<!--\s*(setup|file|not run|run|output)(?::\s*(.*?))?\s*-->\s*\Z", re.DOTALL)
+_COMMENT = re.compile(
+    r"<!--\s*(setup|file|needs|not run|run|output)(?::\s*(.*?))?\s*-->\s*\Z", re.DOTALL
+)
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,8 @@ class Block:
         language: what stands behind the fence, "" if nothing does.
         text: the block.
         says: the comments right before it by their keyword: "setup" is Python that runs before it,
-            "file" the name under which it is saved, "run" has a shell block executed, "output" says
+            "file" the name under which it is saved, "needs" a module without which it is passed
+            over, "run" has a shell block executed, "output" says
             that a text is what that printed, and "not run" is why a block cannot be.
     """
 

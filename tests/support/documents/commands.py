@@ -18,8 +18,8 @@ _ASSIGNMENT = re.compile(r"[A-Z_]+=")
 _MAKEFILE = (ROOT / "Makefile").read_text()
 
 
-class _Parsed(Exception):
-    """A program has taken its arguments."""
+class _Parsed(BaseException):
+    """A program has taken its arguments; it must not take this for an error of its own."""
 
 
 def commands_of(text: str) -> list[list[str]]:
