@@ -71,12 +71,7 @@ class HeteroStrategy(SingleDeviceStrategy):
         super().setup_optimizers(trainer)
         optimizers = self._plain_optimizers()
         if any(getattr(each, "_engine", None) is None for each in optimizers):
-            initialize(self._module(), optimizers, **self._options)
-
-    def _module(self) -> torch.nn.Module:
-        """The module that is trained; the trainer has given it by now."""
-        assert self.lightning_module is not None
-        return self.lightning_module
+            initialize(self._module, optimizers, **self._options)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """None of it: save_checkpoint() saves the module."""
@@ -94,7 +89,7 @@ class HeteroStrategy(SingleDeviceStrategy):
         folder.mkdir(parents=True, exist_ok=True)
         super().save_checkpoint(checkpoint, folder / _REST_NAME, storage_options)
         optimizers = self._plain_optimizers() if "optimizer_states" in checkpoint else None
-        save(folder / CHECKPOINT_NAME, self._module(), optimizers)
+        save(folder / CHECKPOINT_NAME, self._module, optimizers)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
         """What the folder has beside the model state. Raises CheckpointError."""
@@ -112,7 +107,7 @@ class HeteroStrategy(SingleDeviceStrategy):
         assert self._resumed is not None
         trains = "optimizer_states" in checkpoint and bool(self.optimizers)
         optimizers = self._plain_optimizers() if trains else None
-        load(self._resumed / CHECKPOINT_NAME, self._module(), optimizers)
+        load(self._resumed / CHECKPOINT_NAME, self._module, optimizers)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Nothing: it came with the module's."""
@@ -121,6 +116,11 @@ class HeteroStrategy(SingleDeviceStrategy):
         """As the library's, without a move of the module."""
         self.precision_plugin.teardown()
         self.checkpoint_io.teardown()
+
+    @property
+    def _module(self) -> torch.nn.Module:
+        assert self.lightning_module is not None
+        return self.lightning_module
 
     def _plain_optimizers(self) -> list[Any]:
         return [getattr(each, "_optimizer", each) for each in self.optimizers]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.ecosystem.tokenizers import CHAT_TEMPLATE, model_folder
+from tests.support.ecosystem.tiny_tokenizer import CHAT_TEMPLATE, model_folder
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 # By script, the library that it needs beside transformers, and the folder that it leaves.

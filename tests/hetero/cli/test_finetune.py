@@ -19,7 +19,7 @@ from hetero.cli.finetune.records import read_records
 from hetero.cli.job.optimization import ADAM_BETAS, lr_factor
 from hetero.cli.main import main
 from tests.support.ecosystem.tiny_models import gpt2_folder
-from tests.support.ecosystem.tokenizers import CHAT_TEMPLATE, model_folder
+from tests.support.ecosystem.tiny_tokenizer import CHAT_TEMPLATE, model_folder
 from tests.support.ranks.processes import RankPool
 
 LR, SEQ_LEN = 1e-2, 64

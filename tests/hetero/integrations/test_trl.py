@@ -12,7 +12,7 @@ import torch
 import hetero
 from hetero.integrations.trainer import HeteroTrainerMixin
 from tests.support.ecosystem.tiny_models import ADAPTERS, arguments, figures
-from tests.support.ecosystem.tokenizers import CHAT_TEMPLATE, model_folder
+from tests.support.ecosystem.tiny_tokenizer import CHAT_TEMPLATE, model_folder
 
 trl = pytest.importorskip("trl", reason="pip install 'hetero[ecosystem]'")
 

@@ -8,7 +8,7 @@ import pytest
 
 from hetero.cli.finetune.chat import NOT_LEARNED, Encoder
 from hetero.cli.finetune.formats import Conversation, Message, Text
-from tests.support.ecosystem.tokenizers import CHAT_TEMPLATE, trained_tokenizer
+from tests.support.ecosystem.tiny_tokenizer import CHAT_TEMPLATE, trained_tokenizer
 
 TWO_TURNS = Conversation(
     [
