@@ -9,9 +9,8 @@ import textwrap
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
-from hetero.cli.commands.outcome import EXIT_USAGE
-
 _EXAMPLES = "examples:\n"
+_EXIT_CODE = 2  # EXIT_USAGE of hetero/cli/commands/outcome.py, and what argparse has for errors
 
 
 def examples(*given: tuple[str, str]) -> str:
@@ -46,7 +45,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**{"formatter_class": HelpFormatter, **options})
 
     def error(self, message: str) -> NoReturn:
-        """Exits with EXIT_USAGE, naming the choice that is nearest."""
+        """Exits, naming the choice that is nearest."""
         given = re.search(r"invalid choice: '?([\w.-]+)'?", message)
         known = re.findall(r"[\w.-]+", message.partition("choose from ")[2])
         self._exit(message, given[1] if given else "", known)
@@ -62,4 +61,4 @@ class Parser(argparse.ArgumentParser):
     def _exit(self, message: str, given: str, known: Iterable[str]) -> NoReturn:
         near = difflib.get_close_matches(given, list(known), n=1)
         hint = f"did you mean {near[0]}?" if near else f"{self.prog} --help says what there is"
-        self.exit(EXIT_USAGE, f"{self.prog}: error: {message}; {hint}\n")
+        self.exit(_EXIT_CODE, f"{self.prog}: error: {message}; {hint}\n")
