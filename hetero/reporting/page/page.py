@@ -163,7 +163,8 @@ def _prediction(record: RunRecord) -> Iterator[str]:
         "prediction",
         prediction_finding(record, predicted),
         draw_prediction(record, predicted),
-        f"{by} Measured: medians of the steady steps.",
+        f"{by} Measured: of the steady steps, seconds as medians. Predicted bytes are of model"
+        " state; measured ones have saved activations, too.",
         f'<table><thead><tr><th scope="col">of a step</th>{head}</tr></thead>'
         f"<tbody>{body}</tbody></table>",
     )
