@@ -15,7 +15,6 @@ from hetero.cli.job.options import TrainOptions
 from hetero.cli.job.ranks import ALONE, Ranks
 from hetero.cli.job.result import Setting, TrainResult
 from hetero.cli.job.run_folder import RunFolder
-from hetero.cli.job.saved_model import save_model
 from hetero.cli.job.step import DivergedError, one_step
 from offload.memory.process_memory import peak_resident_bytes
 from offload.timeline import Timeline, record
@@ -70,7 +69,8 @@ def train(
             elif at_end is not None:
                 at_end(job)
             elif options.save_model:
-                result.model_folder = save_model(job, folder)
+                hetero.save_pretrained(job.model, folder.model_path)
+                result.model_folder = str(folder.model_path)
             result.checkpoint = checkpoints.saved
             job.complete(result)
             result.peak_rss_by_rank_bytes = [int(n) for n in ranks.gather(peak_resident_bytes())]

@@ -11,6 +11,7 @@ from typing import Any
 from hetero.cli.job.ranks import ALONE, Ranks
 
 METRICS_NAME = "metrics.jsonl"
+MODEL_NAME = "model"
 
 
 class RunFolder:
@@ -70,6 +71,11 @@ class RunFolder:
         beside = metrics.with_suffix(".new")
         beside.write_text("".join(kept), encoding="utf-8")
         beside.replace(metrics)
+
+    @property
+    def model_path(self) -> Path:
+        """The folder of the trained weights."""
+        return self.path / MODEL_NAME
 
     @property
     def figure_path(self) -> Path:

@@ -1,24 +1,10 @@
-"""The model that a run leaves: a folder that transformers reads."""
+"""Where the model is that a run has left: a folder that transformers reads."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import hetero
-from hetero.cli.job.job import Job
-from hetero.cli.job.run_folder import RunFolder
-
-FOLDER_NAME = "model"  # in the run folder
-
-
-def save_model(job: Job, folder: RunFolder) -> str:
-    """Writes the trained weights, in the dtype that computes; all ranks call it.
-
-    Returns the folder. Raises what hetero.save_pretrained() does.
-    """
-    path = folder.path / FOLDER_NAME
-    hetero.save_pretrained(job.model, path)
-    return str(path)
+from hetero.cli.job.run_folder import MODEL_NAME
 
 
 def model_folder(path: Path | None) -> Path:
@@ -27,7 +13,7 @@ def model_folder(path: Path | None) -> Path:
     None means the newest run in `runs` that left a model. Raises ValueError if there is none.
     """
     if path is None:
-        runs = [run / FOLDER_NAME for run in Path("runs").glob("*")]
+        runs = [run / MODEL_NAME for run in Path("runs").glob("*")]
         found = [folder for folder in runs if _is_model(folder)]
         if not found:
             raise ValueError(
@@ -35,7 +21,7 @@ def model_folder(path: Path | None) -> Path:
                 "hetero train"
             )
         return max(found, key=lambda folder: folder.parent.name)
-    for folder in (path, path / FOLDER_NAME):
+    for folder in (path, path / MODEL_NAME):
         if _is_model(folder):
             return folder
     raise ValueError(

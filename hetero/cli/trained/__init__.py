@@ -1,0 +1,1 @@
+"""The model that a run leaves, and text that it makes."""
