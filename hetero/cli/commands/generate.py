@@ -62,8 +62,8 @@ def add_command(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Prints the text as it comes."""
     # Late, because transformers takes seconds and belongs to the extra `train`.
-    from hetero.cli.trained.sampling import SamplingOptions, load_model, sample
     from hetero.cli.trained.model_folder import model_folder
+    from hetero.cli.trained.sampling import SamplingOptions, load_model, sample
 
     options = SamplingOptions(
         arguments.tokens, arguments.temperature, arguments.top_k, arguments.seed

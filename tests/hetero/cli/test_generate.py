@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
-from hetero.cli.trained.sampling import ByteVocabulary, SamplingOptions, sample
 from hetero.cli.main import main
+from hetero.cli.trained.sampling import ByteVocabulary, SamplingOptions, sample
 
 GREEDY = SamplingOptions(tokens=20, temperature=0.0, top_k=0, seed=0)
 
