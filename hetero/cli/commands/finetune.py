@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from hetero.cli.commands.train import Plan, run_training
 from hetero.cli.finetune.options import FinetuneOptions, add_finetune_arguments
+from hetero.cli.parser import examples
 
 if TYPE_CHECKING:
     from hetero.cli.commands import Commands
@@ -20,13 +21,23 @@ def add_command(commands: Commands) -> None:
     command = commands.add_parser(
         "finetune",
         usage="hetero finetune --model DIR --data PATH --output DIR [OPTION ...]",
-        help="fine-tune a Hugging Face model on instructions or texts, within budgets",
+        help="fine-tune a Hugging Face model within budgets",
         description="Fine-tunes a causal language model from a local folder, whole or with a LoRA"
         " adapter, and writes a folder that from_pretrained() reads. Conversations are written by"
         " the tokenizer's chat template, and their answers alone are learned; texts are learned"
         " whole, one after another. All data are checked before training starts. Budgets, run"
         " folder, checkpoints and --resume are those of hetero train; under torchrun the ranks"
         " shard the model state.",
+        epilog=examples(
+            (
+                "hetero finetune --model llama --data alpaca.jsonl --output tuned --lora-rank 16",
+                "an adapter, learned from instructions",
+            ),
+            (
+                "hetero finetune --model llama --data texts --output tuned --host-memory 8GiB",
+                "the whole model, learned from a folder of texts, in 8 GiB of RAM",
+            ),
+        ),
     )
     add_finetune_arguments(command)
     command.set_defaults(run=run)

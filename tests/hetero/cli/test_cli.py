@@ -86,6 +86,7 @@ def test_json_is_one_object_and_the_run_folder_is_whole(
         "config.json",
         "figure.png",
         "metrics.jsonl",
+        "model",
         "report.html",
         "summary.json",
     ]
