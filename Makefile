@@ -13,7 +13,9 @@ BUILD_INPUTS := setup.py pyproject.toml CMakeLists.txt \
 # Files of tests at a time, in order: the long ones are in the middle. Tests of one file may share
 # builds. One more than two cores: many tests wait, for a disk, for other ranks, for an end.
 TEST_JOBS ?= 3
-PYTEST := $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder -x -q
+# A test that hangs says where, by the stacks of all threads after so many seconds.
+PYTEST := $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder -x -q \
+	-o faulthandler_timeout=900
 
 PYTHON_SOURCES := hetero offload bench tests docs/site docs/examples setup.py
 NATIVE_SOURCES = $(shell find native tests -name '*.h' -o -name '*.cpp')

@@ -61,6 +61,8 @@ def cpu_model(cpuinfo: Path) -> str:
 
 def commit(root: Path) -> str | None:
     """The abbreviated commit of the tree at `root`, with "+" if it has changes."""
+    if not (root / "pyproject.toml").is_file():
+        return None  # installed: the repository around it is somebody else's
     try:
         done = subprocess.run(
             ("git", "-C", str(root), "describe", "--always", "--exclude=*", "--dirty=+"),

@@ -98,10 +98,12 @@ class Collectives(Requests):
         except PeerError as error:
             # Told first: the others would take this rank for the cause of what breaks now. (A
             # channel that this rank has given up itself it has given up with a reason, which the
-            # others have been told.)
-            if not self.has_given_up(operation.channel):
+            # others have been told; it may still answer requests over the other channels.)
+            if self.has_given_up(operation.channel):
+                self._abandon(work, operation.channel)
+            else:
                 self.failures.tell(f"{self.name(self.rank)} gave up: {name_error(error)}")
-            self._abandon(work)
+                self._abandon(work)
             raise
         except BaseException as error:  # a signal's: the memory may have another use afterwards
             self._end_by(error)

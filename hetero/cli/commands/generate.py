@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Prints the text as it comes."""
     # Late, because transformers takes seconds and belongs to the extra `train`.
     from hetero.cli.trained.model_folder import model_folder
-    from hetero.cli.trained.sampling import SamplingOptions, load_model, sample
+    from hetero.cli.trained.sampling import SamplingOptions, end_tokens, load_model, sample
 
     options = SamplingOptions(
         arguments.tokens, arguments.temperature, arguments.top_k, arguments.seed
@@ -73,7 +73,8 @@ def run(arguments: argparse.Namespace) -> int:
     made: list[int] = []
     shown = ""
     sys.stdout.write(arguments.prompt)
-    for token in sample(model, vocabulary.encode(arguments.prompt), options):
+    prompt = vocabulary.encode(arguments.prompt)
+    for token in sample(model, prompt, options, end_tokens(model)):
         made.append(token)
         # The last characters may not be whole yet: a character has several bytes, or tokens.
         text = vocabulary.decode(made).rstrip("\N{REPLACEMENT CHARACTER}")

@@ -22,6 +22,13 @@ def check_devices(facts: DeviceFacts) -> Finding:
             " CPU",
             "install a build of torch for CUDA",
         )
+    if facts.hidden:
+        return note(
+            name,
+            "NVIDIA's driver is there, and CUDA_VISIBLE_DEVICES hides its devices: models compute"
+            " on the CPU",
+            "unset CUDA_VISIBLE_DEVICES, if that is not meant",
+        )
     return problem(
         name,
         f"NVIDIA's driver is there and torch is built for CUDA {facts.torch_cuda}, but torch sees"

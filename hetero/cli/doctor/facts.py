@@ -105,6 +105,7 @@ class DeviceFacts:
     Attributes:
         torch_cuda: the CUDA that torch was built for; None: without.
         driver: whether NVIDIA's driver is there (/dev/nvidiactl).
+        hidden: whether CUDA_VISIBLE_DEVICES says which devices programs may see.
         devices: name and bytes of memory of each device.
         page_locking: why RAM could not be page-locked for copies; None: it could, or no device.
         nccl, gloo: whether torch has them for collectives.
@@ -116,6 +117,7 @@ class DeviceFacts:
     page_locking: str | None
     nccl: bool
     gloo: bool
+    hidden: bool = False
 
 
 @dataclass(frozen=True)

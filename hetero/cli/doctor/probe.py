@@ -185,6 +185,7 @@ def _device(root: Path) -> DeviceFacts:
         page_locking=page_locking,
         nccl=has_nccl(),
         gloo=dist.is_available() and dist.is_gloo_available(),
+        hidden="CUDA_VISIBLE_DEVICES" in os.environ,
     )
 
 

@@ -34,7 +34,7 @@ def run_folder_to_resume(options: TrainOptions) -> str | None:
                 return str(folder)
         return None
     runs = [each for each in Path("runs").glob("*") if RunFolder.has_run(each)]
-    return str(max(runs, key=lambda each: each.name)) if runs else None
+    return str(max(runs, key=RunFolder.written_s)) if runs else None
 
 
 def checkpoint_to_resume(options: TrainOptions, folder: RunFolder) -> Path | None:
@@ -119,13 +119,14 @@ class Checkpoints:
         options = self._job.options
         if not self._keeps_state:
             return False
-        ends = any(self._job.ranks.gather(self.terminated))
-        is_last = ends or step == options.steps
+        # One rank alone may have got the signal, and all end with it.
+        self.terminated = any(self._job.ranks.gather(self.terminated))
+        is_last = self.terminated or step == options.steps
         if options.commit_every is not None and (step % options.commit_every == 0 or is_last):
             self._commit = hetero.commit(self._job.model, extra={**self._objects, "step": step})
         if options.save_every is not None and (step % options.save_every == 0 or is_last):
             self._save(step)
-        return ends
+        return self.terminated
 
     @property
     def _keeps_state(self) -> bool:

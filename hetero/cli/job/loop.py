@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import hetero
 from hetero.cli.job.checkpoints import Checkpoints, agreed_checkpoint
@@ -69,6 +69,7 @@ def train(
             elif at_end is not None:
                 at_end(job)
             elif options.save_model:
+                _allow_cache(job.model)
                 hetero.save_pretrained(job.model, folder.model_path)
                 result.model_folder = str(folder.model_path)
             result.checkpoint = checkpoints.saved
@@ -77,7 +78,7 @@ def train(
         except KeyboardInterrupt:
             result.status = "interrupted"
             checkpoints.settle()
-        except (DivergedError, hetero.HeteroError, OSError, MemoryError) as error:
+        except (DivergedError, hetero.HeteroError, OSError, MemoryError, ValueError) as error:
             result.status = "failed"
             result.failure = error
             checkpoints.settle()
@@ -92,6 +93,13 @@ def train(
 
 
 _NOTHING_YET = "--resume found no checkpoint, so the run began anew"
+
+
+def _allow_cache(model: Any) -> None:
+    """Who generates with the model wants the cache that training does without."""
+    for config in (model.config, getattr(model, "generation_config", None)):
+        if config is not None:
+            config.use_cache = True
 
 
 def _run_steps(

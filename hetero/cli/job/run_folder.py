@@ -58,6 +58,11 @@ class RunFolder:
         """Whether a run has written its metrics to the folder."""
         return (path / METRICS_NAME).is_file()
 
+    @staticmethod
+    def written_s(path: Path) -> float:
+        """When the run that is in the folder was last written to."""
+        return (path / METRICS_NAME).stat().st_mtime
+
     def go_on_after(self, step: int) -> None:
         """Forgets the lines of later steps, which are made again."""
         metrics = self.path / METRICS_NAME

@@ -20,7 +20,7 @@ def model_folder(path: Path | None) -> Path:
                 "no run in the folder runs has left a model; name a folder, or train one: "
                 "hetero train"
             )
-        return max(found, key=lambda folder: folder.parent.name)
+        return max(found, key=lambda folder: (folder / "config.json").stat().st_mtime)
     for folder in (path, path / MODEL_NAME):
         if _is_model(folder):
             return folder
@@ -31,4 +31,6 @@ def model_folder(path: Path | None) -> Path:
 
 
 def _is_model(folder: Path) -> bool:
-    return (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
+    """Whether there are weights, or an adapter that names the folder of the weights."""
+    names = ("config.json", "adapter_config.json")
+    return any((folder / name).is_file() for name in names) and any(folder.glob("*.safetensors"))

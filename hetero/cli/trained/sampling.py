@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -95,8 +95,10 @@ def load_model(folder: Path) -> tuple[Any, Vocabulary]:
 
 
 @torch.no_grad()
-def sample(model: Any, prompt: list[int], options: SamplingOptions) -> Iterator[int]:
-    """The tokens after `prompt`, one by one.
+def sample(
+    model: Any, prompt: list[int], options: SamplingOptions, ends: Collection[int] = ()
+) -> Iterator[int]:
+    """The tokens after `prompt`, one by one, until one of `ends` comes.
 
     A model sees at most as many tokens as it has positions: once these are full, it goes on with
     the last half of them. Raises ValueError if the prompt is empty.
@@ -113,7 +115,15 @@ def sample(model: Any, prompt: list[int], options: SamplingOptions) -> Iterator[
         found = model(input_ids=new, past_key_values=cache, use_cache=True)
         cache, fed = found.past_key_values, len(tokens)
         tokens.append(_choose(found.logits[0, -1].float(), options, generator))
+        if tokens[-1] in ends:
+            return
         yield tokens[-1]
+
+
+def end_tokens(model: Any) -> set[int]:
+    """The tokens by which the model says that its text ends."""
+    given = getattr(model.generation_config, "eos_token_id", None)
+    return set() if given is None else {given} if isinstance(given, int) else set(given)
 
 
 def _choose(logits: torch.Tensor, options: SamplingOptions, generator: torch.Generator) -> int:

@@ -91,7 +91,9 @@ def summary(record: RunRecord) -> str:
         for tier in Tier
         if (budget := record.budget_bytes[tier]) is not None and record.peak_bytes[tier] > budget
     ]
-    kept = "a budget was passed" if over else "within its budgets"
+    has_budget = any(budget is not None for budget in record.budget_bytes.values())
+    within = "within its budgets" if has_budget else "without a budget"
+    kept = "a budget was passed" if over else within
     return (
         f"Training held {held}, {kept}; plain PyTorch would hold {format_bytes(facts.plain_bytes)}"
         f" of {TIER_WORDS[facts.plain_tier]} for the model state alone."

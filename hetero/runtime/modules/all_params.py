@@ -171,6 +171,9 @@ class AllParams:
             for chunk_group in self.chunk_groups:
                 chunk_group.params.wait_gathers_quietly()
         world.leave(error)
+        # All streams end first: a group answers for long, and meanwhile none may begin anything.
+        for chunk_group in self.chunk_groups:
+            chunk_group.params.stop()
         for chunk_group in self.chunk_groups:
             chunk_group.leave()
 

@@ -77,6 +77,10 @@ class CommonGather:
                     self._stream.check_comes(gather=self)
                 if self.error is None:
                     self.target.follow()
+            except Exception as error:
+                # (Who waits again must not take the memory for whole.)
+                self.error = self.error or error.with_traceback(None)
+                raise
             finally:
                 self._stream.wait_s += time.perf_counter() - began_s
                 self._let_go(self.error)

@@ -85,7 +85,8 @@ def test_a_model_larger_than_memory_passes(tmp_path: Path, compute: str, dtype: 
     assert found["host"] <= HOST_MEMORY
     for what in ("export", "load"):
         assert found[what] <= BESIDE < size / 10, found
-    assert found["go on"] <= found["start"] + BESIDE_CHECKPOINT, found
+    # (Whether pages of the budget are new depends on those that the engine before has left.)
+    assert found["go on"] <= HOST_MEMORY + BESIDE_CHECKPOINT < size / 2, found
     assert found["commit"] <= BESIDE, found
     for what in ("save", "resume"):
         assert found[what] <= BESIDE_CHECKPOINT < size / 2.9, found

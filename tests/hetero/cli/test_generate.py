@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from hetero.cli.main import main
-from hetero.cli.trained.sampling import ByteVocabulary, SamplingOptions, sample
+from hetero.cli.trained.sampling import ByteVocabulary, SamplingOptions, end_tokens, sample
 
 GREEDY = SamplingOptions(tokens=20, temperature=0.0, top_k=0, seed=0)
 
@@ -69,6 +69,17 @@ def test_tokens_are_those_of_transformers() -> None:
         torch.tensor([prompt]), max_new_tokens=20, do_sample=False, eos_token_id=None
     )
     assert list(sample(model, prompt, GREEDY)) == right[0, 3:].tolist()
+
+
+def test_text_ends_where_the_model_says() -> None:
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=32, n_head=2, n_positions=64)).eval()
+    whole = list(sample(model, [5, 6, 7], GREEDY))
+    assert list(sample(model, [5, 6, 7], GREEDY, {whole[-1]})) == whole[: whole.index(whole[-1])]
+    model.generation_config.eos_token_id = [3, 4]
+    assert end_tokens(model) == {3, 4}
+    model.generation_config.eos_token_id = None
+    assert end_tokens(model) == set()
 
 
 def test_top_k_draws_from_no_other_tokens() -> None:

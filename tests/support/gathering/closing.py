@@ -55,6 +55,35 @@ def close_early(
     return found, told
 
 
+def close_inside_forward(
+    rank: int, world: int, options: dict[str, Any]
+) -> tuple[list[torch.Tensor], bool]:
+    """The last rank's forward raises in the middle, and it closes its engine; the others compute.
+
+    Returns their outputs, and whether they know of a failure.
+    """
+    model, optimizer = make("layers", {"chunk_numel": 16384, "rank_timeout_s": 30.0} | options)
+    engine = optimizer.engine
+    for step in range(2):
+        model(inputs(rank, step, 128)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def raise_own(*_: Any) -> None:
+        raise ArithmeticError("the program's own")
+
+    if rank == world - 1:
+        model.layers[4].register_forward_pre_hook(raise_own)
+        with contextlib.suppress(ArithmeticError):
+            model(inputs(rank, 10, 128))
+        engine.close()
+        return [], False
+    outputs = [model(inputs(rank, 10 + n, 128)).detach().clone() for n in range(FORWARDS)]
+    failed = engine.world.failures.first is not None
+    engine.close()
+    return outputs, failed
+
+
 def break_off_when_one_has(rank: int, world: int) -> bool:
     """Rank 0 breaks off, then rank 1 does; returns whether that has ended rank 1's wait for rank 2.
 

@@ -162,6 +162,8 @@ def test_devices() -> None:
     expect(check_devices(built), Level.NOTE, "built without CUDA", "build of torch for CUDA")
     unseen = replace(GPU, devices=())
     expect(check_devices(unseen), Level.PROBLEM, "sees no device", "docker run --gpus all")
+    hidden = replace(unseen, hidden=True)
+    expect(check_devices(hidden), Level.NOTE, "CUDA_VISIBLE_DEVICES hides", "unset")
 
 
 def test_page_locking() -> None:

@@ -8,7 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.gathering.closing import break_off_when_one_has, close_early
+from tests.support.gathering.closing import (
+    break_off_when_one_has,
+    close_early,
+    close_inside_forward,
+)
 from tests.support.ranks.processes import RankPool
 
 # So long after the last step: before the others' next gather begins, during it, and after it.
@@ -29,6 +33,20 @@ def test_shards_on_nvme(ranks2: RankPool, tmp_path: Path) -> None:
 @pytest.mark.parametrize("quits", [[2], [0, 3], [1, 2, 3]])
 def test_four_ranks(ranks4: RankPool, quits: list[int]) -> None:
     check(ranks4, {"zero_stage": 3}, quits, 0.003)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_an_error_of_the_program_inside_forward(
+    ranks: int, ranks2: RankPool, ranks4: RankPool
+) -> None:
+    """All-gathers are under way when the rank closes; what it answers comes all the same."""
+    pool = ranks2 if ranks == 2 else ranks4
+    whole = pool.run(close_early, {"zero_stage": 3}, [], 0.0)
+    for _ in range(3):
+        found = pool.run(close_inside_forward, {"zero_stage": 3})
+        for (outputs, failed), (right, _) in list(zip(found, whole, strict=True))[:-1]:
+            assert all(map(torch.equal, outputs, right))
+            assert not failed
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
