@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -85,10 +86,20 @@ class FinetuneOptions(TrainOptions):
         if not self.output:
             raise ValueError("--output is missing; give a new folder for the result")
         path = Path(self.output)
-        if path.exists() and not path.is_dir():
-            raise ValueError(f"--output {path} is a file; give a new folder")
-        if path.is_dir() and any(path.iterdir()) and self.resume is None:
-            raise ValueError(f"--output {path} is not empty; give a new folder, or --resume")
+        try:
+            if path.exists() and not path.is_dir():
+                raise ValueError(f"--output {path} is a file; give a new folder")
+            if path.is_dir() and os.path.isdir(self.model) and path.samefile(self.model):
+                raise ValueError(
+                    f"--output {path} is the folder of --model, which it would replace; give a new "
+                    f"folder"
+                )
+            if path.is_dir() and any(path.iterdir()) and self.resume is None:
+                raise ValueError(f"--output {path} is not empty; give a new folder, or --resume")
+        except OSError as error:
+            raise ValueError(
+                f"--output {path} cannot be read: {error.strerror}; give a new folder"
+            ) from error
 
 
 def add_finetune_arguments(parser: argparse.ArgumentParser) -> None:
