@@ -82,6 +82,13 @@ class FinetuneOptions(TrainOptions):
             raise ValueError("--data is missing; give the file or folder to train on")
         self._check_output()
 
+    @property
+    def asked_steps(self) -> str:
+        """As of TrainOptions."""
+        if self.max_steps is not None:
+            return f"--max-steps {self.max_steps}"
+        return f"--epochs {self.epochs:g}, or give --max-steps"
+
     def _check_output(self) -> None:
         if not self.output:
             raise ValueError("--output is missing; give a new folder for the result")

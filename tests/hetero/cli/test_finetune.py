@@ -145,6 +145,9 @@ def test_a_run_goes_on_with_steps_of_the_same_size(
     assert said in capsys.readouterr().err
     assert main([*options, "--batch-size", "2", "--accumulate", "2"]) == 0
     assert len(losses("run")) == 4
+    assert main([*options, "--batch-size", "4"]) == 2
+    said = "has all 4 steps; to go on from it ask for more than --epochs 2, or give --max-steps"
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("cache", [True, False])
