@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hetero.cli.commands.train import Plan, run_training
@@ -49,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError("--model is missing; give the folder of a Hugging Face model")
     options = FinetuneOptions.from_namespace(arguments)
     # Late, because transformers takes seconds and belongs to the extra `train`.
-    from hetero.cli.finetune.export import export
+    from hetero.cli.finetune.export import check_place, export
     from hetero.cli.finetune.task import FinetuneTask
 
     if options.lora_rank:
@@ -59,11 +60,13 @@ def run(arguments: argparse.Namespace) -> int:
         task = FinetuneTask(options, ranks)
 
         def at_end(job: Job) -> None:
+            task.restore_cache(job.model)
             export(job, options, task.tokenizer)
             if ranks.leads:
                 print(f"hetero finetune: {_what(options)} is in {options.output}", file=sys.stderr)
 
-        return Plan(task.with_steps(ranks), task, at_end)
+        ranks.from_first(lambda: check_place(Path(options.output)))
+        return Plan(task.with_steps(), task, at_end)
 
     return run_training("finetune", options, make_plan)
 

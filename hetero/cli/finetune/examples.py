@@ -110,22 +110,34 @@ class Examples:
         collation: Collation,
         description: str,
         seed: int,
+        per_step: int,
         ranks: Ranks = ALONE,
     ) -> None:
+        """`per_step`: how many sequences a step of the run takes, on all ranks together."""
         self.rows = rows
         self.description = description
         self._collation = collation
         self._seed = seed
+        self.per_step = per_step
         self._ranks = ranks
         self._next = 0  # of the sequences of all epochs, one after another
         self._order: tuple[int, list[int]] = (-1, [])  # of an epoch
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the order is; the same for any number of ranks."""
-        return {"next": self._next, "seed": self._seed, "sequences": len(self.rows)}
+        """Where the order is, and what it is of; the same on all ranks."""
+        return {
+            "next": self._next,
+            "seed": self._seed,
+            "sequences": len(self.rows),
+            "per_step": self.per_step,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from there. Raises ValueError if it is of other data or another seed."""
+        """Goes on from there.
+
+        Raises:
+            ValueError: it is of other data, another seed or steps of another size.
+        """
         own = self.state_dict()
         for name in ("seed", "sequences"):
             if state[name] != own[name]:
@@ -133,6 +145,13 @@ class Examples:
                     f"the run that is resumed had {name} {state[name]}, and now it is {own[name]}; "
                     f"give the data, --seq-len, --packing and --seed as they were"
                 )
+        # A run counts its steps, and with others of another size would not see all epochs.
+        if state["per_step"] != self.per_step:
+            raise ValueError(
+                f"the run that is resumed took {state['per_step']} sequences a step, and now it "
+                f"would take {self.per_step}; give --batch-size, --accumulate and ranks whose "
+                f"product is {state['per_step']}"
+            )
         self._next = int(state["next"])
 
     def step(self, batch_size: int, accumulate: int) -> list[MicroBatch]:

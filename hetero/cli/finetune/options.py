@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,14 +82,31 @@ class FinetuneOptions(TrainOptions):
             raise ValueError("--data is missing; give the file or folder to train on")
         self._check_output()
 
+    @property
+    def asked_steps(self) -> str:
+        """As of TrainOptions."""
+        if self.max_steps is not None:
+            return f"--max-steps {self.max_steps}"
+        return f"--epochs {self.epochs:g}, or give --max-steps"
+
     def _check_output(self) -> None:
         if not self.output:
             raise ValueError("--output is missing; give a new folder for the result")
         path = Path(self.output)
-        if path.exists() and not path.is_dir():
-            raise ValueError(f"--output {path} is a file; give a new folder")
-        if path.is_dir() and any(path.iterdir()) and self.resume is None:
-            raise ValueError(f"--output {path} is not empty; give a new folder, or --resume")
+        try:
+            if path.exists() and not path.is_dir():
+                raise ValueError(f"--output {path} is a file; give a new folder")
+            if path.is_dir() and os.path.isdir(self.model) and path.samefile(self.model):
+                raise ValueError(
+                    f"--output {path} is the folder of --model, which it would replace; give a new "
+                    f"folder"
+                )
+            if path.is_dir() and any(path.iterdir()) and self.resume is None:
+                raise ValueError(f"--output {path} is not empty; give a new folder, or --resume")
+        except OSError as error:
+            raise ValueError(
+                f"--output {path} cannot be read: {error.strerror}; give a new folder"
+            ) from error
 
 
 def add_finetune_arguments(parser: argparse.ArgumentParser) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from dataclasses import replace
 from math import ceil
@@ -42,24 +43,34 @@ class FinetuneTask:
         self._config = _config(self._folder)
         self.tokenizer = _tokenizer(self._folder, options.chat_template)
         self.label = self._folder.resolve().name
-        self.vocab_size: int = self._config.vocab_size
+        # (A model of images and text has all that is asked here in a part of its configuration.)
+        self._text_config = self._config.get_text_config()
+        self.vocab_size: int = self._text_config.vocab_size
         self._check_sizes()
         self.data = self._examples(ranks)
 
-    def with_steps(self, ranks: Ranks) -> FinetuneOptions:
+    def with_steps(self) -> FinetuneOptions:
         """The options, with the steps that the epochs are."""
-        options = self._options
+        options, data = self._options, self.data
         if options.max_steps is not None:
             return replace(options, steps=options.max_steps)
-        per_step = options.batch_size * options.accumulate * ranks.count
-        return replace(options, steps=max(1, ceil(options.epochs * len(self.data.rows) / per_step)))
+        return replace(options, steps=max(1, ceil(options.epochs * len(data.rows) / data.per_step)))
+
+    def restore_cache(self, model: Any) -> None:
+        """Sets what the folder says of a cache, for the export of a model of shape() or build()."""
+        own = vars(self._text_config)
+        if "use_cache" in own:
+            model.config.get_text_config().use_cache = own["use_cache"]
+        else:
+            vars(model.config.get_text_config()).pop("use_cache", None)
 
     def shape(self) -> torch.nn.Module:
         """As of Task."""
         from transformers import AutoModelForCausalLM
 
         with torch.device("meta"):
-            return self._finished(AutoModelForCausalLM.from_config(self._config))
+            model = AutoModelForCausalLM.from_config(copy.deepcopy(self._config))
+        return self._finished(model)
 
     def build(self) -> torch.nn.Module:
         """As of Task. Raises ValueError if the folder has no weights that fit."""
@@ -67,7 +78,7 @@ class FinetuneTask:
 
         try:
             model = AutoModelForCausalLM.from_pretrained(
-                self._folder, config=self._config, local_files_only=True
+                self._folder, config=copy.deepcopy(self._config), local_files_only=True
             )
         except (OSError, RuntimeError) as error:
             raise ValueError(f"--model {self._folder}: no weights to load: {error}") from error
@@ -75,6 +86,9 @@ class FinetuneTask:
 
     def _finished(self, model: Any) -> torch.nn.Module:
         options = self._options
+        # A cache of keys and values is for generation; in training it only holds memory. (Not
+        # earlier, or the configuration of generation would be made from it.)
+        model.config.get_text_config().use_cache = False
         if options.lora_rank:
             from peft import LoraConfig, get_peft_model
 
@@ -97,7 +111,7 @@ class FinetuneTask:
                 f"--model {folder}: the tokenizer has {len(self.tokenizer)} tokens, and the model "
                 f"{self.vocab_size}; enlarge it with model.resize_token_embeddings(), and save it"
             )
-        positions = getattr(self._config, "max_position_embeddings", None)
+        positions = getattr(self._text_config, "max_position_embeddings", None)
         if positions is not None and positions < options.seq_len:
             raise ValueError(
                 f"--seq-len {options.seq_len} is more than the {positions} positions of the model "
@@ -119,14 +133,15 @@ class FinetuneTask:
         collation = Collation(self._pad_token(), self._mask_dtype())
         count = len(examples) + len(texts)
         description = f"{options.data} ({count} records in {len(rows)} sequences)"
-        return Examples(rows, collation, description, options.seed, ranks)
+        per_step = options.batch_size * options.accumulate * ranks.count
+        return Examples(rows, collation, description, options.seed, per_step, ranks)
 
     def _pad_token(self) -> int:
         found = self.tokenizer.pad_token_id
         return int(self.tokenizer.eos_token_id if found is None else found)
 
     def _mask_dtype(self) -> torch.dtype | None:
-        """Of the mask of packed sequences. Raises ValueError if the model knows no positions."""
+        """Of the mask of packed sequences. Raises ValueError if the model takes none."""
         options = self._options
         if not options.packing:
             return None
@@ -136,16 +151,37 @@ class FinetuneTask:
                 f"--packing needs a model that is told positions, and the {self._config.model_type}"
                 f" in {self._folder} is not; leave --packing out"
             )
+        self._check_attention()
         config = hetero.Config.make(
             dtype=options.dtype, backend=options.backend, link_gbps=options.link_gbps
         )
         return config.dtypes.torch_compute
 
+    def _check_attention(self) -> None:
+        """Raises ValueError if a layer sees less, or other things, than a mask for all layers says.
+
+        transformers takes such a mask as it is, without a window of its own, and a layer that is no
+        attention does not see it.
+        """
+        config, options = self._text_config, self._options
+        reason, window = "", getattr(config, "sliding_window", None)
+        if window and window < options.seq_len and getattr(config, "use_sliding_window", True):
+            reason = f"sees {window} tokens at a time, fewer than --seq-len {options.seq_len}"
+        for name in ("layer_types", "layers_block_type"):
+            others = set(getattr(config, name, None) or ()) - {"full_attention", "attention"}
+            if others:
+                reason = f"has layers of other kinds ({', '.join(sorted(others))})"
+        if reason:
+            raise ValueError(
+                f"--packing needs a model whose layers all see a whole sequence, and the "
+                f"{self._config.model_type} in {self._folder} {reason}; leave --packing out"
+            )
+
     def _on_meta(self) -> Any:
         from transformers import AutoModelForCausalLM
 
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(self._config)
+            return AutoModelForCausalLM.from_config(copy.deepcopy(self._config))
 
 
 def _config(folder: Path) -> Any:
@@ -162,12 +198,9 @@ def _config(folder: Path) -> Any:
             f"writes it (a model of the hub is downloaded by `hf download NAME --local-dir DIR`)"
         )
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        return AutoConfig.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"--model {folder}: config.json cannot be used: {error}") from error
-    # A cache of keys and values is for generation; in training it only holds memory.
-    config.use_cache = False
-    return config
 
 
 def _tokenizer(folder: Path, chat_template: str | None) -> Any:

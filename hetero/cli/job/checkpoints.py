@@ -90,8 +90,8 @@ class Checkpoints:
         made = int(found.extra["step"])
         if made >= job.options.steps:
             raise ValueError(
-                f"{found.path} has all {made} steps; to go on from it ask for more than --steps "
-                f"{job.options.steps}"
+                f"{found.path} has all {made} steps; to go on from it ask for more than "
+                f"{job.options.asked_steps}"
             )
         return made, found.path
 

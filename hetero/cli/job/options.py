@@ -290,6 +290,11 @@ class TrainOptions:
         """Of each rank."""
         return self.accumulate * self.batch_size * self.seq_len
 
+    @property
+    def asked_steps(self) -> str:
+        """What was asked for that `steps` is, as messages name it."""
+        return f"--steps {self.steps}"
+
     @classmethod
     def from_namespace(cls: type[Options], namespace: argparse.Namespace) -> Options:
         """What was parsed; options that the parser does not have keep their defaults."""

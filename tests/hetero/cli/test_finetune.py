@@ -57,7 +57,7 @@ def test_a_whole_model_against_plain_torch(arguments: list[str]) -> None:
     encoder = Encoder(tokenizer, SEQ_LEN)
     conversations = [parse(record) for record in read_records("../data.jsonl")]
     rows = [[encoder.conversation(c)] for c in conversations if isinstance(c, Conversation)]
-    data = Examples(rows, Collation(int(tokenizer.pad_token_id), None), "", 0)
+    data = Examples(rows, Collation(int(tokenizer.pad_token_id), None), "", 0, 4)
     model = AutoModelForCausalLM.from_pretrained("../model").train()
     adam = torch.optim.AdamW(model.parameters(), lr=LR, betas=ADAM_BETAS, weight_decay=0.0)
     expected = []
@@ -115,6 +115,53 @@ def test_a_resumed_run_has_the_same_bits(arguments: list[str]) -> None:
     assert file.read_bytes() == weights
 
 
+def test_a_result_replaces_one_of_another_kind(arguments: list[str]) -> None:
+    """An adapter in the folder of a whole model would be loaded instead of it."""
+    options = [*arguments, "--lora-rank", "4", "--save-every", "1", "--run-dir", "run"]
+    assert main([*options, "--max-steps", "1", "--output", "out"]) == 0
+    Path("out/notes.safetensors").touch()
+    options += ["--output", "out", "--resume"]
+    assert main([*options, "--max-steps", "2", "--merge"]) == 0
+    assert not list(Path("out").glob("adapter_*"))
+    assert main([*arguments, "--max-steps", "2", "--output", "plain", "--run-dir", "p"]) == 0
+    found = {path.name for path in Path("out").iterdir()}
+    wanted = {path.name for path in Path("plain").iterdir()}
+    assert found == wanted | {"notes.safetensors", "README.md"}
+    assert not hasattr(AutoModelForCausalLM.from_pretrained("out"), "peft_config")
+    assert main([*options, "--max-steps", "3"]) == 0
+    assert Path("out/adapter_model.safetensors").exists()
+    assert not Path("out/config.json").exists()
+    assert not Path("out/model.safetensors").exists()
+
+
+def test_a_run_goes_on_with_steps_of_the_same_size(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = [*arguments, "--output", "out", "--run-dir", "run", "--save-every", "1"]
+    assert main([*options, "--batch-size", "4", "--max-steps", "1"]) == 0
+    options += ["--resume", "--epochs", "2"]
+    assert main([*options, "--batch-size", "2"]) == 2
+    said = "took 4 sequences a step, and now it would take 2; give --batch-size, --accumulate and"
+    assert said in capsys.readouterr().err
+    assert main([*options, "--batch-size", "2", "--accumulate", "2"]) == 0
+    assert len(losses("run")) == 4
+    assert main([*options, "--batch-size", "4"]) == 2
+    said = "has all 4 steps; to go on from it ask for more than --epochs 2, or give --max-steps"
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("cache", [True, False])
+def test_an_export_keeps_the_setting_of_a_cache(cache: bool, arguments: list[str]) -> None:
+    files = [Path("../model") / name for name in ("config.json", "generation_config.json")]
+    own = json.loads(files[0].read_text())
+    files[0].write_text(json.dumps({**own, "use_cache": cache}))
+    files[1].unlink()
+    assert main([*arguments, "--max-steps", "1", "--output", "out"]) == 0
+    model = AutoModelForCausalLM.from_pretrained("out")
+    assert model.config.use_cache is cache
+    assert model.generation_config.use_cache is cache
+
+
 def test_texts_are_packed(arguments: list[str], tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 40)
     options = [*arguments, "--data", "../text.txt", "--max-steps", "6", "--run-dir", "run"]
@@ -155,6 +202,9 @@ def run_in(rank: int, world: int, folder: str, options: list[str]) -> bool:
         (["--output", "full"], "--output full is not empty; give a new folder, or --resume"),
         (["--output", "bad.jsonl"], "--output bad.jsonl is a file"),
         (["--output", ""], "--output is missing"),
+        (["--output", "bad.jsonl/out"], "--output bad.jsonl/out cannot be written: Not a dir"),
+        (["--output", "/proc/hetero"], "--output /proc/hetero cannot be written"),
+        (["--output", "../model", "--resume"], "--output ../model is the folder of --model"),
         (["--merge"], "--merge, --lora-alpha and --lora-dropout are about an adapter"),
         (["--lora-dropout", "1"], "--lora-dropout must be in [0, 1), got 1.0"),
         (["--epochs", "0"], "--epochs must be more than 0, got 0.0"),

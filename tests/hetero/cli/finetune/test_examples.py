@@ -67,11 +67,11 @@ def test_every_label_of_a_step_counts_the_same(tmp_path: Path) -> None:
     wanted = model(**PADDED(rows)).loss.item()
     found = []
     for rank in range(2):
-        data = Examples(rows, PADDED, "here", 0, Ranks(rank, 2))
+        data = Examples(rows, PADDED, "here", 0, 4, Ranks(rank, 2))
         losses = [model(**each.inputs).loss.item() / each.divisor for each in data.step(1, 2)]
         found.append(sum(losses))
     assert sum(found) / 2 == pytest.approx(wanted, rel=1e-6)
-    alone = Examples(rows, PADDED, "here", 0).step(1, 4)
+    alone = Examples(rows, PADDED, "here", 0, 4).step(1, 4)
     assert sum(each.tokens for each in alone) == 24
     losses = [model(**each.inputs).loss.item() / each.divisor for each in alone]
     assert sum(losses) == pytest.approx(wanted, rel=1e-6)
@@ -79,15 +79,18 @@ def test_every_label_of_a_step_counts_the_same(tmp_path: Path) -> None:
 
 def test_epochs_are_orders_of_their_own_and_go_on() -> None:
     rows = [[example(3, 1, seed)] for seed in range(5)]
-    whole = Examples(rows, PADDED, "here", 7)
+    whole = Examples(rows, PADDED, "here", 7, 6)
     taken = [tuple(whole.step(1, 1)[0].inputs["input_ids"][0].tolist()) for _ in range(10)]
     assert sorted(taken[:5]) == sorted(taken[5:]) == sorted(tuple(row[0].tokens) for row in rows)
     assert taken[:5] != taken[5:]
-    first = Examples(rows, PADDED, "here", 7)
+    first = Examples(rows, PADDED, "here", 7, 6)
     first.step(3, 2)
-    second = Examples(rows, PADDED, "here", 7)
+    second = Examples(rows, PADDED, "here", 7, 6)
     second.load_state_dict(first.state_dict())
     assert tuple(second.step(1, 1)[0].inputs["input_ids"][0].tolist()) == taken[6]
-    for other in (Examples(rows[1:], PADDED, "here", 7), Examples(rows, PADDED, "here", 8)):
+    for other in (Examples(rows[1:], PADDED, "here", 7, 6), Examples(rows, PADDED, "here", 8, 6)):
         with pytest.raises(ValueError, match="the run that is resumed had"):
             other.load_state_dict(first.state_dict())
+    larger = Examples(rows, PADDED, "here", 7, 12, Ranks(0, 2))
+    with pytest.raises(ValueError, match="took 6 sequences a step, and now it would take 12; give"):
+        larger.load_state_dict(first.state_dict())
