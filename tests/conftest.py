@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import HealthCheck, settings
 
 from hetero.state.memory.state_files import FOLDER
@@ -88,6 +89,15 @@ def nothing_left(tmp_path: Path) -> Iterator[None]:
     assert own_threads() <= threads
     # (A durable state's folder is there to stay.)
     assert not [path for path in tmp_path.rglob("*hetero*") if path.name != FOLDER]
+
+
+@pytest.fixture(autouse=True)
+def default_group_ends() -> Iterator[None]:
+    """A default process group that a test's library has made, as TRL does, ends with the test."""
+    had_one = dist.is_initialized()
+    yield
+    if dist.is_initialized() and not had_one:
+        dist.destroy_process_group()
 
 
 @pytest.fixture

@@ -119,6 +119,10 @@ def test_commit_says_when_the_tree_has_changes(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("1")
     git("add", "file")
     git("commit", "-qm", "first")
+    assert commit(tmp_path) is None, "it is somebody else's repository"
+    (tmp_path / "pyproject.toml").write_text("")
+    git("add", "pyproject.toml")
+    git("commit", "-qm", "second")
     clean = commit(tmp_path)
     assert clean is not None
     assert not clean.endswith("+")

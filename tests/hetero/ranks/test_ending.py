@@ -77,11 +77,16 @@ class TestInterruptThatIsCaught:
     def test_by_the_rank_that_waits(self, server: ScriptServer, where: str) -> None:
         script = at_place(server, where, catches=True)
         script.interrupt(0)
+        if where == "forward":
+            # A gather goes on when who waits for it is interrupted, and the rank answers the other
+            # one until that ends; a mean does not go on.
+            script.open("go")
+            check_told(script.end(1), "rank 0", "closed its engine")
+            assert script.end(0) == Ended(0, "")
+            return
         assert script.end(0) == Ended(0, "")
         script.open("go")
-        # (A gather goes on when who waits for it is interrupted; a mean does not.)
-        why = "closed its engine" if where == "forward" else "KeyboardInterrupt"
-        check_told(script.end(1), "rank 0", why)
+        check_told(script.end(1), "rank 0", "KeyboardInterrupt")
 
     def test_by_the_rank_that_is_waited_for(self, server: ScriptServer, where: str) -> None:
         script = at_place(server, where, catches=True)
