@@ -173,9 +173,8 @@ class ChunkGroup:
         """Tells the ranks that wait for values of this one that these will not come, and why."""
         self.params.versions.end(why)
 
-    def leave(self) -> None:
-        """Asks other ranks for nothing any more, and answers them until they do the same."""
-        self.params.stop()
+    def answer_until_left(self) -> None:
+        """Answers other ranks until they ask for nothing any more; this one does not, either."""
         for server in () if self.ranks is None else self.ranks.servers:
             server.close()
 

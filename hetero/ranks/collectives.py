@@ -92,18 +92,16 @@ class Collectives(Requests):
                 if waited_s > _TELL_S and not has_told:
                     self.tell_wait(operation, what)
                     has_told = True
-        except PeerClosedError:
-            self._abandon(work, operation.channel)
-            raise
         except PeerError as error:
-            # Told first: the others would take this rank for the cause of what breaks now. (A
-            # channel that this rank has given up itself it has given up with a reason, which the
-            # others have been told; it may still answer requests over the other channels.)
-            if self.has_given_up(operation.channel):
-                self._abandon(work, operation.channel)
-            else:
+            # A channel whose operations alone have ended, because a member has closed its engine or
+            # this rank has given them up, is no failure, and requests are answered over the others.
+            is_failure = not (
+                isinstance(error, PeerClosedError) or self.has_given_up(operation.channel)
+            )
+            if is_failure:
+                # Told first: the others would take this rank for the cause of what breaks now.
                 self.failures.tell(f"{self.name(self.rank)} gave up: {name_error(error)}")
-                self._abandon(work)
+            self._abandon(work, None if is_failure else operation.channel)
             raise
         except BaseException as error:  # a signal's: the memory may have another use afterwards
             self._end_by(error)
@@ -130,7 +128,7 @@ class Collectives(Requests):
         return True
 
     def _abandon(self, work: Any, only: Channel | None = None) -> None:
-        """Until work that cannot be done any more has let go of its memory; as break_off()."""
+        """Breaks off one channel or all, and waits until the work has let go of its memory."""
         self.break_off(only)
         until = time.monotonic() + _END_S
         while not work.is_completed() and time.monotonic() < until:

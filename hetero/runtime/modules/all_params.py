@@ -171,11 +171,11 @@ class AllParams:
             for chunk_group in self.chunk_groups:
                 chunk_group.params.wait_gathers_quietly()
         world.leave(error)
-        # All streams end first: a group answers for long, and meanwhile none may begin anything.
+        # All groups stop before the first one answers, which takes as long as the others train.
         for chunk_group in self.chunk_groups:
             chunk_group.params.stop()
         for chunk_group in self.chunk_groups:
-            chunk_group.leave()
+            chunk_group.answer_until_left()
 
     def note_forward(self, begins: bool) -> None:
         """A forward of the whole model with gradients begins, or ends."""
