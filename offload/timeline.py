@@ -17,10 +17,9 @@ recording under way nothing is kept.
 from __future__ import annotations
 
 import json
-import math
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -138,11 +137,9 @@ class Timeline:
 
     def busy_s(self, *lanes: LaneName) -> float:
         """Seconds in which any of the lanes was busy."""
-        busy_s, until_s = 0.0, -math.inf
-        for begin, end in sorted((i.begin_s, i.end_s) for i in self.intervals if i.lane in lanes):
-            busy_s += max(0.0, end - max(begin, until_s))
-            until_s = max(until_s, end)
-        return busy_s
+        return sum(
+            end - begin for begin, end in union(i for i in self.intervals if i.lane in lanes)
+        )
 
     def both_s(self, some: Sequence[LaneName], others: Sequence[LaneName]) -> float:
         """Seconds in which one of `some` and one of `others` were busy at once."""
@@ -191,6 +188,17 @@ class Timeline:
             at = {"ts": (sample.at_s - self.begin_s) * 1e6, "pid": 1}
             events.append({"ph": "C", "name": sample.track, "args": dict(sample.values), **at})
         return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def union(intervals: Iterable[Interval]) -> list[tuple[float, float]]:
+    """From when until when any of them was, in order; joined where they overlap or touch."""
+    joined: list[tuple[float, float]] = []
+    for begin, end in sorted((i.begin_s, i.end_s) for i in intervals):
+        if joined and begin <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(joined[-1][1], end)
+        else:
+            joined.append((begin, end))
+    return joined
 
 
 class Recording:

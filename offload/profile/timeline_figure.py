@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from offload.timeline import LANES, Interval, LaneName, Timeline
+from offload.timeline import LANES, Interval, LaneName, Timeline, union
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,6 +30,9 @@ SUFFIXES = (".png", ".svg", ".pdf")
 
 _HIDDEN_COLOUR = "#222222"
 _WORKERS: tuple[LaneName, ...] = ("update", "nvme_read", "nvme_write", "h2d", "d2h")
+_WAITS: tuple[LaneName, ...] = ("gather", "activation")
+
+Span = tuple[float, float]  # from when until when
 
 _BAND = 0.76  # of the height that a lane has
 # Of the width: narrower intervals have no room for their name, or for an edge.
@@ -45,30 +49,33 @@ def draw_timeline(timeline: Timeline, path: str | os.PathLike[str], title: str) 
 
 
 def hidden_spans(timeline: Timeline) -> list[tuple[float, float]]:
-    """From when until when forward or backward ran while anything was updated or moved.
+    """From when until when forward or backward computed while anything was updated or moved.
 
-    Seconds of time.perf_counter(), in order, none over another.
+    Forward and backward do not compute while they wait for a chunk or an activation: what is
+    moved then hides behind nothing. Seconds of time.perf_counter(), in order, none over another.
     """
-    computing = [i for i in timeline.of("compute") if i.name != "optimizer"]
-    working = [i for lane in _WORKERS for i in timeline.of(lane)]
-    found, ours, theirs = [], _union(computing), _union(working)
-    while ours and theirs:
-        begin, end = max(ours[0][0], theirs[0][0]), min(ours[0][1], theirs[0][1])
+    computing = union(i for i in timeline.of("compute") if i.name != "optimizer")
+    working = union(i for lane in _WORKERS for i in timeline.of(lane))
+    waiting = union(i for lane in _WAITS for i in timeline.of(lane))
+    edges = [-math.inf, *(edge for span in waiting for edge in span), math.inf]
+    not_waiting = list(zip(edges[::2], edges[1::2], strict=True))
+    return _shared(_shared(computing, working), not_waiting)
+
+
+def _shared(some: Sequence[Span], others: Sequence[Span]) -> list[Span]:
+    """The times that both have; each is in order, and has none over another."""
+    found: list[Span] = []
+    first, second = 0, 0
+    while first < len(some) and second < len(others):
+        begin = max(some[first][0], others[second][0])
+        end = min(some[first][1], others[second][1])
         if end > begin:
             found.append((begin, end))
-        (ours if ours[0][1] <= theirs[0][1] else theirs).pop(0)
-    return found
-
-
-def _union(intervals: list[Interval]) -> list[tuple[float, float]]:
-    """The times of all of them, joined where they overlap."""
-    joined: list[tuple[float, float]] = []
-    for i in sorted(intervals, key=lambda i: i.begin_s):
-        if joined and i.begin_s <= joined[-1][1]:
-            joined[-1] = joined[-1][0], max(joined[-1][1], i.end_s)
+        if some[first][1] <= others[second][1]:
+            first += 1
         else:
-            joined.append((i.begin_s, i.end_s))
-    return joined
+            second += 1
+    return found
 
 
 def hidden_finding(timeline: Timeline) -> str:

@@ -263,6 +263,9 @@ def test_what_is_hidden_behind_forward_and_backward() -> None:
     assert hidden_spans(timeline) == [(3.0, 4.0), (5.0, 7.0)]
     assert hidden_finding(timeline).startswith("60% of the 5 s of updates and transfers")
     assert "Nothing" in hidden_finding(replace(timeline, intervals=timeline.intervals[:3]))
+    waits = (Interval("gather", 3.5, 5.5), Interval("activation", 6.0, 6.5))
+    waiting = replace(timeline, intervals=(*timeline.intervals, *waits))
+    assert hidden_spans(waiting) == [(3.0, 3.5), (5.5, 6.0), (6.5, 7.0)]
 
 
 @given(timelines)
