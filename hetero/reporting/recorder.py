@@ -215,6 +215,7 @@ class Recorder:
             begin_s=self.begin_s,
             points=self._points.points,
             budget_bytes={tier: ledger.budget_bytes[tier.value] for tier in Tier},
+            largest_budget_bytes={tier: ledger.largest_budget_bytes[tier.value] for tier in Tier},
             peak_bytes={tier: ledger.peak_bytes[tier.value] for tier in Tier},
             peak_rss_bytes=peak_resident_bytes(),
             chunks=chunk_homes(engine),
@@ -226,8 +227,13 @@ class Recorder:
         )
 
 
-def facts_of(engine: Engine, title: str, rows: tuple[tuple[str, str], ...] = ()) -> RunFacts:
-    """What an engine says of its model."""
+def facts_of(
+    engine: Engine,
+    title: str,
+    rows: tuple[tuple[str, str], ...] = (),
+    losses_are_means: bool = False,
+) -> RunFacts:
+    """What an engine says of its model; the other arguments are as RunFacts has them."""
     layouts = [(group.layout, group.dtypes) for group in engine.chunk_groups]
     plain = params = 0
     for layout, dtypes in layouts:
@@ -245,6 +251,7 @@ def facts_of(engine: Engine, title: str, rows: tuple[tuple[str, str], ...] = ())
         policy=engine.config.placement_policy,
         ranks=engine.world.size,
         rows=rows,
+        losses_are_means=losses_are_means,
     )
 
 

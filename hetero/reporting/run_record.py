@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from offload.memory.sizes import format_bytes
 from offload.memory.tiers import Account, Tier
 from offload.timeline import Timeline
 
@@ -203,6 +204,7 @@ class RunFacts:
         policy: the placement policy.
         ranks: how many train together; all bytes are of the first one.
         rows: more of what is known, as label and value, for the table at the top.
+        losses_are_means: over all ranks; else they are the first one's.
     """
 
     title: str
@@ -213,6 +215,7 @@ class RunFacts:
     policy: str
     ranks: int = 1
     rows: tuple[tuple[str, str], ...] = ()
+    losses_are_means: bool = False
 
 
 @dataclass(frozen=True)
@@ -222,6 +225,7 @@ class RunRecord:
     Attributes:
         begin_s: of time.perf_counter(): when the first step began.
         budget_bytes, peak_bytes: by tier; None: no budget.
+        largest_budget_bytes: by tier, where the budget was larger for a time than at the end.
         peak_rss_bytes: the most that the process ever held.
         chunks: where state is at the end, in the order of the model.
         changes: of homes: after which step, and why.
@@ -243,6 +247,28 @@ class RunRecord:
     timeline: Timeline | None = None
     status: str = "finished"
     notes: tuple[str, ...] = field(default=())
+    largest_budget_bytes: Mapping[Tier, int | None] = field(default_factory=dict)
+
+    def largest_budget(self, tier: Tier) -> int | None:
+        """What the tier's peak is compared with; None: there was no budget, or not always."""
+        return self.largest_budget_bytes.get(tier, self.budget_bytes[tier])
+
+    def limit_words(self, tier: Tier) -> str:
+        """The budget of a tier, with what it was before if that was more."""
+        now, largest = self.budget_bytes[tier], self.largest_budget(tier)
+        if now is None or largest is None:
+            return "no budget"
+        later = f", {format_bytes(now)} at the end" if now != largest else ""
+        return f"of a budget of {format_bytes(largest)}{later}"
+
+    @property
+    def passed_budgets(self) -> list[Tier]:
+        """The tiers that have held more than any of their budgets."""
+        return [
+            tier
+            for tier in Tier
+            if (budget := self.largest_budget(tier)) is not None and self.peak_bytes[tier] > budget
+        ]
 
     @property
     def steps(self) -> int:

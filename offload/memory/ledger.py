@@ -34,6 +34,7 @@ class Ledger:
                 is refused: frees that many if it can. (Parameters under construction move to disk.)
         """
         self._budgets = {tier: budgets.get(tier) for tier in Tier}
+        self._largest_budgets = dict(self._budgets)
         self._accounts: Counter[tuple[Tier, Account]] = Counter()
         self._in_use = dict.fromkeys(Tier, 0)
         self._peak = dict.fromkeys(Tier, 0)
@@ -77,6 +78,8 @@ class Ledger:
                     f"{format_bytes(self._in_use[tier])} are in use"
                 )
             self._budgets[tier] = nbytes
+            largest = self._largest_budgets[tier]
+            self._largest_budgets[tier] = None if largest is None else max(nbytes, largest)
 
     def _missing(self, tier: Tier, nbytes: int) -> int:
         budget = self._budgets[tier]
@@ -123,6 +126,12 @@ class Ledger:
     def budget_bytes(self) -> dict[str, int | None]:
         """Budget of each tier by name; None: not limited by the user."""
         return {tier.value: nbytes for tier, nbytes in self._budgets.items()}
+
+    @property
+    def largest_budget_bytes(self) -> dict[str, int | None]:
+        """The largest budget that each tier has had, by name: peak_bytes are compared with these,
+        because budgets move. None: there was a time without one."""
+        return {tier.value: nbytes for tier, nbytes in self._largest_budgets.items()}
 
     @property
     def in_use_bytes(self) -> dict[str, int]:

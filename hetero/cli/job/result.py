@@ -58,6 +58,8 @@ class TrainResult:
     setting: Setting
     steps: list[StepMetrics] = field(default_factory=list)
     peak_managed_bytes: dict[str, int] = field(default_factory=dict)
+    # The most that each tier's budget ever was, by name: peaks are compared with these.
+    largest_budget_bytes: dict[str, int | None] = field(default_factory=dict)
     peak_rss_bytes: int = 0
     peak_rss_by_rank_bytes: list[int] = field(default_factory=list)
     status: str = "finished"  # "finished" | "interrupted" | "terminated" | "failed"

@@ -30,6 +30,9 @@ def rows(result: TrainResult) -> list[tuple[str, str]]:
         budget, peak = setting.budget_bytes[tier], result.peak_managed_bytes[tier]
         if budget is not None or peak:
             limit = "no budget" if budget is None else f"budget {format_bytes(budget)}"
+            largest = result.largest_budget_bytes.get(tier)
+            if budget is not None and largest is not None and largest != budget:
+                limit += f", at most {format_bytes(largest)}"
             table.append((f"managed peak, {tier}", f"{format_bytes(peak)}, {limit}"))
     table += [
         ("peak RSS of the process", format_bytes(result.peak_rss_bytes)),

@@ -29,9 +29,9 @@ def cards(record: RunRecord) -> list[Card]:
     facts = record.facts
     found = []
     for tier in record.used_tiers:
-        peak, budget = record.peak_bytes[tier], record.budget_bytes[tier]
-        limit = "no budget" if budget is None else f"of a budget of {format_bytes(budget)}"
+        peak, budget = record.peak_bytes[tier], record.largest_budget(tier)
         share = peak / budget if budget else None
+        limit = record.limit_words(tier)
         found.append(Card(f"{TIER_WORDS[tier]}, at most", format_bytes(peak), limit, share))
     if record.tokens_per_s is not None:
         speed, unit = f"{record.tokens_per_s:,.0f}", "tokens per second"
@@ -40,7 +40,7 @@ def cards(record: RunRecord) -> list[Card]:
     found.append(Card("Speed", speed, f"{unit}, {step_seconds(record):.3g} s per step"))
     losses = [point.loss for point in record.points if point.loss is not None]
     if losses:
-        whose = " (of rank 0)" if facts.ranks > 1 else ""
+        whose = " (of rank 0)" if facts.ranks > 1 and not facts.losses_are_means else ""
         found.append(Card("Loss", f"{losses[-1]:.4g}", f"at first {losses[0]:.4g}{whose}"))
     return found
 
@@ -86,14 +86,9 @@ def summary(record: RunRecord) -> str:
         f"{format_bytes(record.peak_bytes[tier])} of {TIER_WORDS[tier]}"
         for tier in record.used_tiers
     )
-    over = [
-        tier
-        for tier in Tier
-        if (budget := record.budget_bytes[tier]) is not None and record.peak_bytes[tier] > budget
-    ]
-    has_budget = any(budget is not None for budget in record.budget_bytes.values())
+    has_budget = any(record.largest_budget(tier) is not None for tier in Tier)
     within = "within its budgets" if has_budget else "without a budget"
-    kept = "a budget was passed" if over else within
+    kept = "a budget was passed" if record.passed_budgets else within
     return (
         f"Training held {held}, {kept}; plain PyTorch would hold {format_bytes(facts.plain_bytes)}"
         f" of {TIER_WORDS[facts.plain_tier]} for the model state alone."

@@ -100,24 +100,21 @@ def _draw_tier(axes: Axes, record: RunRecord, tier: Tier) -> None:
 
 def memory_finding(record: RunRecord) -> str:
     """Whether budgets held."""
-    pairs = [(record.peak_bytes[t], record.budget_bytes[t]) for t in record.used_tiers]
-    limited = [(peak, budget) for peak, budget in pairs if budget is not None]
+    limited = [tier for tier in record.used_tiers if record.largest_budget(tier) is not None]
     if not limited:
         return "Memory: no budget was given"
-    kept = all(peak <= budget for peak, budget in limited)
-    many = len(limited) > 1
-    if kept:
-        return f"Memory stayed within its budget{'s' if many else ''}"
-    return "Memory passed a budget"
+    if record.passed_budgets:
+        return "Memory passed a budget"
+    return f"Memory stayed within its budget{'s' if len(limited) > 1 else ''}"
 
 
 def tier_finding(record: RunRecord, tier: Tier) -> str:
     """What there is to see of a tier, in one line."""
-    peak, budget = record.peak_bytes[tier], record.budget_bytes[tier]
+    peak, budget = record.peak_bytes[tier], record.largest_budget(tier)
     words = f"{TIER_WORDS[tier]}: at most {format_bytes(peak)}"
     if budget is None:
         return f"{words}, without a budget"
-    return f"{words} of a budget of {format_bytes(budget)} ({peak / budget:.0%})"
+    return f"{words} {record.limit_words(tier)} ({peak / budget:.0%})"
 
 
 def _lines(record: RunRecord, tier: Tier) -> list[tuple[float, str, str]]:

@@ -71,6 +71,17 @@ def test_the_refusal_has_the_numbers():
     assert "5 B" not in message  # what other tiers hold
 
 
+def test_the_largest_budget_is_what_a_peak_is_compared_with():
+    ledger = Ledger({HOST: 100})
+    ledger.charge(HOST, PARAM, 100)
+    ledger.release(HOST, PARAM, 70)
+    for nbytes, largest in ((40, 100), (120, 120), (30, 120)):
+        ledger.set_budget(HOST, nbytes)
+        ledger.set_budget(DISK, nbytes)
+        assert ledger.largest_budget_bytes == {"device": None, "host": largest, "disk": None}
+    assert ledger.peak_bytes["host"] == 100 > (ledger.budget_bytes["host"] or 0)
+
+
 def test_tiers_without_a_budget_are_not_limited():
     ledger = Ledger({HOST: None})
     ledger.charge(HOST, PARAM, 1 << 60)

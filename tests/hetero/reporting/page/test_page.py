@@ -117,6 +117,22 @@ def test_a_budget_that_was_passed_is_not_called_kept() -> None:
     assert "within its budgets" not in text
 
 
+def test_a_budget_that_became_smaller_was_not_passed() -> None:
+    peaks = {Tier.DEVICE: 0, Tier.HOST: 250 * MIB, Tier.DISK: 0}
+    largest = {Tier.HOST: 256 * MIB}
+    text = make_page(make_record(peak_bytes=peaks, largest_budget_bytes=largest))
+    assert "within its budgets" in text
+    assert "Memory stayed within its budget" in text
+    assert "of a budget of 256.0 MiB, 200.0 MiB at the end (98%)" in text
+
+
+def test_losses_of_all_ranks_are_not_called_one_ranks() -> None:
+    record = ranked()
+    assert "(of rank 0)" in make_page(record)
+    means = replace(record, facts=replace(record.facts, losses_are_means=True))
+    assert "(of rank 0)" not in make_page(means)
+
+
 def test_a_long_run_has_a_small_page_that_hides_no_peak() -> None:
     points = [point(n) for n in range(1, 2001)]
     points[1234] = point(1235, samples=(sample(2470.0, 70 * MIB),))
