@@ -97,7 +97,7 @@ class DurableSteps:
     def commit(self) -> hetero.Save:
         """As the loop of hetero train makes it."""
         self._step += 1
-        objects = {"scheduler": self._job.scheduler, "data": self._job.corpus}
+        objects = {"scheduler": self._job.scheduler, "data": self._job.task.data}
         return hetero.commit(self._job.model, extra={**objects, "step": self._step})
 
     def sample(self, steps: int, every: int) -> Sample:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hetero.cli.commands.train import Plan, run_training
+from hetero.cli.commands.train import run_training
 from hetero.cli.finetune.options import FinetuneOptions, add_finetune_arguments
 from hetero.cli.parser import examples
 
 if TYPE_CHECKING:
     from hetero.cli.commands import Commands
-    from hetero.cli.job.job import Job
+    from hetero.cli.job.job import Task
+    from hetero.cli.job.options import TrainOptions
     from hetero.cli.job.ranks import Ranks
 
 
@@ -50,28 +50,15 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError("--model is missing; give the folder of a Hugging Face model")
     options = FinetuneOptions.from_namespace(arguments)
     # Late, because transformers takes seconds and belongs to the extra `train`.
-    from hetero.cli.finetune.export import check_place, export
+    from hetero.cli.finetune.export import check_place
     from hetero.cli.finetune.task import FinetuneTask
 
     if options.lora_rank:
         import peft  # noqa: F401 (or the error that it is missing, before anything is read)
 
-    def make_plan(ranks: Ranks) -> Plan:
+    def make_task(ranks: Ranks) -> tuple[TrainOptions, Task]:
         task = FinetuneTask(options, ranks)
-
-        def at_end(job: Job) -> None:
-            task.restore_cache(job.model)
-            export(job, options, task.tokenizer)
-            if ranks.leads:
-                print(f"hetero finetune: {_what(options)} is in {options.output}", file=sys.stderr)
-
         ranks.from_first(lambda: check_place(Path(options.output)))
-        return Plan(task.with_steps(), task, at_end)
+        return task.with_steps(), task
 
-    return run_training("finetune", options, make_plan)
-
-
-def _what(options: FinetuneOptions) -> str:
-    if not options.lora_rank:
-        return "the model"
-    return "the model with its adapter merged" if options.merge else "the adapter"
+    return run_training("finetune", options, make_task)

@@ -6,11 +6,11 @@ import argparse
 import json
 import platform
 import sys
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hetero.cli.commands.outcome import EXIT_OK
+from hetero.cli.folders import make_writable
 from hetero.cli.parser import examples
 from hetero.cpu_threads import set_threads
 from offload.memory.sizes import format_bytes
@@ -82,9 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _check_output(path: Path) -> None:
     """Raises ValueError if no file can be made at `path`."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path.parent):
-            pass
+        make_writable(path.parent)
     except OSError as error:
         raise ValueError(
             f"--output: {path} cannot be written ({error.strerror}); name another file"

@@ -7,7 +7,6 @@ import contextlib
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hetero.cli.commands.outcome import (
@@ -22,7 +21,7 @@ from hetero.cli.parser import examples
 
 if TYPE_CHECKING:
     from hetero.cli.commands import Commands
-    from hetero.cli.job.job import Job, Task
+    from hetero.cli.job.job import Task
     from hetero.cli.job.ranks import Ranks
 
 
@@ -38,7 +37,7 @@ def add_command(commands: Commands) -> None:
         " budgets are never exceeded, and one that is too small is refused with the smallest that"
         " works. Under torchrun the ranks shard the model state.",
         epilog=examples(
-            ("hetero train --steps 20", "a minute of the model of 100M parameters"),
+            ("hetero train --steps 20", "two minutes of the model of 304M parameters"),
             (
                 "hetero train --model gpt2 --vocab-size 50257 --host-memory 600MiB",
                 "another shape, within a budget of RAM; the rest of its state is on NVMe",
@@ -66,22 +65,16 @@ def run(arguments: argparse.Namespace) -> int:
     return run_training("train", TrainOptions.from_namespace(arguments))
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What a command trains, where that is not what TrainOptions say.
-
-    `options` are those of the run; `at_end` is as train() takes it.
-    """
-
-    options: TrainOptions
-    task: Task
-    at_end: Callable[[Job], None]
-
-
 def run_training(
-    command: str, options: TrainOptions, make_plan: Callable[[Ranks], Plan] | None = None
+    command: str,
+    options: TrainOptions,
+    make_task: Callable[[Ranks], tuple[TrainOptions, Task]] | None = None,
 ) -> int:
-    """Trains, prints a report, and returns the exit code; `make_plan` is called on all ranks."""
+    """Trains, prints a report, and returns the exit code.
+
+    `make_task`, which is called on all ranks, makes what is trained, and the options of the run.
+    None: both are what `options` say.
+    """
     # Late, because transformers and matplotlib take seconds and belong to the extra `train`.
     from hetero.cli.job.checkpoints import run_folder_to_resume
     from hetero.cli.job.loop import train
@@ -106,11 +99,11 @@ def run_training(
     ):
         # Here, because the run folder may be the picture's.
         picture = wanted_picture(options, ranks)
-        plan = None if make_plan is None else make_plan(ranks)
-        task, at_end = (None, None) if plan is None else (plan.task, plan.at_end)
-        options = options if plan is None else plan.options
+        task: Task | None = None
+        if make_task is not None:
+            options, task = make_task(ranks)
         observer = make_observer(options.log_every, ranks, options.live)
-        result = train(options, folder, observer, ranks, task, at_end)
+        result = train(options, folder, observer, ranks, task)
         if picture is not None and result.timeline is not None:
             result.timeline_paths = [str(picture), str(trace_path(picture))]
         summary = result.as_dict()

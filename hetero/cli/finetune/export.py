@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hetero.cli.finetune.options import FinetuneOptions
-from hetero.cli.job.job import Job
+from hetero.cli.folders import make_writable
 from hetero.integrations.adapters import adapter_state, merged
 from hetero.integrations.exports import export_into, moved_into
 
@@ -34,9 +34,7 @@ def check_place(folder: Path) -> str:
         ValueError: it cannot be written.
     """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
+        make_writable(folder)
     except OSError as error:
         raise ValueError(
             f"--output {folder} cannot be written: {error.strerror}; give a folder that can"
@@ -44,19 +42,19 @@ def check_place(folder: Path) -> str:
     return str(folder.resolve())
 
 
-def export(job: Job, options: FinetuneOptions, tokenizer: Any) -> None:
+def export(model: Any, options: FinetuneOptions, tokenizer: Any, leads: bool) -> None:
     """Writes the result to `options.output`, instead of an earlier one. All ranks call it.
 
-    Raises StoreError, OSError, ValueError.
+    `leads`: whether this rank writes what only one has to. Raises StoreError, OSError, ValueError.
     """
-    folder, model = Path(options.output), job.model
+    folder = Path(options.output)
     written: set[str] = set()
     if not options.lora_rank or options.merge:
         whole = merged(model) if options.merge else model
-        written = export_into(whole, folder, job.ranks.leads)
-    elif job.ranks.leads:
+        written = export_into(whole, folder, leads)
+    elif leads:
         written = _adapter_into(model, folder)
-    if job.ranks.leads:
+    if leads:
         _remove_earlier(folder, written)
         tokenizer.save_pretrained(folder)
 

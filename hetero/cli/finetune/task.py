@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import sys
 from dataclasses import replace
 from math import ceil
 from pathlib import Path
@@ -14,10 +15,12 @@ import torch
 import hetero
 from hetero.cli.finetune.chat import Encoder
 from hetero.cli.finetune.examples import Collation, Examples, Row, packed, stream
+from hetero.cli.finetune.export import export
 from hetero.cli.finetune.formats import Conversation, Text, parse
 from hetero.cli.finetune.options import FinetuneOptions
 from hetero.cli.finetune.records import read_records
 from hetero.cli.job.ranks import Ranks
+from hetero.cli.job.run_folder import RunFolder
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
@@ -39,6 +42,7 @@ class FinetuneTask:
             ValueError: folder, tokenizer, template or a record is unfit; it says which and why.
         """
         self._options = options
+        self._ranks = ranks
         self._folder = Path(options.model)
         self._config = _config(self._folder)
         self.tokenizer = _tokenizer(self._folder, options.chat_template)
@@ -47,7 +51,7 @@ class FinetuneTask:
         self._text_config = self._config.get_text_config()
         self.vocab_size: int = self._text_config.vocab_size
         self._check_sizes()
-        self.data = self._examples(ranks)
+        self.data = self._examples()
 
     def with_steps(self) -> FinetuneOptions:
         """The options, with the steps that the epochs are."""
@@ -55,6 +59,15 @@ class FinetuneTask:
         if options.max_steps is not None:
             return replace(options, steps=options.max_steps)
         return replace(options, steps=max(1, ceil(options.epochs * len(data.rows) / data.per_step)))
+
+    def finish(self, model: Any, run_folder: RunFolder) -> str:
+        """As of Task: the result goes to --output."""
+        options = self._options
+        self.restore_cache(model)
+        export(model, options, self.tokenizer, self._ranks.leads)
+        if self._ranks.leads:
+            print(f"hetero finetune: {_what(options)} is in {options.output}", file=sys.stderr)
+        return options.output
 
     def restore_cache(self, model: Any) -> None:
         """Sets what the folder says of a cache, for the export of a model of shape() or build()."""
@@ -118,8 +131,8 @@ class FinetuneTask:
                 f"in {folder}; give --seq-len {positions} or less"
             )
 
-    def _examples(self, ranks: Ranks) -> Examples:
-        options = self._options
+    def _examples(self) -> Examples:
+        options, ranks = self._options, self._ranks
         assert options.data is not None
         encoder = Encoder(self.tokenizer, options.seq_len)
         parsed = [parse(record, options.format) for record in read_records(options.data)]
@@ -182,6 +195,12 @@ class FinetuneTask:
 
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(copy.deepcopy(self._config))
+
+
+def _what(options: FinetuneOptions) -> str:
+    if not options.lora_rank:
+        return "the model"
+    return "the model with its adapter merged" if options.merge else "the adapter"
 
 
 def _config(folder: Path) -> Any:

@@ -73,7 +73,7 @@ class Checkpoints:
 
     @property
     def _objects(self) -> dict[str, Any]:
-        return {"scheduler": self._job.scheduler, "data": self._job.corpus}
+        return {"scheduler": self._job.scheduler, "data": self._job.task.data}
 
     def resume(self, path: Path | None) -> tuple[int, Path | None]:
         """Goes on from a checkpoint, or from the run's last commit if that is later.

@@ -52,13 +52,20 @@ class Task(Protocol):
     def build(self) -> torch.nn.Module:
         """The model in training mode; called inside ZeroInitContext."""
 
+    def finish(self, model: torch.nn.Module, run_folder: RunFolder) -> str | None:
+        """Writes the result of a run that made all its steps, while the model is still managed.
+
+        All ranks call it. Returns the folder of the result; None: the run leaves none. Raises
+        ValueError if the folder is something else, StoreError, OSError.
+        """
+
 
 @dataclass(frozen=True)
 class Job:
     """All parts of a run, ready for the first step; `engine` holds memory until it is closed."""
 
     options: TrainOptions
-    corpus: TrainingData
+    task: Task
     model: torch.nn.Module
     optimizer: hetero.HybridOptimizer
     scheduler: LambdaLR
@@ -85,7 +92,7 @@ class Job:
         if setting.engine is not None:
             rows.append(("state file", f"in {setting.nvme_path}, by {setting.engine}"))
         rows.append(("run folder", setting.run_dir))
-        facts = facts_of(self.engine, setting.model, tuple(rows))
+        facts = facts_of(self.engine, setting.model, tuple(rows), losses_are_means=True)
         status = result.status if result.error is None else f"{result.status}: {result.error}"
         return self.recorder.record(facts, result.timeline, status, result.predicted)
 
@@ -124,7 +131,7 @@ def open_job(
         predicted = _predicted(options, engine, notes)
         yield Job(
             options=options,
-            corpus=task.data,
+            task=task,
             model=model,
             optimizer=optimizer,
             scheduler=make_scheduler(optimizer, options.warmup, options.steps, options.schedule),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import hetero
 from hetero.cli.job.checkpoints import Checkpoints, agreed_checkpoint
@@ -36,13 +36,11 @@ def train(
     observer: Observer,
     ranks: Ranks = ALONE,
     task: Task | None = None,
-    at_end: Callable[[Job], None] | None = None,
 ) -> TrainResult:
     """Trains as the options say; all ranks must call it with the same options.
 
     Metrics are written to `folder` step by step, and the run is shown by `observer`. `task` is as
-    open_job() takes it; `at_end` is called on all ranks after the last step of a run that finishes,
-    before the engine is closed.
+    open_job() takes it.
 
     Returns:
         What was measured. Its status and failure say what ended the run early, Ctrl-C included.
@@ -66,19 +64,15 @@ def train(
                 checkpoints.finish()
             if checkpoints.terminated:
                 result.status = "terminated"
-            elif at_end is not None:
-                at_end(job)
-            elif options.save_model:
-                _allow_cache(job.model)
-                hetero.save_pretrained(job.model, folder.model_path)
-                result.model_folder = str(folder.model_path)
+            else:
+                result.model_folder = _finish(job, folder)
             result.checkpoint = checkpoints.saved
             job.complete(result)
             result.peak_rss_by_rank_bytes = [int(n) for n in ranks.gather(peak_resident_bytes())]
         except KeyboardInterrupt:
             result.status = "interrupted"
             checkpoints.settle()
-        except (DivergedError, hetero.HeteroError, OSError, MemoryError, ValueError) as error:
+        except (DivergedError, hetero.HeteroError, OSError, MemoryError) as error:
             result.status = "failed"
             result.failure = error
             checkpoints.settle()
@@ -87,6 +81,7 @@ def train(
         if result.steps and ranks.leads:
             result.record = job.record(result)
         result.peak_managed_bytes = dict(job.engine.ledger.peak_bytes)
+        result.largest_budget_bytes = dict(job.engine.ledger.largest_budget_bytes)
         result.peak_rss_bytes = peak_resident_bytes()
         result.peak_rss_by_rank_bytes = result.peak_rss_by_rank_bytes or [result.peak_rss_bytes]
     return result
@@ -95,11 +90,12 @@ def train(
 _NOTHING_YET = "--resume found no checkpoint, so the run began anew"
 
 
-def _allow_cache(model: Any) -> None:
-    """Who generates with the model wants the cache that training does without."""
-    for config in (model.config, getattr(model, "generation_config", None)):
-        if config is not None:
-            config.use_cache = True
+def _finish(job: Job, folder: RunFolder) -> str | None:
+    """Has the task write its result. Raises StoreError, OSError."""
+    try:
+        return job.task.finish(job.model, folder)
+    except ValueError as error:  # after training it is a failure of the run, as a full disk is
+        raise hetero.StoreError(str(error)) from error
 
 
 def _run_steps(

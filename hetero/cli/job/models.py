@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+import hetero
 from hetero.cli.job.data import Corpus, load_corpus
 from hetero.cli.job.options import TrainOptions
 from hetero.cli.job.ranks import Ranks
+from hetero.cli.job.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -122,6 +124,7 @@ class BytesTask:
         self._config = model_config(options)
         self.label = model_label(options)
         self.vocab_size: int = self._config.vocab_size
+        self._saves = options.save_model
 
     def shape(self) -> torch.nn.Module:
         """The model on the meta device."""
@@ -130,6 +133,17 @@ class BytesTask:
     def build(self) -> torch.nn.Module:
         """The model."""
         return build_model(self._config)
+
+    def finish(self, model: Any, run_folder: RunFolder) -> str | None:
+        """As of Task: the weights go to the run folder, unless --no-save-model was given."""
+        if not self._saves:
+            return None
+        # Training does without a cache of keys and values; generation should not.
+        for config in (model.config, getattr(model, "generation_config", None)):
+            if config is not None:
+                config.use_cache = True
+        hetero.save_pretrained(model, run_folder.model_path)
+        return str(run_folder.model_path)
 
 
 def build_model(config: PretrainedConfig) -> torch.nn.Module:

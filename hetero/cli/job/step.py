@@ -56,7 +56,7 @@ def one_step(job: Job, step: int, start_s: float) -> StepMetrics:
     options = job.options
     clock = Stopwatch(job.device)
     loss_sum = 0.0
-    batches = job.corpus.step(options.batch_size, options.accumulate)
+    batches = job.task.data.step(options.batch_size, options.accumulate)
     for micro_batch, batch in enumerate(batches, start=1):
         inputs = {name: tensor.to(job.device) for name, tensor in batch.inputs.items()}
         with clock.span("forward"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,13 +108,16 @@ def sample(
         raise ValueError("--prompt needs at least one token, for the model to go on from")
     generator = torch.Generator().manual_seed(options.seed)
     positions = getattr(model.config, "max_position_embeddings", None)
+    # transformers 5.24 has another name for it than those before.
+    names = inspect.signature(model.forward).parameters
+    cache_name = "cache" if "cache" in names else "past_key_values"
     tokens, cache, fed = list(prompt), None, 0
     for _ in range(options.tokens):
         if positions is not None and len(tokens) > positions:
             tokens, cache, fed = tokens[-max(1, positions // 2) :], None, 0
         new = torch.tensor([tokens[fed:]])
-        found = model(input_ids=new, past_key_values=cache, use_cache=True)
-        cache, fed = found.past_key_values, len(tokens)
+        found = model(input_ids=new, use_cache=True, **{cache_name: cache})
+        cache, fed = found[cache_name], len(tokens)
         tokens.append(_choose(found.logits[0, -1].float(), options, generator))
         if tokens[-1] in ends:
             return
