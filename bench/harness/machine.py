@@ -59,10 +59,15 @@ def cpu_model(cpuinfo: Path) -> str:
     return platform.machine()
 
 
+def is_checkout(root: Path = ROOT) -> bool:
+    """Whether `root` is the project's own tree; an installed package has the benchmarks alone."""
+    return (root / "pyproject.toml").is_file()
+
+
 def commit(root: Path) -> str | None:
     """The abbreviated commit of the tree at `root`, with "+" if it has changes."""
-    if not (root / "pyproject.toml").is_file():
-        return None  # installed: the repository around it is somebody else's
+    if not is_checkout(root):
+        return None  # the repository around it is somebody else's
     try:
         done = subprocess.run(
             ("git", "-C", str(root), "describe", "--always", "--exclude=*", "--dirty=+"),

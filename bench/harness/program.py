@@ -15,7 +15,7 @@ from typing import Any
 
 from rich.console import Console
 
-from bench.harness.machine import ROOT, header
+from bench.harness.machine import header, is_checkout
 from offload.errors import HeteroError
 from offload.memory.sizes import parse_bytes
 
@@ -58,7 +58,7 @@ def print_header(result: Mapping[str, Any], console: Console) -> None:
 def program_parser(name: str, description: str | None) -> argparse.ArgumentParser:
     """A parser whose help is the program's docstring, in the words of command_line()."""
     text = description or ""
-    if not _in_checkout():
+    if not is_checkout():
         text = text.replace("python -m bench.", "hetero bench ")
     return argparse.ArgumentParser(
         prog=" ".join(_words(name)),
@@ -74,14 +74,9 @@ def command_line(name: str, argv: Sequence[str] | None) -> str:
 
 def _words(name: str) -> list[str]:
     """How a benchmark is called where this is: `bench` can be imported in a checkout alone."""
-    if _in_checkout():
+    if is_checkout():
         return ["python", "-m", name]
     return ["hetero", "bench", name.removeprefix("bench.")]
-
-
-def _in_checkout() -> bool:
-    """Else this is an installed package's folder, which has nothing else."""
-    return (ROOT / "pyproject.toml").is_file()
 
 
 def add_peer_arguments(
