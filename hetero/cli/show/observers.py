@@ -1,4 +1,4 @@
-"""Who shows a run while it happens: that depends on where stderr goes."""
+"""Chooses the observer that shows a run while it happens, by where stderr goes."""
 
 from __future__ import annotations
 

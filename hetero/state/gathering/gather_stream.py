@@ -78,7 +78,7 @@ class CommonGather:
                 if self.error is None:
                     self.target.follow()
             except Exception as error:
-                # (Who waits again must not take the memory for whole.)
+                # A second wait() must fail, too: the memory has no whole chunk.
                 self.error = self.error or error.with_traceback(None)
                 raise
             finally:
