@@ -62,10 +62,8 @@ def test_an_unknown_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert "`hetero bench` lists them" in capsys.readouterr().err
 
 
-def test_without_a_checkout_it_is_called_by_the_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(program, "ROOT", tmp_path)
+def test_without_a_checkout_it_is_called_by_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program, "is_checkout", lambda: False)
     assert program.command_line("bench.io", ["--path", "a b"]) == "hetero bench io --path 'a b'"
     text = program.program_parser("bench.io", "usage: python -m bench.io --x").format_help()
     assert text.startswith("usage: hetero bench io ")
