@@ -33,6 +33,8 @@ settings.load_profile("hetero")
 # For builds that run many times slower.
 settings.register_profile("sanitized", settings.get_profile("hetero"), max_examples=20)
 
+TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
 
 def open_files() -> set[str]:
     """Descriptors of regular files and rings that are open now."""
@@ -92,12 +94,14 @@ def nothing_left(tmp_path: Path) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def default_group_ends() -> Iterator[None]:
-    """A default process group that a test's library has made, as TRL does, ends with the test."""
-    had_one = dist.is_initialized()
+def no_rank_left() -> Iterator[None]:
+    """Fails if the test leaves a process group, or variables of torchrun, by which libraries that
+    other tests call would make one."""
+    before = {name: os.environ.get(name) for name in TORCHRUN}
+    had_group = dist.is_initialized()
     yield
-    if dist.is_initialized() and not had_one:
-        dist.destroy_process_group()
+    assert {name: os.environ.get(name) for name in TORCHRUN} == before
+    assert dist.is_initialized() == had_group
 
 
 @pytest.fixture

@@ -24,7 +24,9 @@ def start_world() -> Any:
     Without RANK in the environment it is a world of one, set up as its launcher would. Raises
     ModuleNotFoundError where DeepSpeed is not installed.
     """
-    os.environ["DS_ACCELERATOR"] = "cpu"
+    os.environ["DS_ACCELERATOR"] = "cpu"  # which importing reads
+    # By name, because type checking must not need it.
+    deepspeed: Any = importlib.import_module("deepspeed")
     if "RANK" not in os.environ:
         os.environ |= {
             "RANK": "0",
@@ -33,7 +35,5 @@ def start_world() -> Any:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(free_port()),
         }
-    # By name, because type checking must not need it.
-    deepspeed: Any = importlib.import_module("deepspeed")
     deepspeed.init_distributed("gloo")
     return deepspeed
