@@ -48,6 +48,7 @@ class TileUpdate(NamedTuple):
     tile: int
     grad: Location | None  # None: at home on a DEVICE, whose updater updates the tile
     segments: list[Segment]
+    priority: int  # of the pipeline's task
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,8 @@ class UpdateTasks:
         none: the layout's, reversed from step to step (zig-zag). What the last step left in the
             buffers is what this one needs first.
         backward: the layout's reversed, in each step, also of what backward leaves to step().
-        forward, both: that in which forward will wait for chunks (ChunkUpdates.priority).
+        forward, both: what is submitted in backward, first, because gradients hold slots until then
+            (ChunkUpdates.priority); then the order in which forward will wait for chunks.
     """
 
     def __init__(
@@ -143,6 +145,8 @@ class UpdateTasks:
         trained = [chunk for chunk in layout.chunks if chunk.trainable]
         self._last = [(chunk.id, tile) for chunk in trained for tile in range(chunk.slots)]
         self._last.sort(reverse=not self._ascending)
+        self._speculated = updates.overlap.in_backward  # as the next step is expected to do
+        self._has_speculated = False  # in this step
 
     @property
     def can_speculate(self) -> bool:
@@ -169,7 +173,7 @@ class UpdateTasks:
                     self._updates.key(chunks[c], tile),
                     self._params.location(chunks[c], tile),
                     self._optim_states.location(chunks[c], tile),
-                    self.priority(chunks[c]),
+                    self.priority(chunks[c], self._speculated),
                 )
                 for c, tile in order
                 if chunks[c] not in self._params or chunks[c] not in self._optim_states
@@ -200,14 +204,15 @@ class UpdateTasks:
                     for part in parts_of(managed, self._layout):
                         segments.setdefault((c, part.tile), [])
         order = sorted(segments, reverse=not self._ascending)
-        order.sort(key=lambda tile: self.priority(chunks[tile[0]]))
+        priorities = {c: self.priority(chunks[c], speculative) for c in by_chunk}
+        order.sort(key=lambda tile: priorities[tile[0]])
         tiles = []
         for c, tile in order:
             chunk, merged = chunks[c], _merged(sorted(segments[c, tile]))
             grad = None
             if not self._on_device(chunk):
                 grad = self._grads.location(chunk, tile, speculative)
-            tiles.append(TileUpdate(chunk, tile, grad, merged))
+            tiles.append(TileUpdate(chunk, tile, grad, merged, priorities[c]))
         options = {m: options for options, members in groups for m in members}
         return Update(list(by_chunk.values()), options, table.hypers, tiles)
 
@@ -221,6 +226,8 @@ class UpdateTasks:
             self._submit_by_chunk(update, self._directions)
         if last:
             self._updates.expect_nothing()  # all that comes is here
+        else:
+            self._has_speculated = True
         if self._directions is None:
             self._submit_pass(0, update.tiles, update.hypers)
         if last:
@@ -237,6 +244,7 @@ class UpdateTasks:
             # (What was taken back, or is made again, comes where it was submitted last.)
             self._last = list(dict.fromkeys(reversed(self._updated)))[::-1]
             self._updated = []
+        self._speculated, self._has_speculated = self._has_speculated, False
         if not self._updates.overlap.repeats:
             self._ascending = not self._ascending
         if self._updates.overlap.in_forward:
@@ -244,9 +252,10 @@ class UpdateTasks:
             with suppress(RuntimeError, OSError):  # a failed pipeline says so to who waits for it
                 self.read_ahead()
 
-    def priority(self, chunk: Chunk) -> int:
-        """When something will wait for the chunk's update (ChunkUpdates.priority)."""
-        return self._updates.priority(chunk, chunk not in self._grad_homes)
+    def priority(self, chunk: Chunk, in_backward: bool) -> int:
+        """When something will wait for the chunk's update, which is submitted during backward or by
+        step() (ChunkUpdates.priority)."""
+        return self._updates.priority(chunk, in_backward and chunk not in self._grad_homes)
 
     def _on_device(self, chunk: Chunk) -> bool:
         """Whether an updater of the device updates it, and not the pipeline."""
@@ -266,7 +275,7 @@ class UpdateTasks:
         """
         tasks: list[StepTask] = []
         device_tasks: list[DeviceTask] = []
-        for chunk, tile, grad, segments in tiles:
+        for chunk, tile, grad, segments, priority in tiles:
             address = None
             if directions is not None:
                 tile_bytes = self._layout.tile_numel * directions.itemsize
@@ -282,7 +291,7 @@ class UpdateTasks:
                 if address is not None:
                     places[number] = Location(address)
                 optim_state = self._optim_states.location(chunk, tile)
-                key, priority = self._updates.key(chunk, tile), self.priority(chunk)
+                key = self._updates.key(chunk, tile)
                 offsets = self._updates.offsets(chunk, tile)
                 if directions is not None and number == 0:
                     offsets = TileOffsets(optim_state_to=offsets.optim_state_to)

@@ -416,7 +416,7 @@ class ChunkUpdates:
         `backward_waits`: for the slots that the chunk's gradient holds, during backward, before any
         forward. Those for which step() waits have all the same number.
         """
-        if not self.goes_on(chunk) or (self.overlap.in_backward and backward_waits):
+        if not self.goes_on(chunk) or backward_waits:
             return 0
         return 1 + self._first_use.get(chunk.id, _NOT_USED_YET + chunk.id)
 

@@ -13,6 +13,7 @@ from torch import nn
 
 import hetero
 from hetero.chunk_groups.update_tasks import Update
+from hetero.runtime.factor_prediction import FactorPrediction
 from hetero.state.managed_param import ParamState
 from offload.errors import HeteroError, StaleGraphError
 from offload.memory.tiers import Tier
@@ -245,9 +246,22 @@ def test_a_use_outside_of_the_owner(tmp_path: Path, place: str) -> None:
     assert_same_bits(tmp_path, place, ["forward"], make=Bare)
 
 
-def test_forward_waits_for_what_it_uses_alone(tmp_path: Path) -> None:
-    """Updates are made in the order of forward; a module runs while later ones' are to come."""
-    model, optimizer = build(lambda: Net(blocks=7, tied=False), tmp_path, "optim_states", "forward")
+@pytest.mark.parametrize("overlap", ["forward", "auto"])
+@pytest.mark.parametrize("host_memory", [None, "800KiB"])
+def test_forward_waits_for_what_it_uses_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overlap: str, host_memory: str | None
+) -> None:
+    """Updates are made in the order of forward; a module runs while later ones' are to come.
+
+    Also where gradients are on NVMe, and where updates could be made in backward, but for clipping.
+    """
+    monkeypatch.setattr(FactorPrediction, "guess", lambda self: None)
+    more = {} if host_memory is None else {"host_memory": host_memory}
+    model, optimizer = build(
+        lambda: Net(blocks=7, tied=False), tmp_path, "optim_states", overlap, **more
+    )
+    on_disk = optimizer.engine.placement.grad.count(Tier.DISK)
+    assert (on_disk > 5) == (host_memory is not None)
     for step in range(2):
         one_step(model, optimizer, step)
     engine = optimizer.engine
@@ -282,7 +296,7 @@ def test_forward_waits_for_what_it_uses_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("overlap", ["both", "forward"])
 def test_what_is_due_first(tmp_path: Path, overlap: str) -> None:
-    """What forward used first, after what holds slots in backward."""
+    """What forward used first; in backward after what holds slots then."""
     model, optimizer = build(
         lambda: Net(blocks=7, tied=False),
         tmp_path,
@@ -300,11 +314,13 @@ def test_what_is_due_first(tmp_path: Path, overlap: str) -> None:
     )
     assert grad.count(Tier.DISK) > 5
     assert grad.count(Tier.HOST) > 5
-    due = {chunk.id: due_of(chunk) for chunk in chunks}
-    in_slots = {c.id for c in chunks if overlap == "both" and grad[c.id] is Tier.DISK}
+    in_slots = {c.id for c in chunks if grad[c.id] is Tier.DISK}
+    due = {chunk.id: due_of(chunk, in_backward=True) for chunk in chunks}
     assert {chunk for chunk in due if due[chunk] == 0} == in_slots
     others = [due[c.id] for c in chunks if c.id not in in_slots]
     assert others == sorted(set(others)), "chunks are in the order of forward"
+    at_step = [due_of(chunk, in_backward=False) for chunk in chunks]
+    assert at_step == sorted(set(at_step)), "and so they are when backward is over"
     loss.backward()
     optimizer.step()
     engine.close()
