@@ -103,8 +103,9 @@ class Recorder:
 
     def _sample(self, beside_bytes: int, now_s: float) -> None:
         rss = self._resident.nbytes()
-        managed = self._engine.ledger.by_account
-        self._samples.append(MemorySample(now_s, managed, beside_bytes, rss))
+        ledger = self._engine.ledger
+        budgets = {tier: ledger.budget_bytes[tier.value] for tier in Tier}
+        self._samples.append(MemorySample(now_s, ledger.by_account, budgets, beside_bytes, rss))
         timeline.sample("process, bytes held", {"rss": rss})
 
     def _counters(self) -> dict[str, float]:

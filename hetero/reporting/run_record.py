@@ -59,12 +59,14 @@ class MemorySample:
     Attributes:
         at_s: of time.perf_counter().
         managed_bytes: by tier and account, what hetero holds.
+        budget_bytes: by tier, as it is then; None: no budget.
         beside_bytes: on a DEVICE that is not RAM, what else torch holds there.
         rss_bytes: of the whole process.
     """
 
     at_s: float
     managed_bytes: Mapping[Tier, Mapping[Account, int]]
+    budget_bytes: Mapping[Tier, int | None]
     beside_bytes: int
     rss_bytes: int
 

@@ -33,7 +33,8 @@ def sample(at_s: float, activations: int = 20 * MIB) -> MemorySample:
         Account.ACTIVATION: activations,
     }
     managed = {Tier.DEVICE: {}, Tier.HOST: ram, Tier.DISK: {Account.FILE: 300 * MIB}}
-    return MemorySample(at_s, managed, 0, 400 * MIB)
+    budgets = {Tier.DEVICE: None, Tier.HOST: 200 * MIB, Tier.DISK: None}
+    return MemorySample(at_s, managed, budgets, 0, 400 * MIB)
 
 
 def point(last: int, **changed: Any) -> StepPoint:

@@ -52,7 +52,7 @@ def make_result(steps: int, host_budget: int | None = 300 * MIB, ranks: int = 1)
                 gather_wait_s=0.5,
                 update_s=1.5,
                 update_wait_s=0.25,
-                memory=(MemorySample(2.0 * number, held, 800 * MIB),),
+                memory=(MemorySample(2.0 * number, held, setting.budget_bytes, 800 * MIB),),
             )
             for number in range(1, steps + 1)
         ],

@@ -19,6 +19,7 @@ class MemorySample:
 
     time_s: float
     managed_bytes: dict[str, int]  # per tier, the model state that hetero holds
+    budget_bytes: dict[str, int | None]  # per tier, as it is then; None is no limit
     rss_bytes: int  # of the whole process
 
 

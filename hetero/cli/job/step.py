@@ -101,6 +101,7 @@ def one_step(job: Job, step: int, start_s: float) -> StepMetrics:
             MemorySample(
                 time_s=sample.at_s - start_s,
                 managed_bytes={tier.value: sample.total(tier) for tier in Tier},
+                budget_bytes={tier.value: sample.budget_bytes[tier] for tier in Tier},
                 rss_bytes=sample.rss_bytes,
             )
             for sample in made.samples

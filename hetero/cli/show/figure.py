@@ -84,7 +84,9 @@ def _draw_memory(axes: Axes, result: TrainResult) -> None:
         ),
     ]
     for tier in TIERS:
-        colour, word, budget = TIER_COLOURS[tier], TIER_WORDS[tier], setting.budget_bytes[tier]
+        colour, word = TIER_COLOURS[tier], TIER_WORDS[tier]
+        budgets = [step.memory[-1].budget_bytes[tier] for step in result.steps]
+        budget = budgets[-1]
         held = [max(m.managed_bytes[tier] for m in step.memory) / GIB for step in result.steps]
         if not any(held):
             continue
@@ -94,7 +96,8 @@ def _draw_memory(axes: Axes, result: TrainResult) -> None:
         if budget is not None and budget / GIB > 2 * max(usual, *rss, *held):
             label += f"\nof a budget of {format_bytes(budget)}"
         elif budget is not None:
-            axes.axhline(budget / GIB, color=colour, linestyle="--", linewidth=1.8)
+            steps = [math.nan if each is None else each / GIB for each in budgets]
+            axes.step(times, steps, where="post", color=colour, linestyle="--", linewidth=1.8)
             labels.append((budget / GIB, f"{word} budget: {format_bytes(budget)}", colour))
         labels.append((held[-1], label, colour))
     axes.set_title("Memory: model state per tier, and the whole process", loc="left")

@@ -64,7 +64,8 @@ class LiveObserver:
         steps = ProgressBar(total=setting.steps, completed=metrics.step, width=_BAR_WIDTH)
         grid.add_row("step", steps, f"{metrics.step} of {setting.steps}")
         for tier in TIERS:
-            held, budget = metrics.memory[-1].managed_bytes[tier], setting.budget_bytes[tier]
+            now = metrics.memory[-1]
+            held, budget = now.managed_bytes[tier], now.budget_bytes[tier]
             if not self._peak[tier]:
                 continue
             limit = "no budget" if budget is None else f"of {format_bytes(budget)}"

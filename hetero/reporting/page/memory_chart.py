@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -27,6 +28,7 @@ class Moment:
     at_s: float
     kinds: Mapping[MemoryKind, int]
     beside: int
+    budget: int | None = None
 
     @property
     def held(self) -> int:
@@ -43,7 +45,8 @@ def moments(record: RunRecord, tier: Tier) -> list[Moment]:
             if tier is Tier.DEVICE:
                 beside = s.beside_bytes
             kinds = s.by_kind(tier, point.on_disk if tier is Tier.DISK else {})
-            found.append(Moment(s.at_s - record.begin_s, kinds, beside))
+            budget = s.budget_bytes[tier]
+            found.append(Moment(s.at_s - record.begin_s, kinds, beside, budget))
     size = -(-len(found) // _MOST_DRAWN)
     groups = (found[i : i + size] for i in range(0, len(found), max(1, size)))
     return [max(some, key=lambda m: (m.held, m.beside)) for some in groups]
@@ -85,11 +88,15 @@ def _draw_tier(axes: Axes, record: RunRecord, tier: Tier) -> None:
         words = f"with torch's own: {format_bytes(max(m.held + m.beside for m in shown))}"
         labels.append((whole[-1], words, QUIET_COLOUR))
         top = max(top, *whole)
-    for nbytes, style, words in _lines(record, tier):
-        height = nbytes / size
-        if height <= _FAR * top or style == ":":
-            axes.axhline(height, color=INK, linestyle=style, linewidth=1.6)
-            labels.append((height, words, INK))
+    if (budget := record.budget_bytes[tier]) is not None and budget / size <= _FAR * top:
+        # It moves with homes, where the whole process has a budget.
+        heights = [math.nan if m.budget is None else m.budget / size for m in shown]
+        axes.step(times, heights, where="post", color=INK, linestyle="--", linewidth=1.6)
+        labels.append((budget / size, f"budget: {format_bytes(budget)}", INK))
+    if plain := _plain(record, tier):
+        axes.axhline(plain / size, color=INK, linestyle=":", linewidth=1.6)
+        words = f"plain PyTorch's state:\n{format_bytes(plain)}"
+        labels.append((plain / size, words, INK))
     axes.set_title(tier_finding(record, tier), loc="left", fontweight="bold")
     axes.set_ylabel(unit)
     axes.set_xlim(0, max(times))
@@ -115,18 +122,6 @@ def tier_finding(record: RunRecord, tier: Tier) -> str:
     if budget is None:
         return f"{words}, without a budget"
     return f"{words} {record.limit_words(tier)} ({peak / budget:.0%})"
-
-
-def _lines(record: RunRecord, tier: Tier) -> list[tuple[float, str, str]]:
-    """Heights in bytes, line styles and words."""
-    lines = []
-    budget = record.budget_bytes[tier]
-    if budget is not None:
-        lines.append((float(budget), "--", f"budget: {format_bytes(budget)}"))
-    if _plain(record, tier):
-        plain = record.facts.plain_bytes
-        lines.append((float(plain), ":", f"plain PyTorch's state:\n{format_bytes(plain)}"))
-    return lines
 
 
 def _plain(record: RunRecord, tier: Tier) -> int:

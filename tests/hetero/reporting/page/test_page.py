@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hetero.reporting.page.memory_chart import moments
+from hetero.reporting.page.memory_chart import draw_memory, moments
 from hetero.reporting.page.page import make_page, write_page
 from hetero.reporting.page.progress_charts import fewer
 from hetero.reporting.run_record import LINKS, RunRecord
@@ -124,6 +124,17 @@ def test_a_budget_that_became_smaller_was_not_passed() -> None:
     assert "within its budgets" in text
     assert "Memory stayed within its budget" in text
     assert "of a budget of 256.0 MiB, 200.0 MiB at the end (98%)" in text
+
+
+def test_a_budget_that_moved_is_drawn_as_it_was() -> None:
+    moved = replace(
+        sample(2.0), budget_bytes={Tier.DEVICE: None, Tier.HOST: 400 * MIB, Tier.DISK: None}
+    )
+    points = [point(1, samples=(moved,)), point(2, samples=(sample(4.0),))]
+    host = draw_memory(make_record(points=points)).axes[0]
+    (budget,) = [line for line in host.lines if line.get_linestyle() == "--"]
+    assert list(budget.get_ydata()) == [400, 200]
+    assert budget.get_drawstyle() == "steps-post"
 
 
 def test_losses_of_all_ranks_are_not_called_one_ranks() -> None:
