@@ -102,8 +102,8 @@ class UpdateTasks:
         none: the layout's, reversed from step to step (zig-zag). What the last step left in the
             buffers is what this one needs first.
         backward: the layout's reversed, in each step, also of what backward leaves to step().
-        forward, both: what is submitted in backward, first, because gradients hold slots until then
-            (ChunkUpdates.priority); then the order in which forward will wait for chunks.
+        forward, both: that in which forward will wait for chunks (ChunkUpdates.priority); during
+            backward chunks come first whose gradients hold slots that backward needs.
     """
 
     def __init__(

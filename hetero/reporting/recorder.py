@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -31,6 +31,8 @@ from offload import timeline
 from offload.memory.process_memory import ResidentMemory, peak_resident_bytes
 from offload.memory.tiers import Tier
 from offload.timeline import Timeline
+
+_Bytes = TypeVar("_Bytes", int, int | None)
 
 Home = Tier | None  # None: there is none, because the chunk is not trained
 
@@ -104,7 +106,7 @@ class Recorder:
     def _sample(self, beside_bytes: int, now_s: float) -> None:
         rss = self._resident.nbytes()
         ledger = self._engine.ledger
-        budgets = {tier: ledger.budget_bytes[tier.value] for tier in Tier}
+        budgets = _by_tier(ledger.budget_bytes)
         self._samples.append(MemorySample(now_s, ledger.by_account, budgets, beside_bytes, rss))
         timeline.sample("process, bytes held", {"rss": rss})
 
@@ -215,9 +217,9 @@ class Recorder:
             facts=facts,
             begin_s=self.begin_s,
             points=self._points.points,
-            budget_bytes={tier: ledger.budget_bytes[tier.value] for tier in Tier},
-            largest_budget_bytes={tier: ledger.largest_budget_bytes[tier.value] for tier in Tier},
-            peak_bytes={tier: ledger.peak_bytes[tier.value] for tier in Tier},
+            budget_bytes=_by_tier(ledger.budget_bytes),
+            largest_budget_bytes=_by_tier(ledger.largest_budget_bytes),
+            peak_bytes=_by_tier(ledger.peak_bytes),
             peak_rss_bytes=peak_resident_bytes(),
             chunks=chunk_homes(engine),
             changes=tuple((change.step, change.words()) for change in engine.changes),
@@ -226,6 +228,11 @@ class Recorder:
             status=status,
             notes=tuple(engine.notes),
         )
+
+
+def _by_tier(by_name: Mapping[str, _Bytes]) -> dict[Tier, _Bytes]:
+    """What a ledger tells by the names of tiers."""
+    return {tier: by_name[tier.value] for tier in Tier}
 
 
 def facts_of(

@@ -28,7 +28,7 @@ class Moment:
     at_s: float
     kinds: Mapping[MemoryKind, int]
     beside: int
-    budget: int | None = None
+    budget: int | None
 
     @property
     def held(self) -> int:
