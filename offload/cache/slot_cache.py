@@ -6,7 +6,7 @@ import contextlib
 import enum
 import gc
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -220,7 +220,8 @@ class SlotCache:
     def finish_transfers(self) -> None:
         """Waits for all transfers under way. Raises what one met."""
         for chunk in list(self._entries):
-            self._finish_transfer(chunk)
+            if chunk in self._entries:  # another one's read may have taken its slots meanwhile
+                self._finish_transfer(chunk)
 
     def close(self) -> None:
         """Cancels reads, waits for all transfers under way and ignores their failures."""
@@ -260,7 +261,8 @@ class SlotCache:
             return
         began_s = time.perf_counter()
         try:
-            entry.op.wait()
+            with self._kept(entry):
+                entry.op.wait()
         except Exception:
             if entry.state is SlotState.READING:
                 self._release(chunk)
@@ -282,7 +284,21 @@ class SlotCache:
         """Nobody wants the bytes that are being read."""
         assert entry.op is not None
         entry.op.cancel()
-        wait_quietly(entry.op)
+        with self._kept(entry):
+            wait_quietly(entry.op)
+
+    @contextlib.contextmanager
+    def _kept(self, entry: _Entry) -> Iterator[None]:
+        """Keeps the entry while its transfer is waited for.
+
+        In such a wait a rank may start reads that other ranks wait for. If one of them took these
+        slots, it would cancel this transfer, and wait for it inside the wait for it, for ever.
+        """
+        was_locked, entry.locked = entry.locked, True
+        try:
+            yield
+        finally:
+            entry.locked = was_locked
 
     def _room_for(self, chunk: int) -> int:
         """First slot of an emptied run for `chunk`. Raises BudgetError if pins leave none."""
@@ -322,9 +338,13 @@ class SlotCache:
         return slot
 
     def _give_up(self, chunks: Sequence[int]) -> None:
-        for chunk in chunks:
-            self.write_back(chunk)
-            self._forget(chunk)
+        was_making_room, self.is_making_room = self.is_making_room, True
+        try:
+            for chunk in chunks:
+                self.write_back(chunk)
+                self._forget(chunk)
+        finally:
+            self.is_making_room = was_making_room
 
     def _slots_for(self, chunk: int) -> int | None:
         """The slots that the chunk should take now, whatever they hold."""

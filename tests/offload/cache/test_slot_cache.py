@@ -57,6 +57,32 @@ class TestReadsAndWrites:
         assert not r.cache.holds(0)
         assert torch.equal(r.got(0), pattern(r.extents[0].nbytes, 0))
 
+    @pytest.mark.parametrize("wait", ["get", "drop", "create", "finish_transfers"])
+    def test_reads_that_are_started_in_a_wait_do_not_take_the_awaited_slots(self, rig, wait):
+        """A rank that waits for others starts what they wait for. It took the slots of the chunk
+        that it waited for, and so waited for it inside the wait for it, on a lock that it held."""
+        r = rig(2, [1, 1, 1])
+        r.order.note(0)
+        r.cache._start_read(0, 0)
+        reading, waits = r.cache._entries[0].op, []
+
+        def waited():
+            waits.append(0)
+            assert len(waits) == 1, "waited for inside the wait for it"
+            for other in (1, 2):
+                if not r.cache.holds(other) and not r.cache.is_making_room:
+                    r.cache.begin(other, must=True)
+            reading.wait()
+
+        r.cache._entries[0].op = SimpleNamespace(cancel=lambda: None, wait=waited)
+        if wait == "finish_transfers":
+            r.cache.finish_transfers()
+        else:
+            getattr(r.cache, wait)(0)
+        assert waits == [0]
+        assert r.cache.holds(0) is (wait != "drop")
+        assert not r.cache.holds(0) or not r.cache.is_locked(0)
+
     def test_created_chunks_are_not_read(self, rig):
         r = rig(2, [1])
         r.cache.create(0)
