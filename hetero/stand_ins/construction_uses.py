@@ -10,7 +10,7 @@ import torch
 
 from hetero.ranks.process_groups import ProcessGroups
 from hetero.stand_ins.offloaded_tensor import OffloadedTensor, one_by_one
-from hetero.stand_ins.parameter_classes import PresentParameter, absent_params
+from hetero.stand_ins.parameter_classes import AbsentParameter, PresentParameter, tensors_among
 from hetero.stand_ins.tile_changes import TileChange, tile_change
 from offload.errors import BudgetError, HeteroError, StaleGraphError
 
@@ -54,8 +54,9 @@ class ConstructionUses:
         return self._call(func, args, kwargs)
 
     def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        found = absent_params((*args, *kwargs.values()))
-        needed = [p for p in found if arena_of(p) is self.arena]
+        found = tensors_among((*args, *kwargs.values()))
+        absent = (each for each in found if isinstance(each, AbsentParameter))
+        needed = [p for p in absent if arena_of(p) is self.arena]
         with ExitStack() as contexts:
             try:
                 contexts.enter_context(self.arena.present(needed))

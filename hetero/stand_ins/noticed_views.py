@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from hetero.stand_ins.parameter_classes import PresentParameter
+from hetero.stand_ins.parameter_classes import AbsentParameter, PresentParameter, has_absent_param
 
 
 class NoticedView(torch.Tensor):
@@ -35,8 +35,11 @@ class NoticedView(torch.Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        kwargs = kwargs or {}
+        if has_absent_param(args, kwargs):
+            return AbsentParameter.__torch_function__(func, types, args, kwargs)
         return with_noticed_writes(
-            torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
+            torch._C._disabled_torch_function_impl(func, types, args, kwargs)
         )
 
 

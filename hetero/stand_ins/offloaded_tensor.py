@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
-from numbers import Number
 from typing import Any, Protocol, TypeVar
 
-import numpy
 import torch
 from torch.utils._pytree import tree_iter, tree_map_only
 
+from hetero.stand_ins.parameter_classes import AbsentParameter, has_absent_param
 from offload.errors import BudgetError, HeteroError
 from offload.interrupts import uninterrupted
 
@@ -62,8 +61,9 @@ class OffloadedTensor(torch.Tensor):
     _meta: torch.Tensor  # on the meta device: shape, strides and offset
     _views: tuple[_View, ...]  # from the whole values to this tensor
     _device: torch.device  # where its values are brought
-    # To torch it is on the meta device, so whoever takes its memory past the operators, as an
-    # assignment to a plain tensor's `.data` does, is refused by torch.
+    # Its keys are those of the meta device, so whoever takes its memory past the operators, as an
+    # assignment to a plain tensor's `.data` does, is refused by torch. All who ask for its device,
+    # operators that are made of others among them, get the device of the values.
     _is_meta_to_torch = True
 
     @classmethod
@@ -80,6 +80,7 @@ class OffloadedTensor(torch.Tensor):
             strides=meta.stride(),
             dtype=meta.dtype,
             device=torch.device("meta") if cls._is_meta_to_torch else device,
+            dispatch_device=True,
         )
         made._source, made._meta, made._views, made._device = source, meta, views, device
         return made
@@ -122,14 +123,15 @@ class OffloadedTensor(torch.Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        kwargs = kwargs or {}
+        if has_absent_param(args, kwargs):  # no operator would bring it in
+            return AbsentParameter.__torch_function__(func, types, args, kwargs)
         # Operators arrive in __torch_dispatch__, whatever Python name they were called by. What
         # gives out memory is no operator.
         outside = GIVE_MEMORY.get(func)
         if outside is not None and isinstance(args[0], OffloadedTensor):
-            return outside(func, *args, **(kwargs or {}))
-        if func in (torch.Tensor.__getitem__, torch.Tensor.__setitem__):
-            args = _with_tensors(*args)
-        return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
+            return outside(func, *args, **kwargs)
+        return torch._C._disabled_torch_function_impl(func, types, args, kwargs)
 
     @classmethod
     @uninterrupted
@@ -137,24 +139,13 @@ class OffloadedTensor(torch.Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default:
+            return args[0].device
         if _gives_views(func):
             return _viewed(func, args, kwargs)
         if func.__name__.startswith("_foreach_"):
             return one_by_one(func, args, kwargs, _bring_and_call)
         return _bring_and_call(func, args, kwargs)
-
-
-def _with_tensors(tensor: torch.Tensor, index: Any, *value: Any) -> tuple[Any, ...]:
-    """The arguments of a subscript, with tensors for lists and numbers: torch would make them on
-    the device that a tensor without memory has for torch."""
-
-    def made(part: Any) -> Any:
-        return torch.as_tensor(part) if isinstance(part, (list, range, numpy.ndarray)) else part
-
-    index = tuple(map(made, index)) if isinstance(index, tuple) else made(index)
-    if value and isinstance(value[0], Number):
-        value = (torch.tensor(value[0], dtype=tensor.dtype, device=tensor.device),)
-    return (tensor, index, *value)
 
 
 class _Brought:

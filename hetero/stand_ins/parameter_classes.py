@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from types import FrameType
 from typing import Any, Protocol
 
 import torch
 from torch._compile import _disable_dynamo
+from torch._functorch import vmap
 
 from offload.errors import HeteroError
 
@@ -106,16 +107,18 @@ class AbsentParameter(PresentParameter):
     ) -> Any:
         kwargs = kwargs or {}
         if func in _VALUE_FREE:
-            if func in _SIZES and _is_for_backward(sys._getframe(1)):
+            taker = _taker(sys._getframe(1)) if func in _SIZES else None
+            if taker is not None:
+                absent = args[-1] if isinstance(args[-1], AbsentParameter) else args[0]
                 raise HeteroError(
-                    f"backward() cannot take a managed parameter of shape {tuple(args[-1].shape)} "
-                    f"as the gradient of an output, because its values are not in memory; give it "
-                    f"param.detach()"
+                    f"{taker} cannot take a managed parameter of shape {tuple(absent.shape)}, "
+                    f"because its values are not in memory; give it param.detach()"
                 )
             return torch._C._disabled_torch_function_impl(func, types, args, kwargs)
         if func in _LAYOUT:
             return func(_as_meta(args[0]), *args[1:], **kwargs)
-        absent = next(absent_params((*args, *kwargs.values())))
+        operands = tensors_among((*args, *kwargs.values()))
+        absent = next(each for each in operands if isinstance(each, AbsentParameter))
         return owner_of(absent).call(func, args, kwargs)
 
     @property
@@ -183,15 +186,24 @@ def memory_in(param: torch.Tensor) -> torch.Tensor:
         return torch.Tensor.detach(param)
 
 
-def absent_params(values: Any) -> Any:
-    """Yields the absent parameters among `values`, and in lists, tuples and mappings of them."""
+def tensors_among(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Yields the tensors among `values`, and in lists, tuples and mappings of them."""
     for value in values:
-        if isinstance(value, AbsentParameter):
+        if isinstance(value, torch.Tensor):
             yield value
         elif isinstance(value, (list, tuple)):
-            yield from absent_params(value)
+            yield from tensors_among(value)
         elif isinstance(value, dict):
-            yield from absent_params(value.values())
+            yield from tensors_among(value.values())
+
+
+def has_absent_param(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a torch function is given an absent parameter.
+
+    torch asks the class of one operand only, the first one's say. Each class whose tensors meet
+    parameters asks this, and leaves such a call to AbsentParameter.__torch_function__().
+    """
+    return any(isinstance(t, AbsentParameter) for t in tensors_among((*args, *kwargs.values())))
 
 
 def owner_of(param: torch.Tensor) -> ParamOwner:
@@ -221,16 +233,16 @@ def _base_of(cls: type) -> type:
     return base
 
 
-def _is_for_backward(frame: FrameType | None) -> bool:
-    """Whether autograd asks for the size of a gradient that backward() was given, which it then
-    takes past torch functions; `frame` and the next ones are of this call."""
-    for _ in range(3):
+def _taker(frame: FrameType | None) -> str | None:
+    """Who asks for a tensor's size, to take its memory past torch functions then; None if nobody
+    does. `frame` and the next ones are of this call."""
+    for _ in range(4):  # torch's decorator of __torch_function__, and a comprehension
         if frame is None:
-            return False
-        if frame.f_code is torch.autograd._make_grads.__code__:
-            return True
+            return None
+        if frame.f_code in _TAKERS:
+            return _TAKERS[frame.f_code]
         frame = frame.f_back
-    return False
+    return None
 
 
 def _as_meta(param: torch.Tensor) -> torch.Tensor:
@@ -267,6 +279,10 @@ _VALUE_FREE = {
         "empty_like full_like is_complex is_floating_point is_inference is_signed numel ones_like "
         "is_same_size rand_like randint_like randn_like zeros_like",
     ),
+}
+_TAKERS = {
+    torch.autograd._make_grads.__code__: "backward(), as the gradient of an output,",
+    vmap._validate_and_get_batch_size.__code__: "torch.vmap()",
 }
 _SIZES = {_Tensor.size, torch.is_same_size}
 # What a stand-in, which has a single element, would answer wrongly.

@@ -36,7 +36,7 @@ class SavedView:
     """A view of a gathered copy that autograd saved: enough to make the view again."""
 
     chunk: Chunk
-    version: tuple[int, int]  # of the chunk, and of the parameter
+    version: tuple[int, int]  # of the parameter: a change leaves its neighbours' graphs alone
     size: torch.Size
     stride: tuple[int, ...]
     offset: int  # elements from the chunk's beginning
@@ -432,8 +432,7 @@ class Params:
     def _version(self, chunk: Chunk, offset: int) -> tuple[int, int]:
         """Differs after a change of the parameter that has the element at `offset`."""
         members = self._members[chunk.id]
-        at = bisect_right(members, offset, key=lambda m: m.slice.offset) - 1
-        return self.versions[chunk], members[at].writes
+        return members[bisect_right(members, offset, key=lambda m: m.slice.offset) - 1].version
 
     def unpack(self, saved: SavedView) -> torch.Tensor:
         """Makes the tensor that was packed again, over a copy that is gathered if need be.

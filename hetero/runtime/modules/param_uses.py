@@ -28,10 +28,10 @@ from hetero.stand_ins.parameter_classes import (
     CHANGE_MEMORY,
     AbsentParameter,
     PresentParameter,
-    absent_params,
     owner_of,
+    tensors_among,
 )
-from hetero.state.managed_param import ManagedParam
+from hetero.state.managed_param import ManagedParam, ParamState
 from offload.errors import BudgetError, HeteroError, StaleGraphError
 from offload.interrupts import uninterrupted
 from offload.memory.sizes import format_bytes
@@ -159,8 +159,8 @@ class ParamUses:
         return managed
 
     def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        found = absent_params((*args, *kwargs.values()))
-        needed = list(dict.fromkeys(self._managed(p) for p in found if owner_of(p) is self))
+        found = (self._needed(each) for each in tensors_among((*args, *kwargs.values())))
+        needed = list(dict.fromkeys(managed for managed in found if managed is not None))
         hooks = self.saved_tensors.hooks(False) if torch.is_grad_enabled() else None
         with ExitStack() as contexts:
             contexts.enter_context(self.present(needed))
@@ -184,6 +184,16 @@ class ParamUses:
             AbsentParameter, lambda p: aliases.get(id(p), p), (args, kwargs)
         )
         return func(*args, **kwargs)
+
+    def _needed(self, operand: torch.Tensor) -> ManagedParam | None:
+        """The parameter whose values a call is given, by itself or by an alias.
+
+        Those of aliases come with the others: each alone would find room or not.
+        """
+        if isinstance(operand, ParamAlias) and operand.is_of(self):
+            return self._managed(operand.managed.param)
+        absent = isinstance(operand, AbsentParameter) and owner_of(operand) is self
+        return self._managed(operand) if absent else None
 
     @contextmanager
     def present(self, members: Sequence[ManagedParam]) -> Iterator[None]:
@@ -255,7 +265,9 @@ class _ParamSource:
                 f"backward needs {managed.name} as it was before it was changed, after its use in "
                 f"forward; call backward before step"
             )
-        with self._uses.present([managed]), torch._C.DisableTorchFunction():
+        copied = managed.state is ParamState.COPIED  # by a call that is given the parameter, too
+        present = nullcontext() if copied else self._uses.present([managed])
+        with present, torch._C.DisableTorchFunction():
             try:
                 yield torch.Tensor.detach(managed.param)
             finally:  # also what an operator wrote before it failed
@@ -283,6 +295,10 @@ class ParamAlias(OffloadedTensor):
         """The parameter."""
         return self._source.managed
 
+    def is_of(self, uses: ParamUses) -> bool:
+        """Whether `uses` has the values."""
+        return self._source._uses is uses
+
     def detach(self) -> torch.Tensor:
         """An alias of it."""
         if sys._getframe(1).f_code is torch.nn.Parameter.__new__.__code__:
@@ -309,6 +325,7 @@ def _views_of(result: Any, members: Sequence[ManagedParam]) -> list[torch.Tensor
             and not isinstance(each, OffloadedTensor)
             and id(each) not in own
             and each.layout is torch.strided
+            and not torch._C._functorch.is_functorch_wrapped_tensor(each)  # has no storage
             and each.untyped_storage().data_ptr() in storages
         ]
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import hetero
+from hetero.stand_ins.parameter_classes import AbsentParameter
 from tests.support.ranks.processes import RankPool
 from tests.support.training.small_net import EMULATED, SETTINGS, Net, Settings, loss_of
 
@@ -222,3 +223,75 @@ def test_what_is_refused() -> None:
         hetero.initialize(model, [])
     with pytest.raises(ValueError, match="not SGD"):
         hetero.initialize(model, [one, torch.optim.SGD(model.last.parameters())])
+
+
+class Adversaries(nn.Module):
+    """A generator and its discriminator, whose small parameters share chunks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ballast = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(12))
+        self.generator = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 24))
+        self.discriminator = nn.Sequential(nn.Linear(24, 32), nn.Tanh(), nn.Linear(32, 1))
+
+    def parts(self) -> list[list[nn.Parameter]]:
+        """The parameters of each optimizer."""
+        return [
+            list(self.generator.parameters()),
+            [*self.ballast.parameters(), *self.discriminator.parameters()],
+        ]
+
+
+def play(model: Any, optimizers: list[Any], seed: int) -> list[float]:
+    """One turn of each: the generator's outputs are used in both, and made once."""
+    of_generator, of_discriminator = optimizers
+    generator = torch.Generator().manual_seed(seed)
+    noise, real = torch.randn(4, 16, generator=generator), torch.randn(4, 24, generator=generator)
+    fake = model.generator(noise)
+    judged = model.discriminator(fake.detach()).mean() - model.discriminator(real).mean()
+    judged.backward()
+    of_discriminator.step()
+    of_discriminator.zero_grad()
+    fooled = -model.discriminator(fake).mean()
+    fooled.backward()
+    of_generator.step()
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    return [judged.item(), fooled.item()]
+
+
+@pytest.mark.parametrize("settings", [*SETTINGS, EMULATED])
+def test_a_step_leaves_graphs_over_other_parameters_of_its_chunks_alone(
+    settings: Settings, tmp_path: Path
+) -> None:
+    """A generator's graph outlives its discriminator's step. Updates, by SGD, have torch's bits."""
+    options = {**settings, "nvme_path": str(tmp_path), "chunk_numel": 4096, "dtype": "fp32"}
+    if settings["placement_policy"] == "nvme" and "backend" not in settings:
+        options["host_memory"] = "128KiB"
+    torch.manual_seed(0)
+    plain = Adversaries()
+    theirs = [torch.optim.SGD(params, lr=0.25) for params in plain.parts()]
+    torch.manual_seed(0)
+    with hetero.ZeroInitContext(**options):
+        model = Adversaries()
+    ours = [hetero.HybridSGD(params, lr=0.25) for params in model.parts()]
+    model, ours = hetero.initialize(model, ours)
+    chunks = [
+        {m.chunk.id for m in ours[0].engine.managed_params() if name in m.name}
+        for name in ("generator", "discriminator")
+    ]
+    assert chunks[0] & chunks[1], "a chunk has parameters of both"
+    in_place = [p for p in model.generator.parameters() if not isinstance(p, AbsentParameter)]
+    assert not in_place or settings["placement_policy"] == "cpu", "its graphs save no memory"
+    for seed in range(4):
+        assert play(model, ours, seed) == play(plain, theirs, seed)
+    for found, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(found.detach(), wanted)
+    # What was updated itself is still stale.
+    loss = model.discriminator(model.generator(torch.ones(1, 16))).sum()
+    model.generator(torch.ones(1, 16)).sum().backward()
+    ours[0].step()
+    with pytest.raises((hetero.StaleGraphError, RuntimeError), match="before|modified by"):
+        loss.backward()
+    del loss
+    ours[0].engine.close()
