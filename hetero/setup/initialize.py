@@ -43,6 +43,7 @@ from hetero.state.memory.state_files import StateFiles
 from offload.device.backend import Backend
 from offload.errors import HeteroError
 from offload.memory.process_memory import ProcessExcess
+from offload.memory.sizes import format_bytes
 from offload.memory.tiers import Tier
 
 Model = TypeVar("Model", bound=torch.nn.Module)
@@ -373,6 +374,11 @@ def _build(
     spare_bytes -= bytes_of[0] + unmanaged_bytes(model.parameters())
     params = dict(enumerate(arrangement.params))
     notes: list[str] = []
+    if config.files_are_ram:
+        notes.append(
+            f"files in {' and '.join(config.nvme_paths)} are RAM, so "
+            f"{format_bytes(construction.disk_bytes)} of host_memory are for them"
+        )
     loss_scale = LossScale()
     if config.dtype == "fp16" and config.initial_loss_scale is not None:
         loss_scale = LossScale(config.initial_loss_scale, config.loss_scale_window)
