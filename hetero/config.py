@@ -25,7 +25,7 @@ from hetero.option_checks import (
 from hetero.overlap import OverlapUpdates
 from offload.device.backend import Backend, CpuBackend, EmulatedBackend
 from offload.device.cuda_backend import CudaBackend, cuda_available, default_device_bytes
-from offload.disk.directories import check_directories, total_free_bytes
+from offload.disk.directories import check_directories, ram_filesystem, total_free_bytes
 from offload.memory.process_memory import allowed_bytes, resident_bytes
 from offload.memory.sizes import parse_bytes
 from offload.memory.tiers import Tier
@@ -99,6 +99,10 @@ class Config:
             bandwidth. The files have no names and end with the process. Default: none.
         nvme_capacity: hard limit of the bytes in all directories together. Default: 95 % of what
             is free now.
+        allow_ram_filesystem: nvme_path may be on a filesystem whose files are RAM (tmpfs, as
+            /dev/shm and many a /tmp are), for trials. Default: False, such a path is refused: what
+            goes there frees no RAM, and no budget would count it. True takes nvme_capacity, by
+            default half, from host_memory. Not with process_memory or durable=True.
         dtype: of parameters in forward and backward. "bf16" (default); "fp16", with dynamic loss
             scaling; "fp32", which doubles their memory and traffic. None: bf16 where the compute
             device multiplies it in hardware, else fp32. Optimizer updates are in fp32 always.
@@ -182,6 +186,7 @@ class Config:
     device_memory: int | str | None = None
     nvme_path: str | PathLike[str] | Sequence[str | PathLike[str]] | None = None
     nvme_capacity: int | str | None = None
+    allow_ram_filesystem: bool = False
     dtype: str | None = "bf16"
     grad_dtype: str | None = None
     keep_fp32: Sequence[str] = ()
@@ -263,7 +268,8 @@ class Config:
                 f"not {scale!r}"
             )
         check_integer("commit_every", self.commit_every, at_least=0)
-        for name in ("prefetch", "undoable_steps", "durable", "verify_reads"):
+        flags = "prefetch", "undoable_steps", "durable", "verify_reads", "allow_ram_filesystem"
+        for name in flags:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, not {getattr(self, name)!r}")
         overlaps = [overlap.value for overlap in OverlapUpdates]
@@ -271,8 +277,9 @@ class Config:
         self._set("overlap_updates", OverlapUpdates(self.overlap_updates))
         self._check_backend()
         if self.nvme_path is not None:
-            found = check_directories(_paths(self.nvme_path))
+            found = check_directories(_paths(self.nvme_path), self.allow_ram_filesystem)
             self._set("nvme_path", found[0] if len(found) == 1 else found)
+            self._check_files_in_ram()
         elif self.placement_policy == "nvme":
             raise ValueError(
                 "placement_policy='nvme' needs nvme_path, a directory on the NVMe disk"
@@ -297,6 +304,30 @@ class Config:
                 f"undoable_steps=True keeps no state that has its home on the device; use "
                 f"placement_policy='cpu' or 'nvme' instead of {self.placement_policy!r}"
             )
+
+    def _check_files_in_ram(self) -> None:
+        """Raises ValueError if files in RAM, which are allowed, break another option's promise."""
+        if not self.files_are_ram:
+            return
+        files = f"files in {' and '.join(self.nvme_paths)} are RAM"
+        if self.durable:
+            raise ValueError(f"durable=True: {files}, which no loss of power leaves; use a disk")
+        if self.process_memory is not None:
+            raise ValueError(
+                f"process_memory={self.process_memory!r}: {files} that is no process's own, but "
+                f"that the kernel counts to the cgroup; give host_memory instead, or use a disk"
+            )
+        host = self.budget(Tier.HOST)
+        if host is not None and (self.budget(Tier.DISK) or 0) >= host:
+            raise ValueError(
+                f"nvme_capacity={self.nvme_capacity} leaves nothing of host_memory={host}: {files} "
+                f"that is taken from there"
+            )
+
+    @property
+    def files_are_ram(self) -> bool:
+        """Whether some directory of nvme_path is on a RAM filesystem, which is allowed then."""
+        return self.allow_ram_filesystem and any(map(ram_filesystem, self.nvme_paths))
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
@@ -377,6 +408,13 @@ class Config:
 
         `beside_bytes` are what the process holds beside model state; None: all that it holds now.
         """
+        wanted = self._ram_bytes(local_ranks, beside_bytes)
+        # The ledger counts files and RAM apart, and a plan fills each: so the files' room is taken
+        # away at once, and both budgets together are never more than host_memory.
+        return wanted - self.disk_bytes(local_ranks) if self.files_are_ram else wanted
+
+    def _ram_bytes(self, local_ranks: int, beside_bytes: int | None = None) -> int:
+        """host_bytes() and the files in RAM."""
         default = psutil.virtual_memory().available * 0.8 / local_ranks
         wanted = self.budget(Tier.HOST) or int(default)
         limit = self.process_bytes(local_ranks)
@@ -398,6 +436,8 @@ class Config:
         if self.nvme_path is None:
             return 0
         default = total_free_bytes(self.nvme_paths) * 0.95 / local_ranks
+        if self.files_are_ram:
+            default = min(default, self._ram_bytes(local_ranks) / 2)
         return self.budget(Tier.DISK) or int(default)
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,8 +17,18 @@ from hypothesis import HealthCheck, settings
 
 from hetero.state.memory.state_files import FOLDER
 from offload import _native
+from offload.disk.directories import ram_filesystem
 from tests.support.ranks.processes import RankPool
 from tests.support.waiting import PATIENCE_S
+
+# Many tests have state files in temporary folders, which must not be RAM.
+if ram_filesystem(tempfile.gettempdir()):
+    build = Path(__file__).parents[1] / "build" / "tmp"
+    build.mkdir(parents=True, exist_ok=True)
+    on_disk = [path for path in (Path("/var/tmp"), build) if not ram_filesystem(path)]
+    if not on_disk:
+        pytest.exit("tests need a temporary folder on a disk: TMPDIR=DIR", returncode=4)
+    tempfile.tempdir = os.environ["TMPDIR"] = str(on_disk[0])
 
 # Two tests at a time leave a core each; bits do not depend on it.
 torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, cast, get_args
 
 import torch
 
 from offload._native import UpdateKind
+from offload.errors import HeteroError
+from offload.memory.sizes import format_bytes
 
 DtypeName = Literal["bf16", "fp16", "fp32"]
 StateDtypeName = Literal["fp32", "bf16", "8bit"]
@@ -18,6 +20,7 @@ RuleName = Literal["adam", "lion", "adagrad", "sgd", "muon"]
 _TORCH = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # Of states in 8 bits the bytes of state blocks are kept, and no array of elements.
 _TORCH_STATE = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.uint8}
+_LEAST_ITEM_BYTES = 2  # of floating-point elements that the compute dtype may replace
 # A multiple of everything that bytes of states are rounded up to.
 _MANY_ELEMENTS = 1 << 16
 
@@ -161,3 +164,28 @@ def _cpu_has_bf16() -> bool:
         return platform.machine() == "arm64"  # Apple silicon from M2; M1 emulates it well
     flags = set(lines[0].split(":", 1)[1].split()) if lines else set()
     return bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})
+
+
+def is_manageable(param: torch.Tensor, name: str) -> bool:
+    """Returns whether a parameter can get a place in a chunk, as those of floating point do.
+
+    Raises:
+        HeteroError: its elements are floating-point numbers of less than 16 bits: in the compute
+            dtype they would take twice the memory, and no scales beside them would fit any more.
+    """
+    if not param.is_floating_point():
+        return False
+    if param.element_size() < _LEAST_ITEM_BYTES:
+        nbytes = param.numel() * param.element_size()
+        raise HeteroError(
+            f"{name} of shape {tuple(param.shape)} is {param.dtype}, of {format_bytes(nbytes)} "
+            f"({nbytes} bytes), which hetero does not manage; convert it first, with its scales if "
+            f"it has any (.to(torch.bfloat16)), or register it as a buffer, which keeps its dtype "
+            f"and stays outside the budgets"
+        )
+    return True
+
+
+def unmanaged_bytes(params: Iterable[torch.Tensor]) -> int:
+    """Returns the bytes of those parameters that get no place in a chunk."""
+    return sum(p.numel() * p.element_size() for p in params if not p.is_floating_point())

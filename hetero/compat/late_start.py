@@ -32,6 +32,7 @@ _USED_OPTIONS = (
     "device_memory",
     "process_memory",
     "nvme_path",
+    "allow_ram_filesystem",
     "nvme_capacity",
     "rank_timeout_s",
 )

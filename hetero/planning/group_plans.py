@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 
-from hetero.chunks.dtypes import Dtypes
+from hetero.chunks.dtypes import Dtypes, is_manageable, unmanaged_bytes
 from hetero.chunks.layout import (
     ALIGN_NUMEL,
     MAX_SLOT_NUMEL,
@@ -113,12 +113,13 @@ def arrange(
     Raises:
         PlacementError: nothing fits; it has the smallest budgets that work.
         ValueError: the model has no such parameters, or a pattern of keep_fp32 fits no name.
+        HeteroError: a parameter is of a dtype that cannot be managed.
     """
     specs: list[ParamSpec] = []
     params: list[torch.nn.Parameter] = []
     group_of = groups_of(model, config.shard_strategy)
     for name, param in model.named_parameters():
-        if param.is_floating_point() and param.numel():
+        if is_manageable(param, name) and param.numel():
             trains = param.requires_grad and (optimized is None or id(param) in optimized)
             group = group_of.get(id(param))
             specs.append(ParamSpec(len(specs), name, param.numel(), trains, group))
@@ -130,12 +131,16 @@ def arrange(
     is_kept = [id(param) in kept for param in params]
     of_params = [(optimized or {}).get(id(param), dtypes) for param in params]
     kinds = kinds_of(specs, is_kept, config, of_params)
+    # Parameters without a place in a chunk wait in RAM, too, where a device gets them in the end.
+    never_move = unmanaged_bytes(model.parameters())
     budgets = Budgets(
         host_bytes,
         disk_bytes,
         config.budget(Tier.DEVICE) if device_bytes is None else None,
         device_bytes,
         keep_optim_states=config.host_memory is not None,
+        taken_host=never_move,
+        taken_device=never_move if config.backend == "cuda" else 0,
         reserved_host=config.reserve_bytes,
     )
     by_index = dict(enumerate(params))

@@ -49,6 +49,7 @@ KIND_OF = {
     Account.ACTIVATION: MemoryKind.ACTIVATION,
     Account.FILE: MemoryKind.SPARE,
     Account.INIT: MemoryKind.OTHER,
+    Account.UNMANAGED: MemoryKind.OTHER,
 }
 
 

@@ -145,7 +145,7 @@ class Engine:
         for chunk_group in chunk_groups:
             self._take_over(chunk_group)
         self.params.begin_gathers(chunk_groups)
-        move_rest(self.model, self.params.managed, self.backend.device)
+        move_rest(self.model, self.params.managed, self.shared)
         self.homes_moved()
 
     def _take_over(self, chunk_group: ChunkGroup) -> None:
@@ -497,4 +497,5 @@ class Engine:
             for chunk_group in reversed(self.chunk_groups):
                 chunk_group.close()
                 chunk_group.world.close()
+            self.shared.unmanaged.close()
             self.backend.close()

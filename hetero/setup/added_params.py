@@ -11,7 +11,7 @@ import torch
 
 from hetero.chunk_groups.build import build_chunk_group
 from hetero.chunk_groups.chunk_group import ChunkGroup
-from hetero.chunks.dtypes import Dtypes
+from hetero.chunks.dtypes import Dtypes, is_manageable
 from hetero.chunks.layout import ParamSpec
 from hetero.planning.group_plans import (
     ChunkGroupPlan,
@@ -101,12 +101,21 @@ class AddedParams:
         engine = self._engine
         engine.schedule.wait_all()
         engine.schedule.wait_copied()
+        _on_all_ranks(engine.world, "make room for", self._charge_unmanaged)
         for optimizer in engine.optimizers:
             mine = [p for p in params if engine.optimizer_of(p) is optimizer]
             if mine:
                 groups = _make_chunk_groups(engine, engine.model, mine, optimizer.dtypes)
                 engine.take_over(groups)
         self._find_frozen()
+
+    def _charge_unmanaged(self) -> None:
+        """Charges what modules have brought since that gets no place in a chunk."""
+        shared = self._engine.shared
+        tier = Tier.DEVICE if shared.backend.in_order else Tier.HOST
+        for name, param in self._engine.model.named_parameters():
+            if not is_manageable(param, name):
+                shared.unmanaged.charge(param, tier, name)
 
 
 def _make_chunk_groups(
@@ -300,8 +309,10 @@ def _budgets(engine: Engine, reduce_at_end: bool) -> Budgets:
         slot = SlotBytes.of(chunk_group.layout, chunk_group.dtypes)
         budgets = budgets.minus(placement, slot)
     # Some slots may be in use beyond the plan.
-    used_host = in_use[Tier.HOST.value] + budgets.taken_host
-    used_host -= sum(chunk_group.placement.host_bytes for chunk_group in chunk_groups)
+    # What reducing at the end takes beside what is planned now.
+    more = sum(placement.host_bytes for placement in placements)
+    more -= sum(chunk_group.placement.host_bytes for chunk_group in chunk_groups)
+    used_host = in_use[Tier.HOST.value] + more
     agree = engine.world.agree
     return replace(
         budgets,

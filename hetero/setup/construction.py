@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 import torch
 
+from hetero.chunks.dtypes import is_manageable
 from hetero.config import Config
 from hetero.planning.placement import part_bytes
 from hetero.ranks.process_groups import ProcessGroups
@@ -20,6 +21,7 @@ from hetero.setup.process_share import FirstBudgets, ProcessShare
 from hetero.stand_ins.construction_uses import ConstructionUses, arena_of
 from hetero.stand_ins.parameter_classes import become, become_plain, memory_in
 from hetero.stand_ins.tile_changes import TileChange
+from hetero.state.unmanaged_params import UnmanagedParams
 from offload.errors import BudgetError, HeteroError
 from offload.memory.c_heap import trim_heap
 from offload.memory.ledger import Ledger
@@ -61,6 +63,7 @@ class ConstructionArena:
             # file at once, not when the garbage collector comes.
             weakly(self._relieve),
         )
+        self.unmanaged = UnmanagedParams(self.ledger)
         self._in_block = False
         self._guards = False  # parameters in RAM have the class of absent ones between their uses
         self._placing = False  # initialize() gives parameters their places
@@ -113,17 +116,27 @@ class ConstructionArena:
         if self._guards and param is not None and not record.uses:
             become(param, memory_in(param), absent=True)
 
-    def adopt(self, param: torch.nn.Parameter) -> None:
-        """Takes charge of a parameter, unless an arena has it or it is not of a floating dtype.
+    def adopt(self, param: torch.nn.Parameter, name: str = "a parameter") -> None:
+        """Takes charge of a parameter, unless an arena has it; one that is not of a floating dtype
+        only counts.
 
         One that does not fit the host budget is offloaded at once, if a tile of it fits and there
         is a file for it, or several ranks that keep parts of it.
 
         Raises:
-            HeteroError: it is not on the CPU, or has no values of its own.
+            HeteroError: it is not on the CPU, has no values of its own, or is of a dtype that
+                cannot be managed.
             BudgetError: it does not fit the host budget, and cannot be offloaded.
         """
-        if arena_of(param) is not None or not param.is_floating_point():
+        if not is_manageable(param, name):
+            if arena_of(param) is not None:  # its .data is of another dtype now
+                with self.present([param]):
+                    pass
+                self.release(param)
+            if param.device.type == "cpu":
+                self.unmanaged.charge(param, Tier.HOST, name)
+            return
+        if arena_of(param) is not None:
             return
         check_adoptable(param)
         key, nbytes = id(param), param.numel() * param.element_size()
@@ -357,6 +370,7 @@ class ConstructionArena:
     def _refusal(self, nbytes: int, error: BudgetError) -> str:
         """Why `nbytes` more do not fit, and the least budget that is known to be needed."""
         least, what = max(self._largest_bytes, nbytes), "the largest parameter so far"
+        unmanaged = self.ledger.used(Tier.HOST, Account.UNMANAGED)
         if self.config.nvme_path is None and self.world.shard is None:
             least, what = self.ledger.used(Tier.HOST, Account.INIT) + nbytes, "what is built so far"
         elif self._fixed_bytes() + nbytes > least:
@@ -364,6 +378,9 @@ class ConstructionArena:
             what = (
                 "what must stay in RAM, because it is used or other tensors have the same memory,"
             )
+        if unmanaged:
+            what += f", beside {format_bytes(unmanaged)} of parameters that never move,"
+            least += unmanaged
         why = self.process_share.too_small(what, least) or (
             f"{error}: {what} takes {format_bytes(least)} ({least} bytes), so host_memory must be "
             f"at least that"

@@ -116,7 +116,7 @@ class ZeroInitContext:
                 return
             if _on_meta(param):
                 self._on_meta.append((weakref.ref(module), name))
-            self._adopt(param, f"building {type(module).__name__}.{name}")
+            self._adopt(param, "building", f"{type(module).__name__}.{name}")
 
         return register_parameter
 
@@ -132,7 +132,7 @@ class ZeroInitContext:
         for name in names:
             param = module._parameters.get(name)
             if param is not None:
-                self._adopt(param, f"building {type(module).__name__}.{name}")
+                self._adopt(param, "building", f"{type(module).__name__}.{name}")
 
     def _applying(self, apply: Callable[..., Any]) -> Callable[..., Any]:
         """Module._apply() that also does: to_empty() replaces parameters without registering."""
@@ -151,20 +151,20 @@ class ZeroInitContext:
 
         def __deepcopy__(param: torch.nn.Parameter, memo: dict[int, Any]) -> torch.nn.Parameter:
             copy: torch.nn.Parameter = deep_copy(param, memo)
-            self._adopt(copy, "copying a parameter")
+            self._adopt(copy, "copying", "a parameter")
             return copy
 
         return __deepcopy__
 
-    def _adopt(self, param: torch.nn.Parameter, doing: str) -> None:
+    def _adopt(self, param: torch.nn.Parameter, doing: str, name: str) -> None:
         """Puts a parameter under construction, unless it has no memory yet."""
         if _on_meta(param):
             return
         try:
-            self.construction.adopt(param)
+            self.construction.adopt(param, name)
         except BudgetError as error:
             raise BudgetError(
-                f"{doing} of shape {tuple(param.shape)} "
+                f"{doing} {name} of shape {tuple(param.shape)} "
                 f"({format_bytes(param.numel() * param.element_size())}): {error}"
             ) from None
 

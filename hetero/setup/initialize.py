@@ -19,7 +19,7 @@ from hetero.api.optimizer import HybridOptimizer
 from hetero.chunk_groups.build import build_chunk_group
 from hetero.chunk_groups.chunk_group import ChunkGroup
 from hetero.chunk_groups.shared import Shared
-from hetero.chunks.dtypes import Dtypes
+from hetero.chunks.dtypes import Dtypes, unmanaged_bytes
 from hetero.chunks.layout import Layout, Shard
 from hetero.config import Config
 from hetero.durable.commits import DurableState
@@ -43,6 +43,7 @@ from hetero.state.memory.state_files import StateFiles
 from offload.device.backend import Backend
 from offload.errors import HeteroError
 from offload.memory.process_memory import ProcessExcess
+from offload.memory.sizes import format_bytes
 from offload.memory.tiers import Tier
 
 Model = TypeVar("Model", bound=torch.nn.Module)
@@ -118,8 +119,8 @@ def initialize(
                 _check_commits(made, optimizers)
                 folder = StateFolder(made.nvme_paths, world)
                 resources.callback(folder.close)
-            for param in model.parameters():
-                construction.adopt(param)
+            for name, param in model.named_parameters():
+                construction.adopt(param, name)
             views = [each.view(made) for each in optimizers]
             backend = made.make_backend()
             resources.callback(backend.close)
@@ -319,6 +320,13 @@ def _check_params(model: torch.nn.Module, optimizers: Sequence[HybridOptimizer])
     for number, optimizer in enumerate(optimizers):
         for index, group in enumerate(optimizer.param_groups):
             for param in group["params"]:
+                if param.is_complex() and id(param) in names:
+                    raise ValueError(
+                        f"param group {index} of the optimizer has {names[id(param)]} of shape "
+                        f"{tuple(param.shape)}, which is {param.dtype}: no optimizer of hetero "
+                        f"updates complex numbers; leave it out of the optimizer, or train its "
+                        f"torch.view_as_real() as a parameter"
+                    )
                 if id(param) not in owned and can_train(param):
                     raise ValueError(
                         f"param group {index} of the optimizer has a parameter of shape "
@@ -363,9 +371,14 @@ def _build(
     first_number = {s.index: end - s.numel for s, end in zip(specs, ends, strict=True)}
     bytes_of = arrangement.activation_bytes
     spare_bytes = construction.host_bytes - sum(plan.placement.host_bytes for plan in plans)
-    spare_bytes -= bytes_of[0]
+    spare_bytes -= bytes_of[0] + unmanaged_bytes(model.parameters())
     params = dict(enumerate(arrangement.params))
     notes: list[str] = []
+    if config.files_are_ram:
+        notes.append(
+            f"files in {' and '.join(config.nvme_paths)} are RAM, so "
+            f"{format_bytes(construction.disk_bytes)} of host_memory are for them"
+        )
     loss_scale = LossScale()
     if config.dtype == "fp16" and config.initial_loss_scale is not None:
         loss_scale = LossScale(config.initial_loss_scale, config.loss_scale_window)
@@ -374,7 +387,10 @@ def _build(
         limits = ActivationLimits(*bytes_of, is_strict=config.activation_limit != "auto")
     ledger = construction.ledger
     excess = _excess(config, construction)
-    shared = Shared(config, backend, ledger, notes, loss_scale, state_files, limits, excess)
+    unmanaged = construction.unmanaged
+    shared = Shared(
+        config, backend, ledger, notes, loss_scale, unmanaged, state_files, limits, excess
+    )
     chunk_groups: list[ChunkGroup] = []
     # Placed last first, and made in the same order, for which the plans have reckoned.
     for plan in reversed(plans):
@@ -391,7 +407,7 @@ def _build(
     # Of the file that parameters waited in; most of it the engine's own file has said already.
     notes += [f"while the model was built: {n}" for n in construction.notes if n not in notes]
     notes += backend.notes
-    move_rest(model, managed=map(id, arrangement.params), device=backend.device)
+    move_rest(model, map(id, arrangement.params), shared)
     activations: ActivationStore | None = None
     if limits is not None:
         main = chunk_groups[0]

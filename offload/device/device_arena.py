@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from offload.device.cuda_runtime import CudaRuntime, Stream
     from offload.device.event_pool import Event
 
+NOT_PAGE_LOCKED = "RAM cannot be page-locked"  # how the note begins
+
 
 def check_not_capturing(runtime: CudaRuntime) -> None:
     """Raises HeteroError if work is captured in a CUDA graph now.
@@ -200,7 +202,7 @@ class PageLockedArena(HostArena):
             self.memory.wipe_on_fork(slot * self.slot_bytes, run * self.slot_bytes)
             return
         note = (
-            f"RAM cannot be page-locked ({failure}), so copies between it and the device are "
+            f"{NOT_PAGE_LOCKED} ({failure}), so copies between it and the device are "
             f"slower and do not overlap with compute"
         )
         if note not in self._notes:

@@ -73,7 +73,7 @@ class ScratchFile:
         self._ledger = ledger
         self._account = account
         try:
-            for directory in check_directories(directories):
+            for directory in check_directories(directories, allow_ram_filesystem=True):
                 self.members.append(MemberFile(directory, name))
         except StoreError:
             for member in self.members:

@@ -28,6 +28,7 @@ class Account(enum.Enum):
     FILE = "file"  # the file of all DISK homes
     ACTIVATION = "activation"  # what autograd saved for backward
     INIT = "init"  # parameters under construction, in their construction dtype
+    UNMANAGED = "unmanaged"  # parameters of integers, bools and complex numbers, which never move
 
 
 class StateKind(enum.Enum):

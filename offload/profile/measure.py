@@ -66,6 +66,7 @@ def measure_profile(
     for what is being done and for what may be wrong. Uses the worker pool as it is set. Takes about
     20 * `numel` bytes of RAM. Raises StoreError and NativeIoError.
     """
+    paths = check_directories(nvme_paths) if nvme_paths else ()
     tell("RAM, updates, products of matrices")
     arrays = _Arrays(numel)
     samplers: dict[str, Callable[[], float]] = {"dram": arrays.stream}
@@ -75,8 +76,7 @@ def measure_profile(
     rates = _medians(samplers)
     nvme: dict[str, float] = {}
     nvme_bytes = None
-    if nvme_paths:
-        paths = check_directories(nvme_paths)
+    if paths:
         nvme_bytes = total_free_bytes(paths)
         tell(f"NVMe in {', '.join(paths)}")
         nvme = measure_disk(paths, tell, area_bytes=area_bytes, window_s=window_s)

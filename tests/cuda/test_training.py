@@ -13,6 +13,7 @@ import torch
 import hetero
 from hetero.config import Config
 from offload.device.cuda_backend import CudaBackend
+from offload.device.device_arena import NOT_PAGE_LOCKED
 from offload.errors import BudgetError
 from offload.memory.ledger import Ledger
 from offload.memory.tiers import Account, Tier
@@ -38,7 +39,7 @@ def run(path: Path, settings: dict[str, Any], dtype: str, accumulate: int = 1) -
     engine = optimizer.engine
     found = nets.train(model, optimizer, nets.batches(6), accumulate)
     assert engine.ledger.peak_bytes["device"] <= (engine.ledger.budget_bytes["device"] or 0)
-    assert not [note for note in engine.notes if "pinned" in note]
+    assert not [note for note in engine.notes if NOT_PAGE_LOCKED in note]
     return found
 
 

@@ -15,6 +15,7 @@ from torch import nn
 
 import hetero
 from offload.device.cuda_backend import CudaBackend
+from offload.device.device_arena import NOT_PAGE_LOCKED
 from offload.device.fetch_queue import FetchQueue
 from offload.errors import BudgetError, HeteroError
 from offload.memory.arena import HostArena
@@ -203,10 +204,38 @@ def test_a_device_that_is_full(runtime: FakeRuntime, tmp_path: Path) -> None:
     optimizer.engine.close()
 
 
+def test_the_first_forward_may_be_in_any_stream(
+    runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where torch's copies of buffers are done as late as they may."""
+    default = runtime.new_stream()
+
+    def to(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        there = torch.full_like(tensor, 7)
+        runtime.give(
+            default, lambda: there.copy_(tensor), writes=[(there.data_ptr(), there.nbytes)]
+        )
+        return there
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "to", to)
+        _, optimizer = hetero.initialize(
+            model, hetero.HybridAdam(model.parameters()),
+            backend="cuda", placement_policy="cuda", dtype="fp32",
+        )  # fmt: skip
+    tensors = [*model.parameters(), *model.buffers()]
+    used = [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]
+    runtime.order.use(runtime.new_stream(), used, writes=False)  # fails if nothing orders it
+    assert model[1].running_var is not None
+    assert model[1].running_var.tolist() == [1.0] * 4
+    optimizer.engine.close()
+
+
 def test_ram_that_cannot_be_pinned_is_told_and_used(runtime: FakeRuntime, tmp_path: Path) -> None:
     runtime.page_lockable = False
     model, optimizer = build(**options(tmp_path, {"placement_policy": "cpu"}, dtype="bf16"))
-    assert [n for n in optimizer.engine.notes if "cannot be page-locked" in n]
+    assert [n for n in optimizer.engine.notes if NOT_PAGE_LOCKED in n]
     run = train(model, optimizer, batches(6), 1, clip=1.0)
     assert run.same_bits(reference("bf16", 1))
 

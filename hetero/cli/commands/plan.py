@@ -338,10 +338,10 @@ def _disk_bytes(arguments: argparse.Namespace, profile: Profile, local_ranks: in
             f"the profile {profile.name!r} says nothing about NVMe; measure it: hetero profile "
             f"--nvme-path {os.fspath(paths[0])}"
         )
-    if capacity is not None:
-        return capacity
     if arguments.profile is not None:
         free = profile.nvme_bytes or 0
     else:
         free = total_free_bytes(check_directories(paths)) // local_ranks
+    if capacity is not None:
+        return capacity
     return int(free * _DEFAULT_DISK_SHARE)

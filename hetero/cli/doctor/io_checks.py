@@ -7,9 +7,9 @@ import os
 
 from hetero.cli.doctor.facts import FolderFacts, IoUringFacts, LockedMemoryFacts
 from hetero.cli.doctor.finding import Finding, note, ok, problem
+from offload.disk.directories import IN_RAM
 from offload.memory.sizes import format_bytes
 
-IN_RAM = ("tmpfs", "ramfs")
 NETWORK = ("nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "lustre", "gpfs", "beegfs", "glusterfs")
 _LEAST_FREE_BYTES = 1 << 30
 _FEW_FREE_BYTES = 20 << 30
@@ -95,7 +95,8 @@ def check_filesystem(facts: FolderFacts) -> Finding:
         return problem(
             name,
             f"{kind}: files there are RAM themselves, so state that goes there frees none",
-            "name a folder on an NVMe disk: hetero train --nvme-path DIR",
+            "name a folder on an NVMe disk: hetero train --nvme-path DIR (which refuses this one"
+            " without --allow-ram-filesystem)",
         )
     if kind == "overlay":
         return note(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
-import re
 import resource
 import tempfile
 from collections.abc import Callable, Sequence
@@ -30,7 +29,7 @@ from hetero.cli.extras import EXTRAS
 from offload import _native
 from offload.device.cuda_backend import cuda_available
 from offload.device.nccl import has_nccl
-from offload.disk.directories import check_directory, free_bytes
+from offload.disk.directories import check_directory, free_bytes, mounted_at
 from offload.errors import HeteroError
 from offload.memory.process_memory import allowed_bytes
 from offload.profile.measure import measure_disk
@@ -95,8 +94,8 @@ def _io_uring(root: Path, status: dict[str, str]) -> tuple[IoUringFacts, LockedM
 
 def _folder(path: str, measure: bool, tell: Callable[[str], None], root: Path) -> FolderFacts:
     try:
-        check_directory(path)
-        kind, source = filesystem_of(Path(path).resolve(), root / "proc/self/mountinfo")
+        check_directory(path, allow_ram_filesystem=True)
+        kind, source = mounted_at(Path(path).resolve(), root / "proc/self/mountinfo")
         direct, free = _has_direct_io(path), free_bytes(path)
         rates: dict[str, float] = {}
         if measure and free > 2 * _AREA_BYTES:
@@ -114,20 +113,6 @@ def _folder(path: str, measure: bool, tell: Callable[[str], None], root: Path) -
         read_bytes_per_s=rates.get("read"),
         write_bytes_per_s=rates.get("write"),
     )
-
-
-def filesystem_of(path: Path, mountinfo: Path) -> tuple[str, str]:
-    """The type of the filesystem that has the absolute `path`, and what it is mounted from."""
-    best, found = Path("/"), ("unknown", "unknown")
-    for line in (_text(mountinfo) or "").splitlines():
-        before, _, after = line.partition(" - ")  # proc(5): optional fields end there
-        kind, source, *_ = after.split(" ")
-        # Spaces and the like are written as \040.
-        point = Path(re.sub(r"\\([0-7]{3})", lambda m: chr(int(m[1], 8)), before.split(" ")[4]))
-        # Of mounts over one another the last one is seen.
-        if path.is_relative_to(point) and point.is_relative_to(best):
-            best, found = point, (kind, source)
-    return found
 
 
 def _has_direct_io(path: str) -> bool:

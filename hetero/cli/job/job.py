@@ -262,6 +262,7 @@ def memory_config(
         device_memory=options.device_memory,
         nvme_path=nvme_path or None,
         nvme_capacity=options.nvme_capacity,
+        allow_ram_filesystem=options.allow_ram_filesystem,
         dtype=options.dtype,
         chunk_numel=options.chunk_numel,
         io_engine=options.io_engine,

@@ -123,6 +123,11 @@ class TrainOptions:
         " (default: no limit)",
         metavar="BYTES",
     )
+    allow_ram_filesystem: bool = _option(
+        "--nvme-path may be on a filesystem whose files are RAM, like /dev/shm, for trials: the"
+        " budget of the state file (default: half) is then taken from --host-memory",
+        False,
+    )
     dtype: str | None = _option(
         "dtype of parameters and gradients: bf16, fp16 or fp32; the optimizer's master weights"
         " are fp32 in any case (default: bf16 where the hardware has it, else fp32)"

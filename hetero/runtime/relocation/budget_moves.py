@@ -321,13 +321,15 @@ def budgets_of(shared: Shared, wanted: Mapping[Tier, int]) -> Budgets:
     """An engine's budgets, but for those that are `wanted`, for what is placed from now on."""
     limits = {tier: shared.ledger.budget_bytes[tier.value] for tier in Tier} | dict(wanted)
     separate, device = shared.backend.separate, limits[Tier.DEVICE]
-    activations = shared.activations
+    activations, used = shared.activations, shared.ledger.used
     return Budgets(
         host=limits[Tier.HOST] or 0,
         disk=limits[Tier.DISK] or 0,
         gathered=None if separate else device,
         device=device if separate else None,
         keep_optim_states=shared.config.host_memory is not None,
+        taken_host=used(Tier.HOST, Account.UNMANAGED),
+        taken_device=used(Tier.DEVICE, Account.UNMANAGED),
         activations_host=0 if activations is None else activations.host_bytes,
         activations_device=0 if activations is None else activations.device_bytes,
         under_construction=False,

@@ -210,6 +210,7 @@ def run_in(rank: int, world: int, folder: str, options: list[str]) -> bool:
         (["--epochs", "0"], "--epochs must be more than 0, got 0.0"),
         (["--chat-template", "none"], "cannot read --chat-template none: No such file"),
         (["--host-memory", "1KiB"], "the smallest"),
+        (["--nvme-path", "/dev"], "whose files are RAM"),
     ],
 )
 def test_what_cannot_work_is_said_before_training(

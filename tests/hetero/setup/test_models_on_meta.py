@@ -118,10 +118,10 @@ def anonymous_bytes():
         (found,) = (line for line in file if line.startswith("RssAnon:"))
     return int(found.split()[1]) << 10
 
-def sampled(arena, param, adopt=ConstructionArena.adopt):
+def sampled(*arguments, adopt=ConstructionArena.adopt):
     global peak
     peak = max(peak, anonymous_bytes())
-    adopt(arena, param)
+    adopt(*arguments)
     peak = max(peak, anonymous_bytes())
 
 folder, nvme_path, budget = sys.argv[1:]

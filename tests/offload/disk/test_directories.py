@@ -57,7 +57,7 @@ class TestDirectory:
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
     def test_a_directory_that_goes_before_it_is_used_is_named(self, tmp_path, ledger, monkeypatch):
-        monkeypatch.setattr(store, "check_directories", tuple)
+        monkeypatch.setattr(store, "check_directories", lambda paths, **_: tuple(paths))
         with pytest.raises(StoreError, match="cannot make a scratch file.*gone"):
             ScratchFile(str(tmp_path / "gone"), ledger, Account.OPTIM_STATE)
 

@@ -8,8 +8,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hetero.cli.doctor.probe import filesystem_of, gather
+from hetero.cli.doctor.probe import gather
 from offload import _native
+from offload.disk.directories import mounted_at
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -34,11 +35,11 @@ MOUNTS = """\
 )
 def test_the_filesystem_of_a_path(path: str, filesystem: tuple[str, str], tmp_path: Path) -> None:
     (tmp_path / "mountinfo").write_text(MOUNTS)
-    assert filesystem_of(Path(path), tmp_path / "mountinfo") == filesystem
+    assert mounted_at(Path(path), tmp_path / "mountinfo") == filesystem
 
 
 def test_the_filesystem_is_unknown_without_proc(tmp_path: Path) -> None:
-    assert filesystem_of(Path("/"), tmp_path / "none") == ("unknown", "unknown")
+    assert mounted_at(Path("/"), tmp_path / "none") == ("unknown", "unknown")
 
 
 def test_facts_of_this_machine(tmp_path: Path) -> None:
