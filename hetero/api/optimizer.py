@@ -13,6 +13,8 @@ from hetero.api.kept_state import KeptState
 from hetero.api.loaded_state import (
     LARGEST,
     check_state,
+    check_torch_arguments,
+    check_torch_options,
     in_own_options,
     in_own_state,
     is_from_torch,
@@ -49,8 +51,17 @@ class HybridOptimizer(torch.optim.Optimizer):
     state_names: ClassVar[tuple[str, ...]]
     device_updates: ClassVar[bool] = True  # of what is at home on DEVICE
     not_negative: ClassVar[tuple[str, ...]] = ("lr", "weight_decay")  # options that must be so
+    flags: ClassVar[tuple[str, ...]] = ()  # options that must be True or False
 
-    def __init__(self, params: ParamGroups, defaults: dict[str, Any], state_dtype: str) -> None:
+    def __init__(
+        self,
+        params: ParamGroups,
+        defaults: dict[str, Any],
+        state_dtype: str,
+        torch_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`torch_options`: what torch's optimizer of this rule takes beside the defaults."""
+        check_torch_arguments(type(self).__name__, torch_options or {})
         self._engine: Engine | None = None
         # A state dict that was loaded before initialize(), whose options are in use already.
         self._early_state: dict[str, Any] | None = None
@@ -60,6 +71,10 @@ class HybridOptimizer(torch.optim.Optimizer):
 
     def check_options(self, options: Mapping[str, Any], where: str = "") -> None:
         """Raises ValueError if an option of a param group is out of range; `where` says whose."""
+        check_torch_options(options, where)
+        for name in self.flags:
+            if not isinstance(options[name], bool):
+                raise ValueError(f"{where}{name} must be True or False, not {options[name]!r}")
         for name in self.not_negative:
             value = number(options[name])
             if value is None or not 0 <= value <= LARGEST:
@@ -146,6 +161,9 @@ class HybridOptimizer(torch.optim.Optimizer):
             HeteroError: another rank could not add the group. Nothing is added in any case.
         """
         self.check_options({**self.defaults, **param_group})
+        own = in_own_options(param_group, self.defaults)
+        param_group.clear()  # the caller's own dict, which torch keeps, too
+        param_group.update(own)
         super().add_param_group(param_group)
         if self._engine is None:
             return

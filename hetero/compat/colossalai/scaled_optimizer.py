@@ -13,7 +13,7 @@ from hetero.api.optimizer import HybridOptimizer
 from hetero.compat.colossalai.wrapped_model import WrappedModel
 from hetero.compat.grad_scale import GradScale, ScalePolicy
 from hetero.compat.late_start import start
-from hetero.compat.torch_optimizers import follow, hybrid_optimizer
+from hetero.compat.torch_optimizers import OwnedSteps, hybrid_optimizer
 from hetero.config import Config
 from hetero.runtime.engine import Engine
 
@@ -44,8 +44,9 @@ class ScaledOptimizer(torch.optim.Optimizer):
         if isinstance(optimizer, ScaledOptimizer):
             raise ValueError(f"the optimizer is a {type(optimizer).__name__} already; wrap it once")
         policy = scale_policy(scale)
-        self.model, self._source = model, optimizer
+        self.model = model
         self.optim: HybridOptimizer = hybrid_optimizer(optimizer)
+        self._steps = OwnedSteps(self.optim, f"step() of the {type(self).__name__}")
         self.grad_scale = GradScale(policy if model.config.dtype == "fp16" else None)
         self._is_scaled = False  # gradients are times the scale
         self._overflow = False
@@ -55,10 +56,6 @@ class ScaledOptimizer(torch.optim.Optimizer):
             _with_nvme(model.config, optimizer),
             process_group=model.process_group,
         )
-
-    def follow(self, scheduler: Any) -> None:
-        """Makes a scheduler of the optimizer that was wrapped set this one's rates."""
-        follow(scheduler, self._source, self.optim)
 
     # The options are the inner optimizer's.
 
@@ -154,7 +151,7 @@ class ScaledOptimizer(torch.optim.Optimizer):
         if overflow:
             self.optim.zero_grad()
         else:
-            self.optim.step()
+            self._steps.step(self.optim)
         self.grad_scale.update(overflow)
         return False if overflow else None
 
