@@ -13,7 +13,7 @@ from hetero.api.optimizer import HybridOptimizer, ParamGroups
 from hetero.compat.deepspeed.engine import DeepSpeedEngine
 from hetero.compat.deepspeed.named_optimizers import make_optimizer
 from hetero.compat.deepspeed.options import DeepSpeedOptions, read_options
-from hetero.compat.deepspeed.schedules import make_schedule
+from hetero.compat.deepspeed.runtime.lr_schedules import make_schedule
 from hetero.compat.key_table import log_not_needed
 from hetero.compat.late_start import start
 from hetero.compat.meshes import shard_mesh

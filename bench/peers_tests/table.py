@@ -1,0 +1,10 @@
+"""The projects whose tests can be run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from bench.peers_tests import deepspeed
+from bench.peers_tests.peer import Peer
+
+PEERS: Mapping[str, Peer] = {peer.name: peer for peer in (deepspeed.PEER,)}
