@@ -5,8 +5,8 @@
     fully_shard(model, mp_policy=policy)
     optimizer = optim.AdamW(model.parameters(), lr=1e-3)     # hetero.compat.fsdp.optim, or hetero's
 
-The outermost module's first forward with gradients initializes the engine, when the optimizers are
-there; until then parameters are as they were made, on the meta device perhaps.
+The first forward with gradients initializes the engine of the outermost module, when the optimizers
+are there; until then parameters are as they were made, on the meta device perhaps.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class UnshardHandle:
 class FSDPModule:
     """The class that fully_shard() adds to a module's.
 
-    The module that is called outermost with gradients initializes the engine.
+    The first call with gradients, of it or of a module inside, initializes the outermost's engine.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -152,9 +152,7 @@ class FSDPModule:
         """A forward of the module, by its forward() or another method of it."""
         module: Any = self
         if torch.is_grad_enabled() and not _is_managed(module):
-            _initialize(module)
-            if "_sync_later" in module.__dict__ and _is_managed(module):
-                self.set_requires_gradient_sync(module.__dict__.pop("_sync_later"))
+            _initialize(_outermost(module))
         precision = _policy_of(module).precision
         if _is_managed(module):  # before that parameters are as they were made
             args, kwargs = _cast((args, kwargs), precision.param_dtype)
@@ -320,10 +318,12 @@ def fully_shard(
             raise ValueError(f"fully_shard() was called on this {type(each).__name__} before")
         each.__class__ = _sharded_class(type(each))
         each.__dict__["_fsdp_policy"] = policy
+        _sharded.add(each)
     return module
 
 
 _classes: dict[type, type] = {}
+_sharded: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # all of fully_shard()
 
 
 def _sharded_class(plain: type) -> type:
@@ -365,13 +365,27 @@ def _is_managed(module: torch.nn.Module) -> bool:
     return param is None or hasattr(param, "_hetero_engine")
 
 
-def _initialize(root: torch.nn.Module) -> None:
+def _outermost(module: torch.nn.Module) -> torch.nn.Module:
+    """The fully sharded module that no other one has inside, and that has this one."""
+    around = [each for each in _sharded if any(m is module for m in each.modules())]
+    return max(around, key=lambda each: sum(1 for _ in each.modules()))
+
+
+def _initialize(root: Any) -> None:
     """Initializes the engine of the outermost module with the optimizers of its parameters.
 
-    Without an optimizer nothing is done: the forward is that of the plain module.
+    Without an optimizer nothing is done: the forward is that of the plain module. Raises ValueError
+    for an optimizer that has parameters of other modules, too.
     """
     owned = {id(param) for param in root.parameters()}
     optimizers = [each for each in unmanaged if not owned.isdisjoint(_ids(each))]
+    for each in optimizers:
+        if not owned.issuperset(_ids(each)):
+            raise ValueError(
+                f"{type(each).__name__} has parameters outside of the fully sharded "
+                f"{type(root).__name__}, and one engine has all that it updates; call fully_shard()"
+                f" on the whole model, too"
+            )
     if not optimizers:
         if root.training:
             raise HeteroError(
@@ -392,6 +406,8 @@ def _initialize(root: torch.nn.Module) -> None:
     for module in root.modules():
         if "_divide_factor" in module.__dict__:
             _divide_gradients(module)
+    if "_sync_later" in root.__dict__:
+        root.set_requires_gradient_sync(root.__dict__.pop("_sync_later"))
 
 
 def _divide_gradients(module: torch.nn.Module) -> None:

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
+from torch.utils.checkpoint import checkpoint
 
 import hetero
 from hetero.compat import fsdp
@@ -205,6 +206,57 @@ def test_gradients_that_are_not_sent_yet() -> None:
     adamw.step()
     assert_same(model, wanted)
     optimizer.engine.close()
+
+
+def by_layers(model: Any, step: int) -> torch.Tensor:
+    """A loss whose forward calls the layers themselves, with checkpoints."""
+    x = model.first(data(0, step))
+    for layer in model.layers:
+        x = checkpoint(layer, x, use_reentrant=False)
+    return (model.last(x) - 1).square().mean()
+
+
+def part_first(model: Any, step: int) -> torch.Tensor:
+    """A loss of a layer alone, before the first of the whole model."""
+    part = model.layers[0](torch.ones(2, 16)).square().mean()
+    return part if step == 0 else part + loss_of(model, step)
+
+
+@pytest.mark.parametrize("loss", [by_layers, part_first])
+def test_a_part_may_be_called_first(loss: Any, nothing_left: None) -> None:
+    model = sharded()
+    torch.manual_seed(0)
+    wanted = Model()
+    optimizer = fsdp.optim.AdamW(model.parameters(), lr=1e-2)
+    adamw = torch.optim.AdamW(wanted.parameters(), lr=1e-2)
+    for step in range(3):
+        for each, update in ((model, optimizer), (wanted, adamw)):
+            update.zero_grad()
+            loss(each, step).backward()
+            update.step()
+    assert optimizer.engine.is_of(model)
+    assert_same(model, wanted)
+    optimizer.engine.close()
+
+
+def test_what_was_said_of_the_whole_model_holds_if_a_part_is_called_first() -> None:
+    model = sharded()
+    optimizer = fsdp.optim.AdamW(model.parameters(), lr=1e-2)
+    model.set_requires_gradient_sync(False)
+    part_first(model, 0).backward()
+    assert optimizer.engine.grad_intake._unsynced
+    model.set_requires_gradient_sync(True)
+    optimizer.engine.close()
+
+
+def test_parts_alone_are_refused() -> None:
+    model = Model()
+    for layer in model.layers:
+        fully_shard(layer)
+    optimizer = fsdp.optim.AdamW(model.parameters(), lr=1e-2)
+    with pytest.raises(ValueError, match=r"outside of the fully sharded FSDPLayer.*on the whole"):
+        loss_of(model)
+    del optimizer
 
 
 def test_two_optimizers() -> None:
