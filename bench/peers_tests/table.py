@@ -7,4 +7,6 @@ from collections.abc import Mapping
 from bench.peers_tests import accelerate, colossalai, deepspeed
 from bench.peers_tests.peer import Peer
 
-PEERS: Mapping[str, Peer] = {peer.name: peer for peer in (deepspeed.PEER, colossalai.PEER, accelerate.PEER)}
+PEERS: Mapping[str, Peer] = {
+    peer.name: peer for peer in (deepspeed.PEER, colossalai.PEER, accelerate.PEER)
+}
