@@ -17,6 +17,7 @@ from hetero.compat.deepspeed.options import DeepSpeedOptions
 from hetero.compat.grad_scale import GradScale
 from hetero.compat.key_table import log_not_needed, logger
 from hetero.compat.ranks import barrier, rank, ranks
+from hetero.compat.torch_optimizers import OwnedSteps
 from hetero.runtime.engine import Engine
 from offload.errors import CheckpointError
 
@@ -59,6 +60,7 @@ class DeepSpeedEngine(torch.nn.Module):
         self.micro_steps = self.global_steps = self.global_samples = self.skipped_steps = 0
         self._ranks = ranks()
         self._scale = GradScale(options.scale)
+        self._steps = None if optimizer is None else OwnedSteps(optimizer, "engine.step()")
         self._boundary: bool | None = None  # as the loop has set it
         self._is_scaled = False  # gradients are times the loss scale
         self._unsynced = False  # inside no_sync()
@@ -131,7 +133,8 @@ class DeepSpeedEngine(torch.nn.Module):
         if not overflow:
             if self.options.gradient_clipping > 0:
                 self._norm = float(clip_grad_norm_(params, self.options.gradient_clipping))
-            optimizer.step()
+            assert self._steps is not None
+            self._steps.step(optimizer)
         optimizer.zero_grad()
         self._scale.update(overflow)
         self.global_steps += 1

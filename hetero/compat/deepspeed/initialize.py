@@ -13,12 +13,12 @@ from hetero.api.optimizer import HybridOptimizer, ParamGroups
 from hetero.compat.deepspeed.engine import DeepSpeedEngine
 from hetero.compat.deepspeed.named_optimizers import make_optimizer
 from hetero.compat.deepspeed.options import DeepSpeedOptions, read_options
-from hetero.compat.deepspeed.schedules import make_schedule
+from hetero.compat.deepspeed.runtime.lr_schedules import make_schedule
 from hetero.compat.key_table import log_not_needed
 from hetero.compat.late_start import start
 from hetero.compat.meshes import shard_mesh
 from hetero.compat.ranks import join, rank, ranks
-from hetero.compat.torch_optimizers import follow, hybrid_optimizer
+from hetero.compat.torch_optimizers import hybrid_optimizer
 
 _OptimizerMaker = Callable[[Any], torch.optim.Optimizer]
 _SchedulerMaker = Callable[[torch.optim.Optimizer], Any]
@@ -74,11 +74,11 @@ def initialize(
         log_not_needed("initialize: mesh_param", "there is no sequence parallelism")
     join()
     options = read_options(_given(args, config, config_params), ranks())
-    made, source = _optimizer(model, optimizer, model_parameters, options)
+    made = _optimizer(model, optimizer, model_parameters, options)
     group = None if mpu is None else mpu.get_data_parallel_group()
     scheduler: Any = None
     if made is not None:
-        scheduler = _scheduler(lr_scheduler, made, source, options)
+        scheduler = _scheduler(lr_scheduler, made, options)
         mesh = shard_mesh(options.shard_size, group)
         start(model, made, options.config, process_group=group, mesh=mesh)
     loader = None
@@ -104,8 +104,8 @@ def _optimizer(
     optimizer: torch.optim.Optimizer | _OptimizerMaker | None,
     model_parameters: ParamGroups | None,
     options: DeepSpeedOptions,
-) -> tuple[HybridOptimizer | None, torch.optim.Optimizer | None]:
-    """hetero's optimizer, and the one it was made from, which schedulers may know."""
+) -> HybridOptimizer | None:
+    """The optimizer that was given, now one of hetero's, or the configuration's; None without."""
     params: Any = model_parameters
     if params is None:
         params = [param for param in model.parameters() if param.requires_grad]
@@ -113,31 +113,21 @@ def _optimizer(
         params = list(params) if isinstance(params, Iterable) else params
     if optimizer is None:
         if options.optimizer is None:
-            return None, None
-        made = make_optimizer(options.optimizer, params, options.state_dtype)
-        return made, made
+            return None
+        return make_optimizer(options.optimizer, params, options.state_dtype)
     source = optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer(params)
     if options.optimizer is not None:
         log_not_needed("the configuration's optimizer", "initialize() was given another one")
-    return hybrid_optimizer(source), source
+    return hybrid_optimizer(source)
 
 
-def _scheduler(
-    given: Any,
-    optimizer: HybridOptimizer,
-    source: torch.optim.Optimizer | None,
-    options: DeepSpeedOptions,
-) -> Any:
+def _scheduler(given: Any, optimizer: HybridOptimizer, options: DeepSpeedOptions) -> Any:
     """The scheduler of the optimizer; None if there is none."""
     if given is None:
         return None if options.scheduler is None else make_schedule(options.scheduler, optimizer)
     if options.scheduler is not None:
         log_not_needed("the configuration's scheduler", "initialize() was given another one")
-    if not hasattr(given, "step"):
-        return given(optimizer)
-    assert source is not None
-    follow(given, source, optimizer)
-    return given
+    return given if hasattr(given, "step") else given(optimizer)
 
 
 def _loader(

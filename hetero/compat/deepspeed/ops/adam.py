@@ -5,7 +5,6 @@ from __future__ import annotations
 from hetero.api.optimizer import ParamGroups
 from hetero.api.optimizers import CPUAdam, HybridAdam
 from hetero.compat.key_table import log_not_needed
-from hetero.compat.torch_optimizers import check_torch_options
 
 
 class DeepSpeedCPUAdam(CPUAdam):
@@ -33,16 +32,16 @@ class DeepSpeedCPUAdam(CPUAdam):
         adamw_mode: bool = True,
         fp32_optimizer_states: bool = True,
     ) -> None:
-        check_torch_options("DeepSpeedCPUAdam", {"amsgrad": amsgrad})
         super().__init__(
             model_params,
             lr,
-            bias_correction,
             betas,
             eps,
             weight_decay,
-            adamw_mode,
-            "fp32" if fp32_optimizer_states else "bf16",
+            amsgrad=amsgrad,
+            bias_correction=bias_correction,
+            adamw_mode=adamw_mode,
+            state_dtype="fp32" if fp32_optimizer_states else "bf16",
         )
 
 
@@ -72,7 +71,15 @@ class FusedAdam(HybridAdam):
         amsgrad: bool = False,
         set_grad_none: bool = True,
     ) -> None:
-        check_torch_options("FusedAdam", {"amsgrad": amsgrad})
         if not set_grad_none:
             log_not_needed("FusedAdam: set_grad_none", "zero_grad(set_to_none=False) says it")
-        super().__init__(params, lr, bias_correction, betas, eps, weight_decay, adam_w_mode)
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad=amsgrad,
+            bias_correction=bias_correction,
+            adamw_mode=adam_w_mode,
+        )

@@ -1,4 +1,4 @@
-"""hetero/compat/deepspeed/schedules: the learning rate of each step, by hand and beside torch's."""
+"""hetero/compat/deepspeed.runtime.lr_schedules: the learning rate of each step, by hand and beside torch's."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hetero.compat.deepspeed.options import Named
-from hetero.compat.deepspeed.schedules import make_schedule
+from hetero.compat.deepspeed.runtime.lr_schedules import make_schedule
 
 
 def optimizer(groups: int = 1) -> torch.optim.Optimizer:

@@ -1,0 +1,1 @@
+"""Other projects' own tests, run over hetero's adapters; see __main__."""
