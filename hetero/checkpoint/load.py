@@ -52,12 +52,14 @@ class Checkpoint:
         ranks: how many ranks saved it.
         extra: what hetero.save() was given as `extra`: values, and of objects their states. This
             rank's own if there are as many ranks as then, else the first one's.
+        notes: of hetero.resume(), lines about what was not as the last start should have left it.
     """
 
     path: Path
     step: int
     ranks: int
     extra: Mapping[str, Any] = field(repr=False)
+    notes: tuple[str, ...] = ()
 
 
 @uninterrupted
@@ -151,7 +153,7 @@ def load_from(
         engine.check_usable()
         failure: Exception | None = None
         try:
-            loading = _Loading(open_source(), engine, optimizers, extra, resources)
+            loading = _Loading(open_source(), engine, optimizers, extra, what, resources)
         except Exception as error:
             failure = error
         engine.world.all_or_none(failure, f"load {what}", (CheckpointError,))
@@ -167,6 +169,7 @@ class _Loading:
         engine: Engine,
         optimizers: Sequence[HybridOptimizer],
         extra: Extra,
+        what: str,
         resources: ExitStack,
     ) -> None:
         """Compares, and reads what is small. Raises as load(), with nothing changed.
@@ -174,6 +177,7 @@ class _Loading:
         `resources` close the reader.
         """
         self._engine, self._optimizers, self._objects = engine, optimizers, extra
+        self._what = what
         self.path = source.path
         self._manifest = manifest = source.manifest
         engine.added_params.take_in_unfrozen()
@@ -254,7 +258,7 @@ class _Loading:
             self._fill(piece, names[piece.managed])
 
         failure = fill_parts(self._engine, names, fill, replaces=bool(self._optimizers))
-        self._engine.world.all_or_none(failure, f"load {self.path}", (CheckpointError,))
+        self._engine.world.all_or_none(failure, f"load {self._what}", (CheckpointError,))
 
     def _fill(self, piece: Piece, name: str) -> None:
         """A piece of a parameter gets what the checkpoint has. Raises CheckpointError."""

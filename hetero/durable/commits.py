@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -35,12 +36,14 @@ class DurableState:
         engine.notes.extend(folder.notes)
         self.committer = Committer(engine, optimizers, folder)
         self._restored: tuple[Checkpoint, LoopState] | None = None
+        notes = tuple(folder.notes)
         if folder.last:
             try:
-                self._restored = restore(engine, optimizers, folder)
+                checkpoint, loop_state = restore(engine, optimizers, folder)
             except BaseException:
                 folder.remove_own()
                 raise
+            self._restored = replace(checkpoint, notes=notes), loop_state
             # The files of the start before can go then.
             self.committer.begin(self._restored[0].extra).wait()
             self.committer.goes_on_from = self._restored[0]
@@ -122,7 +125,8 @@ def resume(model: torch.nn.Module, *, extra: Extra | None = None) -> Checkpoint 
 
     Returns:
         The commit; its `step` is the number of updates that were made, and `extra` what
-        hetero.commit() was given: of objects their states. None if the training has just begun.
+        hetero.commit() was given: of objects their states; `notes` say what of the state was
+        damaged or incomplete, as they did on stderr. None if the training has just begun.
 
     Raises:
         HeteroError: the model's state is not durable, or a step was made already.

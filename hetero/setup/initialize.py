@@ -116,7 +116,7 @@ def initialize(
                 _check(model, optimizers)
             if made.durable:
                 _check_commits(made, optimizers)
-                folder = StateFolder(made.nvme_paths, world)
+                folder = StateFolder(made.nvme_paths, world, made.discard_state)
                 resources.callback(folder.close)
             for param in model.parameters():
                 construction.adopt(param)
