@@ -30,6 +30,7 @@ from hetero.checkpoint.rank_data import (
     LoopState,
     check_objects,
     check_random,
+    objects_loaded,
     unpack_extra,
     unpack_random,
 )
@@ -226,7 +227,17 @@ class _Loading:
                     check_state(self._manifest, name, state)
 
     def load(self) -> tuple[Checkpoint, LoopState]:
-        """Changes the model, the optimizers and all else."""
+        """Changes objects of `extra`, which may refuse it, the model, the optimizers, all else."""
+        loop_state = self._loop_state
+        world = self._engine.world
+        with objects_loaded(self._objects, loop_state.extra, world, self._what):
+            self._load_model()
+        loop_state.bring_back(self._optimizers)
+        ranks = len(self._manifest.ranks)
+        return Checkpoint(self.path, self._manifest.step, ranks, loop_state.extra), loop_state
+
+    def _load_model(self) -> None:
+        """Parameters, optimizer states and buffers. Raises CheckpointError."""
         engine, manifest = self._engine, self._manifest
         engine.params.begin_loading(str(self.path))
         with engine.world.telling_failures("hetero.load()"):
@@ -241,10 +252,6 @@ class _Loading:
                 for field_name, value in manifest.loss_scale.items():
                     setattr(engine.loss_scale, field_name, value)
         engine.params.end_loading()
-        loop_state = self._loop_state
-        loop_state.bring_back(self._optimizers, self._objects)
-        loaded = Checkpoint(self.path, manifest.step, len(manifest.ranks), loop_state.extra)
-        return loaded, loop_state
 
     @property
     def _names(self) -> dict[ManagedParam, str]:

@@ -10,11 +10,12 @@ import torch
 
 from hetero.api.optimizer import HybridOptimizer
 from hetero.checkpoint.load import Checkpoint
-from hetero.checkpoint.rank_data import Extra, LoopState, check_objects
+from hetero.checkpoint.rank_data import Extra, LoopState, objects_loaded
 from hetero.checkpoint.save import Save, engine_of_model
 from hetero.durable.committer import Committer
 from hetero.durable.restore import restore
 from hetero.durable.state_folder import StateFolder
+from hetero.ranks.process_groups import ProcessGroups
 from hetero.runtime.engine import Engine
 from offload.errors import HeteroError
 
@@ -49,8 +50,8 @@ class DurableState:
             self.committer.goes_on_from = self._restored[0]
         _states[engine] = self
 
-    def resume(self, extra: Extra) -> Checkpoint | None:
-        """As hetero.resume()."""
+    def resume(self, extra: Extra, world: ProcessGroups) -> Checkpoint | None:
+        """As hetero.resume(), of the ranks of `world`."""
         if self._restored is None:
             return None
         checkpoint, loop_state = self._restored
@@ -58,8 +59,9 @@ class DurableState:
             raise HeteroError(
                 f"hetero.resume() comes before the first step, and {self.committer.steps} were made"
             )
-        check_objects(extra, checkpoint.extra)
-        loop_state.bring_back(self.committer.optimizers(), extra)
+        with objects_loaded(extra, checkpoint.extra, world, "the last commit"):
+            pass  # nothing else can refuse
+        loop_state.bring_back(self.committer.optimizers())
         self.committer.goes_on_from = None
         return checkpoint
 
@@ -132,4 +134,5 @@ def resume(model: torch.nn.Module, *, extra: Extra | None = None) -> Checkpoint 
         HeteroError: the model's state is not durable, or a step was made already.
         ValueError: the commit has none of that name. CheckpointError: it has another kind of state.
     """
-    return _state_of(model).resume(dict(extra or {}))
+    world = engine_of_model(model).world
+    return _state_of(model).resume(dict(extra or {}), world)

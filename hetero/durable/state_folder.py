@@ -210,7 +210,7 @@ class StateFolder:
         mine = self._on_all("look for the last commit", self._look)
         views = self._gather(mine)
         generation = 1 + max(max(view.newest, view.committed) for view in views)
-        chosen = _last_whole([each for view in views for each in view.found])
+        chosen = _last_whole([each for view in views for each in view.found], self.folders)
         kept = next((each.generation for each in chosen.values()), 0)
         for view in views:
             if view.committed > kept:
@@ -467,7 +467,7 @@ def _records_in(folders: tuple[str, ...], committed: int, notes: list[str]) -> d
     return found
 
 
-def _last_whole(found: Iterable[_Found]) -> dict[int, _Found]:
+def _last_whole(found: Iterable[_Found], folders: Iterable[str]) -> dict[int, _Found]:
     """By rank, the records of the last commit that all its ranks have made; empty without any.
 
     Raises CheckpointError if there are commits, and of none the records of all ranks.
@@ -483,7 +483,7 @@ def _last_whole(found: Iterable[_Found]) -> dict[int, _Found]:
         has = sorted(commits[generation, number, count])
         raise CheckpointError(
             f"commit {number} of {count} ranks has records of the ranks {has} alone; the "
-            f"directories of the others are needed, too"
+            f"directories of the others are needed, too{_removable(folders)}"
         )
     return {}
 
@@ -501,8 +501,9 @@ def read_last_commit(folder: Path, notes: list[str]) -> tuple[Record, ...]:
         )
     _, folders, committed = in_order(one.paths(str(folder)))
     seen = _records_in(folders, committed, notes)
-    chosen = _last_whole(
+    found = [
         _Found(each.generation, each.number, each.rank, each.ranks, each.path)
         for each in seen.values()
-    )
+    ]
+    chosen = _last_whole(found, folders)
     return tuple(seen[chosen[rank].path] for rank in sorted(chosen))
