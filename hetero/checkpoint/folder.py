@@ -53,10 +53,15 @@ def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
 
     So "step-90" comes before "step-100". No clock has a say.
     """
+    return next(iter(latest_checkpoints(folder)), None)
+
+
+def latest_checkpoints(folder: str | os.PathLike[str]) -> list[Path]:
+    """All checkpoints in `folder`, those with the largest numbers in their names first."""
     try:
         found = {each.name: each for each in Path(folder).iterdir()}
     except (OSError, ValueError):  # (a name with a zero byte)
-        return None
+        return []
     names = {}
     for name, each in found.items():
         own, _, what = name[1:].rpartition(".")
@@ -64,9 +69,9 @@ def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
             names[name] = each
         elif own and what == REMOVED and own not in found:  # the crash came between two renames
             names[own] = each
-    checkpoints = {name: each for name, each in names.items() if is_checkpoint(each)}
-    latest = max(checkpoints, key=lambda name: (_numbers(name), name), default=None)
-    return None if latest is None else checkpoints[latest]
+    whole = [name for name, each in names.items() if is_checkpoint(each)]
+    whole.sort(key=lambda name: (_numbers(name), name), reverse=True)
+    return [names[name] for name in whole]
 
 
 def _numbers(name: str) -> list[int]:

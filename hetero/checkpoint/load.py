@@ -30,6 +30,7 @@ from hetero.checkpoint.rank_data import (
     LoopState,
     check_objects,
     check_random,
+    objects_loaded,
     unpack_extra,
     unpack_random,
 )
@@ -52,12 +53,14 @@ class Checkpoint:
         ranks: how many ranks saved it.
         extra: what hetero.save() was given as `extra`: values, and of objects their states. This
             rank's own if there are as many ranks as then, else the first one's.
+        notes: of hetero.resume(), lines about what was not as the last start should have left it.
     """
 
     path: Path
     step: int
     ranks: int
     extra: Mapping[str, Any] = field(repr=False)
+    notes: tuple[str, ...] = ()
 
 
 @uninterrupted
@@ -151,7 +154,7 @@ def load_from(
         engine.check_usable()
         failure: Exception | None = None
         try:
-            loading = _Loading(open_source(), engine, optimizers, extra, resources)
+            loading = _Loading(open_source(), engine, optimizers, extra, what, resources)
         except Exception as error:
             failure = error
         engine.world.all_or_none(failure, f"load {what}", (CheckpointError,))
@@ -167,6 +170,7 @@ class _Loading:
         engine: Engine,
         optimizers: Sequence[HybridOptimizer],
         extra: Extra,
+        what: str,
         resources: ExitStack,
     ) -> None:
         """Compares, and reads what is small. Raises as load(), with nothing changed.
@@ -174,6 +178,7 @@ class _Loading:
         `resources` close the reader.
         """
         self._engine, self._optimizers, self._objects = engine, optimizers, extra
+        self._what = what
         self.path = source.path
         self._manifest = manifest = source.manifest
         engine.added_params.take_in_unfrozen()
@@ -222,7 +227,17 @@ class _Loading:
                     check_state(self._manifest, name, state)
 
     def load(self) -> tuple[Checkpoint, LoopState]:
-        """Changes the model, the optimizers and all else."""
+        """Changes objects of `extra`, which may refuse it, the model, the optimizers, all else."""
+        loop_state = self._loop_state
+        world = self._engine.world
+        with objects_loaded(self._objects, loop_state.extra, world, self._what):
+            self._load_model()
+        loop_state.bring_back(self._optimizers)
+        ranks = len(self._manifest.ranks)
+        return Checkpoint(self.path, self._manifest.step, ranks, loop_state.extra), loop_state
+
+    def _load_model(self) -> None:
+        """Parameters, optimizer states and buffers. Raises CheckpointError."""
         engine, manifest = self._engine, self._manifest
         engine.params.begin_loading(str(self.path))
         with engine.world.telling_failures("hetero.load()"):
@@ -237,10 +252,6 @@ class _Loading:
                 for field_name, value in manifest.loss_scale.items():
                     setattr(engine.loss_scale, field_name, value)
         engine.params.end_loading()
-        loop_state = self._loop_state
-        loop_state.bring_back(self._optimizers, self._objects)
-        loaded = Checkpoint(self.path, manifest.step, len(manifest.ranks), loop_state.extra)
-        return loaded, loop_state
 
     @property
     def _names(self) -> dict[ManagedParam, str]:
@@ -254,7 +265,7 @@ class _Loading:
             self._fill(piece, names[piece.managed])
 
         failure = fill_parts(self._engine, names, fill, replaces=bool(self._optimizers))
-        self._engine.world.all_or_none(failure, f"load {self.path}", (CheckpointError,))
+        self._engine.world.all_or_none(failure, f"load {self._what}", (CheckpointError,))
 
     def _fill(self, piece: Piece, name: str) -> None:
         """A piece of a parameter gets what the checkpoint has. Raises CheckpointError."""

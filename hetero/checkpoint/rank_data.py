@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +13,7 @@ import numpy as np
 import torch
 
 from hetero.checkpoint.plain_data import pack, unpack
+from hetero.ranks.process_groups import ProcessGroups
 from offload.errors import CheckpointError
 
 Extra = Mapping[str, Any]
@@ -31,11 +34,13 @@ def pack_rank_data(extra: Extra, tensors: list[torch.Tensor]) -> Any:
 
 
 def _state_of(value: Any) -> Any:
-    if isinstance(value, torch.Generator):
-        return value.get_state()
-    if callable(getattr(value, "state_dict", None)):
-        return value.state_dict()
+    if isinstance(value, torch.Generator) or callable(getattr(value, "state_dict", None)):
+        return _saved_state(value)
     return value
+
+
+def _saved_state(value: Any) -> Any:
+    return value.get_state() if isinstance(value, torch.Generator) else value.state_dict()
 
 
 def unpack_extra(data: Any, tensor: Callable[[int], torch.Tensor]) -> dict[str, Any]:
@@ -63,15 +68,14 @@ class LoopState:
     random: Mapping[str, Any] | None
     extra: Mapping[str, Any]
 
-    def bring_back(self, optimizers: Iterable[torch.optim.Optimizer], objects: Extra) -> None:
-        """Options, objects of `extra` and random numbers are as they were. Raises CheckpointError.
+    def bring_back(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Options and random numbers are as they were. Raises CheckpointError.
 
-        check_objects() has passed the objects.
+        objects_loaded() comes before: objects of `extra` may refuse their states.
         """
         for optimizer, groups in zip(optimizers, self.groups, strict=True):
             for group, options in zip(optimizer.param_groups, groups, strict=True):
                 group.update(options)
-        load_objects(objects, self.extra)
         if self.random is not None:
             set_random(self.random)
 
@@ -93,10 +97,33 @@ def check_objects(extra: Extra, found: Mapping[str, Any]) -> None:
             )
 
 
-def load_objects(extra: Extra, found: Mapping[str, Any]) -> None:
-    """Objects in `extra` get the states of their names in `found`. Raises CheckpointError."""
-    for name, value in extra.items():
-        _load(name, value, found[name])
+@contextmanager
+def objects_loaded(
+    extra: Extra, found: Mapping[str, Any], world: ProcessGroups, what: str
+) -> Iterator[None]:
+    """Objects in `extra` have the states of their names in `found` inside the block, and after it.
+
+    What an object or the block raises, here or on another rank, gives them back what they had. All
+    ranks call it. Raises CheckpointError, and as check_objects().
+    """
+    before: dict[str, Any] = {}
+    try:
+        failure: Exception | None = None
+        try:
+            check_objects(extra, found)
+            for name, value in extra.items():
+                with suppress(Exception):  # what cannot be copied has nothing to go back to
+                    before[name] = copy.deepcopy(_saved_state(value))
+                _load(name, value, found[name])
+        except Exception as error:
+            failure = error
+        world.all_or_none(failure, f"load the objects of {what}", (CheckpointError,))
+        yield
+    except BaseException:
+        for name, state in before.items():
+            with suppress(CheckpointError):
+                _load(name, extra[name], state)
+        raise
 
 
 def _load(name: str, value: Any, state: Any) -> None:

@@ -89,9 +89,11 @@ class CommitReader:
 
         Raises CheckpointError if the records do not fit each other.
         """
-        self._folder = folder
         self._small = {key: t for record in records for key, t in record.small.items()}
-        self._shards = _shards(records, folder)
+        self._records = _shards(records, folder)
+        self._shards = [
+            {rank: group for rank, (_, group) in shards.items()} for shards in self._records
+        ]
         self._places: dict[str, _Place] = {}
         for number, shards in enumerate(self._shards):
             for chunk_id, chunk in enumerate(shards[0].chunks):
@@ -303,14 +305,19 @@ class CommitReader:
         """
         number = self._files.get((group, rank))
         if number is None:
-            number = self._files[group, rank] = self._open(self._shards[group][rank])
+            number = self._files[group, rank] = self._open(*self._records[group][rank])
         return number
 
-    def _open(self, group: StoredGroup) -> int:
+    def _open(self, record: Record, group: StoredGroup) -> int:
+        if group.checksums_at is None:
+            raise CheckpointError(
+                f"the last commit needs the data files of {record.path}, which another rank sees "
+                f"and this one does not; with other budgets, chunks or numbers of ranks than it "
+                f"was made with all must see all of the directories"
+            )
         members = []
         with ExitStack() as opened:
-            for name in group.files:
-                path = os.path.normpath(self._folder / name)
+            for path in data_paths(record, group):
                 try:
                     descriptor = open_direct(Path(path), os.O_RDONLY)
                 except StoreError as error:
@@ -319,19 +326,33 @@ class CommitReader:
                 members.append((descriptor, path))
             stripes = StripeMap(group.weights, group.unit_bytes)
             number = self._io.add_striped_file(members, stripes, checksums=True)
-        at = 0
+        try:
+            with open(record.path, "rb") as stream:
+                stream.seek(group.checksums_at)
+                for _, offset, nbytes in group.pieces():
+                    checksums = stream.read(nbytes // PAGE_BYTES * 4)
+                    self._io.set_checksums(number, offset, checksums)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{record.path} cannot be read again: {error}") from error
         for chunk, offset, nbytes in group.extents():
-            end = at + nbytes // PAGE_BYTES * 4
-            self._io.set_checksums(number, offset, group.checksums[at:end])
             names = list_names([each.name for each in chunk.slices])
             self._io.name_range(number, offset, nbytes, names)
-            at = end
         return number
 
 
-def _shards(records: Sequence[Record], folder: Path) -> list[dict[int, StoredGroup]]:
-    """By chunk group, the shards by rank; of replicas, which have the same, the first ones."""
-    found: list[dict[int, StoredGroup]] = []
+def data_paths(record: Record, group: StoredGroup) -> list[str]:
+    """The members of a group's data file. Raises CheckpointError if its set has fewer folders."""
+    if max(group.places) >= len(record.folders):
+        raise CheckpointError(
+            f"{record.path} has data in folder {max(group.places)} of {len(record.folders)}"
+        )
+    return [os.path.join(record.folders[place], group.name) for place in group.places]
+
+
+def _shards(records: Sequence[Record], folder: Path) -> list[dict[int, tuple[Record, StoredGroup]]]:
+    """By chunk group, the shards by rank, and the records that have them; of replicas, which have
+    the same, the first ones that are seen here."""
+    found: list[dict[int, tuple[Record, StoredGroup]]] = []
     first = records[0]
     for record in records:
         if len(record.groups) != len(first.groups):
@@ -349,7 +370,9 @@ def _shards(records: Sequence[Record], folder: Path) -> list[dict[int, StoredGro
                 raise CheckpointError(f"the ranks of the last commit in {folder} have other chunks")
             if number == len(found):
                 found.append({})
-            found[number].setdefault(group.rank, group)
+            known = found[number].get(group.rank)
+            if known is None or known[1].checksums_at is None:
+                found[number][group.rank] = record, group
     for number, shards in enumerate(found):
         missing = sorted(set(range(first.groups[number].ranks)) - set(shards))
         if missing:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
 from hetero.api.optimizer import HybridOptimizer
 from hetero.checkpoint.load import Checkpoint
-from hetero.checkpoint.rank_data import Extra, LoopState, check_objects
+from hetero.checkpoint.rank_data import Extra, LoopState, objects_loaded
 from hetero.checkpoint.save import Save, engine_of_model
 from hetero.durable.committer import Committer
 from hetero.durable.restore import restore
 from hetero.durable.state_folder import StateFolder
+from hetero.ranks.process_groups import ProcessGroups
 from hetero.runtime.engine import Engine
 from offload.errors import HeteroError
 
@@ -35,19 +37,21 @@ class DurableState:
         engine.notes.extend(folder.notes)
         self.committer = Committer(engine, optimizers, folder)
         self._restored: tuple[Checkpoint, LoopState] | None = None
+        notes = tuple(folder.notes)
         if folder.last:
             try:
-                self._restored = restore(engine, optimizers, folder)
+                checkpoint, loop_state = restore(engine, optimizers, folder)
             except BaseException:
                 folder.remove_own()
                 raise
+            self._restored = replace(checkpoint, notes=notes), loop_state
             # The files of the start before can go then.
             self.committer.begin(self._restored[0].extra).wait()
             self.committer.goes_on_from = self._restored[0]
         _states[engine] = self
 
-    def resume(self, extra: Extra) -> Checkpoint | None:
-        """As hetero.resume()."""
+    def resume(self, extra: Extra, world: ProcessGroups) -> Checkpoint | None:
+        """As hetero.resume(), of the ranks of `world`."""
         if self._restored is None:
             return None
         checkpoint, loop_state = self._restored
@@ -55,8 +59,9 @@ class DurableState:
             raise HeteroError(
                 f"hetero.resume() comes before the first step, and {self.committer.steps} were made"
             )
-        check_objects(extra, checkpoint.extra)
-        loop_state.bring_back(self.committer.optimizers(), extra)
+        with objects_loaded(extra, checkpoint.extra, world, "the last commit"):
+            pass  # nothing else can refuse
+        loop_state.bring_back(self.committer.optimizers())
         self.committer.goes_on_from = None
         return checkpoint
 
@@ -122,10 +127,12 @@ def resume(model: torch.nn.Module, *, extra: Extra | None = None) -> Checkpoint 
 
     Returns:
         The commit; its `step` is the number of updates that were made, and `extra` what
-        hetero.commit() was given: of objects their states. None if the training has just begun.
+        hetero.commit() was given: of objects their states; `notes` say what of the state was
+        damaged or incomplete, as they did on stderr. None if the training has just begun.
 
     Raises:
         HeteroError: the model's state is not durable, or a step was made already.
         ValueError: the commit has none of that name. CheckpointError: it has another kind of state.
     """
-    return _state_of(model).resume(dict(extra or {}))
+    world = engine_of_model(model).world
+    return _state_of(model).resume(dict(extra or {}), world)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,12 +25,13 @@ from hetero.checkpoint.rank_data import Extra, pack_rank_data
 from hetero.checkpoint.save import Save
 from hetero.chunk_groups.chunk_group import ChunkGroup
 from hetero.chunks.layout import Chunk
-from hetero.durable.record import Record, StoredChunk, StoredGroup, StoredSlice, encode
+from hetero.durable.record import Record, StoredChunk, StoredGroup, StoredSlice
 from hetero.durable.record_files import RecordFiles
 from hetero.durable.state_folder import StateFolder
 from hetero.runtime.engine import Engine
 from hetero.state.managed_param import ManagedParam
 from hetero.state.memory.committed import CommitChunk, CommittedState
+from hetero.state.memory.state_files import COPIES
 from hetero.state.snapshot import Snapshot
 from offload._native import IoOp
 from offload.disk.durable import check_named
@@ -107,13 +108,12 @@ class _GroupCommit:
         if not self._committed.is_in_file(each.chunk):
             snapshot.copied(each.chunk)
 
-    def stored(self, folder: str) -> StoredGroup:
-        """What the record says."""
+    def stored(self, folders: Sequence[str]) -> StoredGroup:
+        """What the record says; `folders` are the set's, by place."""
         group = self.chunk_group
         disk, layout = group.disk, group.layout
         assert disk is not None
-        file, scratch = disk.transfers.file, disk.scratch
-        chunks, checksums = [], []
+        scratch, chunks = disk.scratch, []
         for each in self.chunks:
             slices = tuple(
                 StoredSlice(self.names[m], m.slice.offset, m.numel)
@@ -124,9 +124,6 @@ class _GroupCommit:
             chunk = each.chunk
             param = each.offsets[StateKind.PARAM]
             chunks.append(StoredChunk(chunk.slots, chunk.trainable, slices, param, optim_state))
-            for kind, offset in each.offsets.items():
-                nbytes = self._committed.nbytes(chunk, kind)
-                checksums.append(disk.io.checksums(file, offset, nbytes))
         stripes = scratch.stripes
         return StoredGroup(
             compute=group.dtypes.compute,
@@ -135,12 +132,19 @@ class _GroupCommit:
             tile_numel=layout.tile_numel,
             rank=layout.shard.rank,
             ranks=layout.shard.ranks,
-            files=tuple(os.path.relpath(m.path, folder) for m in scratch.members),
+            name=os.path.basename(scratch.members[0].path),
+            places=tuple(folders.index(member.directory) for member in scratch.members),
             weights=tuple(map(stripes.pattern.count, range(stripes.members))),
             unit_bytes=stripes.unit_bytes,
             chunks=tuple(chunks),
-            checksums=b"".join(checksums),
         )
+
+    def checksums(self, group: StoredGroup) -> Iterator[bytes]:
+        """Those of the pages that stored() names, in pieces."""
+        disk = self.chunk_group.disk
+        assert disk is not None
+        for _, offset, nbytes in group.pieces():
+            yield disk.io.checksums(disk.transfers.file, offset, nbytes)
 
 
 class Committer:
@@ -315,23 +319,44 @@ class Committer:
         snapshot: Snapshot,
         failure: Exception | None,
     ) -> BaseException | None:
-        """Writes everything; returns what it met on this rank, or on another one."""
-        try:
-            if failure is None:
-                assert record is not None
-                for each in groups:
-                    each.write(snapshot)
-                folder = str(self._records.folder)
-                stored = tuple(each.stored(folder) for each in groups)
-                self._records.write(record.number, encode(replace(record, groups=stored)))
-        except Exception as error:
-            failure = error
-        try:
-            self._world.all_or_none(failure, "commit a step", (CheckpointError,))
-        except Exception as error:
-            return error
+        """Writes everything; returns what it met on this rank, or on another one.
+
+        The second copy of the record, over that of the commit before, is written when all ranks
+        have the first one: a commit that all have is whole at any time.
+        """
+
+        def write_first() -> None:
+            if failure is not None:
+                raise failure
+            for each in groups:
+                each.write(snapshot)
+            self._write_record(COPIES[0], record, groups)
+
+        def write_second() -> None:
+            self._write_record(COPIES[1], record, groups)
+            self._folder.note_commit()
+
+        for action in (write_first, write_second):
+            met: Exception | None = None
+            try:
+                action()
+            except Exception as error:
+                met = error
+            try:
+                self._world.all_or_none(met, "commit a step", (CheckpointError,))
+            except Exception as error:
+                return error
         self._folder.remove_older()
         return None
+
+    def _write_record(
+        self, copy: int, record: Record | None, groups: Sequence[_GroupCommit]
+    ) -> None:
+        """Writes a copy of the record. Raises StoreError."""
+        assert record is not None
+        stored = {each.stored(self._folder.folders): each for each in groups}
+        whole = replace(record, groups=tuple(stored))
+        self._records.write(copy, whole, lambda group: stored[group].checksums(group))
 
 
 def _writes(

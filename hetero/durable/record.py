@@ -6,13 +6,14 @@ changed or made up is an error that names what is wrong.
 
 from __future__ import annotations
 
+import io
 import json
 import math
+import os
 import struct
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
-from itertools import pairwise
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -20,17 +21,20 @@ import torch
 from hetero.checkpoint.manifest import Fields, Manifest, parse_json, parse_manifest, shortened
 from hetero.checkpoint.model_tensors import STATE_NAMES
 from hetero.chunks.dtypes import Dtypes
+from hetero.state.memory.state_files import is_state_file
 from offload._native import StripeMap, crc32c
-from offload.errors import CheckpointError
-from offload.memory.sizes import PAGE_BYTES, round_up
+from offload.errors import CheckpointError, StoreError
+from offload.memory.sizes import PAGE_BYTES
 
-VERSION = 1
+VERSION = 2  # of records, and of the other files in the folders
 _MAGIC = b"hetero\0commit\0\0\0"
 _ORDER = 0x01020304  # as this machine has it: another one's bytes are in another order
 # Magic, byte order, version, checksum of this page, of the rest; generation, number, rank, ranks;
 # bytes of the four sections.
 _HEAD = struct.Struct("=16s4I4Q4Q")
 _MOST_BYTES = 1 << 40  # of a section
+_PIECE_BYTES = 1 << 20  # of checksums that are in memory at once
+_MOST_BUFFERS = 512  # of one write; Linux takes 1,024
 _LARGEST = 1 << 62  # of an offset
 _COMPUTE, _STATES = ("fp32", "bf16", "fp16"), ("fp32", "bf16", "8bit")
 _RULES = tuple(STATE_NAMES)
@@ -70,12 +74,14 @@ class StoredGroup:
         tile_numel: elements of a tile.
         rank: this rank's number among those that share a chunk.
         ranks: how many these are.
-        files: the members of the data file, relative to the folder that has the record.
+        name: of the members of the data file.
+        places: of the folders that have them, in the set (StateSet).
         weights: how many units of the stripes each member gets in turn (StripeMap).
         unit_bytes: of a unit.
         chunks: by their ids.
-        checksums: CRC-32C of each page, as little-endian uint32, 0 if nothing is known of the page:
-            of all chunks one after the other the parameters, then the optimizer state.
+        checksums_at: where in the record's file the checksums begin: CRC-32C of each page, as
+            little-endian uint32, 0 if nothing is known of the page; of all chunks one after the
+            other the parameters, then the optimizer state. None if the file is not seen here.
     """
 
     compute: str
@@ -84,11 +90,12 @@ class StoredGroup:
     tile_numel: int
     rank: int
     ranks: int
-    files: tuple[str, ...]
+    name: str
+    places: tuple[int, ...]
     weights: tuple[int, ...]
     unit_bytes: int
     chunks: tuple[StoredChunk, ...]
-    checksums: bytes = field(repr=False)
+    checksums_at: int | None = field(default=None, compare=False)
 
     @property
     def dtypes(self) -> Dtypes:
@@ -113,6 +120,18 @@ class StoredGroup:
             if chunk.optim_state is not None:
                 yield chunk, chunk.optim_state, chunk.slots * self.optim_state_bytes
 
+    @property
+    def checksum_bytes(self) -> int:
+        """Of the checksums of all extents."""
+        return sum(nbytes // PAGE_BYTES * 4 for _, _, nbytes in self.extents())
+
+    def pieces(self) -> Iterator[tuple[StoredChunk, int, int]]:
+        """The extents in parts, as extents(), whose checksums take little memory each."""
+        most = _PIECE_BYTES // 4 * PAGE_BYTES
+        for chunk, offset, nbytes in self.extents():
+            for at in range(0, nbytes, most):
+                yield chunk, offset + at, min(most, nbytes - at)
+
 
 @dataclass(frozen=True)
 class Record:
@@ -125,6 +144,8 @@ class Record:
         manifest: as of a checkpoint, without files; `ranks` has this rank's data alone.
         groups: the chunk groups.
         small: buffers, and tensors that this rank alone has, by the manifest's keys.
+        path: the file that it was read from.
+        folders: those of the set by place, where they are now.
     """
 
     generation: int
@@ -134,30 +155,86 @@ class Record:
     manifest: Manifest = field(repr=False)
     groups: tuple[StoredGroup, ...] = field(repr=False)
     small: Mapping[str, torch.Tensor] = field(repr=False)
+    path: str = field(default="", compare=False)
+    folders: tuple[str, ...] = field(default=(), compare=False)
 
 
-def encode(record: Record) -> bytearray:
-    """The content of the record's file, in whole pages."""
+def write(
+    record: Record, checksums: Callable[[StoredGroup], Iterable[bytes]], descriptor: int
+) -> None:
+    """Writes the record to a file, over what it has, and returns when it is durable.
+
+    `checksums` gives those of a group, in pieces. Neither they nor the record are ever in memory as
+    a whole. Raises OSError.
+    """
+    before, after = _texts(record), [_bytes_of(tensor) for tensor in record.small.values()]
+    sizes = [
+        *map(len, before),
+        sum(group.checksum_bytes for group in record.groups),
+        sum(map(len, after)),
+    ]
+    crc, at = 0, PAGE_BYTES
+    buffers: list[memoryview] = []
+
+    def write_out() -> None:
+        nonlocal at
+        while buffers:
+            done = os.pwritev(descriptor, buffers, at)
+            at += done
+            while buffers and done >= len(buffers[0]):
+                done -= len(buffers.pop(0))
+            if buffers:
+                buffers[0] = buffers[0][done:]
+
+    def add(piece: bytes | memoryview) -> None:
+        nonlocal crc
+        if len(piece):
+            crc = _crc(piece, crc)
+            buffers.append(memoryview(piece))
+            if sum(map(len, buffers)) >= _PIECE_BYTES or len(buffers) >= _MOST_BUFFERS:
+                write_out()
+
+    for text in before:
+        add(text)
+    for group in record.groups:
+        for piece in checksums(group):
+            add(piece)
+    for small in after:
+        add(small)
+    end = PAGE_BYTES + sum(sizes)
+    if end % PAGE_BYTES:
+        buffers.append(memoryview(bytes(PAGE_BYTES - end % PAGE_BYTES)))
+    write_out()
+    head = _sealed_head(crc, (record.generation, record.number, record.rank, record.ranks), sizes)
+    done = 0
+    while done < len(head):
+        done += os.pwrite(descriptor, head[done:], done)
+    os.fsync(descriptor)
+
+
+def encode(record: Record) -> bytes:
+    """The record without its checksums, for a rank that does not see its file."""
+    before, small = _texts(record), b"".join(map(_bytes_of, record.small.values()))
+    sections = [*before, b"", small]
+    rest = b"".join(sections)
+    numbers = (record.generation, record.number, record.rank, record.ranks)
+    return _sealed_head(_crc(rest), numbers, list(map(len, sections))) + rest
+
+
+def _texts(record: Record) -> list[bytes]:
+    """The first two sections."""
     groups = [
-        {name: value for name, value in asdict(group).items() if name != "checksums"}
+        {name: value for name, value in asdict(group).items() if name != "checksums_at"}
         for group in record.groups
     ]
     content = {"groups": groups, "small": list(record.small)}
-    sections = [
-        record.manifest.to_json(),
-        json.dumps(content, allow_nan=False).encode(),
-        b"".join(group.checksums for group in record.groups),
-        b"".join(_bytes_of(tensor) for tensor in record.small.values()),
-    ]
-    rest = b"".join(sections)
-    numbers = (record.generation, record.number, record.rank, record.ranks)
-    sizes = [len(section) for section in sections]
-    head = _head(0, _crc(rest), *numbers, *sizes)
-    head = _head(_crc(head), _crc(rest), *numbers, *sizes)
-    whole = bytearray(round_up(len(head) + len(rest), PAGE_BYTES))
-    whole[: len(head)] = head
-    whole[len(head) : len(head) + len(rest)] = rest
-    return whole
+    return [record.manifest.to_json(), json.dumps(content, allow_nan=False).encode()]
+
+
+def _sealed_head(crc: int, numbers: Iterable[int], sizes: Iterable[int]) -> bytes:
+    """The first page, with its own checksum."""
+    all_numbers = (*numbers, *sizes)
+    return _head(_crc(_head(0, crc, *all_numbers)), crc, *all_numbers)
 
 
 def _head(own_crc: int, crc: int, *numbers: int) -> bytes:
@@ -165,55 +242,91 @@ def _head(own_crc: int, crc: int, *numbers: int) -> bytes:
     return packed.ljust(PAGE_BYTES, b"\0")
 
 
-def _crc(content: bytes | bytearray | memoryview) -> int:
-    if not content:
-        return 0
+def _crc(content: bytes | memoryview, crc: int = 0) -> int:
+    if not len(content):
+        return crc
     array = np.frombuffer(content, dtype=np.uint8)
-    return crc32c(int(array.ctypes.data), len(array))
+    return crc32c(int(array.ctypes.data), len(array), crc)
 
 
-def _bytes_of(tensor: torch.Tensor) -> bytes:
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return flat.numpy().tobytes()
+    return memoryview(flat.numpy())
 
 
-def decode(content: bytes, where: str) -> Record | None:
+class OtherFormatError(CheckpointError):
+    """A file is of another version of the format, or of another kind of machine."""
+
+
+def later_version(where: str, version: int) -> OtherFormatError:
+    """The error for a file of this version."""
+    how = "a later one" if version > VERSION else "an earlier one"
+    return OtherFormatError(
+        f"{where} is of version {version} of the format, {how}, and this hetero reads version "
+        f"{VERSION}; go on with the hetero that wrote it, and save a checkpoint there (hetero.save)"
+    )
+
+
+def read_record(path: str, folders: tuple[str, ...]) -> Record | None:
+    """The record in a file; None if none was ever written to it. `folders` are those of its set.
+
+    Raises CheckpointError as decode(), StoreError if it cannot be read.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        with open(descriptor, "rb") as stream:
+            record = decode(stream, path)
+    except OSError as error:
+        raise StoreError(error.errno, f"cannot be read: {error.strerror}", path) from error
+    return None if record is None else replace(record, path=path, folders=folders)
+
+
+def decode_without_checksums(content: bytes, where: str) -> Record:
+    """What encode() has made. Raises CheckpointError."""
+    record = decode(io.BytesIO(content), where, has_checksums=False)
+    if record is None:
+        raise CheckpointError(f"{where} has no record")
+    return record
+
+
+def decode(stream: BinaryIO, where: str, has_checksums: bool = True) -> Record | None:
     """The record that the file `where` has; None if none was ever written to it.
 
-    Raises CheckpointError: it is damaged, or cut off, or of another machine or version.
+    `has_checksums`: it was made by write(), not by encode(). Raises OtherFormatError if it is of
+    another version or byte order, CheckpointError if it is damaged or cut off.
     """
-    if not any(content[:PAGE_BYTES]):
+    nbytes = stream.seek(0, os.SEEK_END)
+    stream.seek(0)
+    head = stream.read(PAGE_BYTES)
+    if not any(head):
         return None
-    if len(content) < PAGE_BYTES:
-        raise CheckpointError(f"{where} has {len(content)} bytes, and a record has a page at least")
-    magic, order, version, own_crc, crc, *numbers = _HEAD.unpack_from(content)
+    if len(head) < PAGE_BYTES:
+        raise CheckpointError(f"{where} has {nbytes} bytes, and a record has a page at least")
+    magic, order, version, own_crc, crc, *numbers = _HEAD.unpack_from(head)
     if magic != _MAGIC:
         raise CheckpointError(f"{where} is no record of a commit")
     if order != _ORDER:
-        raise CheckpointError(
+        raise OtherFormatError(
             f"{where} is of a machine with another byte order, whose state this one cannot read"
         )
     if version != VERSION:
-        raise CheckpointError(
-            f"{where} is of version {version} of the format, and this hetero reads version "
-            f"{VERSION}; go on with the hetero that wrote it, or a later one"
-        )
-    if _crc(_head(0, crc, *numbers)) != own_crc or any(content[_HEAD.size : PAGE_BYTES]):
+        raise later_version(where, version)
+    if _crc(_head(0, crc, *numbers)) != own_crc or any(head[_HEAD.size :]):
         raise CheckpointError(f"{where} is damaged: the checksum of its first page is another one")
     generation, number, rank, ranks, *sizes = numbers
     total = PAGE_BYTES + sum(sizes)
-    if max(sizes) > _MOST_BYTES or total > len(content):
-        raise CheckpointError(f"{where} has {len(content)} bytes of {total}: it was cut off")
-    rest = memoryview(content)[PAGE_BYTES:total]
-    if _crc(rest) != crc:
+    if max(sizes) > _MOST_BYTES or total > nbytes:
+        raise CheckpointError(f"{where} has {nbytes} bytes of {total}: it was cut off")
+    manifest_text, text = stream.read(sizes[0]), stream.read(sizes[1])
+    found_crc, checksums_at = _crc(text, _crc(manifest_text)), stream.tell()
+    for at in range(0, sizes[2], _PIECE_BYTES):
+        found_crc = _crc(stream.read(min(_PIECE_BYTES, sizes[2] - at)), found_crc)
+    small = stream.read(sizes[3])
+    if _crc(small, found_crc) != crc:
         raise CheckpointError(f"{where} is damaged, or was not written to its end")
-    ends = np.cumsum([0, *sizes]).tolist()
-    manifest_text, text, checksums, small = (
-        bytes(rest[begin:end]) for begin, end in pairwise(ends)
-    )
     manifest = parse_manifest(manifest_text, f"the manifest in {where}")
     fields = parse_json(text, where)
-    groups = _groups(fields, checksums, where)
+    groups = _groups(fields, checksums_at if has_checksums else None, sizes[2], where)
     if not 0 <= rank < ranks or number < 1 or generation < 1 or len(manifest.ranks) != 1:
         raise CheckpointError(f"{where} is of rank {rank} of {ranks} and commit {number}")
     made = Record(
@@ -223,8 +336,11 @@ def decode(content: bytes, where: str) -> Record | None:
     return made
 
 
-def _groups(fields: Fields, checksums: bytes, where: str) -> tuple[StoredGroup, ...]:
-    found, at = [], 0
+def _groups(
+    fields: Fields, checksums_at: int | None, checksum_bytes: int, where: str
+) -> tuple[StoredGroup, ...]:
+    """`checksums_at`: where those of all groups begin; None if they are not there."""
+    found, at = [], checksums_at
     for each in fields.objects("groups"):
         group = StoredGroup(
             compute=each.choice("compute", _COMPUTE),
@@ -233,20 +349,21 @@ def _groups(fields: Fields, checksums: bytes, where: str) -> tuple[StoredGroup, 
             tile_numel=each.number("tile_numel"),
             rank=each.number("rank"),
             ranks=each.number("ranks"),
-            files=each.texts("files"),
+            name=each.text("name"),
+            places=each.numbers("places"),
             weights=each.numbers("weights"),
             unit_bytes=each.number("unit_bytes"),
             chunks=tuple(_chunk(chunk) for chunk in each.objects("chunks")),
-            checksums=b"",
+            checksums_at=at,
         )
         _check_group(group, where)
-        nbytes = sum(nbytes // PAGE_BYTES * 4 for _, _, nbytes in group.extents())
-        if nbytes > len(checksums) - at:
-            raise CheckpointError(f"{where} lacks checksums of its pages")
-        found.append(StoredGroup(**{**vars(group), "checksums": checksums[at : at + nbytes]}))
-        at += nbytes
-    if at != len(checksums):
-        raise CheckpointError(f"{where} has {len(checksums) - at} bytes of checksums too many")
+        found.append(group)
+        at = None if at is None else at + group.checksum_bytes
+    wanted = 0 if checksums_at is None else sum(group.checksum_bytes for group in found)
+    if checksum_bytes != wanted:
+        raise CheckpointError(
+            f"{where} has {checksum_bytes} bytes of checksums, and its pages have {wanted}"
+        )
     return tuple(found)
 
 
@@ -270,9 +387,12 @@ def _check_group(group: StoredGroup, where: str) -> None:
         raise CheckpointError(f"{where} has tiles of {group.tile_numel} elements")
     if not 0 <= group.rank < group.ranks <= 2**31:
         raise CheckpointError(f"{where} has the shard {group.rank} of {group.ranks}")
-    if len(group.files) != len(group.weights):
+    if not is_state_file(group.name) or "/" in group.name:
+        raise CheckpointError(f"{where} has a data file {shortened(group.name)}")
+    places = group.places
+    if len(places) != len(group.weights) or len(set(places)) != len(places):
         raise CheckpointError(
-            f"{where} has {len(group.files)} files, and weights of {len(group.weights)}"
+            f"{where} has a file in the folders {places}, and weights of {len(group.weights)}"
         )
     try:
         StripeMap(group.weights, group.unit_bytes)

@@ -1,17 +1,19 @@
-"""The two files of a rank's commit records, which take turns."""
+"""The two files of a rank's commit records, which have the same record, one after the other."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from hetero.durable.record import Record, StoredGroup, write
 from hetero.state.memory.state_files import StateFiles
 from offload.disk.durable import check_named, sync_path
 from offload.errors import StoreError
 
 
 class RecordFiles:
-    """Files of this rank that commit records are written to, so that the last one stays whole."""
+    """Files of this rank that commit records are written to, so that one is whole at any time."""
 
     def __init__(self, files: StateFiles) -> None:
         """Makes no file yet."""
@@ -19,20 +21,20 @@ class RecordFiles:
         self._open: dict[Path, int] = {}
         self.folder = Path(files.folders[0])
 
-    def write(self, number: int, content: bytes | bytearray) -> None:
-        """Returns when the record of commit `number` is durable; that before it is not touched.
+    def write(
+        self, copy: int, record: Record, checksums: Callable[[StoredGroup], Iterable[bytes]]
+    ) -> None:
+        """Returns when a copy of the record is durable; the other copy is not touched.
 
         Raises StoreError.
         """
-        path = self._files.record_path(number)
+        path = self._files.record_path(copy)
         try:
             is_new = path not in self._open
             if is_new:
-                self._open[path] = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            descriptor, done = self._open[path], 0
-            while done < len(content):
-                done += os.pwrite(descriptor, content[done:], done)
-            os.fsync(descriptor)
+                flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+                self._open[path] = os.open(path, flags, 0o600)
+            write(record, checksums, self._open[path])
             if is_new:
                 for folder in self._files.folders:
                     sync_path(Path(folder))  # the data files' names, too
@@ -40,7 +42,7 @@ class RecordFiles:
             raise StoreError(
                 error.errno, f"the commit's record cannot be written: {error.strerror}", str(path)
             ) from error
-        check_named(descriptor, path)
+        check_named(self._open[path], path)
 
     def close(self) -> None:
         """Closes the files; idempotent."""

@@ -1,4 +1,4 @@
-"""The folders of a durable state: their lock, the last commit in them, and its removal."""
+"""The folders of a durable state: their locks, the last commit in them, and its removal."""
 
 from __future__ import annotations
 
@@ -7,22 +7,37 @@ import errno
 import fcntl
 import json
 import os
-import re
+import stat
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, TypeVar
 
-from hetero.durable.record import Record, decode
+from hetero.durable.record import (
+    OtherFormatError,
+    Record,
+    decode_without_checksums,
+    encode,
+    read_record,
+)
+from hetero.durable.state_set import StateSet, in_order, join, note_commit
 from hetero.ranks.process_groups import ProcessGroups
-from hetero.state.memory.state_files import FOLDER, StateFiles
+from hetero.state.memory.state_files import (
+    FOLDER,
+    LOCK_NAME,
+    SET_NAMES,
+    StateFiles,
+    is_record,
+    numbers_of,
+)
 from offload.disk.durable import sync_path
-from offload.errors import CheckpointError, StoreError
+from offload.errors import CheckpointError, HeteroError, PeerError, StoreError
 
-_LOCK = "lock"
 _PATIENCE_S = 10.0  # until a process that was killed a moment ago has let go of the lock
-_NAME = re.compile(r"(\d{6,})-rank-(\d{4,})-of-(\d{4,})[-.].*", re.ASCII)
-_RECORD = re.compile(r"(\d{6,})-rank-(\d{4,})-of-(\d{4,})\.commit-[01]", re.ASCII)
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -36,147 +51,262 @@ class _Found:
     path: str
 
 
+@dataclass(frozen=True)
+class _View:
+    """What one rank sees in its folders.
+
+    Attributes:
+        identity: of the set that they are.
+        folders: the set's, by place.
+        committed: the last start that has made a commit in them.
+        newest: the largest generation in any name in them.
+        found: their records.
+    """
+
+    identity: str
+    folders: tuple[str, ...]
+    committed: int
+    newest: int
+    found: tuple[_Found, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """As values that JSON has."""
+        found = [list(vars(each).values()) for each in self.found]
+        return {**vars(self), "found": found}
+
+    @staticmethod
+    def from_json(values: Mapping[str, Any]) -> _View:
+        """What to_json() was made of."""
+        found = tuple(_Found(*each) for each in values["found"])
+        return _View(**{**values, "found": found, "folders": tuple(values["folders"])})
+
+
 class StateFolder:
-    """The folders of a training's durable state, which is this process's until close().
+    """The folders of a training's durable state, which are this process's until close().
 
     Attributes:
         files: the names of what this start of the training makes.
         last: the records of the last commit of an earlier start, of all its ranks; empty without.
-        notes: lines for the user.
+        notes: lines for the user about what was not as the last start should have left it.
     """
 
-    def __init__(self, directories: Sequence[str], world: ProcessGroups) -> None:
+    def __init__(
+        self, directories: Sequence[str], world: ProcessGroups, discards: bool = False
+    ) -> None:
         """Takes the folders for this training, and looks for its last commit. All ranks call it.
 
-        Removes nothing but files of starts that came to no commit.
+        Removes nothing but files of starts that came to no commit. `discards`: what cannot be gone
+        on from is removed.
 
         Raises:
             StoreError: the folders cannot be made or read.
-            CheckpointError: another process has them, or what they have is damaged.
+            CheckpointError: another process has them, they are not all of a state, or what they
+                have is damaged.
             HeteroError: another rank met one of these.
         """
         everyone = world.everyone
         self._rank, self._ranks = (0, 1) if everyone is None else (everyone.rank, everyone.size)
         self._world = world
-        self._lock = -1
+        self._locks: list[int] = []
+        self._seen: dict[str, Record] = {}
         self.folders = tuple(os.path.join(directory, FOLDER) for directory in directories)
         self.notes: list[str] = []
         self.last: tuple[Record, ...] = ()
-        failure: Exception | None = None
-        found: list[_Found] = []
+        self._has_older = True
         try:
+            places = self._on_all("use the folders of the durable state", self._make)
+            self._leads = self._is_leader(places)
+            self._on_all("take the folders of the durable state", self._take)
             try:
-                self._make()
-            except Exception as error:
-                failure = error
-            world.all_or_none(failure, "use the folders of the durable state", (CheckpointError,))
-            failure = None
-            try:
-                self._take(self._is_first_of_folder())
-                found = _look(self.folders[0], self.notes)
-            except Exception as error:
-                failure = error
-            world.all_or_none(failure, "take the folders of the durable state", (CheckpointError,))
-            everywhere = self._gather(found)
-            chosen = _last_whole(everywhere)
-            generation = 1 + max((each.generation for each in everywhere), default=0)
-            generation = max(generation, 1 + self._newest_name())
-            generation = world.agree(generation, max, "the number of this start")
-            failure = None
-            try:
-                self._read(chosen)
-            except Exception as error:
-                failure = error
-            world.all_or_none(failure, "read the last commit", (CheckpointError,))
+                generation = self._find()
+            except PeerError:
+                raise
+            except HeteroError as error:
+                if not discards:
+                    raise
+                self.notes.append(f"the durable state was discarded: {error}")
+                self._on_all("discard the durable state", self._discard)
+                generation = self._find()
         except BaseException:
             self.close()
             raise
         self.files = StateFiles(self.folders, generation, self._rank, self._ranks)
-        kept = self.last[0].generation if self.last else None
-        self._remove(lambda each: each < generation and each != kept)
-        self._has_older = kept is not None
+        for note in self.notes:
+            print(f"hetero: {note}", file=sys.stderr)
 
-    def _make(self) -> None:
+    def _on_all(self, what: str, action: Callable[[], _T]) -> _T:
+        """Calls `action` on all ranks; what one of them raises ends it on all."""
+        failure: Exception | None = None
+        try:
+            found = action()
+        except Exception as error:
+            failure = error
+        self._world.all_or_none(failure, what, (CheckpointError,))
+        return found
+
+    # Taking the folders
+
+    def _make(self) -> set[str]:
+        """Makes the folders; returns what tells each from all others, on any machine."""
+        places = set()
         for folder in self.folders:
             try:
                 os.makedirs(folder, mode=0o700, exist_ok=True)
                 sync_path(Path(folder).parent)
+                _check_owner(folder)
+                status = os.stat(folder)
+                places.add(f"{os.uname().nodename} {status.st_dev} {status.st_ino}")
             except OSError as error:
                 raise StoreError(
                     error.errno, f"cannot make the folder: {error.strerror}", folder
                 ) from error
+        return places
 
-    def _is_first_of_folder(self) -> bool:
-        """Whether this rank takes the lock for all that see the same folder."""
-        if self._world.everyone is None:
+    def _is_leader(self, places: set[str]) -> bool:
+        """Whether this rank acts for all that have the same folders.
+
+        Raises CheckpointError if ranks have some of their folders in common, and not all.
+        """
+        everyone = self._world.everyone
+        if everyone is None:
             return True
-        status = os.stat(self.folders[0])
-        mine = f"{os.uname().nodename} {status.st_dev} {status.st_ino}".encode()
-        found = self._world.everyone.all_gather_bytes(mine, "comparing the ranks' folders")
-        return found.index(mine) == self._rank
+        content = json.dumps(sorted(places)).encode()
+        found = everyone.all_gather_bytes(content, "comparing the ranks' folders")
+        lists = [set(json.loads(each)) for each in found]
+        for rank, one in enumerate(lists):
+            for other, another in enumerate(lists[:rank]):
+                if one & another and one != another:
+                    raise CheckpointError(
+                        f"{everyone.name(other)} and {everyone.name(rank)} have some directories "
+                        f"of nvme_path in common, and not all; give them the same list, or lists "
+                        f"without a common directory"
+                    )
+        return lists.index(places) == self._rank
 
-    def _take(self, is_first: bool) -> None:
-        """Takes the lock. Raises CheckpointError if another process has it."""
-        if not is_first:
+    def _take(self) -> None:
+        """Takes the locks of all folders. Raises CheckpointError if another process has one."""
+        if not self._leads:
             return
-        path = os.path.join(self.folders[0], _LOCK)
-        self._lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         until = time.monotonic() + _PATIENCE_S
-        while True:
-            try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except OSError as error:
-                if error.errno not in (errno.EWOULDBLOCK, errno.EACCES, errno.EINTR):
-                    raise StoreError(
-                        error.errno, f"cannot be locked: {error.strerror}", path
-                    ) from error
-            if time.monotonic() > until:
-                owner = os.pread(self._lock, 100, 0).decode(errors="replace").strip()
+
+        def number(folder: str) -> tuple[int, int]:
+            status = os.stat(folder)
+            return status.st_dev, status.st_ino
+
+        # In one order for all processes, so that of two with a folder in common one gets all.
+        for folder in sorted(self.folders, key=number):
+            self._locks.append(_lock(folder, until))
+
+    def close(self) -> None:
+        """Other processes may take the folders; idempotent."""
+        while self._locks:
+            os.close(self._locks.pop())
+
+    # Looking for the last commit
+
+    def _find(self) -> int:
+        """Reads the last commit, and returns the number of this start. All ranks call it."""
+        self._on_all("recognise the folders of the durable state", self._join)
+        mine = self._on_all("look for the last commit", self._look)
+        views = self._gather(mine)
+        generation = 1 + max(max(view.newest, view.committed) for view in views)
+        chosen = _last_whole([each for view in views for each in view.found], self.folders)
+        kept = next((each.generation for each in chosen.values()), 0)
+        for view in views:
+            if view.committed > kept:
                 raise CheckpointError(
-                    f"{self.folders[0]} is the durable state of another process that runs "
-                    f"({owner or 'unknown'}); end it, or give this training another nvme_path"
+                    f"{view.folders[0]} has no whole record of start {view.committed}, which has "
+                    f"made commits, as {SET_NAMES[0]} there says{_removable(view.folders)}"
                 )
-            time.sleep(0.05)
-        os.ftruncate(self._lock, 0)
-        os.pwrite(self._lock, f"process {os.getpid()} on {os.uname().nodename}".encode(), 0)
+        records = self._on_all("read the last commit", lambda: self._read(chosen, views))
+        self.last = self._exchange(records, sorted(chosen), views)
+        committed = max(kept, *(view.committed for view in views))
+        self._remove(lambda each: committed < each < generation)
+        self._has_older = True
+        return generation
 
-    def _gather(self, found: Sequence[_Found]) -> list[_Found]:
-        """What all ranks have found."""
-        if self._world.everyone is None:
-            return list(found)
-        content = json.dumps([list(vars(each).values()) for each in found]).encode()
-        gathered = self._world.everyone.all_gather_bytes(content, "looking for the last commit")
-        everything = [_Found(*each) for one in gathered for each in json.loads(one)]
-        return list(dict.fromkeys(everything))
-
-    def _newest_name(self) -> int:
-        """The largest generation in any name in the folders."""
-        found = [0]
-        for folder in self.folders:
-            for name in os.listdir(folder):
-                match = _NAME.fullmatch(name)
-                if match is not None:
-                    found.append(int(match[1]))
-        return max(found)
-
-    def _read(self, chosen: Mapping[int, _Found]) -> None:
-        """Reads the records of the last commit, of all ranks that made it."""
-        records = []
-        for rank in sorted(chosen):
-            path = chosen[rank].path
+    def _join(self) -> None:
+        if self._leads:
             try:
-                with open(path, "rb") as stream:
-                    record = decode(stream.read(), path)
-            except OSError as error:
-                raise CheckpointError(
-                    f"the last commit needs {path}, which another rank sees and {self._world.name} "
-                    f"does not ({error.strerror}); with another number of ranks all must see all "
-                    f"of the directories"
-                ) from error
-            assert record is not None
-            records.append(record)
-        self.last = tuple(records)
+                join(self.folders, self.notes)
+            except CheckpointError as error:
+                raise CheckpointError(f"{error}{_removable(self.folders)}") from None
+
+    def _look(self) -> _View:
+        identity, self.folders, committed = in_order(self.folders)
+        names = [name for folder in self.folders for name in os.listdir(folder)]
+        generations = [numbers[0] for name in names if (numbers := numbers_of(name)) is not None]
+        self._seen = _records_in(self.folders, committed, self.notes)
+        found = tuple(
+            _Found(each.generation, each.number, each.rank, each.ranks, each.path)
+            for each in self._seen.values()
+        )
+        newest = max(generations, default=0)
+        return _View(identity, self.folders, committed, newest, found)
+
+    def _gather(self, mine: _View) -> list[_View]:
+        """What all ranks have found, each set once; notes of others become this rank's, too."""
+        everyone = self._world.everyone
+        if everyone is None:
+            return [mine]
+        content = json.dumps({"view": mine.to_json(), "notes": self.notes}).encode()
+        gathered = everyone.all_gather_bytes(content, "looking for the last commit")
+        views: dict[str, _View] = {}
+        for each in map(json.loads, gathered):
+            view = _View.from_json(each["view"])
+            views.setdefault(view.identity, view)
+            self.notes.extend(note for note in each["notes"] if note not in self.notes)
+        return list(views.values())
+
+    def _read(self, chosen: Mapping[int, _Found], views: Sequence[_View]) -> dict[int, Record]:
+        """By rank, the records of the last commit that this rank sees."""
+        records: dict[int, Record] = {}
+        for rank, found in chosen.items():
+            if found.path in self._seen:
+                records[rank] = self._seen[found.path]
+                continue
+            view = next(view for view in views if found in view.found)
+            # (Another machine has folders of the same names, which are another set.)
+            with contextlib.suppress(OSError, CheckpointError):
+                theirs = StateSet.read(view.folders[0], [])
+                if theirs is not None and theirs.identity == view.identity:
+                    record = read_record(found.path, view.folders)
+                    if record is not None:
+                        records[rank] = record
+        self._seen.clear()
+        return records
+
+    def _exchange(
+        self, records: Mapping[int, Record], ranks: Sequence[int], views: Sequence[_View]
+    ) -> tuple[Record, ...]:
+        """The records of all ranks: what this rank does not see comes from one that does."""
+        everyone = self._world.everyone
+        missing = [rank for rank in ranks if rank not in records]
+        if everyone is None or not self._world.agree(len(missing), max, "reading the last commit"):
+            return tuple(records[rank] for rank in ranks)
+        content = encode(records[self._rank]) if self._rank in records else b""
+        found = everyone.all_gather_bytes(content, "exchanging the last commit's records")
+
+        def join_records() -> tuple[Record, ...]:
+            made = dict(records)
+            for rank in missing:
+                path = next(e.path for view in views for e in view.found if e.rank == rank)
+                if rank >= len(found) or not found[rank]:
+                    raise CheckpointError(
+                        f"the last commit needs {path}, which {self._world.name} does not see; "
+                        f"with another number of ranks all must see all of the directories"
+                    )
+                made[rank] = replace(decode_without_checksums(found[rank], path), path=path)
+            return tuple(made[rank] for rank in ranks)
+
+        return self._on_all("exchange the last commit's records", join_records)
+
+    # Removing
+
+    def note_commit(self) -> None:
+        """The first commit of this start has a record on all ranks. Raises StoreError."""
+        if self._has_older and self._leads:
+            note_commit(self.folders, self.files.generation)
 
     def remove_older(self) -> None:
         """Removes what earlier starts have made: this one has a commit. Later calls do nothing."""
@@ -192,18 +322,89 @@ class StateFolder:
         """Removes files of the generations that go, of a rank or of all, that this rank sees."""
         for folder in self.folders:
             for name in _listed(folder):
-                match = _NAME.fullmatch(name)
-                if match is None or rank not in (None, int(match[2])):
+                numbers = numbers_of(name)
+                if numbers is None or rank not in (None, numbers[1]):
                     continue
-                if goes(int(match[1])):
+                if goes(numbers[0]):
                     with contextlib.suppress(OSError):  # another rank was faster
                         os.unlink(os.path.join(folder, name))
 
-    def close(self) -> None:
-        """Other processes may take the folders; idempotent."""
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+    def _discard(self) -> None:
+        """Removes all that a durable state has in these folders. Raises StoreError."""
+        if not self._leads:
+            return
+        for folder in self.folders:
+            for name in sorted(os.listdir(folder)):  # (numbers first: a set without files is new)
+                path = os.path.join(folder, name)
+                if numbers_of(name) is not None or name in SET_NAMES:
+                    try:
+                        os.unlink(path)
+                    except OSError as error:
+                        what = f"cannot be removed: {error.strerror}"
+                        raise StoreError(error.errno, what, path) from error
+
+
+def _removable(folders: Iterable[str]) -> str:
+    """The end of an error: how to begin anew."""
+    return (
+        f"; to begin anew give discard_state=True (--discard-state), which removes the durable "
+        f"state in {', '.join(folders)}"
+    )
+
+
+def _check_owner(folder: str) -> None:
+    """Raises CheckpointError if the folder is another user's, who could put links into it."""
+    owner, mine = os.stat(folder).st_uid, os.geteuid()
+    if owner != mine:
+        # (Some filesystems give files another owner than who makes them.)
+        with tempfile.TemporaryFile(dir=folder) as probe:
+            mine = os.fstat(probe.fileno()).st_uid
+    if owner != mine:
+        raise CheckpointError(
+            f"{folder} is of user {owner}, and this process of user {mine}; give an nvme_path of "
+            f"your own"
+        )
+
+
+def _lock(folder: str, until: float) -> int:
+    """The descriptor of the folder's lock. Raises CheckpointError if another process has it."""
+    path = os.path.join(folder, LOCK_NAME)
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    with contextlib.ExitStack() as unless_locked:
+        try:
+            descriptor = os.open(path, flags, 0o600)
+            unless_locked.callback(os.close, descriptor)
+            status = os.fstat(descriptor)
+        except OSError as error:
+            if error.errno != errno.ELOOP:
+                raise StoreError(
+                    error.errno, f"cannot be opened: {error.strerror}", path
+                ) from error
+            raise CheckpointError(f"{path} is a link, must be a file; remove it") from None
+        if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
+            raise CheckpointError(
+                f"{path} is no file, or has another name, too; must be a file of its own; remove it"
+            )
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError as error:
+                if error.errno not in (errno.EWOULDBLOCK, errno.EACCES, errno.EINTR):
+                    raise StoreError(
+                        error.errno, f"cannot be locked: {error.strerror}", path
+                    ) from error
+            if time.monotonic() > until:
+                owner = os.pread(descriptor, 100, 0).decode(errors="replace").strip()
+                raise CheckpointError(
+                    f"{folder} is the durable state of another process that runs "
+                    f"({owner or 'unknown'}); end it, or give this training another nvme_path"
+                )
+            time.sleep(0.05)
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"process {os.getpid()} on {os.uname().nodename}".encode(), 0)
+        unless_locked.pop_all()
+    return descriptor
 
 
 def _listed(folder: str) -> list[str]:
@@ -213,52 +414,60 @@ def _listed(folder: str) -> list[str]:
         return []
 
 
-def _look(folder: str, notes: list[str]) -> list[_Found]:
-    """The records in the folder. Raises CheckpointError, StoreError."""
-    found: list[_Found] = []
-    names = sorted(os.listdir(folder))
+def _records_in(folders: tuple[str, ...], committed: int, notes: list[str]) -> dict[str, Record]:
+    """The whole records in a set of folders, by path; starts up to `committed` have made commits.
+
+    Notes what is damaged beside a whole one, as a crash in a commit leaves it, too. Raises
+    CheckpointError for a commit without a whole record, StoreError.
+    """
+    found: dict[str, Record] = {}
     damaged: dict[str, list[str]] = {}
-    blank: set[str] = set()
-    for name in names:
-        match = _RECORD.fullmatch(name)
-        if match is None:
+    whole: set[str] = set()
+    for name in sorted(os.listdir(folders[0])):
+        if not is_record(name):
             continue
-        path = os.path.join(folder, name)
-        stem = name[:-1]
+        path, stem = os.path.join(folders[0], name), name[:-2]
         try:
-            with open(path, "rb") as stream:
-                record = decode(stream.read(), path)
-        except OSError as error:
-            raise StoreError(error.errno, f"cannot be read: {error.strerror}", path) from error
+            record = read_record(path, folders)
+        except OtherFormatError as error:
+            raise CheckpointError(f"{error}{_removable(folders)}") from None
         except CheckpointError as error:
             damaged.setdefault(stem, []).append(str(error))
             continue
         if record is None:
-            blank.add(stem)
+            damaged.setdefault(stem, []).append(f"{path} has nothing in it")
             continue
         said = (record.generation, record.rank, record.ranks)
-        if said != tuple(int(group) for group in match.groups()):
+        if said != numbers_of(name):
             raise CheckpointError(
                 f"{path} is of another file: it says generation {said[0]}, rank {said[1]} of "
-                f"{said[2]}"
+                f"{said[2]}{_removable(folders)}"
             )
-        found.append(_Found(record.generation, record.number, record.rank, record.ranks, path))
-    whole = {os.path.basename(each.path)[:-1] for each in found}
+        found[path] = record
+        whole.add(stem)
+        other = f"{path[:-1]}{1 - int(path[-1])}"
+        if record.generation <= committed and not os.path.lexists(other):
+            damaged.setdefault(stem, []).append(f"{other} is missing")
     for stem, errors in damaged.items():
-        # The first commit of a start may have been cut off: then there is no other record.
-        both = all(f"{stem}{turn}" in names for turn in (0, 1))
-        if stem not in whole and both:
-            raise CheckpointError(
-                f"both commit records of {stem[:-8]} are damaged: {'; '.join(errors)}"
+        generation, rank, _ = numbers_of(stem) or (0, 0, 0)
+        if stem in whole:
+            notes.append(
+                f"a copy of a commit's record is damaged, or a commit was not completed; the other "
+                f"copy is used: {errors[0]}"
             )
-        notes.append(
-            f"a commit was not completed, or its record is damaged, and the one before it is "
-            f"used: {'; '.join(errors)}"
-        )
+        elif generation > committed:
+            notes.append(
+                f"start {generation} of the training did not complete its first commit: {errors[0]}"
+            )
+        else:
+            raise CheckpointError(
+                f"no commit record of start {generation} of the training on rank {rank} is whole: "
+                f"{'; '.join(errors)}{_removable(folders)}"
+            )
     return found
 
 
-def _last_whole(found: Iterable[_Found]) -> dict[int, _Found]:
+def _last_whole(found: Iterable[_Found], folders: Iterable[str]) -> dict[int, _Found]:
     """By rank, the records of the last commit that all its ranks have made; empty without any.
 
     Raises CheckpointError if there are commits, and of none the records of all ranks.
@@ -274,17 +483,27 @@ def _last_whole(found: Iterable[_Found]) -> dict[int, _Found]:
         has = sorted(commits[generation, number, count])
         raise CheckpointError(
             f"commit {number} of {count} ranks has records of the ranks {has} alone; the "
-            f"directories of the others are needed, too"
+            f"directories of the others are needed, too{_removable(folders)}"
         )
     return {}
 
 
-def read_last_commit(folder: Path) -> tuple[Record, ...]:
+def read_last_commit(folder: Path, notes: list[str]) -> tuple[Record, ...]:
     """The records of the last commit in a folder that nobody takes; empty if there is none.
 
-    Raises CheckpointError, StoreError.
+    `notes` get what was not as it should be. Raises CheckpointError, StoreError.
     """
-    chosen = _last_whole(_look(str(folder), []))
-    records = (decode(Path(chosen[rank].path).read_bytes(), chosen[rank].path) for rank in chosen)
-    found = sorted((each for each in records if each is not None), key=lambda each: each.rank)
-    return tuple(found)
+    one = StateSet.read(str(folder), notes)
+    if one is None:
+        raise CheckpointError(
+            f"{folder} has no {SET_NAMES[0]}, which says of which durable state it is: it is of "
+            f"version 1 of the format, or {SET_NAMES[0]} was removed"
+        )
+    _, folders, committed = in_order(one.paths(str(folder)))
+    seen = _records_in(folders, committed, notes)
+    found = [
+        _Found(each.generation, each.number, each.rank, each.ranks, each.path)
+        for each in seen.values()
+    ]
+    chosen = _last_whole(found, folders)
+    return tuple(seen[chosen[rank].path] for rank in sorted(chosen))

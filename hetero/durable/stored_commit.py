@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 
 import torch
 
 from hetero.checkpoint.formats.opening import open_checkpoint
 from hetero.checkpoint.formats.stored_checkpoint import StoredCheckpoint
-from hetero.durable.commit_reader import CommitReader, merged_manifest
+from hetero.durable.commit_reader import CommitReader, data_paths, merged_manifest
 from hetero.durable.state_folder import read_last_commit
 from hetero.state.memory.state_files import FOLDER
 from offload.errors import CheckpointError
@@ -25,12 +27,15 @@ class StoredCommit(StoredCheckpoint):
         The training may go on: what it overwrites meanwhile is an error of a checksum.
         """
         super().__init__(path)
-        records = read_last_commit(path)
+        notes: list[str] = []
+        records = read_last_commit(path, notes)
+        for note in notes:
+            print(f"hetero: {note}", file=sys.stderr)
         if not records:
             raise CheckpointError(f"{path} has no commit yet")
         self.manifest = merged_manifest(records)
-        names = {name for record in records for group in record.groups for name in group.files}
-        self.files = {name: (path / name).stat().st_size for name in sorted(names)}
+        paths = {each for r in records for group in r.groups for each in data_paths(r, group)}
+        self.files = {os.path.relpath(each, path): os.stat(each).st_size for each in sorted(paths)}
         self._reader = CommitReader(records, path, "auto")
 
     def read(self, key: str, begin: int, end: int) -> torch.Tensor:

@@ -82,7 +82,7 @@ class Collectives(Requests):
         started = time.monotonic()
         has_told = False
         try:
-            while not self._is_done_soon(work, operation, what):
+            while not self._is_done_soon(work, operation, what, started):
                 deliver_signals()
                 self.look(operation, what)
                 waited_s = time.monotonic() - started
@@ -111,8 +111,8 @@ class Collectives(Requests):
             if has_told:
                 self.end_wait()
 
-    def _is_done_soon(self, work: Any, operation: Operation, what: str) -> bool:
-        """Waits for a moment. Raises PeerError if the work has failed."""
+    def _is_done_soon(self, work: Any, operation: Operation, what: str, started: float) -> bool:
+        """Waits for a moment. Raises PeerError if the work, waited for since then, has failed."""
         if self._is_broken_off:
             raise self.failure(self.others[0], what, "the connections are broken off")
         try:
@@ -124,7 +124,8 @@ class Collectives(Requests):
         try:  # it has failed, or was done just after its time
             work.wait()
         except RuntimeError as error:
-            raise self.failure_of_all(operation, what, str(error)) from error
+            waited_s = time.monotonic() - started
+            raise self.failure_of_all(operation, what, str(error), waited_s) from error
         return True
 
     def _abandon(self, work: Any, only: Channel | None = None) -> None:

@@ -220,8 +220,11 @@ class Peers:
         look_s = lambda: self._while_waiting.look_s  # noqa: E731
         wait_for_job(job, self._while_waiting, self._end_by, look_s)
 
-    def failure(self, peer: int, what: str, why: str, waited_s: float = 0.0) -> PeerError:
-        """The error for a failed transfer with `peer`; it names the first failure too, if known."""
+    def failure(self, peer: int, what: str, why: str, waited_s: float | None = None) -> PeerError:
+        """The error for a failed transfer with `peer`; it names the first failure too, if known.
+
+        `waited_s`: for how long it was waited for; None if that is not known.
+        """
         if self.failures.own_end is not None:
             return PeerError(f"{self.failures.own_end}; {what} needs other ranks")
         if self._is_broken_off:
@@ -230,8 +233,9 @@ class Peers:
         if end is not None:
             fact = f"{end.why} ({self.name(self.rank)} needed it for {what})"
         elif "imed out" in why:
+            within = "in time" if waited_s is None else f"within {waited_s:.0f} s"
             fact = (
-                f"{self.name(peer)} did not take part in {what} within {waited_s:.0f} s; "
+                f"{self.name(peer)} did not take part in {what} {within}; "
                 f"{self._whereabouts(peer)}. All ranks must make the same calls; raise "
                 f"rank_timeout_s (now {self.timeout_s:g}) if it is only slow"
             )
@@ -254,7 +258,7 @@ class Peers:
         return channel in self._given_up
 
     def failure_of_all(
-        self, operation: Operation, what: str, why: str, waited_s: float = 0.0
+        self, operation: Operation, what: str, why: str, waited_s: float | None = None
     ) -> PeerError:
         """The error for a common operation that failed; it names a rank that did not take part."""
         if self.has_given_up(operation.channel):

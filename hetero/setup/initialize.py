@@ -117,7 +117,7 @@ def initialize(
                 _check(model, optimizers)
             if made.durable:
                 _check_commits(made, optimizers)
-                folder = StateFolder(made.nvme_paths, world)
+                folder = StateFolder(made.nvme_paths, world, made.discard_state)
                 resources.callback(folder.close)
             for name, param in model.named_parameters():
                 construction.adopt(param, name)

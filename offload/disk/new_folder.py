@@ -65,25 +65,43 @@ class NewFolder:
         Raises:
             CheckpointError: another process makes it now.
             StoreError: the folder cannot be made.
+            ValueError: it would replace the working folder, which programs would stay in.
         """
+        self._refuse_working_folder()
         with self.as_store_error(f"make a folder for {self._noun}"):
             make_durable(self.path.parent)
             self._remove_leftovers()
-            try:
+            with contextlib.suppress(FileExistsError):
                 self.incomplete.mkdir()
-                lock = os.open(self.incomplete, os.O_RDONLY | os.O_CLOEXEC)
-                with contextlib.ExitStack() as unless_owned:
-                    unless_owned.callback(os.close, lock)
-                    if _owns(lock, self.incomplete):
-                        unless_owned.pop_all()
-                        self._lock = lock
-            except (FileExistsError, FileNotFoundError):
-                pass
+                self._lock_incomplete()
             if self._lock < 0:
                 raise CheckpointError(
                     f"another process saves {self.path} now, in {self.incomplete}; if none does, "
                     f"remove that"
                 )
+
+    def _refuse_working_folder(self) -> None:
+        """Raises ValueError if the folder would replace the one that this process works in."""
+        with contextlib.suppress(OSError):  # (of a working folder that was removed, say)
+            working = Path.cwd()
+            above = (working, *working.parents)
+            if self.path.is_dir() and any(each.samefile(self.path) for each in above):
+                raise ValueError(
+                    f"{self.path} is the working folder, or has it in it, and {self._noun} would "
+                    f"replace it; give the name of a folder in it, as {working / 'NAME'}"
+                )
+
+    def _lock_incomplete(self) -> None:
+        """Locks the folder that was made, unless another process has done so since."""
+        try:
+            lock = os.open(self.incomplete, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return  # it was taken for what a crash had left
+        with contextlib.ExitStack() as unless_owned:
+            unless_owned.callback(os.close, lock)
+            if _owns(lock, self.incomplete):
+                unless_owned.pop_all()
+                self._lock = lock
 
     @contextlib.contextmanager
     def as_store_error(self, what: str) -> Iterator[None]:

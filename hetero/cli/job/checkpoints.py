@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import hetero
-from hetero.checkpoint.folder import is_checkpoint
+from hetero.checkpoint.folder import is_checkpoint, latest_checkpoints
 from hetero.checkpoint.manifest import read_manifest
 from hetero.cli.job.job import Job
+from hetero.cli.job.lineage import KEY, Lineage
 from hetero.cli.job.options import TrainOptions
 from hetero.cli.job.ranks import Ranks
 from hetero.cli.job.run_folder import RunFolder
@@ -37,31 +41,91 @@ def run_folder_to_resume(options: TrainOptions) -> str | None:
     return str(max(runs, key=RunFolder.written_s)) if runs else None
 
 
-def checkpoint_to_resume(options: TrainOptions, folder: RunFolder) -> Path | None:
-    """The checkpoint that --resume means; None if the run has none yet and begins anew.
+@dataclass(frozen=True)
+class Resumption:
+    """What --resume means.
 
-    Raises ValueError if a path was given and has none.
+    Attributes:
+        path: the checkpoint; None if the run has none yet and begins anew, or has commits alone.
+        goes_back: the checkpoint was given by name: later ones, and commits, are left behind.
+        lineage: of the run in the run folder, before.
     """
+
+    path: Path | None
+    goes_back: bool
+    lineage: Lineage
+
+
+def resumption(options: TrainOptions, folder: RunFolder) -> Resumption:
+    """What --resume means. Raises ValueError if a path was given and has no checkpoint."""
     if options.resume is None:
-        return None
+        return Resumption(None, False, Lineage())
     if not options.resume:
-        return hetero.latest_checkpoint(folder.path / FOLDER_NAME)
+        return Resumption(*_latest(folder.path / FOLDER_NAME, folder.path), _lineage(folder))
     path = Path(options.resume)
     if is_checkpoint(path):
-        return path
+        # (A damaged file must not keep a run from going back: it is replaced.)
+        with contextlib.suppress(ValueError):
+            lineage = Lineage.read(folder.path)
+            if lineage.was_begun_by(path):
+                return Resumption(*_latest(folder.path / FOLDER_NAME, folder.path), lineage)
+        return Resumption(path, True, Lineage())
     for parent in (path, path / FOLDER_NAME):
-        found = hetero.latest_checkpoint(parent)
+        run = parent.parent if parent.name == FOLDER_NAME else parent
+        found, _ = _latest(parent, run)
         if found is not None:
-            return found
+            return Resumption(found, False, _lineage(folder))
     raise ValueError(f"--resume {path} is no checkpoint, and has none in it")
+
+
+def _lineage(folder: RunFolder) -> Lineage:
+    return Lineage.read(folder.path)
+
+
+def _latest(folder: Path, run_folder: Path) -> tuple[Path | None, bool]:
+    """The checkpoint in `folder` that the run has made last, on the branch that it is on; before
+    the first one, what that branch has begun from. And that it was not given by name.
+
+    Raises ValueError if there are checkpoints, and none that the run can go on from.
+    """
+    lineage = Lineage.read(run_folder)
+    checkpoints = latest_checkpoints(folder)
+    found = next((path for path in checkpoints if lineage.has(_extra_of(path))), None)
+    if found is not None or not lineage.source:
+        return found, False
+    source = Path(lineage.source)
+    if is_checkpoint(source):
+        return source, False
+    if not checkpoints:
+        return None, False  # (commits alone)
+    raise ValueError(
+        f"{run_folder} has gone back to {source}, which is not there any more, and its checkpoints "
+        f"are of the branch that was left; give --resume one of them"
+    )
+
+
+def _extra_of(path: Path) -> dict[str, Any]:
+    """The step and the branches in a checkpoint's `extra`. Raises CheckpointError."""
+    manifest = read_manifest(path)
+    found: dict[str, Any] = {"step": manifest.step}
+    if manifest.ranks:
+        packed = manifest.ranks[0].get("extra") if isinstance(manifest.ranks[0], dict) else None
+        for name in ("step", KEY):
+            if isinstance(packed, dict) and name in packed:
+                found[name] = packed[name]
+    return found
 
 
 class Checkpoints:
     """Saves a job's checkpoints, and loads the one that it goes on from."""
 
-    def __init__(self, job: Job, folder: RunFolder) -> None:
+    def __init__(self, job: Job, folder: RunFolder, resumption: Resumption) -> None:
         self._job = job
+        self._run_folder = folder.path
         self._folder = folder.path / FOLDER_NAME
+        self._resumption = resumption
+        self._lineage = resumption.lineage
+        self._is_new_branch = False
         self._last: hetero.Save | None = None
         self._commit: hetero.Save | None = None
         self.terminated = False  # SIGTERM has come
@@ -75,17 +139,26 @@ class Checkpoints:
     def _objects(self) -> dict[str, Any]:
         return {"scheduler": self._job.scheduler, "data": self._job.task.data}
 
-    def resume(self, path: Path | None) -> tuple[int, Path | None]:
+    def resume(self) -> tuple[int, hetero.Checkpoint | None]:
         """Goes on from a checkpoint, or from the run's last commit if that is later.
 
         Returns the number of steps that were made, and from what; 0 and None for a new run. Raises
-        ValueError if there are more than the run is to make.
+        ValueError if there are more than the run is to make, or what was committed is of a branch
+        that the run has left and nothing else is there.
         """
-        job, found = self._job, self._last_commit()
-        asked = path is not None and path == Path(job.options.resume or "")
-        if path is not None and (found is None or asked or read_manifest(path).step > found.step):
+        job, path = self._job, self._resumption.path
+        commit = found = self._last_commit()
+        lineage = self._lineage
+        if found is not None and (self._resumption.goes_back or not lineage.has(found.extra)):
+            found = None
+        if path is not None and (found is None or _step_of(path) > found.extra["step"]):
             found = hetero.load(path, job.model, job.optimizer, extra=self._objects)
         if found is None:
+            if commit is not None:
+                raise ValueError(
+                    f"{commit.path} has step {commit.extra['step']} of a branch that the run has "
+                    f"left, and what it went back to is not there; give --resume a checkpoint"
+                )
             return 0, None
         made = int(found.extra["step"])
         if made >= job.options.steps:
@@ -93,7 +166,10 @@ class Checkpoints:
                 f"{found.path} has all {made} steps; to go on from it ask for more than "
                 f"{job.options.asked_steps}"
             )
-        return made, found.path
+        if self._resumption.goes_back or not lineage.has(found.extra):
+            self._lineage = lineage.begun_from(found.extra, found.path)
+            self._is_new_branch = True
+        return made, found
 
     def _last_commit(self) -> hetero.Checkpoint | None:
         """The commit that the engine has brought back.
@@ -121,12 +197,25 @@ class Checkpoints:
             return False
         # One rank alone may have got the signal, and all end with it.
         self.terminated = any(self._job.ranks.gather(self.terminated))
+        self._note_branch()
         is_last = self.terminated or step == options.steps
         if options.commit_every is not None and (step % options.commit_every == 0 or is_last):
-            self._commit = hetero.commit(self._job.model, extra={**self._objects, "step": step})
+            self._commit = hetero.commit(self._job.model, extra=self._extra(step))
         if options.save_every is not None and (step % options.save_every == 0 or is_last):
             self._save(step)
         return self.terminated
+
+    def _extra(self, step: int) -> dict[str, Any]:
+        return {**self._objects, "step": step, **self._lineage.as_extra}
+
+    def _note_branch(self) -> None:
+        """Before anything of a new branch is kept the run folder says that the run is on it."""
+        if self._is_new_branch:
+            self._is_new_branch = False
+            text = self._job.ranks.from_first(self._lineage.to_json)
+            self._lineage = Lineage.from_json(text)
+            if self._job.ranks.leads:
+                self._lineage.write(self._run_folder)
 
     @property
     def _keeps_state(self) -> bool:
@@ -139,7 +228,7 @@ class Checkpoints:
             self._folder / f"step-{step:06}",
             job.model,
             job.optimizer,
-            extra={**self._objects, "step": step},
+            extra=self._extra(step),
             blocking=False,
             keep=job.options.keep,
         )
@@ -173,7 +262,16 @@ class Checkpoints:
             signal.signal(signal.SIGTERM, before)
 
 
-def agreed_checkpoint(options: TrainOptions, folder: RunFolder, ranks: Ranks) -> Path | None:
-    """checkpoint_to_resume() as the first rank sees it. Raises ValueError on all ranks."""
-    found = ranks.from_first(lambda: str(checkpoint_to_resume(options, folder) or ""))
-    return Path(found) if found else None
+def _step_of(path: Path) -> int:
+    return int(_extra_of(path)["step"])
+
+
+def agreed_resumption(options: TrainOptions, folder: RunFolder, ranks: Ranks) -> Resumption:
+    """resumption() as the first rank sees it. Raises ValueError on all ranks."""
+
+    def first() -> str:
+        made = resumption(options, folder)
+        return json.dumps([str(made.path or ""), made.goes_back, made.lineage.to_json()])
+
+    path, goes_back, lineage = json.loads(ranks.from_first(first))
+    return Resumption(Path(path) if path else None, goes_back, Lineage.from_json(lineage))

@@ -272,5 +272,6 @@ def memory_config(
         process_memory=options.process_memory,
         verify_reads=options.verify_reads,
         durable=options.commit_every is not None,
+        discard_state=options.discard_state and options.commit_every is not None,
         commit_every=0,  # the loop commits, with its scheduler and its place in the data
     )

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Protocol
 
 import hetero
-from hetero.cli.job.checkpoints import Checkpoints, agreed_checkpoint
+from hetero.cli.job.checkpoints import Checkpoints, agreed_resumption
 from hetero.cli.job.job import Job, Task, open_job
 from hetero.cli.job.metrics import StepMetrics
 from hetero.cli.job.options import TrainOptions
@@ -48,14 +48,15 @@ def train(
     Raises:
         ValueError, hetero.HeteroError: before the first step, for options that cannot work.
     """
-    found = agreed_checkpoint(options, folder, ranks)
+    resumption = agreed_resumption(options, folder, ranks)
     with open_job(options, folder, ranks, task) as job:
         notes = list(job.setting.notes)
-        checkpoints = Checkpoints(job, folder)
-        made, source = checkpoints.resume(found)
+        checkpoints = Checkpoints(job, folder, resumption)
+        made, found = checkpoints.resume()
         if options.resume is not None:
             folder.go_on_after(made)
-            notes.append(f"resumed after step {made} from {source}" if source else _NOTHING_YET)
+            resumed = found and f"resumed after step {made} from {found.path}"
+            notes += [resumed or _NOTHING_YET, *(found.notes if found else ())]
         result = TrainResult(job.setting, predicted=job.predicted, notes=notes)
         observer.begin(job.setting)
         try:

@@ -231,6 +231,12 @@ class TrainOptions:
         " goes on from the last commit; costs less than checkpoints that often (default: none)",
         least=1,
     )
+    discard_state: bool = _option(
+        "with --commit-every: a state in --nvme-path that cannot be gone on from, because it is"
+        " damaged, incomplete or of another version, is removed, and the run begins anew; without"
+        " it that is an error",
+        False,
+    )
     keep: int = _option("so many checkpoints of the run stay, the last ones", 2, least=1)
     resume: str | None = _option(
         "go on from a checkpoint, or from the last one in a run folder, with any number of ranks"

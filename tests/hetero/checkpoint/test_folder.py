@@ -376,7 +376,7 @@ def test_odd_paths(odd: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(CheckpointError, match=re.escape(str(Path(odd)))):
         find_checkpoint(Path(odd))
     assert latest_checkpoint(odd) is None
-    if odd not in ("", ".", "nothing/a"):
+    if odd != "nothing/a":
         with pytest.raises((ValueError, StoreError)):
             save(Path(odd), "new")
     assert names(tmp_path) == ["deep"]
@@ -414,3 +414,32 @@ def test_filesystems_that_cannot_exchange(tmp_path: Path, monkeypatch: pytest.Mo
                 save(tmp_path / "a", "new")
         assert content_of(tmp_path / "a") == ("old" if code == errno.EIO else "new")
         assert names(tmp_path) == ["a"]
+
+
+def test_the_working_folder_is_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process, and the shell that has started it, would be in a folder that is removed."""
+    save(tmp_path / "saved", "old")
+    (tmp_path / "saved" / "deep").mkdir()
+    (tmp_path / "empty").mkdir()
+    for working, path in (
+        ("empty", "."),
+        ("saved", "."),
+        ("saved/deep", ".."),
+        ("saved", "../saved"),
+    ):
+        monkeypatch.chdir(tmp_path / working)
+        with pytest.raises(ValueError, match="is the working folder, or has it in it"):
+            save(Path(path), "new")
+        assert Path.cwd() == tmp_path / working
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["empty", "saved"]
+    monkeypatch.chdir(tmp_path / "empty")
+    os.rmdir(tmp_path / "empty")
+    save(tmp_path / "saved", "new")  # whoever has no working folder loses none
+
+
+def test_a_parent_that_takes_no_folders_is_no_race() -> None:
+    """mkdir() says there that the parent is missing."""
+    with pytest.raises(StoreError, match="cannot make a folder for the checkpoint: No such file"):
+        save(Path("/proc/self/saved"), "new")

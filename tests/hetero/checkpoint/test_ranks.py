@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -75,3 +76,11 @@ def test_a_rank_that_is_killed_while_it_saves(tmp_path: Path) -> None:
     hetero.save(tmp_path / "saved", model, optimizer)
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
     optimizer.engine.close()
+
+
+def test_an_error_says_how_long_a_rank_was_waited_for(tmp_path: Path) -> None:
+    """Here for rank_timeout_s, and never for 0 s."""
+    found = run_ranks(2, checkpointing.save_alone, str(tmp_path))[0]
+    waited = re.search(r"rank 1 did not take part in .* within (\d+) s", found)
+    assert waited is not None, found
+    assert int(waited[1]) >= 3

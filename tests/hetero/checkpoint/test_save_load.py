@@ -226,6 +226,56 @@ def test_all_kinds_of_parameters_and_buffers(settings: Settings, tmp_path: Path)
     optimizer.engine.close()
 
 
+class Counter:
+    """An object of `extra`, which takes even numbers alone."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]
+        if self.count % 2:
+            raise RuntimeError("odd")
+
+
+@pytest.mark.parametrize("durable", [False, True])
+def test_an_object_that_refuses_its_state_changes_nothing(durable: bool, tmp_path: Path) -> None:
+    """Neither the model nor the optimizer, nor the object and those before it."""
+    settings = {**PLACES["disk"], "durable": durable, "commit_every": 0}
+    model, optimizer = build(settings, tmp_path)
+    steps(model, optimizer, range(1))
+    saved = {"first": Counter(2), "second": Counter(3)}
+    if durable:
+        hetero.commit(model, extra=saved, blocking=True)
+        optimizer.engine.close()
+        model, optimizer = build(settings, tmp_path, seed=7)
+    else:
+        hetero.save(tmp_path / "saved", model, optimizer, extra=saved)
+        steps(model, optimizer, range(1, 2))
+    optimizer.param_groups[0]["lr"] = 0.5
+    before, drawn = whole(model, optimizer), torch.get_rng_state()
+    extra = {"first": Counter(4), "second": Counter(6)}
+    with pytest.raises(
+        hetero.CheckpointError, match=r"extra\['second'\], a Counter, does not take"
+    ):
+        if durable:
+            hetero.resume(model, extra=extra)
+        else:
+            hetero.load(tmp_path / "saved", model, optimizer, extra=extra)
+    assert [each.count for each in extra.values()] == [4, 6]
+    assert same(whole(model, optimizer), before)
+    assert torch.equal(torch.get_rng_state(), drawn)
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    if durable:
+        assert hetero.resume(model) is not None
+    else:
+        steps(model, optimizer, range(2, 3))  # it can be used
+    optimizer.engine.close()
+
+
 def test_param_groups_schedulers_random_numbers_and_values(tmp_path: Path) -> None:
     """What is beside the model goes on, too: what is drawn after save() is drawn after load()."""
     model, optimizer = build(PLACES["cpu"], tmp_path)

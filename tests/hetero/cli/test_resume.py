@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from hetero.cli.job import lineage
+from hetero.cli.job.lineage import Lineage
 from hetero.cli.main import main
 from tests.support.waiting import until
 
@@ -99,6 +101,109 @@ def test_commits_go_on_with_the_bits_of_one_run(
     assert "has the state of a run that made 10 steps; --resume goes on" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("keeping", ["--save-every", "--commit-every"])
+def test_a_run_that_went_back_goes_on_from_there(
+    keeping: str, arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Back to step 2 with other clipping, killed at step 4: what has larger numbers was left."""
+    saving = [*arguments, "--run-dir", "run", "--save-every", "2", "--keep", "9"]
+    saving += ["--schedule", "constant", "--steps"]
+    committing = ["--commit-every", "2"] if keeping == "--commit-every" else []
+    assert main([*saving, "6", *committing]) == 0
+    first = lines("run")
+    path = "run/checkpoints/step-000002"
+    if committing:  # (the first commit of the branch comes before its first checkpoint)
+        saving[saving.index("--save-every") + 1] = "100"
+    back = [*saving, "4", *committing, "--clip", "0.01"]
+    assert main([*back, "--resume", path]) == 0
+    second = lines("run")
+    assert second[:2] == first[:2]
+    assert second[3] != first[3]
+    if committing:
+        shutil.rmtree("run/checkpoints/step-000004")
+    capsys.readouterr()
+    back[back.index("4")] = "5"
+    assert main([*back, "--resume", "--json"]) == 0
+    where = "run/hetero-state" if committing else "run/checkpoints/step-000004"
+    assert f"resumed after step 4 from {where}" in json.loads(capsys.readouterr().out)["notes"]
+    assert lines("run")[:4] == second
+
+
+def test_branches_of_branches() -> None:
+    """Of what was saved before a branch was left, the same lineage is known; of a branch that was
+    left it is its own."""
+
+    def saved(lineage: Lineage, step: int) -> dict[str, Any]:
+        return {"step": step, **lineage.as_extra}
+
+    first = Lineage()
+    second = first.begun_from(saved(first, 2), Path("a"))
+    third = second.begun_from(saved(second, 4), Path("b"))
+    again = third.begun_from(saved(first, 6), Path("c"))
+    early = third.begun_from(saved(first, 1), Path("d"))
+    on = {
+        lineage: [
+            step
+            for of in (first, second, third)
+            for step in range(1, 7)
+            if lineage.has(saved(of, step))
+        ]
+        for lineage in (first, second, third, again, early)
+    }
+    every = [1, 2, 3, 4, 5, 6]
+    assert on[first] == every
+    assert on[second] == [1, 2, *every]
+    assert on[third] == [1, 2, 1, 2, 3, 4, *every]
+    assert on[again] == every
+    assert on[early] == [1]
+    assert all(Lineage.from_json(each.to_json()) == each for each in on)
+    assert Lineage().has({"step": 5})  # of before there were branches
+
+
+def test_a_branch_without_a_checkpoint_begins_where_it_began(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run was killed before its first one, and what it went back to is of another run."""
+    saving = [*arguments, "--save-every", "2", "--schedule", "constant", "--steps"]
+    assert main([*saving, "2", "--run-dir", "other"]) == 0
+    committing = [*saving, "6", "--run-dir", "run", "--commit-every", "2"]
+    assert main(committing) == 0
+    source = Path("other/checkpoints/step-000002").resolve()
+    Lineage().begun_from({"step": 2}, source).write(Path("run"))
+    capsys.readouterr()
+    committing[committing.index("6")] = "3"
+    assert main([*committing, "--resume", "--json"]) == 0
+    assert f"resumed after step 2 from {source}" in json.loads(capsys.readouterr().out)["notes"]
+    Lineage().begun_from({"step": 2}, source.with_name("gone")).write(Path("run"))
+    assert main([*committing, "--resume"]) == 2
+    assert "gone, which is not there any more" in capsys.readouterr().err
+    Path("run/lineage.json").write_text("{}")
+    assert main([*committing, "--resume"]) == 2
+    assert "lineage.json says which checkpoints" in capsys.readouterr().err
+
+
+def test_ranks_that_are_started_again_do_not_go_back_twice(
+    arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchrun gives them the same command line, with the checkpoint to go back to."""
+    saving = [*arguments, "--run-dir", "run", "--save-every", "2", "--schedule", "constant"]
+    assert main([*saving, "--steps", "6", "--keep", "9"]) == 0
+    back = [*saving, "--resume", "run/checkpoints/step-000002", "--json", "--steps"]
+
+    def resumed(launch: str, steps: int) -> str:
+        monkeypatch.setattr(lineage, "this_launch", lambda: launch)
+        capsys.readouterr()
+        assert main([*back, str(steps), "--keep", "9"]) == 0
+        notes = json.loads(capsys.readouterr().out)["notes"]
+        return next(note for note in notes if note.startswith("resumed"))
+
+    assert "step 2 from" in resumed("one", 4)
+    assert "step 4 from" in resumed("one", 5)
+    assert "step 2 from" in resumed("another", 4)
+    assert "step 2 from" in resumed("", 4)
+    assert "step 2 from" in resumed("", 4)
+
+
 def test_what_resume_means(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     saving = [*arguments, "--save-every", "1", "--keep", "3"]
     assert main([*saving, "--steps", "3", "--run-dir", "runs/a", "--resume"]) == 0  # from nothing
@@ -143,7 +248,9 @@ def test_sigterm_saves_and_ends(arguments: list[str], tmp_path: Path) -> None:
 KILLED = """
     import os, signal, sys
     from hetero.cli.job import checkpoints
-    from hetero.cli.main import main
+    from hetero.cli.job import lineage
+from hetero.cli.job.lineage import Lineage
+from hetero.cli.main import main
 
     after_step = checkpoints.Checkpoints.after_step
 

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 import hetero
-from hetero.durable import record, state_folder
-from hetero.durable.record import Record, decode
+from hetero.durable import record_files, state_folder
+from hetero.durable.record import Record, StoredGroup, read_record
 from offload._native import NativeIoError
 from offload.memory.tiers import StateKind
 from tests.hetero.checkpoint.test_save_load import PLACES, ROOT, build, same, steps, whole
@@ -38,13 +38,13 @@ def state(tmp_path: Path) -> Path:
 
 
 def records(state: Path) -> list[tuple[Path, Record]]:
-    """The two last commits, the older first."""
+    """Both copies of the last commit's."""
     found = []
-    for path in state.glob("*.commit-?"):
-        decoded = decode(path.read_bytes(), str(path))
+    for path in sorted(state.glob("*.commit-?")):
+        decoded = read_record(str(path), (str(state),))
         assert decoded is not None
         found.append((path, decoded))
-    return sorted(found, key=lambda each: each[1].number)
+    return found
 
 
 def flip(path: Path, byte: int) -> None:
@@ -149,53 +149,166 @@ def test_a_data_file_that_is_missing(state: Path) -> None:
         goes_on(state.parent)
 
 
-def test_a_commit_that_was_cut_off_gives_way_to_the_one_before(tmp_path: Path) -> None:
-    """As a crash leaves it: the record is half written, and no update has begun since."""
+def test_a_commit_that_was_cut_off_gives_way_to_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a crash leaves it: the first copy is half written. stderr and resume() say so."""
     options = {**OPTIONS, "commit_every": 0}
     model, optimizer = build(options, tmp_path)
     for seed in range(3):
         steps(model, optimizer, range(seed, seed + 1))
-        wanted = whole(model, optimizer)
         hetero.commit(model, blocking=True)
+    wanted = whole(model, optimizer)
     steps(model, optimizer, range(3, 4))
-    hetero.commit(model, blocking=True)
+
+    def crash(record: Record, checksums: Callable[[StoredGroup], Any], descriptor: int) -> None:
+        os.pwrite(descriptor, bytes(100), 4096)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(record_files, "write", crash)
+    with pytest.raises(hetero.StoreError):
+        hetero.commit(model, blocking=True)
+    monkeypatch.undo()
     optimizer.engine.close()
-    path, _ = records(tmp_path / "hetero-state")[-1]
-    flip(path, 5000)
     model, optimizer = build(options, tmp_path, seed=7)
     last = hetero.resume(model)
     assert last is not None
     assert last.step == 3
     assert same(whole(model, optimizer), wanted)
-    assert any(path.name in note for note in optimizer.engine.notes), optimizer.engine.notes
+    (note,) = last.notes
+    assert "commit-0" in note
+    assert f"hetero: {note}" in capsys.readouterr().err
     optimizer.engine.close()
 
 
-def test_two_damaged_records_are_an_error_and_nothing_is_removed(state: Path) -> None:
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def zero(path: Path) -> None:
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+def one_bit(path: Path) -> None:
+    flip(path, path.stat().st_size // 2)
+
+
+DAMAGES: list[Callable[[Path], None]] = [one_bit, cut, zero, Path.unlink]
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_of_one_file_costs_nothing(
+    state: Path, restarts: int, damage: Callable[[Path], None]
+) -> None:
+    """Of either copy of the record and of what says which set it is; after the first commit of a
+    start, too."""
+    for _ in range(restarts):
+        assert goes_on(state.parent) is not None
+    for path in [path for path in sorted(state.iterdir()) if path.suffix != ".data"]:
+        if path.name == "lock":
+            continue
+        copy = state.parent / "copy"
+        shutil.copytree(state, copy / state.name)
+        damage(copy / state.name / path.name)
+        found = goes_on(copy)
+        assert found is not None
+        assert found.step == 3
+        assert path.name in " ".join(found.notes)
+        shutil.rmtree(copy)
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("what", ["*.commit-?", "set-?"])
+def test_damage_of_both_copies_is_an_error_and_nothing_is_removed(
+    state: Path, what: str, damage: Callable[[Path], None]
+) -> None:
+    """It names the option to discard, which begins anew, and once: then it goes on."""
+    kept = {path: path.read_bytes() for path in state.glob(what)}
+    for path in kept:
+        damage(path)
     names = sorted(os.listdir(state))
-    for path, _ in records(state):
-        flip(path, 200)
-    with pytest.raises(hetero.CheckpointError, match="both commit records of .* are damaged"):
+    with pytest.raises(hetero.CheckpointError, match="discard_state=True") as caught:
+        goes_on(state.parent)
+    assert str(state) in str(caught.value)
+    assert sorted(os.listdir(state)) == names
+    shutil.copytree(state, state.parent / "copy" / state.name)
+    for step in (None, 1):
+        options = {**OPTIONS, "discard_state": True}
+        model, optimizer = build(options, state.parent / "copy", seed=7)
+        last = hetero.resume(model)
+        assert (last and last.step) == step
+        if last is None:
+            steps(model, optimizer, range(1))
+        optimizer.engine.close()
+    for path, content in kept.items():
+        path.write_bytes(content)
+    assert goes_on(state.parent) is not None
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+@pytest.mark.parametrize(
+    ("at", "value", "match"),
+    [(20, 3, "version 3 of the format, a later one"), (16, 1, "another byte order")],
+)
+def test_a_record_of_another_format_is_an_error(
+    state: Path, copies: int, at: int, value: int, match: str
+) -> None:
+    """Also beside one that can be read."""
+    order = sys.byteorder if at == 20 else "big"
+    for path, _ in records(state)[:copies]:
+        content = bytearray(path.read_bytes())
+        content[at : at + 4] = (value if at == 20 else 0x01020304).to_bytes(4, order)
+        path.write_bytes(content)
+    names = sorted(os.listdir(state))
+    with pytest.raises(hetero.CheckpointError, match=match):
         goes_on(state.parent)
     assert sorted(os.listdir(state)) == names
-    for path in state.glob("*.commit-?"):
-        flip(path, 200)
-    assert goes_on(state.parent) is not None
+
+
+def test_a_state_of_version_1_is_told(state: Path) -> None:
+    """As hetero 0.1 left it: without what says which set it is."""
+    for path in state.glob("set-?"):
+        path.unlink()
+    with pytest.raises(hetero.CheckpointError, match="of version 1 of the format"):
+        goes_on(state.parent)
+
+
+def test_links_are_not_followed(state: Path) -> None:
+    """Whoever may write to the folder must not have this process write elsewhere."""
+    for name in ("lock", "set-0", "000001-rank-0000-of-0001.commit-0"):
+        target = state.parent / "target"
+        (state / name).rename(target)
+        (state / name).symlink_to(target)
+        before = target.read_bytes()
+        with pytest.raises((hetero.CheckpointError, hetero.StoreError), match=name):
+            goes_on(state.parent)
+        assert target.read_bytes() == before
+        (state / name).unlink()
+        target.rename(state / name)
+    os.link(state / "lock", state.parent / "second")
+    with pytest.raises(hetero.CheckpointError, match="must be a file of its own"):
+        goes_on(state.parent)
+
+
+def test_another_ones_folder_is_refused(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.stat
+
+    def stat(path: Any, **more: Any) -> Any:
+        found = real(path, **more)
+        if str(path) != str(state):
+            return found
+        return os.stat_result([*found[:4], found.st_uid + 1, *found[5:]])
+
+    monkeypatch.setattr(os, "stat", stat)
+    with pytest.raises(hetero.CheckpointError, match=r"is of user \d+, and this process of user"):
+        goes_on(state.parent)
 
 
 def test_records_under_another_ones_name(state: Path) -> None:
     path, _ = records(state)[-1]
     path.rename(state / path.name.replace("000001-", "000004-"))
     with pytest.raises(hetero.CheckpointError, match="says generation 1"):
-        goes_on(state.parent)
-
-
-def test_another_byte_order(state: Path) -> None:
-    for path, _ in records(state):
-        content = bytearray(path.read_bytes())
-        content[16:20] = content[16:20][::-1]
-        path.write_bytes(content)
-    with pytest.raises(hetero.CheckpointError, match="another byte order"):
         goes_on(state.parent)
 
 
@@ -274,14 +387,4 @@ def test_a_clock_that_goes_backwards_changes_nothing(state: Path) -> None:
     """No file's time is looked at."""
     for number, path in enumerate(sorted(state.iterdir())):
         os.utime(path, (10**9 - number, 10**9 - number))
-    assert goes_on(state.parent) is not None
-
-
-def test_files_of_a_newer_format_stay(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = sorted(os.listdir(state))
-    monkeypatch.setattr(record, "VERSION", 0)
-    with pytest.raises(hetero.CheckpointError, match="version 1 of the format"):
-        goes_on(state.parent)
-    monkeypatch.undo()
-    assert sorted(os.listdir(state)) == names
     assert goes_on(state.parent) is not None

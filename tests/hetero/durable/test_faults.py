@@ -20,7 +20,7 @@ from offload.errors import HeteroError
 from tests.hetero.checkpoint.test_save_load import PLACES, build, same, steps, whole
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
-CALLS = ("open", "pwrite", "fsync", "unlink", "makedirs", "posix_fallocate")
+CALLS = ("open", "pwrite", "pwritev", "fsync", "unlink", "makedirs", "posix_fallocate")
 STEPS = 4
 
 
@@ -194,16 +194,22 @@ def test_no_room_for_two_copies_is_refused_at_once(
 def test_a_record_is_synced_before_the_commit_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Data first, then the record, then, once, the names in the folder."""
+    """Data first, then twice the record, and once the names in the folder; of the first commit
+    also what says that there is one."""
     order: list[str] = []
     model, optimizer = build({**PLACES["disk"], "durable": True, "commit_every": 0}, tmp_path)
     fsync, sync_path = os.fsync, durable.sync_path
     pwrite = os.pwrite
     monkeypatch.setattr(os, "fsync", lambda fd: (order.append("fsync"), fsync(fd)))
+    pwritev = os.pwritev
     monkeypatch.setattr(os, "pwrite", lambda *a: (order.append("pwrite"), pwrite(*a))[1])
+    monkeypatch.setattr(os, "pwritev", lambda *a: (order.append("pwritev"), pwritev(*a))[1])
     monkeypatch.setattr(record_files, "sync_path", lambda p: (order.append("names"), sync_path(p)))
     for step in range(3):
         steps(model, optimizer, range(step, step + 1))
         hetero.commit(model, blocking=True)
     optimizer.engine.close()
-    assert order == [*["pwrite", "fsync", "names", "fsync"] * 2, "pwrite", "fsync"]
+    record = ["pwritev", "pwrite", "fsync"]
+    first = [*record, "names", "fsync"] * 2
+    set_of_folders = ["pwrite", "fsync", "fsync"] * 2
+    assert order == [*first, *set_of_folders, *record * 4]

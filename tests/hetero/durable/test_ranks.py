@@ -79,3 +79,29 @@ def test_ranks_that_see_part_of_the_state_say_which(tmp_path: Path) -> None:
         path.unlink()
     with pytest.raises(RankFailure, match=r"has records of the ranks \[0\] alone"):
         run_ranks(2, committing.go_on_from_crash, str(tmp_path))
+
+
+@pytest.mark.parametrize("sees_all", [True, False])
+def test_ranks_with_a_directory_each_go_on(
+    sees_all: bool, tmp_path: Path, plain: list[list[torch.Tensor]]
+) -> None:
+    """Also where none sees another one's, as with a disk in each machine."""
+    first = run_ranks(2, committing.with_a_path_each, str(tmp_path), 0, sees_all)
+    assert [made for made, _, _ in first] == [0, 0]
+    assert all(same(found, plain[1]) for _, found, _ in first)
+    for start in (1, 2):
+        again = run_ranks(2, committing.with_a_path_each, str(tmp_path), 7, sees_all)
+        assert [(made, notes) for made, _, notes in again] == [(2 * start, ())] * 2
+    if not sees_all:
+        return
+    path = tmp_path / "rank-1" / "hetero-state"
+    for each in (*path.glob("*.commit-?"), *path.glob("*.data")):
+        each.unlink()
+    with pytest.raises(RankFailure, match=r"has records of the ranks \[0\] alone"):
+        run_ranks(2, committing.with_a_path_each, str(tmp_path), 7, sees_all)
+
+
+def test_ranks_with_some_directories_in_common_are_refused(tmp_path: Path) -> None:
+    found = run_ranks(2, committing.with_paths_in_part_shared, str(tmp_path))
+    for each in found:
+        assert "rank 0 and rank 1 have some directories of nvme_path in common" in each

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import random
+import tracemalloc
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +15,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetero.durable.record import Record, decode
+from hetero.durable import record as format_
+from hetero.durable.record import OtherFormatError, Record, decode_without_checksums, encode
 from offload.errors import CheckpointError
 from offload.memory.sizes import PAGE_BYTES
 from tests.support.durable.records import SAMPLE, sample, sealed, sections_of
@@ -19,6 +24,10 @@ from tests.support.manifests import ODD, mutations, places
 
 WHERE = "/x/000003-rank-0000-of-0001.commit-1"
 NUMBERS, SECTIONS = sections_of(sample())
+
+
+def decode(content: bytes, where: str) -> Record | None:
+    return format_.decode(io.BytesIO(content), where)
 
 
 def decoded(content: bytes) -> Record | None:
@@ -76,15 +85,47 @@ def test_what_is_cut_off_is_found() -> None:
     [
         (0, b"Hetero", "no record of a commit"),
         (16, bytes([1, 2, 3, 4]), "another byte order"),
-        (20, bytes([2, 0, 0, 0]), "version 2 of the format.*reads version 1"),
+        (20, bytes([3, 0, 0, 0]), "version 3 of the format, a later one.*reads version 2"),
+        (20, bytes([1, 0, 0, 0]), "version 1 of the format, an earlier one.*reads version 2"),
     ],
 )
 def test_files_of_others_are_told_from_damaged_ones(at: int, value: bytes, match: str) -> None:
     """Before the checksum is looked at, which they may compute in another way."""
     content = bytearray(sample())
     content[at : at + len(value)] = value
-    with pytest.raises(CheckpointError, match=match):
+    with pytest.raises(CheckpointError, match=match) as caught:
         decode(bytes(content), WHERE)
+    assert isinstance(caught.value, OtherFormatError) == (at > 0)
+
+
+def test_what_another_rank_sends_is_the_same_but_for_checksums() -> None:
+    """They are of no use where the data files are not seen."""
+    found = decode_without_checksums(encode(SAMPLE), WHERE)
+    assert found == Record(**{**vars(SAMPLE), "small": found.small})
+    assert [group.checksums_at for group in found.groups] == [None]
+    with pytest.raises(CheckpointError, match="0 bytes of checksums"):
+        decode(encode(SAMPLE), WHERE)
+
+
+def test_checksums_are_never_in_memory_as_a_whole(tmp_path: Path) -> None:
+    """Of a sparse file of 64 GiB: a record of 64 MiB is written and read with a few pieces."""
+    tiles = (1 << 36) // SAMPLE.groups[0].optim_state_bytes
+    chunk = replace(SAMPLE.groups[0].chunks[0], slots=tiles, optim_state=1 << 37)
+    group = replace(SAMPLE.groups[0], chunks=(chunk, *SAMPLE.groups[0].chunks[1:]), places=(0, 1))
+    frozen = replace(group.chunks[1], param=1 << 36)
+    group = replace(group, chunks=(chunk, frozen))
+    record = replace(SAMPLE, groups=(group,))
+    path = tmp_path / "record"
+    tracemalloc.start()
+    with path.open("w+b") as stream:
+        pieces = (bytes(nbytes // PAGE_BYTES * 4) for _, _, nbytes in group.pieces())
+        format_.write(record, lambda _: pieces, stream.fileno())
+        found = format_.read_record(str(path), ())
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert found is not None
+    assert path.stat().st_size > 64 << 20
+    assert peak_bytes < 4 << 20
 
 
 def test_numbers_that_cannot_be() -> None:
@@ -134,8 +175,6 @@ def test_any_section_with_right_checksums(section: int, content: bytes) -> None:
 @given(st.lists(st.integers(0, 2**64 - 1), min_size=8, max_size=8))
 def test_any_numbers_with_right_checksums(numbers: list[int]) -> None:
     """Sizes that no memory could hold are refused before anything is allocated."""
-    from hetero.durable import record as format_
-
     rest = b"".join(SECTIONS)
     head = format_._head(0, format_._crc(rest), *numbers)
     head = format_._head(format_._crc(head), format_._crc(rest), *numbers)

@@ -11,9 +11,11 @@ from typing import Any
 import torch
 
 import hetero
-from hetero.durable import committer
+from hetero.durable import committer, state_folder
 from hetero.durable.record_files import RecordFiles
 from hetero.durable.state_folder import StateFolder
+from hetero.state.memory.state_files import is_state_file
+from offload.errors import CheckpointError
 from tests.support.ranks.checkpointing import OPTIONS, build, steps, whole
 
 FOLDER = "hetero-state"
@@ -62,7 +64,7 @@ def go_on(rank: int, world: int, path: str, committed_by: list[int]) -> dict[int
         steps(rank, model, optimizer, range(2, 4))
         then = whole(model, optimizer)
         optimizer.engine.close()
-        names = sorted(each for each in os.listdir(scratch / FOLDER) if each != "lock")
+        names = filter(is_state_file, os.listdir(scratch / FOLDER))
         found[count] = {
             "step": last.step,
             "ranks": last.ranks,
@@ -121,3 +123,43 @@ def go_on_from_crash(rank: int, world: int, path: str) -> tuple[int, list[torch.
     found = whole(model, optimizer)
     optimizer.engine.close()
     return 0 if last is None else last.step, found
+
+
+def with_a_path_each(
+    rank: int, world: int, path: str, steps_before: int, sees_all: bool
+) -> tuple[int, list[torch.Tensor], tuple[str, ...]]:
+    """Two steps from the last commit, in a directory that this rank alone has; `sees_all` is false
+    as on machines of their own. Returns how many steps were made before, and what there is then.
+    """
+    own = Path(path) / f"rank-{rank}"
+    own.mkdir(exist_ok=True)
+    real = state_folder.read_record
+
+    def read_record(where: str, folders: tuple[str, ...]) -> Any:
+        if not where.startswith(str(own)):
+            raise CheckpointError(f"{where} is on another machine")
+        return real(where, folders)
+
+    if not sees_all:
+        state_folder.read_record = read_record
+    options = {**OPTIONS[world], "durable": True}
+    model, optimizer = build(rank, world, str(own), steps_before, options)
+    last = hetero.resume(model)
+    made = 0 if last is None else last.step
+    steps(rank, model, optimizer, range(made, made + 2))
+    found = whole(model, optimizer)
+    optimizer.engine.close()
+    return made, found, () if last is None else last.notes
+
+
+def with_paths_in_part_shared(rank: int, world: int, path: str) -> str:
+    """The error of ranks that have one of two directories in common."""
+    own = [Path(path) / name for name in (f"rank-{rank}", "shared")]
+    for each in own:
+        each.mkdir(exist_ok=True)
+    options = {**OPTIONS[world], "durable": True, "nvme_path": list(map(str, own))}
+    try:
+        build(rank, world, path, 0, options)
+    except hetero.CheckpointError as error:
+        return str(error)
+    return "none"

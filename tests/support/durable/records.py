@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+
 import torch
 
 from hetero.checkpoint.manifest import (
@@ -13,7 +15,7 @@ from hetero.checkpoint.manifest import (
 )
 from hetero.checkpoint.plain_data import pack
 from hetero.durable import record as format_
-from hetero.durable.record import Record, StoredChunk, StoredGroup, StoredSlice, encode
+from hetero.durable.record import Record, StoredChunk, StoredGroup, StoredSlice, write
 from offload.memory.sizes import PAGE_BYTES, round_up
 
 _STATES = ("exp_avg", "exp_avg_sq")
@@ -56,14 +58,14 @@ SAMPLE = Record(
             tile_numel=_TILE,
             rank=0,
             ranks=1,
-            files=("x.data", "../more/x.data"),
+            name="000003-rank-0000-of-0001-group-000.data",
+            places=(0, 2),
             weights=(1, 2),
             unit_bytes=1 << 20,
             chunks=(
                 StoredChunk(1, True, (StoredSlice("a.weight", 64, 1200),), 0, 16384),
                 StoredChunk(1, False, (StoredSlice("frozen", 0, 2),), 65536, None),
             ),
-            checksums=bytes(range(4)) * _PAGES,
         ),
     ),
     small={
@@ -94,4 +96,6 @@ def sealed(numbers: list[int], sections: list[bytes]) -> bytes:
 
 def sample() -> bytes:
     """The sample's file."""
-    return bytes(encode(SAMPLE))
+    with tempfile.TemporaryFile() as stream:
+        write(SAMPLE, lambda _: [bytes(range(4)) * _PAGES], stream.fileno())
+        return stream.read()

@@ -15,6 +15,7 @@ import hetero
 from hetero.checkpoint.safetensors_header import read
 from tests.support.ranks.rank_training import BASE
 from tests.support.training.small_net import Net
+from tests.support.waiting import until
 
 # One for each number of ranks; with four, two replicas of two.
 OPTIONS: dict[int, dict[str, Any]] = {
@@ -173,3 +174,18 @@ def die_in_save(rank: int, world: int, path: str) -> str:
     except hetero.HeteroError as error:
         return f"{type(error).__name__}: {error}"
     return "saved"
+
+
+def save_alone(rank: int, world: int, path: str) -> str:
+    """The error of the first rank, whose save the other one does not make."""
+    model, optimizer = build(rank, world, path, 0, {**OPTIONS[2], "rank_timeout_s": 3.0})
+    told, found = Path(path) / "told", ""
+    if rank == 0:
+        try:
+            hetero.save(Path(path) / "saved", model, optimizer)
+        except hetero.PeerError as error:
+            found = str(error)
+        told.touch()
+    until(told.exists)
+    optimizer.engine.close()
+    return found

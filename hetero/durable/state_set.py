@@ -1,0 +1,239 @@
+"""The folders of one durable state: which set a folder belongs to, and its place there.
+
+Data files are striped over all folders of a state, so that each of them is needed. A file in each
+folder therefore names the set and the others, and which start's commits it has data of: a folder
+that is missing, is another training's, or has lost its records is recognised before anything in it
+is changed. docs/formats.md describes the format.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from hetero.checkpoint.manifest import parse_json
+from hetero.durable.record import VERSION, later_version
+from hetero.state.memory.state_files import SET_NAMES, is_record, is_state_file
+from offload._native import crc32c
+from offload.disk.durable import sync_path
+from offload.errors import CheckpointError, StoreError
+
+_FORMAT = "hetero durable state"
+_MOST_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class StateSet:
+    """What a folder knows of its set.
+
+    Attributes:
+        identity: 32 hexadecimal digits, which no other set has.
+        place: this folder's, from 0; the records are in the folder at place 0.
+        folders: all of the set by place, relative to this one, where they were at the last start.
+        generation: the last start that has made a commit; 0 before the first one.
+    """
+
+    identity: str
+    place: int
+    folders: tuple[str, ...]
+    generation: int
+
+    def paths(self, folder: str) -> tuple[str, ...]:
+        """All folders of the set, seen from `folder`, which is this one."""
+        return tuple(os.path.normpath(os.path.join(folder, each)) for each in self.folders)
+
+    def write(self, folder: str) -> None:
+        """Writes both copies, one after the other, so that one is whole. Raises StoreError."""
+        text = json.dumps(
+            {
+                "format": _FORMAT,
+                "version": VERSION,
+                "set": self.identity,
+                "place": self.place,
+                "folders": self.folders,
+                "generation": self.generation,
+            }
+        )
+        content = f"{_crc(text.encode()):08x} {text}\n".encode()
+        for name in SET_NAMES:
+            path = os.path.join(folder, name)
+            try:
+                flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+                descriptor = os.open(path, flags, 0o600)
+                try:
+                    done = 0
+                    while done < len(content):
+                        done += os.pwrite(descriptor, content[done:], done)
+                    os.fsync(descriptor)
+                finally:
+                    os.close(descriptor)
+                sync_path(folder)
+            except OSError as error:
+                raise StoreError(
+                    error.errno, f"cannot be written: {error.strerror}", path
+                ) from error
+
+    @staticmethod
+    def read(folder: str, notes: list[str]) -> StateSet | None:
+        """What `folder` has; None if nothing was ever written whole. A damaged copy is noted.
+
+        Raises CheckpointError if both are damaged, StoreError if they cannot be read.
+        """
+        found: list[StateSet] = []
+        damaged: list[str] = []
+        missing: list[str] = []
+        for name in SET_NAMES:
+            path = os.path.join(folder, name)
+            try:
+                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            except FileNotFoundError:
+                missing.append(f"{path} is missing")
+                continue
+            except OSError as error:
+                raise StoreError(error.errno, f"cannot be read: {error.strerror}", path) from error
+            with open(descriptor, "rb") as stream:
+                content = stream.read(_MOST_BYTES)
+            try:
+                found.append(_parse(content, path))
+            except _DamagedError as error:
+                damaged.append(str(error))
+        if len(damaged) == len(SET_NAMES):
+            raise CheckpointError("; ".join(damaged))
+        if found:
+            notes.extend(f"{each}; its copy is used" for each in (*damaged, *missing))
+        return max(found, key=lambda each: each.generation, default=None)
+
+
+class _DamagedError(CheckpointError):
+    """One copy cannot be read."""
+
+
+def _crc(content: bytes) -> int:
+    memory = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    return crc32c(memory.data_ptr(), len(content))
+
+
+def _parse(content: bytes, path: str) -> StateSet:
+    """Raises _DamagedError; CheckpointError if it is of another version."""
+    crc, _, text = content.rstrip(b"\n").partition(b" ")
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        version = json.loads(text)["version"]
+        if type(version) is int and version != VERSION:
+            raise later_version(path, version)
+    if not text or crc != f"{_crc(text):08x}".encode():
+        raise _DamagedError(f"{path} is damaged, or was not written to its end")
+    try:
+        fields = parse_json(text, path)
+        made = StateSet(
+            fields.text("set"),
+            fields.number("place"),
+            fields.texts("folders"),
+            fields.number("generation"),
+        )
+    except _DamagedError:
+        raise
+    except CheckpointError as error:
+        raise _DamagedError(str(error)) from None
+    if not 0 <= made.place < len(made.folders) or made.generation < 0:
+        raise _DamagedError(f"{path} has place {made.place} of {len(made.folders)}")
+    return made
+
+
+def join(folders: Sequence[str], notes: list[str]) -> None:
+    """Makes `folders` a set, if nothing in them is of one; they are locked by this process.
+
+    Raises CheckpointError, with nothing changed, if they are not a whole set.
+    """
+    found = {folder: StateSet.read(folder, notes) for folder in folders}
+    names = {folder: os.listdir(folder) for folder in folders}
+    for folder, each in found.items():
+        if each is None and any(map(is_state_file, names[folder])):
+            raise CheckpointError(
+                f"{folder} has files of a durable state and no {SET_NAMES[0]}, which says of which "
+                f"one: they are of version 1 of the format, which this hetero does not read, or "
+                f"{SET_NAMES[0]} and {SET_NAMES[1]} were removed"
+            )
+    # (What came to no commit has nothing that could be lost.)
+    known = {
+        folder: each
+        for folder, each in found.items()
+        if each is not None and (each.generation or any(map(is_record, names[folder])))
+    }
+    if known:
+        ordered = _whole_set(folders, known, found)
+        identity = next(iter(known.values())).identity
+    else:
+        ordered, identity = list(folders), os.urandom(16).hex()
+    for place, folder in enumerate(ordered):
+        relative = tuple(os.path.relpath(each, folder) for each in ordered)
+        before = found[folder] if known else None
+        made = StateSet(identity, place, relative, before.generation if before else 0)
+        if made != before or notes:
+            made.write(folder)
+
+
+def _whole_set(
+    folders: Sequence[str],
+    known: Mapping[str, StateSet],
+    found: Mapping[str, StateSet | None],
+) -> list[str]:
+    """The folders by place. Raises CheckpointError unless they are all of one set."""
+    first, one = next(iter(known.items()))
+    wanted = [os.path.dirname(each) for each in one.paths(first)]
+    for folder, each in known.items():
+        if each.identity != one.identity:
+            others = [os.path.dirname(path) for path in each.paths(folder)]
+            raise CheckpointError(
+                f"nvme_path has folders of two durable states: {first} is of that in {wanted}, and "
+                f"{folder} of that in {others}; give one of the two lists"
+            )
+    by_place: dict[int, str] = {}
+    for folder in folders:
+        each = found[folder]
+        if each is None or each.identity != one.identity:
+            raise CheckpointError(
+                f"{folder} has no part of the durable state in {wanted}; give nvme_path={wanted}, "
+                f"wherever these are now. For other folders save a checkpoint (hetero.save()), and "
+                f"load it in a training with a new nvme_path"
+            )
+        if each.place in by_place or len(each.folders) != len(one.folders):
+            raise CheckpointError(
+                f"{folder} is a copy of {by_place.get(each.place, first)}: both say that they are "
+                f"folder {each.place} of the same durable state; give one of them"
+            )
+        by_place[each.place] = folder
+    missing = [each for place, each in enumerate(wanted) if place not in by_place]
+    if missing:
+        raise CheckpointError(
+            f"{first} is of a durable state in {len(wanted)} folders, and nvme_path lacks "
+            f"{missing}; give nvme_path={wanted}, in any order, wherever these are now"
+        )
+    return [by_place[place] for place in range(len(wanted))]
+
+
+def in_order(folders: Sequence[str]) -> tuple[str, tuple[str, ...], int]:
+    """The identity of the set that join() has made of `folders`, they by place, and the last start
+    that has made a commit, as any of them says.
+
+    Raises CheckpointError, StoreError.
+    """
+    found = {folder: StateSet.read(folder, []) for folder in folders}
+    sets = {folder: each for folder, each in found.items() if each is not None}
+    if len(sets) < len(folders) or len({each.identity for each in sets.values()}) > 1:
+        raise CheckpointError(f"{', '.join(folders)} are not the folders of one durable state")
+    ordered = tuple(sorted(sets, key=lambda folder: sets[folder].place))
+    identity = sets[ordered[0]].identity
+    return identity, ordered, max(each.generation for each in sets.values())
+
+
+def note_commit(folders: Sequence[str], generation: int) -> None:
+    """The set in `folders`, by place, has a commit of this start. Raises StoreError."""
+    for folder in folders:
+        each = StateSet.read(folder, [])
+        if each is not None and each.generation != generation:
+            replace(each, generation=generation).write(folder)
