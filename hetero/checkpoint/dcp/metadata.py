@@ -2,12 +2,15 @@
 
 torch reads it by pickle.load(), which calls whatever a file names. Here a name is looked up in a
 table of what DCP writes, and all others are refused. What stands in for DCP's classes meanwhile
-only keeps what it is given; DCP's own objects are made from that once it was checked.
+only keeps what it is given; DCP's own objects are made from that once it was checked. Before that
+the pickle's opcodes are followed (pickle_check.py), so that loading it takes no more than its size.
 """
 
 from __future__ import annotations
 
+import io
 import pickle
+import reprlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,10 +26,14 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from hetero.checkpoint.dcp.pickle_check import check_pickle
 from offload.errors import CheckpointError
 
 NAME = ".metadata"
 _LARGEST = 2**62  # of any number in it
+_MOST_BYTES = 1 << 30  # of the file, which is read at once
+_MOST_SIZES = 64  # of a tensor: numpy and torch's loops have no more
+_LONGEST_NAME = 4096  # of a file, or of a key's path in a nested state dict
 _DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 _METADATA_MODULE = "torch.distributed.checkpoint.metadata"
 # Names of a pickle that are classes of DCP's.
@@ -47,12 +54,20 @@ def read_metadata(folder: Path) -> Metadata:
     """
     path = folder / NAME
     try:
-        with path.open("rb") as stream:
-            found = _Unpickler(stream, str(path)).load()
+        if not path.is_file() and path.exists():  # opening a pipe would wait for a writer
+            raise CheckpointError(f"{path} is not a regular file")
+        nbytes = path.stat().st_size
+        if nbytes > _MOST_BYTES:
+            raise CheckpointError(f"{path} has {nbytes} bytes, and may have {_MOST_BYTES}")
+        content = path.read_bytes()
     except OSError as error:
         raise CheckpointError(
             f"{folder} is no DCP checkpoint: {NAME} cannot be read: {error.strerror}"
         ) from error
+    try:
+        unpickler = _Unpickler(io.BytesIO(content), str(path))
+        check_pickle(content)
+        found = unpickler.load()
     except CheckpointError:
         raise
     except Exception as error:  # a pickle that was cut or made up raises almost anything
@@ -60,8 +75,8 @@ def read_metadata(folder: Path) -> Metadata:
             f"{path} is damaged: {type(error).__name__}: {error or 'it is no pickle'}"
         ) from None
     try:
-        return _metadata(found)
-    except (TypeError, ValueError, KeyError) as error:
+        return _metadata(found, len(content))
+    except (TypeError, ValueError, KeyError, RecursionError) as error:
         raise CheckpointError(f"{path} is not as DCP writes it: {error}") from None
 
 
@@ -91,21 +106,51 @@ class _Unpickler(pickle.Unpickler):
         if module == "torch" and name in _DTYPES:
             return _DTYPES[name]
         makers: dict[tuple[str, str], Callable[..., Any]] = {
-            ("torch", "Size"): lambda values=(): tuple(values),
-            ("torch.serialization", "_get_layout"): lambda name: str(name),
-            (_METADATA_MODULE, "_MEM_FORMAT_ENCODING"): lambda number: str(number),
-            ("builtins", "getattr"): lambda _, member: str(member),  # an enum's member
-            ("collections", "OrderedDict"): lambda pairs=(): dict(pairs),
+            ("torch", "Size"): _given_tuple,
+            ("torch.serialization", "_get_layout"): _given_text,
+            (_METADATA_MODULE, "_MEM_FORMAT_ENCODING"): _given_number,
+            ("builtins", "getattr"): lambda _, member: _given_text(member),  # an enum's member
+            ("collections", "OrderedDict"): dict,  # (its items come after it)
         }
         if (module, name) in makers:
             return makers[module, name]
         if module.partition(".")[0] == "pathlib" and name.endswith("Path"):
-            return lambda *parts: "/".join(map(str, parts))
+            return lambda *parts: _given_text("/".join(map(_given_text, parts)))
         raise CheckpointError(
             f"{self._path} names {module}.{name}, which DCP does not write and which could run "
             f"anything, so nothing of it was read; read such a file only by torch, and only if you "
             f"trust who wrote it"
         )
+
+
+def _given_tuple(values: Any = ()) -> Any:
+    if not isinstance(values, tuple) or len(values) > _MOST_SIZES:
+        raise ValueError(f"it makes a size of {_short(values)}")
+    return values
+
+
+def _given_text(text: Any) -> str:
+    if not isinstance(text, str) or len(text) > _LONGEST_NAME:
+        raise ValueError(f"it has {_short(text)} where a text of DCP's is")
+    return text
+
+
+def _given_number(number: Any) -> str:
+    if type(number) is not int or not 0 <= number < 256:
+        raise ValueError(f"it has {_short(number)} where a number of DCP's is")
+    return str(number)
+
+
+class _Repr(reprlib.Repr):
+    """The beginning of a value's text, of any depth and width, which takes no longer than that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = 80
+        self.maxlevel = 3
+
+
+_short = _Repr().repr
 
 
 class _StandIn:
@@ -139,8 +184,8 @@ def _require(value: Any, kind: str, what: str) -> _StandIn:
     return value
 
 
-def _metadata(found: Any) -> Metadata:
-    """DCP's own objects from stand-ins. Raises ValueError."""
+def _metadata(found: Any, nbytes: int) -> Metadata:
+    """DCP's own objects from stand-ins of a file of so many bytes. Raises ValueError."""
     top = _require(found, "Metadata", "it")
     entries = top.get("state_dict_metadata")
     storage = top.get("storage_data")
@@ -150,10 +195,11 @@ def _metadata(found: Any) -> Metadata:
     made: dict[str, Any] = {}
     for key, entry in entries.items():
         if not isinstance(key, str):
-            raise ValueError(f"the key {key!r} is no string")
+            raise ValueError(f"the key {_short(key)} is no string")
         made[key] = BytesStorageMetadata() if _is(entry, "BytesStorageMetadata") else None
         if made[key] is None:
-            made[key] = _tensor(key, _require(entry, "TensorStorageMetadata", repr(key)))
+            tensor = _tensor(key, _require(entry, "TensorStorageMetadata", _short(key)), nbytes)
+            made[key], nbytes = tensor, nbytes - len(tensor.chunks)
     places = {_index(index): _place(place) for index, place in storage.items()}
     for key, entry in made.items():
         wanted = [None] if isinstance(entry, BytesStorageMetadata) else entry.chunks
@@ -161,46 +207,49 @@ def _metadata(found: Any) -> Metadata:
             index = MetadataIndex(key, None if chunk is None else chunk.offsets)
             if index not in places:
                 at = "" if chunk is None else f" at {tuple(chunk.offsets)}"
-                raise ValueError(f"it does not say where {key!r}{at} is")
+                raise ValueError(f"it does not say where {_short(key)}{at} is")
     return Metadata(made, planner_data=_paths(planner), storage_data=places)
 
 
-def _tensor(key: str, entry: _StandIn) -> TensorStorageMetadata:
-    size = _sizes(entry.get("size"), f"the size of {key!r}")
-    properties = _require(entry.get("properties"), "TensorProperties", f"properties of {key!r}")
+def _tensor(name: str, entry: _StandIn, most_chunks: int) -> TensorStorageMetadata:
+    key = _short(name)
+    size = _sizes(entry.get("size"), f"the size of {key}")
+    properties = _require(entry.get("properties"), "TensorProperties", f"properties of {key}")
     state = properties.state
     dtype = state.get("dtype") if isinstance(state, dict) else next(iter(state), None)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{key!r} has the dtype {dtype!r}")
+        raise ValueError(f"{key} has the dtype {_short(dtype)}")
     chunks, numel = [], 0
     given = entry.get("chunks")
     if not isinstance(given, list) or not given:
-        raise ValueError(f"{key!r} has no list of chunks")
+        raise ValueError(f"{key} has no list of chunks")
+    if len(given) > most_chunks:  # one list can be that of many tensors
+        raise ValueError("its tensors have more chunks together than it has bytes")
     for each in given:
-        chunk = _require(each, "ChunkStorageMetadata", f"a chunk of {key!r}")
-        offsets = _sizes(chunk.get("offsets"), f"offsets of {key!r}")
-        sizes = _sizes(chunk.get("sizes"), f"sizes of {key!r}")
+        chunk = _require(each, "ChunkStorageMetadata", f"a chunk of {key}")
+        offsets = _sizes(chunk.get("offsets"), f"offsets of {key}")
+        sizes = _sizes(chunk.get("sizes"), f"sizes of {key}")
         if not len(offsets) == len(sizes) == len(size) or any(
             offset + part > whole for offset, part, whole in zip(offsets, sizes, size, strict=True)
         ):
-            raise ValueError(f"{key!r} of {tuple(size)} has a chunk of {sizes} at {offsets}")
+            raise ValueError(f"{key} of {tuple(size)} has a chunk of {sizes} at {offsets}")
         chunks.append(ChunkStorageMetadata(offsets, sizes))
         numel += sizes.numel()
     if numel != size.numel():
-        raise ValueError(f"{key!r} has {size.numel()} elements, and its chunks have {numel}")
+        raise ValueError(f"{key} has {size.numel()} elements, and its chunks have {numel}")
     return TensorStorageMetadata(TensorProperties(dtype), size, chunks)
 
 
 def _sizes(found: Any, what: str) -> torch.Size:
-    if not isinstance(found, tuple) or len(found) > 64:
-        raise ValueError(f"{what} are {found!r}")
+    if not isinstance(found, tuple) or len(found) > _MOST_SIZES:
+        raise ValueError(f"{what} are {_short(found)}")
     product = 1
     for size in found:
         if type(size) is not int or not 0 <= size <= _LARGEST:
-            raise ValueError(f"{what} are {found!r}")
+            raise ValueError(f"{what} are {_short(found)}")
         product *= max(1, size)
     if product > _LARGEST:
-        raise ValueError(f"{what} are {found!r}, which is too large")
+        raise ValueError(f"{what} are {_short(found)}, which is too large")
     return torch.Size(found)
 
 
@@ -208,22 +257,29 @@ def _index(found: Any) -> MetadataIndex:
     index = _require(found, "MetadataIndex", "a key of storage_data")
     key, offset = index.get("fqn"), index.state.get("offset")
     if not isinstance(key, str):
-        raise ValueError(f"a key of storage_data is {key!r}")
-    return MetadataIndex(key, None if offset is None else _sizes(offset, f"offsets of {key!r}"))
+        raise ValueError(f"a key of storage_data is {_short(key)}")
+    return MetadataIndex(
+        key, None if offset is None else _sizes(offset, f"offsets of {_short(key)}")
+    )
 
 
 def _place(found: Any) -> _StorageInfo:
     place = _require(found, "_StorageInfo", "a place in storage_data")
     name, offset, length = (place.get(each) for each in ("relative_path", "offset", "length"))
     # Nothing outside of the folder.
-    if not isinstance(name, str) or not name or Path(name).name != name or "\0" in name:
-        raise ValueError(f"{name!r} is no file's name")
+    is_short = isinstance(name, str) and 0 < len(name) <= _LONGEST_NAME
+    if not is_short or Path(name).name != name or "\0" in name:
+        raise ValueError(f"{_short(name)} is no file's name")
     for number in (offset, length):
         if type(number) is not int or not 0 <= number <= _LARGEST:
-            raise ValueError(f"something is at byte {offset!r} of {name!r}, {length!r} long")
+            raise ValueError(
+                f"something is at byte {_short(offset)} of {_short(name)}, {_short(length)} long"
+            )
     transforms = place.state.get("transform_descriptors")
     if transforms:
-        raise ValueError(f"{name!r} is transformed by {transforms!r}, which is not read here")
+        raise ValueError(
+            f"{_short(name)} is transformed by {_short(transforms)}, which is not read here"
+        )
     return _StorageInfo(name, offset, length)
 
 
@@ -232,7 +288,8 @@ def _paths(found: Any) -> dict[str, tuple[str | int, ...]]:
     if not isinstance(found, Mapping):
         return {}
     for key, path in found.items():
-        good = isinstance(path, (tuple, list)) and all(type(each) in (str, int) for each in path)
+        good = isinstance(path, (tuple, list)) and len(path) <= _LONGEST_NAME
+        good = good and all(type(each) in (str, int) for each in path)
         if not isinstance(key, str) or not good:
-            raise ValueError(f"planner_data has {key!r}: {path!r}")
+            raise ValueError(f"planner_data has {_short(key)}: {_short(path)}")
     return {key: tuple(path) for key, path in found.items()}

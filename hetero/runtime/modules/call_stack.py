@@ -6,7 +6,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import NamedTuple
@@ -43,13 +43,40 @@ def module_frame(*functions: str) -> FrameType:
     return innermost
 
 
+class _OwnCheckpoint(threading.local):
+    """What this thread does of calls that are computed again in backward."""
+
+    running = 0  # calls, for the first time or again
+    again = 0  # of these, again
+
+
+_own_checkpoint = _OwnCheckpoint()
+
+
+@contextmanager
+def in_own_checkpoint(again: bool) -> Iterator[None]:
+    """Inside the block a call runs that asks all saved tensors for itself, as torch's checkpoint
+    does; `again`: not for the first time."""
+    _own_checkpoint.running += 1
+    _own_checkpoint.again += again
+    try:
+        yield
+    finally:
+        _own_checkpoint.running -= 1
+        _own_checkpoint.again -= again
+
+
 def is_in_checkpoint() -> bool:
     """Whether a checkpoint of either kind runs, for the first time or again."""
-    return any(f.f_code.co_filename == checkpoint_module.__file__ for f in _callers())
+    return _own_checkpoint.running > 0 or any(
+        f.f_code.co_filename == checkpoint_module.__file__ for f in _callers()
+    )
 
 
 def is_recomputing() -> bool:
     """Whether a non-reentrant checkpoint is being recomputed."""
+    if _own_checkpoint.again:
+        return True
     for frame in _callers():
         if frame.f_code.co_filename == checkpoint_module.__file__:
             if frame.f_code.co_name == "unpack_hook":

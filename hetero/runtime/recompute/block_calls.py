@@ -9,18 +9,22 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from hetero.activations.store import ActivationStore
 from hetero.runtime.modules.all_params import AllParams
 from hetero.runtime.modules.saved_tensors import SavedTensors
-from hetero.runtime.recompute.arguments import Arguments, nest, version_of
+from hetero.runtime.recompute.arguments import Arguments, version_of
 from hetero.runtime.recompute.blocks import Block
 from hetero.runtime.recompute.call_state import CallState
 from hetero.runtime.recompute.choice import CallCost
 from hetero.runtime.recompute.forward import Expected, Forward
+from hetero.runtime.recompute.reach import Reach
+from hetero.runtime.recompute.repeatable_call import RepeatableCall
+from hetero.runtime.recompute.surroundings import Surroundings
+from offload.errors import HeteroError
 
 _Key = tuple[int, Hashable]  # a block's kind, and its calls' kind
+_DIFFERED = "they have saved other values when they were"
 
 
 class Decides(Protocol):
@@ -70,6 +74,7 @@ class BlockCalls:
         # By kind, the latest that was seen of a call that was not to be computed again.
         self._seen: dict[_Key, CallCost] = {}
         self._never: set[_Key] = set()  # kinds that change something when they are computed again
+        self._generators: dict[str, list[Any]] = {}  # by block, those of random numbers
         self._steps = 0  # of the optimizer
         self._forward = Forward()
         self.latest = self._forward  # that has ended
@@ -128,7 +133,10 @@ class BlockCalls:
         forward, key = self._forward, (block.kind, state.kind)
         seen, size_bytes = self._seen.get(key), arguments.size_bytes
         is_repeatable = key not in self._never and arguments.odd_one is None
-        again = False
+        again, reach = False, None
+        if seen is None or block.name not in self._generators:
+            reach = Reach(module)
+            self._generators[block.name] = reach.generators
         if seen is not None:
             expected = self._expected()
             again = is_repeatable and self._policy.recomputes(
@@ -137,23 +145,36 @@ class BlockCalls:
             self._note_odd(block, arguments, expected)
         saved_bytes, waited_s = self._activations.saved_bytes, self._waits_s()
         unchanged = _Unchanged(module, arguments)
+        surroundings = call = None
+        if again or seen is None:
+            surroundings = Surroundings(module, self._generators[block.name])
+            call = self._repeatable_call(block, plain, arguments, state, surroundings)
         began_s = time.perf_counter()
         try:
-            if again:
-                output = self._repeatable_call(block, plain, (args, kwargs), arguments, state)
-            else:
+            if call is None:
                 output = plain(*args, **kwargs)
+            else:
+                output = (call.unkept if again else call.kept)(plain, args, kwargs)
+            forward_s = time.perf_counter() - began_s - (self._waits_s() - waited_s)
+            if surroundings is not None:
+                surroundings.settle(module)
+            if key not in self._never:
+                why = self._changed(module, state, unchanged, reach)
+                if why is None and call is not None and not again and is_repeatable:
+                    why = self._tried(block, call)
+                if why is not None:
+                    is_repeatable = False
+                    self._keep_from_now_on(block, key, why)
+                    if again:
+                        raise HeteroError(
+                            f"{block.name} was to be computed again in backward (option "
+                            f"recompute), as blocks like it that had been watched, but {why}. "
+                            f"Call the model again, which keeps what they save, or give "
+                            f"recompute='none'"
+                        )
         except BaseException:
             self._forward = Forward()  # what it has shown is no forward's
             raise
-        forward_s = time.perf_counter() - began_s - (self._waits_s() - waited_s)
-        if key not in self._never and not unchanged.still():
-            self._never.add(key)
-            is_repeatable = False
-            self._note(
-                f"{block.name} and blocks like it are not computed again in backward, because "
-                f"their forward changes its buffers (running statistics, say) or its input in place"
-            )
         saved_bytes = self._activations.saved_bytes - saved_bytes
         cost = CallCost(saved_bytes, size_bytes, forward_s, size_bytes, is_repeatable)
         if again:  # what it saves otherwise was seen in another call
@@ -170,27 +191,73 @@ class BlockCalls:
         self,
         block: Block,
         plain: Callable[..., Any],
-        given: tuple[tuple[Any, ...], dict[str, Any]],
         arguments: Arguments,
         state: CallState,
-    ) -> Any:
-        """The call, which saves its arguments alone, and is made again when backward needs more."""
-        spec, first = arguments.spec, [given]
-
-        def run(*leaves: Any) -> Any:
-            if first:  # with the caller's own containers, which the call may fill
-                own_args, own_kwargs = first.pop()
-                return plain(*own_args, **own_kwargs)
+        surroundings: Surroundings,
+    ) -> RepeatableCall:
+        def again(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             module = block.module()
             assert module is not None
-            own_args, own_kwargs = nest(leaves, spec)
             try:
-                with state.restored(module):
-                    return plain(*own_args, **own_kwargs)
+                with surroundings.put_back(module):
+                    plain(*args, **kwargs)
             finally:
                 state.check(block.name, module, self._params.known, self._steps)
 
-        return checkpoint(run, *arguments.leaves, use_reentrant=False)
+        def differed() -> HeteroError:
+            self._keep_from_now_on(block, (block.kind, state.kind), _DIFFERED)
+            return HeteroError(
+                f"{block.name} was computed again in backward (option recompute), and saves other "
+                f"values than it did in forward: it depends on something that is another one by "
+                f"now, an option outside of its modules, say; give recompute='none', or change "
+                f"nothing between forward and backward"
+            )
+
+        return RepeatableCall(arguments, self._saved_tensors, again, differed)
+
+    def _changed(
+        self,
+        module: torch.nn.Module,
+        state: CallState,
+        unchanged: _Unchanged,
+        reach: Reach | None,
+    ) -> str | None:
+        """Why a call that was made must not be made again; None: it may be."""
+        if not unchanged.still():
+            return (
+                "their forward changes its buffers (running statistics, say) or its input in place"
+            )
+        if reach is not None and reach.changed is not None:
+            return f"their forward changes {reach.changed}, which would be changed twice"
+        if reach is not None and reach.iterator is not None:
+            return f"{reach.iterator} is an iterator, which cannot go back"
+        if state.has_changed(module, self._params.known):
+            return "their forward changes its parameters in place"
+        return None
+
+    def _tried(self, block: Block, call: RepeatableCall) -> str | None:
+        """Makes the first call of a kind again at once: why no other one must be; None: it may.
+
+        Raises HeteroError if it has given other values, and may have changed what later calls
+        depend on.
+        """
+        if not call.is_known:
+            return "they save tensors whose bits cannot be compared, sparse ones say"
+        if call.gives_the_same():
+            return None
+        # On a device an operation may add in another order each time.
+        if call.is_in_ram or torch.are_deterministic_algorithms_enabled():
+            raise HeteroError(
+                f"{block.name} has saved other values when it was called twice with the same "
+                f"arguments, random numbers and options, so hetero cannot compute it again in "
+                f"backward, and cannot tell what the second call has changed; give "
+                f"recompute='none', or draw from a torch.Generator, numpy or random"
+            )
+        return _DIFFERED
+
+    def _keep_from_now_on(self, block: Block, key: _Key, why: str) -> None:
+        self._never.add(key)
+        self._note(f"{block.name} and blocks like it are not computed again in backward: {why}")
 
     def _is_ours(self) -> bool:
         return (

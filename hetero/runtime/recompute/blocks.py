@@ -20,7 +20,8 @@ class Block:
     Attributes:
         name: in the model.
         module: not kept alive.
-        kind: the same number for blocks of one class whose parameters have the same shapes.
+        kind: the same number for blocks of one class whose modules are of the same classes, and
+            whose parameters have the same shapes.
     """
 
     name: str
@@ -46,7 +47,7 @@ def find_blocks(model: torch.nn.Module, patterns: Sequence[str] | None = None) -
     chosen = _repeated(model) if patterns is None else _named(model, patterns)
     kinds: dict[Hashable, int] = {}
     return [
-        Block(name, weakref.ref(module), kinds.setdefault(_likeness(module), len(kinds)))
+        Block(name, weakref.ref(module), kinds.setdefault(_kind(module), len(kinds)))
         for name, module in _outermost(chosen)
     ]
 
@@ -98,3 +99,8 @@ def _likeness(module: torch.nn.Module) -> Hashable:
     """The same for modules that compute alike."""
     shapes = tuple((name, tuple(p.shape)) for name, p in module.named_parameters())
     return type(module), shapes
+
+
+def _kind(module: torch.nn.Module) -> Hashable:
+    """The same for modules that compute alike in all of their parts."""
+    return _likeness(module), tuple(map(type, module.modules()))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 import torch
@@ -44,7 +43,7 @@ class CallState:
             else cls(
                 tuple(each.training for each in module.modules()),
                 tuple(each.requires_grad for each in tensors),
-                tuple((id(each), _version(each, find)) for each in tensors),
+                _versions(module, find),
                 steps,
             )
         )
@@ -54,16 +53,20 @@ class CallState:
         """The same for calls of alike blocks that save alike."""
         return self.training, self.trained
 
+    def has_changed(self, module: torch.nn.Module, find: FindsManaged) -> bool:
+        """Whether the call, which has just ended, has changed a parameter."""
+        return _versions(module, find) != self.params
+
     def check(self, name: str, module: torch.nn.Module, find: FindsManaged, steps: int) -> None:
         """Raises StaleGraphError if the parameters are others now than in the call.
 
         An update that step() has not confirmed yet is none: who uses a value has it revoked.
         """
-        now = [(id(each), _version(each, find)) for each in module.parameters()]
+        now = _versions(module, find)
         if steps == self.steps:
             same = [(p, w) for p, (_, w) in now] == [(p, w) for p, (_, w) in self.params]
         else:
-            same = tuple(now) == self.params
+            same = now == self.params
         if not same:
             raise StaleGraphError(
                 f"{name} is to be computed again in backward (option recompute), which needs its "
@@ -72,25 +75,9 @@ class CallState:
                 f"recompute='none'"
             )
 
-    @contextmanager
-    def restored(self, module: torch.nn.Module) -> Iterator[None]:
-        """Inside the block the modules train, or do not, as in the call."""
-        modules = list(module.modules())
-        if len(modules) != len(self.training):
-            yield
-            return
-        now = [each.training for each in modules]
-        _set_training(modules, self.training)
-        try:
-            yield
-        finally:
-            _set_training(modules, now)
 
-
-def _set_training(modules: list[torch.nn.Module], training: tuple[bool, ...] | list[bool]) -> None:
-    for module, trains in zip(modules, training, strict=True):
-        if module.training is not trains:
-            module.training = trains
+def _versions(module: torch.nn.Module, find: FindsManaged) -> tuple[tuple[int, _Version], ...]:
+    return tuple((id(each), _version(each, find)) for each in module.parameters())
 
 
 def _version(param: torch.Tensor, find: FindsManaged) -> _Version:

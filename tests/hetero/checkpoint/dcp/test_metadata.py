@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import builtins
+import functools
 import os
 import pickle
 import subprocess
+import sys
+import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint import metadata as torch_metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -204,3 +210,122 @@ def test_what_was_cut_or_changed_is_an_error(saved: tuple[Path, Metadata]) -> No
     (path / NAME).unlink()
     with pytest.raises(CheckpointError, match="is no DCP checkpoint"):
         read_metadata(path)
+
+
+# Pickles that ask for more than they are
+
+
+def limited_read(path: Path, mib: int) -> str:
+    """What a process with so much memory beside its modules, and 20 s of a core, says of it."""
+    code = (
+        "import resource, sys\n"
+        "from pathlib import Path\n"
+        "from hetero.checkpoint.dcp.metadata import read_metadata\n"
+        "from offload.errors import CheckpointError\n"
+        "pages = int(Path('/proc/self/statm').read_text().split()[0])\n"
+        f"most = pages * resource.getpagesize() + ({mib} << 20)\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (most, most))\n"
+        "used = int(resource.getrusage(resource.RUSAGE_SELF).ru_utime)\n"
+        "resource.setrlimit(resource.RLIMIT_CPU, (used + 20, used + 20))\n"
+        "for path in sys.argv[1:]:\n"
+        "    try:\n"
+        "        read_metadata(Path(path))\n"
+        "        print('read')\n"
+        "    except CheckpointError as error:\n"
+        "        print(len(str(error)), error)\n"
+    )
+    folders = sorted(str(each) for each in path.iterdir())
+    done = subprocess.run(
+        [sys.executable, "-c", code, *folders], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-500:]
+    return done.stdout
+
+
+def of_dcp(*, size: bytes, key: bytes = b"\x8c\x01k", chunks: bytes = b"]") -> bytes:
+    """A pickle of DCP's Metadata with one tensor, whose parts are opcodes."""
+    module = b"ctorch.distributed.checkpoint.metadata\n"
+    properties = b"}(\x8c\x05dtypectorch\nfloat32\nu"
+    tensor = (
+        b"(\x8c\x0aproperties" + module + b"TensorProperties\n)\x81" + properties + b"b"
+        b"\x8c\x04size" + size + b"\x8c\x06chunks" + chunks + b"u"
+    )
+    entry = module + b"TensorStorageMetadata\n)\x81}" + tensor + b"b"
+    top = b"(\x8c\x13state_dict_metadata}" + key + entry + b"s\x8c\x0cstorage_data}u"
+    return b"\x80\x04" + module + b"Metadata\n)\x81}" + top + b"b."
+
+
+HUGE = b"K\x01" + b"2\x86" * 60  # DUP, TUPLE2: each tuple has the one before twice
+PUT_TWICE = b"K\x01" + b"".join(
+    b"\x94h" + bytes([i]) + b"\x86" for i in range(60)
+)  # MEMOIZE, BINGET, TUPLE2
+BOMBS = {
+    "memo": b"\x80\x02Nr\xff\xff\xff\x7f.",
+    "memo0": b"\x80\x02Nr\xff\xff\xff\x07.",
+    "size": of_dcp(size=PUT_TWICE),
+    "size_of": of_dcp(size=b"ctorch\nSize\n" + PUT_TWICE + b"\x85R"),
+    "key": of_dcp(size=b")", key=PUT_TWICE),
+    "chunks": of_dcp(size=b")", chunks=PUT_TWICE),
+    "path": b"\x80\x04cpathlib\nPosixPath\n" + PUT_TWICE + b"\x85R.",
+    "layout": b"\x80\x04ctorch.serialization\n_get_layout\n" + PUT_TWICE + b"\x85R.",
+    "top": b"\x80\x04" + PUT_TWICE + b".",
+    "dup": b"\x80\x04" + HUGE + b".",
+    "set": b"\x80\x04\x8f(" + PUT_TWICE + b"\x90.",
+    "frozenset": b"\x80\x04(" + PUT_TWICE + b"\x91.",
+    "dict": b"\x80\x04(" + PUT_TWICE + b"Nd.",
+    "frame": b"\x80\x04\x95" + b"\xff" * 7 + b"\x7fN.",
+    "bytearray": b"\x80\x05\x96" + b"\xff" * 6 + b"\x00\x00.",
+    "long": b"\x80\x02\x8b" + (1 << 30).to_bytes(4, "little") + b"1.",
+    "digits": b"L" + b"9" * 100_000 + b"L\n.",
+    "sizes": b"\x80\x04ctorch\nSize\n\x94("
+    + b"K\x01" * 50_000
+    + b"t\x85\x94"
+    + b"h\x00h\x01R" * 10_000
+    + b".",
+}
+
+
+def test_a_pickle_that_asks_for_more_than_it_is(tmp_path: Path) -> None:
+    """Each of these took gigabytes, or more time than there is; all are refused at once."""
+    for name, content in BOMBS.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / NAME).write_bytes(content)
+    lines = limited_read(tmp_path, 200).splitlines()
+    assert len(lines) == len(BOMBS)
+    assert all(line != "read" and int(line.split()[0]) < 1000 for line in lines)
+
+
+def test_one_list_of_chunks_for_many_tensors(tmp_path: Path) -> None:
+    """The work would be the product of both numbers."""
+    state = {f"{i:03}": torch.ones(1) for i in range(2)}
+    metadata = save(tmp_path, state)
+    entry = metadata.state_dict_metadata["000"]
+    entry.chunks *= 2000
+    metadata.state_dict_metadata = {str(i): entry for i in range(20_000)}
+    (tmp_path / NAME).write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match="chunks"):
+        read_metadata(tmp_path)
+
+
+@settings(deadline=None, max_examples=300)
+@given(data=st.data())
+def test_changed_pickles(data: st.DataObject) -> None:
+    """A file that was changed anywhere is read, or is a CheckpointError."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder)
+        content = bytearray(pickled_metadata())
+        for _ in range(data.draw(st.integers(1, 4))):
+            at = data.draw(st.integers(0, len(content) - 1))
+            new = data.draw(st.sampled_from([*BOMBS.values(), b"2", b"0", b"h\x01", b"\x94"]))
+            cut = data.draw(st.integers(0, 3))
+            content[at : at + cut] = data.draw(st.binary(max_size=2)) or new
+        (path / NAME).write_bytes(content)
+        with suppress(CheckpointError):
+            read_metadata(path)
+
+
+@functools.cache
+def pickled_metadata() -> bytes:
+    with tempfile.TemporaryDirectory() as folder:
+        save(Path(folder), {"model": {"w": torch.ones(3, 2)}, "step": 3})
+        return (Path(folder) / NAME).read_bytes()
