@@ -3,6 +3,7 @@
 #include <sys/eventfd.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -147,8 +148,11 @@ void UringDriver::ring_bell() {
 }
 
 void UringDriver::work() {
-  // If the kernel refuses, so does the first submission, which tells all who wait.
-  if ((ring_.flags & IORING_SETUP_R_DISABLED) != 0) io_uring_enable_rings(&ring_);
+  // If the kernel refuses, so does the first submission, which tells all who wait. (A call of the
+  // system's: the shared liburing exports io_uring_enable_rings only since 2.4.)
+  if ((ring_.flags & IORING_SETUP_R_DISABLED) != 0) {
+    ::syscall(__NR_io_uring_register, ring_fd_.get(), IORING_REGISTER_ENABLE_RINGS, nullptr, 0);
+  }
   unsigned tries = 0;
   int rc = 0;
   do {
