@@ -50,20 +50,13 @@ class Owner {
   explicit Owner(py::object object) : object_(object.release().ptr()) {}
 
   void release() const {
-    if (finalizing()) return;  // the memory goes with the process
+    // When Python ends or has ended, the memory goes with the process.
+    if (Py_IsInitialized() == 0) return;
     const py::gil_scoped_acquire held;
     Py_DECREF(object_);
   }
 
  private:
-  static bool finalizing() {
-#if PY_VERSION_HEX >= 0x030D0000
-    return Py_IsFinalizing() != 0;
-#else
-    return _Py_IsFinalizing() != 0;
-#endif
-  }
-
   PyObject* object_;
 };
 
