@@ -65,6 +65,10 @@ def threads() -> int:
 def thread_cpus() -> list[int] | None:
     """What set_threads() was given."""
 
+def start_threads() -> int:
+    """Starts the workers, as their first use would. Returns how many threads a run has then, the
+    caller included: fewer than threads() where the system has no room for more."""
+
 def shutdown_workers() -> None:
     """Joins the worker threads; the next use starts them again."""
 
