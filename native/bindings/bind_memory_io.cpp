@@ -75,7 +75,7 @@ std::shared_ptr<Arena> arena_over(std::uintptr_t address, std::size_t nbytes, in
 }
 
 void bind_memory(py::module_& module) {
-  module.def("permit_peers_to_read", &permit_peers_to_read);
+  module.def("permit_peers_to_read", &permit_peers_to_read, "permit"_a);
   module.def(
       "read_peer_memory",
       [](pid_t process, std::uintptr_t from, std::uintptr_t into, std::size_t nbytes) {
