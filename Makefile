@@ -19,9 +19,12 @@ PYTEST := $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope
 
 PYTHON_SOURCES := hetero offload bench tests docs/site docs/examples setup.py
 NATIVE_SOURCES = $(shell find native tests -name '*.h' -o -name '*.cpp')
+URING_CALLS := native/io/engines/uring_calls.cpp
+# Succeeds where liburing's header has all that the io_uring engine calls.
+has_liburing = $(CXX) -std=c++20 -fsyntax-only $(URING_CALLS) >/dev/null 2>&1
 # Those that may have locks; without liburing its engine cannot be read.
 LOCK_SOURCES = $(shell find native -name '*.cpp' -not -path '*/isa/*' -not -path '*/bindings/*' \
-	$(if $(wildcard /usr/include/liburing.h),,-not -name 'uring_*'))
+	$$($(has_liburing) || echo -not -name 'uring_*'))
 
 .PHONY: help train test test-all bench bench-io bench-adam bench-step bench-checkpoint bench-durable \
 	docs cuda-check wheel lint tidy format clean
@@ -157,12 +160,12 @@ cannot = not found and not installed (that takes root and apt-get, dnf or apk):
 # Without what these three bring all works, on the thread engine, or with a test skipped, or with a
 # comparison left out; so a failure here is told and no error.
 $(VENV)/liburing.stamp: | $(BIN)/python
-	@if echo '#include <liburing.h>' | $(CXX) -E -x c++ - >/dev/null 2>&1; then \
-		echo "liburing: found"; \
-	elif $(call install,liburing-dev pkg-config,liburing-devel pkgconf,liburing-dev pkgconf); then \
+	@if $(has_liburing); then echo "liburing: found"; \
+	elif $(call install,liburing-dev pkg-config,liburing-devel pkgconf,liburing-dev pkgconf) && \
+		$(has_liburing); then \
 		echo "liburing: installed"; \
 	else \
-		echo "liburing: $(cannot)"; \
+		echo "liburing: 2.2 or newer $(cannot)"; \
 		echo "liburing: the thread engine will be used instead of io_uring"; \
 	fi
 	@touch $@

@@ -31,6 +31,17 @@ def set_threads(count: int, cpus: Sequence[int] | None = None) -> None:
     _chosen = True
 
 
+def lacking_threads() -> list[str]:
+    """Starts the pool's threads; a note if the system has no room for all of them."""
+    wanted, running = _native.threads(), _native.start_threads()
+    if running == wanted:
+        return []
+    return [
+        f"{running} of {wanted} threads make updates and norms, because the limit of processes "
+        "(ulimit -u, pids.max) is reached"
+    ]
+
+
 def share_threads(local_ranks: int) -> None:
     """Sets the default for one of `local_ranks` that share the machine; the user's choice stays."""
     if local_ranks > 1 and not _chosen:

@@ -37,9 +37,9 @@ def set_threads(count: int, cpus: Sequence[int] | None = None) -> None:
     of a NUMA node each, where there are several, and the others where the kernel lets them. Raises
     ValueError for CPUs that this process cannot run on, with nothing changed."""
 
-def permit_peers_to_read() -> None:
-    """Lets processes of the same user read this one's memory, where only ancestors may otherwise
-    (Yama's ptrace_scope 1)."""
+def permit_peers_to_read(permit: bool) -> None:
+    """Lets processes of the same user read this one's memory, or not any more, where only ancestors
+    may otherwise (Yama's ptrace_scope 1)."""
 
 def read_peer_memory(process: int, source: int, into: int, nbytes: int) -> None:
     """Copies memory at the address `source` of another process of this machine. Raises OSError if
@@ -64,6 +64,10 @@ def threads() -> int:
 
 def thread_cpus() -> list[int] | None:
     """What set_threads() was given."""
+
+def start_threads() -> int:
+    """Starts the workers, as their first use would. Returns how many threads a run has then, the
+    caller included: fewer than threads() where the system has no room for more."""
 
 def shutdown_workers() -> None:
     """Joins the worker threads; the next use starts them again."""

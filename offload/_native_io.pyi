@@ -57,7 +57,8 @@ class Arena:
         kernel lets it. Nothing for over()'s. Raises ValueError for what is outside."""
     def discard(self, offset: int, nbytes: int) -> None:
         """Gives the pages wholly inside the range back to the system; they read zero afterwards.
-        Raises RuntimeError for over()'s."""
+        Raises RuntimeError for over()'s, while registered, and while a transfer uses a slot of the
+        range."""
 
 class Pins:
     """Atomic counters: how many live exports (or transfers) hold each slot."""
@@ -140,7 +141,8 @@ class IoEngine:
         A forked child reads zeros there. False, with a note, where the kernel refuses, and False
         for threads, which have nothing to register with."""
     def unregister(self, arena: Arena) -> None:
-        """Waits for the engine's transfers, then undoes register(); nothing if not registered."""
+        """Waits for the engine's transfers of this arena, then undoes register(); nothing if not
+        registered."""
     def read(self, file: int, address: int, nbytes: int, offset: int, soon: bool = False) -> IoOp:
         """Starts filling memory from the file. The memory must be in one Arena: ValueError.
         `soon`: nobody waits for it yet; it takes its turn after all that somebody waits for, and

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from hashlib import blake2b
@@ -35,19 +36,32 @@ def connect_peer_memory(peers: Collectives) -> PeerMemory | None:
     """The members' memory; None on all of them unless each can read that of each other one.
 
     They cannot if they run on several machines, in containers that do not see each other's
-    processes, or where the system forbids it. All members must call it. Raises PeerError.
+    processes, where the system forbids it, or if HETERO_PEER_MEMORY is 0 in the environment of one
+    of them. All members must call it. Raises PeerError.
     """
-    _native.permit_peers_to_read()
     what = "looking for ranks of this machine"
     mark = torch.tensor([1 + secrets.randbits(62)])
     mine = torch.tensor([_place(), os.getpid(), mark.data_ptr(), int(mark)])
     found = peers.all_gather(mine, what)
     processes = [Process(*numbers) for numbers in found[:, 1:].tolist()]
     memory = PeerMemory(peers, mark, processes)
-    can_read = bool(found[:, 0].eq(mine[0]).all()) and all(map(memory.lends, range(peers.size)))
-    if peers.any(torch.tensor([not can_read], dtype=torch.uint8), what):
+
+    def every(holds: bool) -> bool:
+        return not peers.any(torch.tensor([not holds], dtype=torch.uint8), what)
+
+    def every_one_reads() -> bool:
+        return every(all(map(memory.lends, range(peers.size))))
+
+    is_wanted = os.environ.get("HETERO_PEER_MEMORY") != "0"
+    if not every(is_wanted and bool(found[:, 0].eq(mine[0]).all())):
         return None
-    return memory
+    if every_one_reads():
+        return memory
+    memory.permit()
+    if every(True) and every_one_reads():  # the first: when all have permitted it
+        return memory
+    memory.withdraw()
+    return None
 
 
 def _place() -> int:
@@ -63,6 +77,10 @@ class Process(NamedTuple):
     pid: int
     mark_address: int
     mark: int
+
+
+# Those for which others may read this process's memory.
+_permitting: weakref.WeakSet[PeerMemory] = weakref.WeakSet()
 
 
 class PeerMemory:
@@ -89,6 +107,21 @@ class PeerMemory:
         except OSError:
             return False
         return int(found) == self._processes[peer].mark
+
+    def permit(self) -> None:
+        """Lets the members read this process's memory where Linux permits that to ancestors alone.
+
+        It can be permitted to all processes of the user only.
+        """
+        _permitting.add(self)
+        _native.permit_peers_to_read(True)
+
+    def withdraw(self) -> None:
+        """Takes that back, when no other group needs it; idempotent."""
+        if self in _permitting:
+            _permitting.discard(self)
+            if not _permitting:
+                _native.permit_peers_to_read(False)
 
     def gather(self, part: torch.Tensor, parts: GatheredParts, what: str, channel: Channel) -> None:
         """Puts every member's `part`, flat bytes, into `parts`.
@@ -188,6 +221,7 @@ class PeerMemory:
         if self._last is not None and not self._last.job.has_ended:
             self._peers.break_off()
         self._worker.close()
+        self.withdraw()
 
 
 class PartsFromPeers:

@@ -19,6 +19,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
@@ -141,7 +142,7 @@ class _Waiter:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._jobs: SimpleQueue[Job] = SimpleQueue()
+        self._jobs: SimpleQueue[Job | None] = SimpleQueue()  # None: the end
         self._thread: threading.Thread | None = None
 
     def do(self, job: Job) -> None:
@@ -149,10 +150,7 @@ class _Waiter:
         with self._lock:
             self._jobs.put(job)
             if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._work, name=f"{THREAD_PREFIX}waiting", daemon=True
-                )
-                self._thread.start()
+                self._thread = start_thread("waiting", self._work, partial(self._jobs.put, None))
 
     def _work(self) -> None:
         while True:
@@ -164,6 +162,8 @@ class _Waiter:
                         self._thread = None
                         return
                 continue
+            if job is None:
+                return
             job.run()
             del job  # with the memory it refers to, before the next one is waited for
 

@@ -22,6 +22,7 @@ from hetero.chunk_groups.shared import Shared
 from hetero.chunks.dtypes import Dtypes, unmanaged_bytes
 from hetero.chunks.layout import Layout, Shard
 from hetero.config import Config
+from hetero.cpu_threads import lacking_threads
 from hetero.durable.commits import DurableState
 from hetero.durable.state_folder import StateFolder
 from hetero.planning.group_plans import Arrangement, arrange
@@ -407,6 +408,7 @@ def _build(
     # Of the file that parameters waited in; most of it the engine's own file has said already.
     notes += [f"while the model was built: {n}" for n in construction.notes if n not in notes]
     notes += backend.notes
+    notes += lacking_threads()
     move_rest(model, map(id, arrangement.params), shared)
     activations: ActivationStore | None = None
     if limits is not None:

@@ -12,14 +12,10 @@ namespace hetero {
 
 namespace {
 
-// What hold_across_fork() was told. Kept for ever: at exit other threads may still fork.
-struct HeldMutex {
-  Mutex* mutex;
-  void (*in_child)();
-};
+// What make_once() has made. Kept for ever: at exit other threads may still fork.
 struct AcrossFork {
   Mutex mutex;
-  std::vector<HeldMutex> held GUARDED_BY(mutex);
+  std::vector<HeldAcrossFork> held GUARDED_BY(mutex);
 };
 
 AcrossFork& across_fork() {
@@ -28,15 +24,15 @@ AcrossFork& across_fork() {
     pthread_atfork(
         []() NO_THREAD_SAFETY_ANALYSIS {
           across_fork().mutex.lock();
-          for (const HeldMutex& each : across_fork().held) each.mutex->lock();
+          for (const HeldAcrossFork& each : across_fork().held) each.mutex->lock();
         },
         []() NO_THREAD_SAFETY_ANALYSIS {
-          for (const HeldMutex& each : across_fork().held) each.mutex->unlock();
+          for (const HeldAcrossFork& each : across_fork().held) each.mutex->unlock();
           across_fork().mutex.unlock();
         },
         []() NO_THREAD_SAFETY_ANALYSIS {
-          for (const HeldMutex& each : across_fork().held) {
-            if (each.in_child != nullptr) each.in_child();
+          for (const HeldAcrossFork& each : across_fork().held) {
+            each.in_child(each.object);
             each.mutex->unlock();
           }
           across_fork().mutex.unlock();
@@ -45,6 +41,9 @@ AcrossFork& across_fork() {
   }();
   return *made;
 }
+
+// When the module is loaded, before any thread could fork in the midst of it.
+[[maybe_unused]] const AcrossFork& made_at_load = across_fork();
 
 struct ParentFds {
   Mutex mutex;
@@ -61,10 +60,13 @@ struct ParentFds {
 
 }  // namespace
 
-void hold_across_fork(Mutex& mutex, void (*in_child)()) {
+void* make_once(std::atomic<void*>& made, HeldAcrossFork (*make)()) {
   AcrossFork& all = across_fork();
   const MutexLock lock(all.mutex);
-  all.held.push_back({&mutex, in_child});
+  if (void* const found = made.load(std::memory_order_acquire)) return found;
+  all.held.push_back(make());
+  made.store(all.held.back().object, std::memory_order_release);
+  return all.held.back().object;
 }
 
 ForkGuard::ForkGuard(const char* what, const char* advice)

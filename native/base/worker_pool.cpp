@@ -123,7 +123,7 @@ void WorkerPool::run(std::size_t count, const std::function<void(std::size_t)>& 
 
 void WorkerPool::post(std::shared_ptr<Job> job) {
   if (job->count_ == 0) return job->end(0);
-  start_workers();
+  start();
   std::size_t workers = 0;
   {
     const MutexLock lock(mutex_);
@@ -133,13 +133,18 @@ void WorkerPool::post(std::shared_ptr<Job> job) {
   wake(workers);
 }
 
-void WorkerPool::start_workers() {
+std::size_t WorkerPool::start() {
   const MutexLock workers(workers_mutex_);
-  if (workers_.size() + 1 == threads()) return;
+  if (workers_.size() + 1 == threads()) return workers_.size() + 1;
   const std::optional<std::vector<int>> cpus = this->cpus();
+  workers_.reserve(threads() - 1);
   while (workers_.size() + 1 < threads()) {
-    std::thread& worker =
-        workers_.emplace_back(quiet_thread("hetero-worker", [this] { worker_main(); }));
+    try {
+      workers_.push_back(quiet_thread("hetero-worker", [this] { worker_main(); }));
+    } catch (const NoMoreThreads&) {
+      break;  // those that run, or the caller alone, compute everything
+    }
+    std::thread& worker = workers_.back();
     // The CPUs were usable when they were given. If one was taken away since, the worker runs where
     // the kernel lets it: slower is better than an update that stops half-way.
     const std::size_t i = workers_.size() - 1;
@@ -150,6 +155,7 @@ void WorkerPool::start_workers() {
       nodes.bind(worker.native_handle(), nodes.node_of_thread(i, threads()));
     }
   }
+  return workers_.size() + 1;
 }
 
 void WorkerPool::join_workers() {

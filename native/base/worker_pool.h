@@ -107,6 +107,10 @@ class WorkerPool {
   void set_threads(unsigned count, const std::optional<std::vector<int>>& cpus = std::nullopt)
       EXCLUDES(workers_mutex_, mutex_);
 
+  // Starts the workers, as the next job would; returns how many threads a run has then, the caller
+  // included: fewer than threads() if the system has no room for more.
+  std::size_t start() EXCLUDES(workers_mutex_, mutex_);
+
   // Joins the workers after the jobs that they are at; the next job starts them again.
   void shutdown() EXCLUDES(workers_mutex_, mutex_);
 
@@ -133,7 +137,6 @@ class WorkerPool {
   static void after_fork() NO_THREAD_SAFETY_ANALYSIS;
   static void in_child() NO_THREAD_SAFETY_ANALYSIS;
 
-  void start_workers() EXCLUDES(workers_mutex_, mutex_);
   void join_workers() REQUIRES(workers_mutex_) EXCLUDES(mutex_);
   void worker_main() EXCLUDES(mutex_);
   // The oldest job with an index left, of this thread's node if any has, and that index; none, and

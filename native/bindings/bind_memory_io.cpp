@@ -50,20 +50,13 @@ class Owner {
   explicit Owner(py::object object) : object_(object.release().ptr()) {}
 
   void release() const {
-    if (finalizing()) return;  // the memory goes with the process
+    // When Python ends or has ended, the memory goes with the process.
+    if (Py_IsInitialized() == 0) return;
     const py::gil_scoped_acquire held;
     Py_DECREF(object_);
   }
 
  private:
-  static bool finalizing() {
-#if PY_VERSION_HEX >= 0x030D0000
-    return Py_IsFinalizing() != 0;
-#else
-    return _Py_IsFinalizing() != 0;
-#endif
-  }
-
   PyObject* object_;
 };
 
@@ -82,7 +75,7 @@ std::shared_ptr<Arena> arena_over(std::uintptr_t address, std::size_t nbytes, in
 }
 
 void bind_memory(py::module_& module) {
-  module.def("permit_peers_to_read", &permit_peers_to_read);
+  module.def("permit_peers_to_read", &permit_peers_to_read, "permit"_a);
   module.def(
       "read_peer_memory",
       [](pid_t process, std::uintptr_t from, std::uintptr_t into, std::size_t nbytes) {

@@ -198,6 +198,7 @@ void bind_choices(py::module_& module) {
       "count"_a, "cpus"_a = py::none(), ReleaseGil());
   module.def("cpu_quota", &cpu_quota, "root"_a = "");
   module.def("usable_cpus", &usable_cpus);
+  module.def("start_threads", [] { return WorkerPool::instance().start(); }, ReleaseGil());
   module.def("threads", [] { return WorkerPool::instance().threads(); });
   module.def("thread_cpus", [] { return WorkerPool::instance().cpus(); });
   module.def("shutdown_workers", [] { WorkerPool::instance().shutdown(); }, ReleaseGil());

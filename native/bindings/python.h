@@ -16,11 +16,22 @@ using py::literals::operator""_a;
 // For functions that may block.
 using ReleaseGil = py::call_guard<py::gil_scoped_release>;
 
+// Whether this thread has the GIL. (PyGILState_Check() says so of every thread when Python has
+// ended, and from the making of a second interpreter on.)
+inline bool has_gil() {
+#if PY_VERSION_HEX >= 0x030D0000
+  const PyThreadState* const current = PyThreadState_GetUnchecked();
+#else
+  const PyThreadState* const current = _PyThreadState_UncheckedGet();
+#endif
+  return current != nullptr && current == PyGILState_GetThisThreadState();
+}
+
 // Calls `body` without the GIL, which this thread may have or not.
 template <typename Body>
 auto without_gil(Body body) {
   std::optional<py::gil_scoped_release> released;
-  if (PyGILState_Check() != 0) released.emplace();
+  if (has_gil()) released.emplace();
   return body();
 }
 

@@ -37,8 +37,11 @@ IoOptions checked(const IoOptions& options) {
 }
 
 // EINTR and EAGAIN by definition; ECANCELED because io_uring cancels queued work of a thread that
-// exits, and the submitting thread may be any.
-bool transient(int error) { return error == EAGAIN || error == EINTR || error == ECANCELED; }
+// exits, and the submitting thread may be any; ENOMEM because memory that a cgroup lacks now it has
+// when something else was written back.
+bool transient(int error) {
+  return error == EAGAIN || error == EINTR || error == ECANCELED || error == ENOMEM;
+}
 
 }  // namespace
 
@@ -102,6 +105,17 @@ void BlockQueue::cancel_backlog() {
     }
     backlog.clear();
   }
+}
+
+bool BlockQueue::uses(const std::byte* memory, std::size_t nbytes, std::uint64_t end) const {
+  const auto is_one = [&](const std::shared_ptr<Operation>& op) {
+    return op != nullptr && !op->done() && op->serial < end && op->address < memory + nbytes &&
+           memory < op->address + op->nbytes;
+  };
+  for (const Backlog& backlog : backlogs_) {
+    if (std::ranges::any_of(backlog, is_one)) return true;
+  }
+  return std::ranges::any_of(blocks_, is_one, &Block::op);
 }
 
 double BlockQueue::busy_seconds() const {
@@ -288,7 +302,8 @@ void BlockQueue::continue_short(Block& block, std::size_t got) {
 void BlockQueue::fail(Block& block, int error, std::size_t got_bytes) {
   ++stats_.errors;
   block.op->fail({block.op->kind, block.file->path, block.offset, block.nbytes, got_bytes, error,
-                  block.file->free_bytes()});
+                  Failure::kUnknown},
+                 block.file);
   block.done_bytes = got_bytes;
   release(block);
 }

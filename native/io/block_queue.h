@@ -92,6 +92,8 @@ class BlockQueue {
   bool settled_before(std::uint64_t end) const {
     return unsettled_.empty() || *unsettled_.begin() >= end;
   }
+  // Whether an operation before `end` that is not settled uses any of these bytes.
+  bool uses(const std::byte* memory, std::size_t nbytes, std::uint64_t end) const;
   IoStats stats() const;
   // Throws std::invalid_argument for a fault that does nothing.
   void inject(const Fault& fault);

@@ -8,6 +8,7 @@
 #include <system_error>
 #include <utility>
 
+#include "base/check.h"
 #include "io/engines/thread_driver.h"
 #ifdef HETERO_LIBURING
 #include "io/engines/uring_driver.h"
@@ -115,11 +116,13 @@ int IoEngine::add_file(const std::vector<FileMember>& members, const StripeMap& 
 }
 
 void IoEngine::remove_file(int id) {
+  // Closed without the lock: freeing an unlinked file's space takes long.
+  std::shared_ptr<IoFile> file;
   const MutexLock lock(shared_.mutex, fork_);
   if (phase_ == Phase::closed) return;  // closed with the engine
   const auto found = files_.find(id);
   if (found == files_.end()) throw std::invalid_argument("no file " + std::to_string(id));
-  const std::shared_ptr<IoFile> file = found->second;
+  file = found->second;
   files_.erase(found);
   while (file->pending != 0) shared_.settled.wait(shared_.mutex);
 }
@@ -141,7 +144,8 @@ void IoEngine::unregister_memory(const Arena& arena) {
 }
 
 std::shared_ptr<IoOp> IoEngine::submit(IoKind kind, int id, void* address, std::size_t nbytes,
-                                       std::uint64_t offset, IoTurn turn) {
+                                       std::uint64_t offset, IoTurn turn,
+                                       PageChecksums::Checksums checksums) {
   fork_.require_own();
   constexpr std::uint64_t kMaxOffset = std::numeric_limits<std::int64_t>::max();
   if (offset > kMaxOffset || nbytes > kMaxOffset - offset) {
@@ -152,10 +156,10 @@ std::shared_ptr<IoOp> IoEngine::submit(IoKind kind, int id, void* address, std::
   Span memory = Span::of(address, nbytes);
   auto* const bytes = static_cast<std::byte*>(address);
   const bool checked = has_checksums(id);
-  PageChecksums::Checksums written;
   if (checked) {
     PageChecksums::require_pages(offset, nbytes);
-    if (kind == IoKind::write) written = PageChecksums::of(bytes, nbytes);
+    if (kind == IoKind::write && checksums.empty()) checksums = PageChecksums::of(bytes, nbytes);
+    HETERO_CHECK(kind == IoKind::read || checksums.size() == nbytes / PageChecksums::kPageBytes);
   }
 
   const MutexLock lock(shared_.mutex);
@@ -163,7 +167,7 @@ std::shared_ptr<IoOp> IoEngine::submit(IoKind kind, int id, void* address, std::
   const std::shared_ptr<IoFile>& file = file_of(id);
   PageChecksums::Checksums expected;
   if (checked && kind == IoKind::read) expected = file->checksums->get(offset, nbytes);
-  if (checked && kind == IoKind::write) file->checksums->set(offset, written);
+  if (checked && kind == IoKind::write) file->checksums->set(offset, checksums);
   auto op = shared_.queue.submit(kind, file, bytes, nbytes, offset, std::move(memory), turn);
   op->expected = std::move(expected);  // before a waiter has it
   if (const std::size_t waiting = shared_.queue.waiting()) driver_->wake(waiting);

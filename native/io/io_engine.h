@@ -46,10 +46,13 @@ class IoEngine {
   bool register_memory(const Arena& arena);
   void unregister_memory(const Arena& arena);
   // The memory must be in an arena, which keeps it, and counts the transfer, until the operation is
-  // done. Throws std::invalid_argument otherwise and for a bad file id, std::runtime_error after
-  // close().
+  // done. `checksums` are those of the pages that are written, if the caller has them and the file
+  // has checksums: to compute them here takes long. Throws std::invalid_argument otherwise and for
+  // a bad file id, std::runtime_error after close().
   std::shared_ptr<IoOp> submit(IoKind kind, int file, void* address, std::size_t nbytes,
-                               std::uint64_t offset, IoTurn turn = IoTurn::next);
+                               std::uint64_t offset, IoTurn turn = IoTurn::next,
+                               PageChecksums::Checksums checksums = {});
+  bool has_checksums(int file) const EXCLUDES(shared_.mutex);
   // Somebody waits for `op` now: what is not in flight takes its turn as of IoTurn::next. `op` is
   // this engine's.
   void hurry(IoOp& op);
@@ -73,7 +76,6 @@ class IoEngine {
   void require_open() const REQUIRES(shared_.mutex);
   const std::shared_ptr<IoFile>& file_of(int id) const REQUIRES(shared_.mutex);
   PageChecksums& checksums_of(int id) const REQUIRES(shared_.mutex);
-  bool has_checksums(int id) const EXCLUDES(shared_.mutex);
 
   const ForkGuard fork_{"I/O engine", "make a new engine here"};
   const std::string kind_;

@@ -39,23 +39,35 @@ IoError::IoError(Failure failure)
 
 void Operation::wait() {
   completion_.wait();
-  if (!expected.empty()) std::call_once(verified_, [this] { verify(); });
+  if (failed_member_ != nullptr) {
+    std::call_once(looked_, [this] { ask_free_bytes(); });
+  } else if (!expected.empty()) {
+    std::call_once(looked_, [this] { verify(); });
+  }
   if (failure_) throw IoError(*failure_);
 }
 
+// By the waiter, whom alone it holds up if the filesystem does not answer.
+void Operation::ask_free_bytes() {
+  failure_->free_bytes = failed_member_->free_bytes();
+  file.reset();
+}
+
 void Operation::verify() {
-  if (failure_) return;
+  if (failure_) return;  // it was cancelled
   const auto page = PageChecksums::first_difference(address, expected);
   if (!page) return;
   failure_.emplace(Failure{kind, path_, offset + *page * PageChecksums::kPageBytes,
-                           PageChecksums::kPageBytes, PageChecksums::kPageBytes, EBADMSG, -1,
-                           name_});
+                           PageChecksums::kPageBytes, PageChecksums::kPageBytes, EBADMSG,
+                           Failure::kUnknown, name_});
 }
 
-void Operation::fail(Failure failure) {
+void Operation::fail(Failure failure, const OpenFile* member) {
   launched = nbytes;
   failure.name = name_;
-  if (!abandoned()) failure_.emplace(std::move(failure));
+  if (abandoned()) return;
+  failure_.emplace(std::move(failure));
+  failed_member_ = member;
 }
 
 void Operation::cancel() {
@@ -66,9 +78,10 @@ void Operation::cancel() {
 
 void Operation::settle() {
   if (cancelled_) {
-    failure_.emplace(Failure{kind, path_, offset, nbytes, moved, ECANCELED, -1, name_});
+    failure_.emplace(
+        Failure{kind, path_, offset, nbytes, moved, ECANCELED, Failure::kUnknown, name_});
   }
-  file.reset();
+  if (failed_member_ == nullptr) file.reset();
   memory.release();
   completion_.settle();
 }

@@ -31,13 +31,15 @@ inline constexpr std::size_t kIoTurns = 3;
 // bytes were transferred (not always the first ones). If a page is not what was written there, that
 // is EBADMSG, and `offset` is the page's in the logical file.
 struct Failure {
+  static constexpr std::int64_t kUnknown = -1;
+
   IoKind kind;
   std::shared_ptr<const std::string> path;
   std::uint64_t offset;      // into the member file, where the failing block began
   std::size_t wanted_bytes;  // of the block that failed
   std::size_t got_bytes;
   int error;                                          // errno; 0 for an unexpected end of file
-  std::int64_t free_bytes;                            // of the filesystem; -1 if unknown
+  std::int64_t free_bytes;                            // of the filesystem, or kUnknown
   std::shared_ptr<const std::string> name = nullptr;  // of the range of the file, if it has one
 };
 
@@ -70,7 +72,8 @@ class Operation final : public IoOp {
         name_(this->file->name_at(offset)) {}
 
   bool done() const override { return completion_.done(); }
-  // Compares what was read with `expected`, when that is called first.
+  // When that is called first, compares what was read with `expected`, or asks the filesystem of
+  // a transfer that failed for its free bytes.
   void wait() override;
   // Waits until the memory may be used for something else, and does not look at it.
   void wait_settled() { completion_.wait(); }
@@ -78,15 +81,15 @@ class Operation final : public IoOp {
   bool all_launched() const { return launched == nbytes; }
   // Whether nobody wants what its blocks may still transfer: it failed, or was cancelled.
   bool abandoned() const { return cancelled_ || failure_.has_value(); }
-  // Keeps the first failure only, and launches no further block.
-  void fail(Failure failure);
+  // Keeps the first failure only, of that member, and launches no further block.
+  void fail(Failure failure, const OpenFile* member);
   // Launches no further block. Nothing if it has failed.
   void cancel();
   // Wakes the waiters. Called once, when no block is in flight: the memory may be reused.
   void settle();
 
   const IoKind kind;
-  std::shared_ptr<IoFile> file;  // let go when settled
+  std::shared_ptr<IoFile> file;  // let go when settled, or after a failure by wait()
   std::byte* const address;
   const std::size_t nbytes;
   const std::uint64_t offset;
@@ -100,11 +103,13 @@ class Operation final : public IoOp {
 
  private:
   void verify();
+  void ask_free_bytes();
 
   bool cancelled_ = false;
   const std::shared_ptr<const std::string> path_, name_;
-  std::once_flag verified_;
+  std::once_flag looked_;
   std::optional<Failure> failure_;
+  const OpenFile* failed_member_ = nullptr;
   Completion completion_{"transfer"};
 };
 

@@ -286,6 +286,11 @@ void Arena::discard(std::size_t offset, std::size_t nbytes) {
   const std::size_t begin = round_up(offset, page_bytes());
   const std::size_t end = (offset + nbytes) / page_bytes() * page_bytes();
   if (begin >= end) return;
+  for (std::size_t slot = begin / mapping_->slot_bytes; slot * mapping_->slot_bytes < end; ++slot) {
+    if (mapping_->transfers->count(slot) == 0) continue;
+    throw std::logic_error("a transfer uses slot " + std::to_string(slot) +
+                           " of the arena: its pages cannot be given back before it is done");
+  }
   if (::madvise(mapping_->base + begin, end - begin, MADV_DONTNEED) != 0) {
     throw std::system_error(errno, std::generic_category(), "discarding arena pages");
   }

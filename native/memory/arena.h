@@ -91,7 +91,8 @@ class Arena {
   void put_on_node(std::size_t first, std::size_t slots, std::size_t node) const;
 
   // Gives the pages wholly inside the range back to the system; they read zero afterwards.
-  // Throws std::logic_error while its pages are held, and for memory that is somebody else's.
+  // Throws std::logic_error while its pages are held or a transfer uses a slot of the range, and
+  // for memory that is somebody else's.
   void discard(std::size_t offset, std::size_t nbytes);
 
   // Keeps the memory mapped, and its pages in place, for as long as the result lives.

@@ -9,9 +9,9 @@
 
 namespace hetero {
 
-void permit_peers_to_read() {
+void permit_peers_to_read([[maybe_unused]] bool permit) {
 #ifdef PR_SET_PTRACER
-  prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0, 0, 0);
+  prctl(PR_SET_PTRACER, permit ? PR_SET_PTRACER_ANY : 0, 0, 0, 0);
 #endif
 }
 

@@ -8,10 +8,10 @@
 
 namespace hetero {
 
-// Lets processes of the same user read this one's memory where the Yama module allows only a
-// process's ancestors to do so (ptrace_scope 1, the default of several distributions). Elsewhere,
-// and where nobody may, nothing changes.
-void permit_peers_to_read();
+// Lets processes of the same user read this one's memory, or not any more, where the Yama module
+// allows only a process's ancestors to do so (ptrace_scope 1, the default of several
+// distributions). Elsewhere, and where nobody may, nothing changes.
+void permit_peers_to_read(bool permit);
 
 // Copies `nbytes` at the address `from` of the process `process` to `into`. Throws
 // std::system_error if the process is gone, may not be read, or has no memory there.

@@ -30,7 +30,8 @@ std::exception_ptr wait_for_all(const Operations& operations);
 // has the same) or *dirty* (the file is behind). A tile may have content at two places of the file
 // (step_task.h), so the buffer knows from which one its own is.
 //
-// `reads` belongs to the task that has the buffer, if one has; all else to the pipeline's lock.
+// `reads` and `checksums` belong to the task that has the buffer, if one has; all else to the
+// pipeline's lock.
 struct Buffer {
   static constexpr std::int64_t kNoKey = -1;
   static constexpr std::int64_t kClean = -1;
@@ -58,6 +59,8 @@ struct Buffer {
   std::int64_t dirty_at = kClean;  // file offset where the dirty optimizer state belongs
   std::uint64_t last_used = 0;
   Operations reads, writes;
+  // Of its pages as the last update has left them; none if the file has none.
+  PageChecksums::Checksums checksums;
 };
 
 // It does not lock: it is used under the pipeline's lock.

@@ -37,6 +37,7 @@ StepPipeline::StepPipeline(std::shared_ptr<IoEngine> engine, int file, const Are
     : layout_(layout),
       engine_(std::move(engine)),
       file_(file),
+      has_checksums_(engine_ != nullptr && engine_->has_checksums(file)),
       buffers_(arena == nullptr ? nullptr : reinterpret_cast<char*>(arena->address()),
                checked_buffers(engine_ != nullptr, arena, buffers, layout_),
                layout_.buffer_bytes()),
@@ -250,8 +251,19 @@ void StepPipeline::note_computing() {
 }
 
 void StepPipeline::wait_until_updated(std::int64_t key) {
+  ++waiting_;
+  hurry_last_begun();
   while (failure_ == nullptr && is_unfinished(key)) changed_.wait(mutex_);
+  --waiting_;
   throw_if_failed();
+}
+
+void StepPipeline::hurry_last_begun() {
+  if (waiting_ == 0 || under_way_.empty()) return;
+  const Update& last = under_way_.back();
+  if (last.job != nullptr || last.work.buffer == nullptr) return;
+  for (const auto& read : last.work.buffer->reads) engine_->hurry(*read);
+  for (const auto& write : last.work.buffer->writes) engine_->hurry(*write);
 }
 
 void StepPipeline::throw_if_closed() const {
@@ -294,8 +306,15 @@ Operations StepPipeline::writes_of(std::int64_t key) const {
 
 std::shared_ptr<IoOp> StepPipeline::transfer(IoKind kind, const Buffer& buffer, std::size_t at,
                                              std::size_t nbytes, std::int64_t offset) const {
+  PageChecksums::Checksums checksums;
+  if (kind == IoKind::write && has_checksums_) {
+    const std::span all(buffer.checksums);
+    const auto part =
+        all.subspan(at / PageChecksums::kPageBytes, nbytes / PageChecksums::kPageBytes);
+    checksums.assign(part.begin(), part.end());
+  }
   return engine_->submit(kind, file_, buffer.memory + at, nbytes,
-                         static_cast<std::uint64_t>(offset), IoTurn::idle);
+                         static_cast<std::uint64_t>(offset), IoTurn::idle, std::move(checksums));
 }
 
 // Starts a write. The buffer's state is the caller's to change.

@@ -165,6 +165,7 @@ class StepPipeline {
   void compute_or_wait() REQUIRES(mutex_);
 
   // Any thread that computes.
+  void note_checksums(const Work& work) const EXCLUDES(mutex_);
   void end_update(Update& update, std::exception_ptr error) EXCLUDES(mutex_);
   void end_first_update() REQUIRES(mutex_);
   void submit_writes(const Work& work, Buffer& buffer) REQUIRES(mutex_);
@@ -177,6 +178,9 @@ class StepPipeline {
   void note_unfinished() REQUIRES(mutex_);  // after each change of unfinished_
   void note_computing() REQUIRES(mutex_);   // before each change of posted_
   void wait_until_updated(std::int64_t key) REQUIRES(mutex_);
+  // If somebody waits for updates, the transfers of the last task that was begun take their turn
+  // before what only somebody is going to wait for: the updater may have nothing else to do.
+  void hurry_last_begun() REQUIRES(mutex_);
   void throw_if_closed() const REQUIRES(mutex_);
   void throw_if_failed() const REQUIRES(mutex_);
   void fail(std::exception_ptr error) REQUIRES(mutex_);
@@ -197,6 +201,7 @@ class StepPipeline {
   const TileLayout layout_;
   const std::shared_ptr<IoEngine> engine_;
   const int file_;
+  const bool has_checksums_;  // the file has
 
   mutable Mutex mutex_;
   Condition changed_;  // any of what follows
@@ -207,6 +212,7 @@ class StepPipeline {
   std::size_t staged_with_buffers_ GUARDED_BY(mutex_) = 0;
   std::list<Update> under_way_ GUARDED_BY(mutex_);  // in the order of their tasks
   std::size_t posted_ GUARDED_BY(mutex_) = 0;       // of them: all, or all but the last
+  std::size_t waiting_ GUARDED_BY(mutex_) = 0;      // callers, for updates
   // By key, the tasks in queued_, staged_ and under_way_.
   std::unordered_map<std::int64_t, std::size_t> unfinished_ GUARDED_BY(mutex_);
   std::optional<Clock::time_point> busy_since_ GUARDED_BY(mutex_);

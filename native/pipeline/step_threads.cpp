@@ -1,5 +1,7 @@
 // The step pipeline's two threads, the stager and the updater, and what other threads do for them.
+#include <algorithm>
 #include <chrono>
+#include <cstddef>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -224,6 +226,7 @@ void StepPipeline::begin_update() {
     --staged_with_buffers_;
     changed_.notify_all();  // the stager may read for one task more
   }
+  hurry_last_begun();
   if (!wait_for_transfers(buffer)) return;
   while (!stopping() && updates_until_hold_ == 0U) compute_or_wait();
   if (stopping()) return;
@@ -264,6 +267,11 @@ void StepPipeline::post(Update& update, bool fails) {
   };
   const auto end = [this, blocks, &update](std::exception_ptr error) {
     blocks->note_end();
+    try {
+      if (!error) note_checksums(update.work);
+    } catch (...) {
+      error = std::current_exception();
+    }
     end_update(update, std::move(error));
   };
   const auto job = std::make_shared<Job>(fails ? 1 : blocks->count(), compute, end);
@@ -321,6 +329,21 @@ void StepPipeline::compute_or_wait() {
 }
 
 // --- the threads that compute ---------------------------------------------------------------
+
+// Of what the update has left in its buffer, for the writes to come: they are submitted with the
+// lock held, when there is no time for it.
+void StepPipeline::note_checksums(const Work& work) const {
+  if (work.buffer == nullptr || !has_checksums_) return;
+  Buffer& buffer = *work.buffer;
+  buffer.checksums.resize(layout_.grad_at() / PageChecksums::kPageBytes);
+  const auto note = [&](std::size_t at, std::size_t nbytes) {
+    const auto* const memory = reinterpret_cast<const std::byte*>(buffer.memory + at);
+    const auto first = static_cast<std::ptrdiff_t>(at / PageChecksums::kPageBytes);
+    std::ranges::copy(PageChecksums::of(memory, nbytes), buffer.checksums.begin() + first);
+  };
+  if (work.task.optim_state.in_file()) note(0, layout_.optim_state_bytes());
+  if (work.task.param.in_file()) note(layout_.param_at(), layout_.param_bytes());
+}
 
 void StepPipeline::end_update(Update& update, std::exception_ptr error) {
   const MutexLock lock(mutex_);

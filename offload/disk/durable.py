@@ -4,16 +4,33 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
+import warnings
 from pathlib import Path
 
 from offload.errors import StoreError
 
+# How filesystems say that folders have no fsync().
+_NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
+
 
 def sync_path(path: Path) -> None:
-    """Returns when a file's content, or the names in a folder, are durable. Raises OSError."""
+    """Returns when a file's content, or the names in a folder, are durable. Raises OSError.
+
+    Where the filesystem has no such call for folders, warns: their names are then as durable as
+    that filesystem makes them.
+    """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _NO_SYNC or not stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise
+        warnings.warn(
+            f"{path}: its filesystem cannot make the names in a folder durable "
+            f"({error.strerror}), so after a power failure the newest files may be missing there",
+            stacklevel=2,
+        )
     finally:
         os.close(descriptor)
 

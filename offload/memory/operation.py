@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -13,6 +14,7 @@ from queue import SimpleQueue
 from typing import Protocol
 
 THREAD_PREFIX = "hetero-"  # of the names of all threads of this project
+_END_S = 5.0  # for what a worker is at when the program ends
 
 
 class Operation(Protocol):
@@ -55,6 +57,7 @@ class Worker:
         self._lock = threading.RLock()  # reentrant: the garbage collector may close things anywhere
         self._closing = False
         self._thread: threading.Thread | None = None
+        _workers.add(self)
 
     def do(self, job: Callable[[], None]) -> None:
         """Does `job` after all that were given before it. Not after close()."""
@@ -62,6 +65,7 @@ class Worker:
             assert not self._closing
             if self._thread is None:
                 # A daemon: an engine that was not closed is closed at exit, after other threads.
+                # If it was not closed even then, _end_workers() waits for the thread.
                 thread = threading.Thread(target=self._work, name=self._name, daemon=True)
                 thread.start()
                 self._thread = thread
@@ -72,14 +76,35 @@ class Worker:
             job()
             del job  # with all it refers to, before the next one is waited for
 
-    def close(self) -> None:
-        """Does the jobs that are left and ends the thread; idempotent. Not from a job."""
+    def close(self, timeout_s: float | None = None) -> None:
+        """Does the jobs that are left and ends the thread; idempotent. Not from a job.
+
+        If that takes longer than `timeout_s` seconds, returns while the thread goes on.
+        """
         with self._lock:
             self._closing = True
         if self._thread is not None:
             self._jobs.put(None)
-            self._thread.join()
+            self._thread.join(timeout_s)
             self._thread = None
+
+
+_workers: weakref.WeakSet[Worker] = weakref.WeakSet()
+
+
+def _end_workers() -> None:
+    """Ends the threads of workers that nobody has closed.
+
+    A thread that is in the core when the interpreter ends would come back to one that is gone, by
+    which Python (before 3.14) ends the process with SIGABRT.
+    """
+    for worker in list(_workers):
+        worker.close(_END_S)
+
+
+# Python calls finalizers in the reverse order of their making: this one after those of engines.
+weakref.finalize(_end_workers, _end_workers)
+os.register_at_fork(after_in_child=_workers.clear)  # their threads are the parent's
 
 
 # Starts an operation (None: it is done already), and the worker whose thread waits for it.

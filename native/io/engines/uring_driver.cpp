@@ -3,6 +3,7 @@
 #include <sys/eventfd.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -91,8 +92,12 @@ int open_ring(io_uring& ring, unsigned entries) {
     rc = io_uring_queue_init(entries, &ring, setup->flags);
   }
   if (rc < 0) {
-    throw std::system_error(-rc, std::generic_category(),
-                            "the kernel refuses io_uring (use the \"threads\" engine)");
+    std::string text = "the kernel refuses io_uring (use the \"threads\" engine";
+    // Rings are locked memory.
+    if (rc == -ENOMEM) {
+      text += ", or raise the locked-memory limit, ulimit -l, which is " + memlock_limit();
+    }
+    throw std::system_error(-rc, std::generic_category(), text + ")");
   }
   return ring.ring_fd;
 }
@@ -147,8 +152,11 @@ void UringDriver::ring_bell() {
 }
 
 void UringDriver::work() {
-  // If the kernel refuses, so does the first submission, which tells all who wait.
-  if ((ring_.flags & IORING_SETUP_R_DISABLED) != 0) io_uring_enable_rings(&ring_);
+  // If the kernel refuses, so does the first submission, which tells all who wait. (A call of the
+  // system's: the shared liburing exports io_uring_enable_rings only since 2.4.)
+  if ((ring_.flags & IORING_SETUP_R_DISABLED) != 0) {
+    ::syscall(__NR_io_uring_register, ring_fd_.get(), IORING_REGISTER_ENABLE_RINGS, nullptr, 0);
+  }
   unsigned tries = 0;
   int rc = 0;
   do {
@@ -192,7 +200,10 @@ void UringDriver::lose(int error) {
   do {
     const MutexLock lock(shared_.mutex);
     reap();
-    if (shared_.queue.transferring() == 0) return;
+    if (shared_.queue.transferring() == 0) {
+      if (registers_) io_uring_unregister_buffers(&ring_);  // as in work()
+      return;
+    }
   } while (goes_on(io_uring_wait_cqe(&ring_, &completion), tries));
   const MutexLock lock(shared_.mutex);
   shared_.queue.abandon(error);
@@ -352,7 +363,10 @@ void UringDriver::unregister_memory(const Arena& arena) {
   {
     const MutexLock lock(shared_.mutex);
     for (const BufferEntry& entry : found->second.entries) buffers_.erase(entry.begin);
-    shared_.wait_for_earlier();
+    const std::uint64_t end = shared_.queue.next_serial();
+    while (shared_.queue.uses(arena.address(), arena.nbytes(), end)) {
+      shared_.settled.wait(shared_.mutex);
+    }
   }
   clear_entries(found->second.entries);
   registered_.erase(found);

@@ -46,6 +46,22 @@ def test_if_the_system_refuses_one_rank_all_send() -> None:
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize(
+    ("how", "reads", "connected", "closed"),
+    [
+        ("free", True, [], []),
+        ("ptrace_scope 1", True, [True], [True, False]),
+        ("ptrace_scope 3", False, [True, False], [True, False]),
+        ("unwanted", False, [], []),
+    ],
+)
+def test_memory_is_opened_to_others_only_where_that_helps(
+    pool: RankPool, how: str, reads: bool, connected: list[bool], closed: list[bool]
+) -> None:
+    for found in pool.run(peer_memory.connect, how):
+        assert found == {"reads": reads, "connected": connected, "closed": closed}
+
+
 def test_hybrid_sharding() -> None:
     """Replicas read each other's parts, too."""
     with RankPool(4) as pool:

@@ -38,6 +38,7 @@ def program(request: pytest.FixtureRequest) -> Path:
         "a_worker_takes_its_own_range_of_every_job_before_others",
         "a_caller_on_no_node_takes_all",
         "every_index_is_called_once_whatever_the_nodes",
+        "a_fork_while_an_object_of_the_process_is_made",
     ],
 )
 def test_a_case_of_jobs(program: Path, case: str) -> None:

@@ -13,6 +13,7 @@ from tests.support.native.io_tools import (
     BLOCK,
     Memory,
     add_file,
+    descriptors,
     needs_uring,
     run_script,
     thread_names,
@@ -48,6 +49,30 @@ def test_error_at_each_block(engine, tmp_path, op, nth):
     )
     assert engine.stats["errors"] == 1
     start(file, memory.address, 5 * BLOCK, 0).wait()  # the engine works on
+
+
+@pytest.mark.parametrize("op", ["read", "write"])
+def test_memory_that_the_system_lacks_for_a_moment(engine, tmp_path, op):
+    memory = Memory(5 * BLOCK)
+    file = add_file(engine, tmp_path, 5 * BLOCK)
+    engine.inject(op, 2, error=errno.ENOMEM, count=20)
+    getattr(engine, op)(file, memory.address, 5 * BLOCK, 0).wait()
+    assert (engine.stats["retries"], engine.stats["errors"]) == (20, 0)
+
+
+def test_a_failure_is_told_when_the_file_is_gone(engine, tmp_path):
+    """The filesystem is asked by whoever waits; until then, and no longer, the file is open."""
+    before = descriptors()
+    memory = Memory(BLOCK)
+    file = add_file(engine, tmp_path, BLOCK)
+    engine.inject("read", 0, error=errno.EIO)
+    failed = engine.read(file, memory.address, BLOCK, 0)
+    engine.remove_file(file)
+    for _ in range(2):
+        with pytest.raises(_native.NativeIoError) as caught:
+            failed.wait()
+        assert caught.value.free_bytes > 0
+    assert descriptors() == before
 
 
 def test_first_of_several_errors_is_reported_once_all_blocks_are_back(engine, tmp_path):

@@ -83,10 +83,10 @@ def test_a_file_system_that_is_full(kind, tmp_path):
 
 
 @needs_uring
-@pytest.mark.parametrize("error", [errno.EPERM, errno.ENOSYS, errno.EINVAL])
+@pytest.mark.parametrize("error", [errno.EPERM, errno.ENOSYS, errno.EINVAL, errno.ENOMEM])
 def test_a_kernel_that_refuses_io_uring(tmp_path, error):
     run_script(f"""
-        import os
+        import errno, os
         import torch
         from offload import _native
         from offload.disk.scratch_file import make_io_engine
@@ -99,6 +99,8 @@ def test_a_kernel_that_refuses_io_uring(tmp_path, error):
             except OSError as refusal:
                 assert refusal.errno == {error}, refusal
                 assert 'use the "threads" engine' in str(refusal), refusal
+                is_limit = "raise the locked-memory limit, ulimit -l, which is" in str(refusal)
+                assert is_limit == ({error} == errno.ENOMEM), refusal
             else:
                 raise AssertionError("made a ring")
         assert len(os.listdir("/proc/self/fd")) == fds

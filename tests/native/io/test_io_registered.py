@@ -3,12 +3,21 @@
 import gc
 import os
 import resource
+import threading
 
 import pytest
 import torch
 
 from offload import _native
-from tests.support.native.io_tools import BLOCK, MIB, Memory, add_file, needs_uring, run_script
+from tests.support.native.io_tools import (
+    BLOCK,
+    MIB,
+    Memory,
+    Pipe,
+    add_file,
+    needs_uring,
+    run_script,
+)
 
 
 def test_registered_arena_is_kept_and_cannot_be_discarded(kind, tmp_path):
@@ -51,6 +60,26 @@ def test_unregister_waits_and_lets_go(engine, tmp_path):
     engine.unregister(memory.arena)
     engine.read(file, memory.address, 64 * BLOCK, 0).wait()
     assert not memory.bytes[:4096].any()
+
+
+@needs_uring
+def test_unregister_does_not_wait_for_transfers_of_other_memory(tmp_path):
+    engine = _native.IoEngine("io_uring", queue_depth=2, block_bytes=BLOCK)
+    memory, other = Memory(8 * BLOCK), Memory(BLOCK)
+    file = add_file(engine, tmp_path, 8 * BLOCK)
+    pipe = Pipe(engine)
+    engine.register(memory.arena)
+    ops = [engine.read(pipe.file, other.address, 4096, 0)]
+    ops.append(engine.read(file, memory.address, 8 * BLOCK, 0))
+    done = threading.Thread(target=engine.unregister, args=(memory.arena,), daemon=True)
+    done.start()
+    done.join(60)
+    assert not done.is_alive()
+    assert [op.done() for op in ops] == [False, True]
+    pipe.feed(4096)
+    ops[0].wait()
+    pipe.close()
+    engine.close()
 
 
 @needs_uring

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from offload import _native
+from tests.support.native.io_tools import add_file, hold
 
 HUGE = 2 << 20
 
@@ -216,6 +217,59 @@ def test_discard_gives_whole_pages_back():
     assert int(tensor[5 * HUGE :].min()) == 5
     arena.discard(1, mmap.PAGESIZE)  # no whole page inside: nothing happens
     assert int(tensor[: 2 * mmap.PAGESIZE].min()) == 5
+
+
+def test_pages_of_a_transfer_are_not_given_back(tmp_path):
+    engine = _native.IoEngine("threads", queue_depth=1, threads=1, block_bytes=4096)
+    arena = _native.Arena(4 * HUGE, HUGE)
+    file = add_file(engine, tmp_path, 2 * HUGE)
+    hold(engine)
+    op = engine.read(file, arena.address + HUGE, 2 * HUGE, 0)
+    for offset, nbytes in [(0, 4 * HUGE), (HUGE, HUGE), (3 * HUGE - mmap.PAGESIZE, HUGE)]:
+        with pytest.raises(RuntimeError, match="a transfer uses slot [12] of the arena"):
+            arena.discard(offset, nbytes)
+    arena.discard(0, HUGE)
+    arena.discard(3 * HUGE, HUGE)
+    op.cancel()
+    with pytest.raises(OSError, match="cancel"):
+        op.wait()
+    arena.discard(0, 4 * HUGE)
+    engine.close()
+
+
+# The deleter of an exported tensor is called as a static object of C++ that holds it would.
+AFTER_PYTHON = """
+import builtins, ctypes, sys
+import torch
+from offload import _native
+libc, api = ctypes.CDLL(None), ctypes.pythonapi
+api.PyCapsule_GetPointer.restype = ctypes.c_void_p
+api.PyCapsule_GetPointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
+api.PyCapsule_SetName.argtypes = [ctypes.py_object, ctypes.c_char_p]
+libc.__cxa_atexit.argtypes = [ctypes.c_void_p] * 3
+if sys.argv[1] == "own":
+    arena = _native.Arena(1 << 20)
+else:
+    block = torch.zeros(1 << 20, dtype=torch.uint8)
+    arena = _native.Arena.over(block.data_ptr(), block.nbytes, 1, 0, block)
+    del block
+capsule = arena.export(0, 4096)
+tensor = api.PyCapsule_GetPointer(capsule, b"dltensor")
+builtins.name = b"used_dltensor"  # kept: the capsule has the pointer alone
+api.PyCapsule_SetName(capsule, builtins.name)
+deleter = ctypes.c_void_p.from_address(tensor + 56).value
+libc.__cxa_atexit(deleter, tensor, None)
+del arena, capsule
+print("to the end", flush=True)
+"""
+
+
+@pytest.mark.parametrize("memory", ["own", "another's"])
+def test_a_tensor_may_die_after_python(memory):
+    done = subprocess.run(
+        [sys.executable, "-c", AFTER_PYTHON, memory], capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stdout) == (0, "to the end\n"), done.stderr
 
 
 def test_memory_is_returned_when_all_is_gone():

@@ -3,10 +3,12 @@
 //
 // pool NAME runs one case; it ends with status 0, or says what does not hold.
 #include <sched.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <atomic>
 #include <barrier>
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -19,6 +21,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/fork.h"
 #include "base/numa_nodes.h"
 #include "base/worker_pool.h"
 
@@ -336,6 +339,36 @@ void every_index_is_called_once_whatever_the_nodes() {
   }
 }
 
+// Takes its time to be made.
+struct OfTheProcess {
+  OfTheProcess() {
+    begun().open();
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));  // a fork may come in between
+  }
+  static Gate& begun() {
+    static Gate gate;
+    return gate;
+  }
+  void in_child() {}
+
+  Mutex mutex;
+};
+
+void a_fork_while_an_object_of_the_process_is_made() {
+  OfTheProcess::begun();
+  std::thread maker([] { process_wide<OfTheProcess>(); });
+  OfTheProcess::begun().pass();
+  const pid_t child = fork();
+  if (child == 0) {
+    alarm(60);
+    process_wide<OfTheProcess>();
+    std::_Exit(0);
+  }
+  int status = 0;
+  require(waitpid(child, &status, 0) == child && status == 0, "the child has the object, too");
+  maker.join();
+}
+
 struct Case {
   const char* name;
   void (*run)();
@@ -355,6 +388,7 @@ constexpr Case kCases[] = {
     CASE(a_worker_takes_its_own_range_of_every_job_before_others),
     CASE(a_caller_on_no_node_takes_all),
     CASE(every_index_is_called_once_whatever_the_nodes),
+    CASE(a_fork_while_an_object_of_the_process_is_made),
 };
 
 }  // namespace

@@ -19,6 +19,7 @@ from hetero.ranks.peer_memory import PeerMemory
 from hetero.ranks.peers import Channel
 from hetero.ranks.process_groups import ProcessGroups
 from hetero.state.reduction.mean import RankMean
+from offload import _native
 from tests.support.native.seccomp import refuse
 from tests.support.ranks.rank_training import inputs, make
 
@@ -57,6 +58,39 @@ def train(
     }
     engine.close()
     return found
+
+
+def connect(rank: int, world: int, how: str) -> dict[str, Any]:
+    """Whether ranks read each other's memory, and what they permitted others to do until then.
+
+    `how`: as the system is ("free"), as it is where one must permit it ("ptrace_scope 1"), where
+    nobody may ("ptrace_scope 3"), or with the last rank's environment forbidding it ("unwanted").
+    """
+    permitted: list[bool] = []
+    permit, read = _native.permit_peers_to_read, _native.read_peer_memory
+
+    def noted_permit(may: bool) -> None:
+        permitted.append(may)
+        permit(may)
+
+    def yama_read(*arguments: int) -> None:
+        if how == "ptrace_scope 3" or (how == "ptrace_scope 1" and permitted[-1:] != [True]):
+            raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+        read(*arguments)
+
+    forbids = how == "unwanted" and rank == world - 1
+    with (
+        patch.object(_native, "permit_peers_to_read", noted_permit),
+        patch.object(_native, "read_peer_memory", yama_read),
+        patch.dict(os.environ, {"HETERO_PEER_MEMORY": "0"} if forbids else {}),
+    ):
+        ranks = ProcessGroups(60.0)
+        group = ranks.shard
+        assert group is not None
+        found = {"reads": group.reads_memory, "connected": list(permitted)}
+        ranks.meet("the end")
+        ranks.close()
+    return found | {"closed": permitted}
 
 
 def write_when_let_go(rank: int, world: int) -> int:

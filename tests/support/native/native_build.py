@@ -63,7 +63,14 @@ def link(at: Path, target: Path) -> None:
 def build_program(name: str, target: str, **options: str) -> Path:
     """Builds a native test program with these CMake options; returns the build's folder."""
     folder = BUILD / name
-    cmake = find_tool("cmake")
+    configure_programs(folder, **options)
+    jobs = ["--parallel", os.environ["HETERO_JOBS"]] if "HETERO_JOBS" in os.environ else []
+    succeed([find_tool("cmake"), "--build", str(folder), "--target", target, *jobs])
+    return folder
+
+
+def configure_programs(folder: Path, **options: str) -> str:
+    """Makes `folder` a build of the native test programs; returns what CMake says."""
     fixed = {
         "CMAKE_MAKE_PROGRAM": find_tool("ninja"),
         "HETERO_PYTHON": "OFF",
@@ -71,7 +78,4 @@ def build_program(name: str, target: str, **options: str) -> Path:
         "HETERO_WERROR": "ON",
     }
     defines = [f"-D{key}={value}" for key, value in {**fixed, **options}.items()]
-    succeed([cmake, f"-S{ROOT}", f"-B{folder}", "-GNinja", *defines])
-    jobs = ["--parallel", os.environ["HETERO_JOBS"]] if "HETERO_JOBS" in os.environ else []
-    succeed([cmake, "--build", str(folder), "--target", target, *jobs])
-    return folder
+    return succeed([find_tool("cmake"), f"-S{ROOT}", f"-B{folder}", "-GNinja", *defines])

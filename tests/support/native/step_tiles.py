@@ -141,6 +141,7 @@ class Filed:
         buffers: int,
         param_in_file: bool = False,
         grad_in_file: bool = False,
+        checksums: bool = False,
     ) -> None:
         self.tiles = tiles
         self.param_in_file, self.grad_in_file = param_in_file, grad_in_file
@@ -170,7 +171,8 @@ class Filed:
         self.spare_param_at = [end + at for at in self.param_at]
         shape = (tiles.kind, TILE, param_in_file, grad_in_file)
         self.engine = _native.IoEngine(kind, queue_depth=4, block_bytes=8192)
-        self.file = self.engine.add_file(self.fd, str(path))
+        members = [(self.fd, str(path))]
+        self.file = self.engine.add_striped_file(members, _native.StripeMap([1], 4096), checksums)
         self.arena = _native.Arena(buffers * _native.StepPipeline.buffer_bytes(*shape))
         self.pipeline = _native.StepPipeline(self.engine, self.file, self.arena, buffers, *shape)
 
