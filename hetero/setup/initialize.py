@@ -24,7 +24,7 @@ from hetero.chunks.layout import Layout, Shard
 from hetero.config import Config
 from hetero.durable.commits import DurableState
 from hetero.durable.state_folder import StateFolder
-from hetero.planning.group_plans import Arrangement, arrange
+from hetero.planning.group_plans import Arrangement, arrange, make_shard
 from hetero.planning.placement import PlacementError
 from hetero.ranks.device_group import can_gather_between_devices
 from hetero.runtime.engine import Engine
@@ -123,14 +123,7 @@ def initialize(
             views = [each.view(made) for each in optimizers]
             backend = made.make_backend()
             resources.callback(backend.close)
-            shard = Shard(
-                world.rank,
-                world.ranks,
-                grads=made.zero_stage >= 2,
-                params=made.zero_stage >= 3,
-                replicas=world.size // world.ranks,
-                between_devices=can_gather_between_devices(world, backend),
-            )
+            shard = make_shard(made, world, can_gather_between_devices(world, backend))
             _check_for_ranks(made, shard)
             arrangement = _arrange(model, construction, optimizers, views, shard)
             start_alike(model, arrangement, construction)
