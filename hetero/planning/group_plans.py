@@ -37,12 +37,15 @@ from hetero.planning.placement import (
     concurrent_slots,
     waiting_bytes,
 )
+from hetero.ranks.process_groups import ProcessGroups
 from offload.memory.sizes import round_up
 from offload.memory.tiers import Tier
 
 # A slot's four kinds of state are at most this share of host_memory: a few slots are always in
 # flight.
 _SLOT_SHARE_OF_HOST = 16
+
+_LIKELY_LAYERS = 4  # of a model of which only the first parameters are known
 
 # The specs of a chunk group that are worth a try within the given budgets, best first.
 SpecsWithin = Callable[[Budgets], Iterable[GroupSpec]]
@@ -159,6 +162,48 @@ def arrange(
     if refusal.smallest_host_bytes > host_bytes:  # of more RAM activations have more
         plan(replace(beside, activations_host=least), shard, policy=policy)
     raise refusal
+
+
+def likely_host_bytes(
+    params: Iterable[torch.nn.Parameter],
+    config: Config,
+    disk_bytes: int,
+    shard: Shard,
+    device_bytes: int | None,
+) -> int:
+    """RAM with which arrange() places a model of which `params` are built so far, as it seems.
+
+    The rest is taken to be more of the same, because a model of a few chunks needs fewer buffers
+    than one of many; a module to have two of them, which are gathered together; and what requires
+    gradients to have Adam's states.
+    """
+    model = torch.nn.ModuleList()
+    for numel, trains in {(param.numel(), param.requires_grad) for param in params}:
+        for _ in range(_LIKELY_LAYERS):
+            module = torch.nn.Module()
+            for name in ("first", "second"):
+                shape = torch.empty(numel, device="meta")
+                # (Not registered: ZeroInitContext takes notice of what is.)
+                module._parameters[name] = torch.nn.Parameter(shape, trains)
+            model.append(module)
+    config = replace(config, keep_fp32=())
+    try:
+        arrange(model, config, config.dtypes, 1, disk_bytes, shard=shard, device_bytes=device_bytes)
+    except PlacementError as refusal:
+        return refusal.smallest_host_bytes
+    return 0
+
+
+def make_shard(config: Config, world: ProcessGroups, between_devices: bool = False) -> Shard:
+    """What this rank has of it all. `between_devices`: ranks' devices exchange by themselves."""
+    return Shard(
+        world.rank,
+        world.ranks,
+        grads=config.zero_stage >= 2,
+        params=config.zero_stage >= 3,
+        replicas=world.size // world.ranks,
+        between_devices=between_devices,
+    )
 
 
 # Which dtype a parameter has

@@ -7,11 +7,13 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import itemgetter
 
 import torch
 
 from hetero.chunks.dtypes import is_manageable
 from hetero.config import Config
+from hetero.planning.group_plans import likely_host_bytes, make_shard
 from hetero.planning.placement import part_bytes
 from hetero.ranks.process_groups import ProcessGroups
 from hetero.setup.construction_file import BLOCK_BYTES, ConstructionFile
@@ -145,7 +147,7 @@ class ConstructionArena:
             reference = weakref.ref(param, lambda _: forget(key))
             record = Record(reference, self._adopted, nbytes, charged=0)
             try:
-                self._charge(nbytes)
+                self._charge(nbytes, param)
                 record.charged = nbytes
             except BudgetError:  # (memory that was never written to takes no room while it is read)
                 tile_fits = self.host_bytes >= min(nbytes, BLOCK_BYTES)
@@ -359,33 +361,49 @@ class ConstructionArena:
         """A plain copy of a parameter's values, in memory that no budget counts."""
         return self.elements(param, slice(0, param.numel())).view(param.shape)
 
-    def _charge(self, nbytes: int) -> None:
-        """Charges RAM for a whole parameter. Raises BudgetError."""
+    def _charge(self, nbytes: int, new: torch.nn.Parameter | None = None) -> None:
+        """Charges RAM for a whole parameter, which may be a `new` one. Raises BudgetError."""
         try:
             self.ledger.charge(Tier.HOST, Account.INIT, nbytes)
         except BudgetError as error:
-            raise BudgetError(self._refusal(nbytes, error)) from None
+            raise BudgetError(self._refusal(nbytes, new, error)) from None
         self._largest_bytes = max(self._largest_bytes, nbytes)
 
-    def _refusal(self, nbytes: int, error: BudgetError) -> str:
-        """Why `nbytes` more do not fit, and the least budget that is known to be needed."""
+    def _refusal(self, nbytes: int, new: torch.nn.Parameter | None, error: BudgetError) -> str:
+        """Why `nbytes` more do not fit, and which budget will do, as far as that is known."""
         least, what = max(self._largest_bytes, nbytes), "the largest parameter so far"
         unmanaged = self.ledger.used(Tier.HOST, Account.UNMANAGED)
-        if self.config.nvme_path is None and self.world.shard is None:
+        if not self._moves_out:
             least, what = self.ledger.used(Tier.HOST, Account.INIT) + nbytes, "what is built so far"
         elif self._fixed_bytes() + nbytes > least:
             least = self._fixed_bytes() + nbytes
             what = (
                 "what must stay in RAM, because it is used or other tensors have the same memory,"
             )
+        likely, model = self._likely_bytes(new), "a model with parameters like those so far"
         if unmanaged:
-            what += f", beside {format_bytes(unmanaged)} of parameters that never move,"
-            least += unmanaged
-        why = self.process_share.too_small(what, least) or (
-            f"{error}: {what} takes {format_bytes(least)} ({least} bytes), so host_memory must be "
-            f"at least that"
-        )
-        return f"{why}; the rest of the model may need more"
+            beside = f", beside {format_bytes(unmanaged)} of parameters that never move,"
+            what, least = what + beside, least + unmanaged
+            model, likely = model + beside, likely + unmanaged if likely else 0
+        rest = "the rest of the model may need more"
+        if likely > least:
+            rest = f"{model} takes {format_bytes(likely)} ({likely} bytes), and {rest}"
+        why = self.process_share.too_small(*max((what, least), (model, likely), key=itemgetter(1)))
+        if why is None:
+            why = (
+                f"{error}: {what} takes {format_bytes(least)} ({least} bytes), so host_memory must "
+                f"be at least that"
+            )
+        return f"{why}; {rest}"
+
+    def _likely_bytes(self, new: torch.nn.Parameter | None) -> int:
+        """RAM with which the model is likely to have a placement; 0 if that is its whole state."""
+        if not self._moves_out:
+            return 0
+        found = [new, *(record.param() for record in self._records.values())]
+        built = [param for param in found if param is not None]
+        shard = make_shard(self.config, self.world)
+        return likely_host_bytes(built, self.config, self.disk_bytes, shard, self.device_bytes)
 
     def _fixed_bytes(self) -> int:
         """Bytes of parameters in RAM that cannot be offloaded now."""

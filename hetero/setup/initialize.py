@@ -25,7 +25,7 @@ from hetero.config import Config
 from hetero.cpu_threads import lacking_threads
 from hetero.durable.commits import DurableState
 from hetero.durable.state_folder import StateFolder
-from hetero.planning.group_plans import Arrangement, arrange
+from hetero.planning.group_plans import Arrangement, arrange, make_shard
 from hetero.planning.placement import PlacementError
 from hetero.ranks.device_group import can_gather_between_devices
 from hetero.runtime.engine import Engine
@@ -125,14 +125,7 @@ def initialize(
             views = [each.view(made) for each in optimizers]
             backend = made.make_backend()
             resources.callback(backend.close)
-            shard = Shard(
-                world.rank,
-                world.ranks,
-                grads=made.zero_stage >= 2,
-                params=made.zero_stage >= 3,
-                replicas=world.size // world.ranks,
-                between_devices=can_gather_between_devices(world, backend),
-            )
+            shard = make_shard(made, world, can_gather_between_devices(world, backend))
             _check_for_ranks(made, shard)
             arrangement = _arrange(model, construction, optimizers, views, shard)
             start_alike(model, arrangement, construction)

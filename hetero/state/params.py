@@ -159,6 +159,11 @@ class Params:
         """A resident chunk's home, flat, whether its values are there or not; None for others."""
         return self._homes.flat(chunk) if self.is_resident(chunk) else None
 
+    def has_room(self, chunk: Chunk) -> bool:
+        """Whether flat() finds room now, without more RAM than the plan has for gathered copies."""
+        in_place = self.is_resident(chunk) or chunk.id in self._used
+        return in_place or self._cache.has_room(chunk.id)
+
     def flat(self, chunk: Chunk) -> torch.Tensor:
         """The chunk's values now, whole and flat; unless resident, a pin on a gathered copy.
 

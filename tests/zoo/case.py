@@ -43,7 +43,6 @@ class Case:
     batch: Callable[[Where], Any]
     loss: Callable[[nn.Module, Any], torch.Tensor]
     dtypes: tuple[str, ...] = ("fp32", "bf16")
-    more_slots: int = 0  # for parameters of several modules that one call is given
 
 
 def ballasted(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:

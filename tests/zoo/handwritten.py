@@ -475,7 +475,7 @@ _CASES = [
     ),
     Case("gradient-penalty", Penalty, vectors, penalty_loss),
     Case("other-methods", Outside, vectors, outside_loss),
-    Case("functional", Functional, vectors, mean_square, more_slots=8),
+    Case("functional", Functional, vectors, mean_square),
     Case("in-place", InPlace, vectors, mean_square),
 ]
 CASES = [replace(case, make=ballasted(case.make)) for case in _CASES]

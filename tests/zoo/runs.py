@@ -98,7 +98,7 @@ def least_host_memory(case: Case, dtype: str, nvme_path: str, **options: Any) ->
     # A model that was built and refused gives up its file with the garbage, in two rounds: its own
     # cycles, and then those of what its graphs referred to.
     gc.collect()
-    return smallest + case.more_slots * SLOT_NUMEL * TORCH_DTYPES[dtype].itemsize
+    return smallest
 
 
 def least_device_memory(case: Case, dtype: str, settings: dict[str, Any]) -> int:
@@ -108,7 +108,7 @@ def least_device_memory(case: Case, dtype: str, settings: dict[str, Any]) -> int
     found = caught.value.smallest_device_bytes
     caught.value.__traceback__ = None
     gc.collect()  # as in least_host_memory()
-    return found + case.more_slots * SLOT_NUMEL * TORCH_DTYPES[dtype].itemsize
+    return found
 
 
 def run_hetero(case: Case, dtype: str, accumulate: int, settings: dict[str, Any]) -> Run:

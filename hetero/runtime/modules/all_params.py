@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+from torch.utils._pytree import tree_iter
 
 from hetero.chunk_groups.chunk_group import ChunkGroup
 from hetero.chunk_groups.written_params import keep_written
@@ -40,6 +43,8 @@ class AllParams:
         self._damage = Damage()
         self._half_loaded = ""  # the checkpoint whose loading has begun and not ended
         self._is_loading = False
+        # By thread: uses by modules whose forwards run, but for what has stepped aside.
+        self._of_modules: dict[int, Counter[ManagedParam]] = {}
 
     def close(self) -> None:
         """The values are about to go: from now on every use raises ClosedError."""
@@ -98,24 +103,81 @@ class AllParams:
         return self.group(chunk).params.flat(chunk)
 
     @contextmanager
-    def present(self, members: Iterable[ManagedParam]) -> Iterator[None]:
+    def present(
+        self, members: Sequence[ManagedParam], operands: Any = None, steps_aside: bool = False
+    ) -> Iterator[None]:
         """Inside the block the parameters have their values, in the compute dtype.
 
         All are released in the end, also if one could not be acquired. What user code has changed
         in place is kept, with one rank.
+
+        A module has its parameters for all of its forward, and its ancestors have theirs; an
+        operator inside may be given others. So that no more than what one module or operator is
+        given has to fit at once, modules' parameters are absent (`steps_aside`) for the time of a
+        block that finds no room beside them.
+
+        Args:
+            members: the parameters.
+            operands: tensors that are used together with them, in a tree: these do not step aside.
+            steps_aside: these may, in blocks inside this one.
 
         Raises:
             HeteroError: with several ranks, one was changed.
             BudgetError: pins leave no room.
             PeerError, NativeIoError: values could not be brought.
         """
+        thread, aside = threading.get_ident(), Counter[ManagedParam]()
         with ExitStack() as acquired:
+            acquired.callback(self._step_back, aside)  # when there is as much room as before
             for managed in members:
                 if not self.is_resident(managed.chunk):
                     _refuse_recordings(managed)
+                if not self.group(managed.chunk).params.has_room(managed.chunk):
+                    aside.update(self._let_step_aside(members, operands))
                 self.group(managed.chunk).params.acquire(managed)
-                acquired.callback(self._release, managed)
+                if steps_aside:
+                    self._of_modules.setdefault(thread, Counter())[managed] += 1
+                    acquired.callback(self._release_of_module, thread, managed)
+                else:
+                    acquired.callback(self._release, managed)
             yield
+
+    def _let_step_aside(
+        self, members: Sequence[ManagedParam], operands: Any
+    ) -> Counter[ManagedParam]:
+        """Releases parameters that modules hold and nothing else uses.
+
+        Returns how often each was released.
+        """
+        aside = Counter[ManagedParam]()
+        uses = self._of_modules.get(threading.get_ident())
+        if uses is None or len(self._of_modules) > 1:  # other threads may be using them
+            return aside
+        tensors = (each for each in tree_iter(operands) if isinstance(each, torch.Tensor))
+        stay = {*members, *map(self.known, tensors)}
+        for managed, count in list(uses.items()):
+            gathered = managed.state is ParamState.GATHERED and not managed.changed_unnoticed
+            if gathered and managed.uses == count and managed not in stay:
+                aside[managed] = uses.pop(managed)
+                for _ in range(count):
+                    self._release(managed)
+        return aside
+
+    def _step_back(self, aside: Counter[ManagedParam]) -> None:
+        """Acquires parameters again that have stepped aside, in this thread."""
+        for managed in aside.elements():
+            self.group(managed.chunk).params.acquire(managed)
+            self._of_modules.setdefault(threading.get_ident(), Counter())[managed] += 1
+
+    def _release_of_module(self, thread: int, managed: ManagedParam) -> None:
+        """Releases a parameter that a module has held, unless it could not step back."""
+        uses = self._of_modules.get(thread, Counter())
+        if uses[managed]:
+            uses[managed] -= 1
+            self._release(managed)
+        uses += Counter()  # forgets what is not held
+        if not uses:
+            self._of_modules.pop(thread, None)
 
     def _release(self, managed: ManagedParam) -> None:
         changed = self.group(managed.chunk).params.release(managed)

@@ -107,7 +107,7 @@ class ModuleHooks(ModelHooks):
         call = self._calls.enter(module, module_frame())
         if outermost:
             self._uses.note_threads()
-        call.present.enter_context(self._params.present(needed))
+        call.present.enter_context(self._params.present(needed, steps_aside=True))
         if not self._saved_tensors.needed:
             return
         packing = any(entered.packing for entered in self._calls.own)

@@ -163,7 +163,7 @@ class ParamUses:
         needed = list(dict.fromkeys(managed for managed in found if managed is not None))
         hooks = self.saved_tensors.hooks(False) if torch.is_grad_enabled() else None
         with ExitStack() as contexts:
-            contexts.enter_context(self.present(needed))
+            contexts.enter_context(self.present(needed, (args, kwargs)))
             contexts.enter_context(saved_tensors_hooks(*hooks) if hooks else nullcontext())
             if self._several_threads:  # the parameters keep their class
                 contexts.enter_context(torch._C.DisableTorchFunctionSubclass())
@@ -196,13 +196,13 @@ class ParamUses:
         return self._managed(operand) if absent else None
 
     @contextmanager
-    def present(self, members: Sequence[ManagedParam]) -> Iterator[None]:
+    def present(self, members: Sequence[ManagedParam], operands: Any = None) -> Iterator[None]:
         """Inside the block the parameters have their values; as copies if their slots have no room
-        for all of them."""
+        for all of them. `operands` are used together with them."""
         with ExitStack() as contexts:
             fits = False
             try:
-                contexts.enter_context(self._params.present(members))
+                contexts.enter_context(self._params.present(members, operands))
                 fits = True
             except BudgetError:
                 if len(members) == 1:

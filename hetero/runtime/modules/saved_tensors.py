@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any
 
 import torch
+import torch.utils.checkpoint as checkpoint_module
 
 from hetero.activations.saved_activation import SavedActivation, has_plain_memory
 from hetero.activations.store import ActivationStore
@@ -130,31 +133,68 @@ def _without_graph(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class _PackedByOthers:
-    """What another hook packed."""
+class _Packed:
+    """What other hooks packed, and the view of a gathered copy in whose place they were given
+    _MARK, if it is one."""
 
-    packed: Any
+    by_others: Any
+    view: SavedView | None
+
+
+# No other tensor has this shape and dtype, which a checkpoint compares, and no operator takes it
+# for another one's.
+_MARK = torch.empty(0, 65521, dtype=torch.uint8)
 
 
 class _OverOthers:
     """Hooks that keep views of gathered copies as SavedView and leave the rest to those that were
     in force: a non-reentrant checkpoint's, torch.autograd.graph.save_on_cpu().
 
-    autograd asks the innermost hooks only. A checkpoint counts the tensors it is given, in forward
-    and in recomputation; the views are missing in both, so its count is right.
+    autograd asks the innermost hooks only. A checkpoint is given a mark for each view, because the
+    view, too, has to be asked of it first: a backward node that has a weight in hands when it asks
+    for its input, which the checkpoint then recomputes, would pin one more chunk than forward.
     """
 
     def __init__(self, saved_tensors: SavedTensors, others: Hooks) -> None:
         self.saved_tensors = saved_tensors
         self._pack_other, self._unpack_other = others
+        plain: Any = inspect.unwrap(self._pack_other)
+        code: CodeType | None = getattr(plain, "__code__", None)
+        self._is_checkpoint = code is not None and code.co_filename == checkpoint_module.__file__
+        self._variables: dict[str, Any] = {}
+        if code is not None and self._is_checkpoint:
+            cells = [cell.cell_contents for cell in plain.__closure__ or ()]
+            self._variables.update(zip(code.co_freevars, cells, strict=True))
 
-    def pack(self, tensor: torch.Tensor) -> SavedView | _PackedByOthers:
+    def pack(self, tensor: torch.Tensor) -> SavedView | _Packed:
         """What is kept for `tensor`."""
         view = self.saved_tensors.pack_view(tensor)
-        return _PackedByOthers(self._pack_other(tensor)) if view is None else view
+        if view is None:
+            return _Packed(self._pack_other(tensor), None)
+        if not self._is_checkpoint:
+            return view
+        if self._had_values():
+            return _Packed(self._pack_other(tensor.detach().clone()), None)  # a copy pins nothing
+        return _Packed(self._pack_other(_MARK), view)
 
-    def unpack(self, saved: SavedView | _PackedByOthers) -> torch.Tensor:
+    def unpack(self, saved: SavedView | _Packed) -> torch.Tensor:
         """The tensor that was packed."""
         if isinstance(saved, SavedView):
             return self.saved_tensors.unpack(saved)
-        return self._unpack_other(saved.packed)
+        by_others = self._unpack_other(saved.by_others)
+        return by_others if saved.view is None else self.saved_tensors.unpack(saved.view)
+
+    def _had_values(self) -> bool:
+        """Whether the checkpoint that recomputes was given in forward what it is given now, and no
+        mark: a module's own parameter, in a function of that module's which is checkpointed, is in
+        memory then, so that no hook of ours is asked, and is absent now.
+
+        torch does not tell. Where it keeps this elsewhere a mark is packed, which the checkpoint
+        finds to be another tensor than in forward: an error, and no wrong value.
+        """
+        frame = self._variables.get("target_frame_ref", lambda: None)()
+        metadata = getattr(frame, "x_metadatas", [])
+        if frame is None or frame.metadata_fn is None:
+            return False
+        number = frame.recomp_counter[self._variables["gid"]]
+        return number < len(metadata) and metadata[number] != frame.metadata_fn(_MARK)

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
+import hetero
 from tests.support.training.small_net import (
     EMULATED,
     SETTINGS,
@@ -52,3 +54,57 @@ def test_a_forward_without_a_backward_keeps_nothing(
     del model, optimizer, handle, note
     gc.collect()
     assert engine() is None
+
+
+class OwnWeight(torch.nn.Module):
+    """Checkpoints a function of its own, which uses its own parameter outside any module's call."""
+
+    def __init__(self, determinism_check: str) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(64, 64)
+        self.weight = torch.nn.Parameter(torch.rand(64, 64))
+        self.determinism_check = determinism_check
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def inner(x: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(self.first(x) @ self.weight)
+
+        found: torch.Tensor = checkpoint(
+            inner, x, use_reentrant=False, determinism_check=self.determinism_check
+        )
+        return found
+
+
+@pytest.mark.parametrize("determinism_check", ["default", "none"])
+def test_a_checkpoint_that_saw_a_parameter_gets_it_again(
+    determinism_check: str, tmp_path: Path
+) -> None:
+    """It is in memory in forward, and not when backward recomputes. Where torch does not compare
+    tensors it is refused, and never another value."""
+
+    def grad_of(model: torch.nn.Module) -> torch.Tensor | None:
+        x = torch.ones(2, 64, requires_grad=True)
+        model(x).square().sum().backward()
+        return x.grad
+
+    torch.manual_seed(0)
+    expected = grad_of(OwnWeight(determinism_check))
+    torch.manual_seed(0)
+    with hetero.ZeroInitContext(
+        placement_policy="nvme",
+        nvme_path=str(tmp_path),
+        host_memory="1MiB",
+        dtype="fp32",
+        chunk_numel=4096,
+    ):
+        model = OwnWeight(determinism_check)
+    model, optimizer = hetero.initialize(model, hetero.HybridAdam(model.parameters()))
+    if determinism_check == "none":
+        with pytest.raises(RuntimeError):
+            grad_of(model)
+    else:
+        found = grad_of(model)
+        assert expected is not None
+        assert found is not None
+        assert torch.equal(found, expected)
+    optimizer.engine.close()
