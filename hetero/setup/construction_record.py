@@ -35,7 +35,7 @@ class Record:
     """
 
     param: weakref.ref[torch.nn.Parameter]
-    gone: weakref.finalize[Any, Any]
+    gone: weakref.finalize[..., Any]
     number: int
     nbytes: int
     charged: int
