@@ -25,8 +25,8 @@ from hetero.ranks.process_groups import ProcessGroups
 from hetero.runtime.engine import Engine
 from hetero.runtime.relocation.budget_moves import budgets_of
 from hetero.runtime.update_schedule import is_free
+from hetero.setup.construction_parts import take_from_first
 from hetero.setup.first_values import FirstValues, fill
-from hetero.setup.same_start import take_from_first
 from hetero.stand_ins.construction_uses import arena_of
 from hetero.state.managed_param import ManagedParam, can_train, refuse_managed
 from offload.errors import HeteroError

@@ -17,7 +17,7 @@ from hetero.planning.group_plans import likely_host_bytes, make_shard
 from hetero.planning.placement import part_bytes
 from hetero.ranks.process_groups import ProcessGroups
 from hetero.setup.construction_file import BLOCK_BYTES, ConstructionFile
-from hetero.setup.construction_parts import change_part, exchange_parts, part_of
+from hetero.setup.construction_parts import change_part, exchange_parts, make_alike, part_of
 from hetero.setup.construction_record import Record, check_adoptable, may_be_offloaded, weakly
 from hetero.setup.process_share import FirstBudgets, ProcessShare
 from hetero.stand_ins.construction_uses import ConstructionUses, arena_of
@@ -143,9 +143,9 @@ class ConstructionArena:
         check_adoptable(param)
         key, nbytes = id(param), param.numel() * param.element_size()
         with self._bringing:
-            forget = weakly(self._forget)
-            reference = weakref.ref(param, lambda _: forget(key))
-            record = Record(reference, self._adopted, nbytes, charged=0)
+            gone = weakref.finalize(param, weakly(self._forget), key)
+            gone.atexit = False
+            record = Record(weakref.ref(param), gone, self._adopted, nbytes, charged=0)
             try:
                 self._charge(nbytes, param)
                 record.charged = nbytes
@@ -164,6 +164,7 @@ class ConstructionArena:
         record = self._records.pop(key, None)
         if record is None:
             return
+        record.gone.detach()
         self._offloaded.discard(record)
         self._release_bytes(record.charged)
         self._drop_part(record)
@@ -201,6 +202,8 @@ class ConstructionArena:
     def _move_out(self, record: Record, param: torch.nn.Parameter) -> None:
         values = memory_in(param)
         flat = values.contiguous().view(-1).view(torch.uint8)
+        if self.world.shard is not None and not self._placing:  # start_alike() has, before that
+            make_alike(self.world, record.number, flat)
         record.nbytes = flat.numel()
         part: torch.Tensor | None = None
         if self.world.shard is None:
@@ -302,9 +305,10 @@ class ConstructionArena:
     def _require_ranks_together(self, param: torch.Tensor) -> None:
         if self.world.shard is not None and not self._in_block:
             raise HeteroError(
-                f"each rank keeps a part of a parameter of shape {tuple(param.shape)}, which is "
-                f"under construction; call hetero.initialize() first, or use it inside the block "
-                f"of ZeroInitContext, where all ranks run the same code"
+                f"the values of a parameter of shape {tuple(param.shape)} were used between the "
+                f"block of ZeroInitContext and hetero.initialize(): there each rank has a part of "
+                f"them alone, and ranks need not run the same code; use them inside the block, or "
+                f"after initialize()"
             )
 
     def change(self, param: torch.Tensor, change: TileChange) -> bool:
@@ -323,7 +327,7 @@ class ConstructionArena:
                 return False
             part = self._part_in_file(record) if record.part is None else record.part
             kept = self._part(record.nbytes, self.world.rank)
-            done = change_part(part, kept, self.world.ranks, param, change)
+            done = change_part(self.world, record.number, part, kept, param, change)
             if record.part is None:
                 record.space = self._file.write(part, record.space)
             return done

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -21,6 +22,8 @@ class Record:
 
     Attributes:
         param: the parameter.
+        gone: tells the arena when it is deleted; not at the interpreter's exit, when modules are
+            empty already.
         number: its place in the order of adoption (an id is used again when a parameter is gone).
         nbytes: its size in the last dtype it had.
         charged: bytes charged for the whole parameter in RAM; 0 if it is offloaded.
@@ -32,6 +35,7 @@ class Record:
     """
 
     param: weakref.ref[torch.nn.Parameter]
+    gone: weakref.finalize[..., Any]
     number: int
     nbytes: int
     charged: int

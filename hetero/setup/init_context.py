@@ -28,7 +28,9 @@ class ZeroInitContext:
     """Inside the block, parameters of modules, and deep copies, are built within the host budget.
 
     Weights come out bit for bit as in plain construction under the same seed, whatever
-    initialisation the modules do. With torch.distributed all ranks build the model together.
+    initialisation the modules do. With torch.distributed all ranks build the model together; if
+    they draw other random numbers the first one's weights count, as under DDP, and each goes on
+    with its own.
 
         with hetero.ZeroInitContext(placement_policy="nvme", nvme_path="/mnt/nvme"):
             model = GPT2LMHeadModel(config)
@@ -75,7 +77,6 @@ class ZeroInitContext:
         with self._world.telling_failures("ZeroInitContext"), ExitStack() as block:
             block.callback(setattr, ZeroInitContext, "_active", None)
             ZeroInitContext._active = self
-            self._draw_alike(block)
             module, parameter = torch.nn.Module, torch.nn.Parameter
             _wrap(block, module, "register_parameter", self._registering)
             _wrap(block, module, "_apply", self._applying)
@@ -167,17 +168,6 @@ class ZeroInitContext:
                 f"{doing} {name} of shape {tuple(param.shape)} "
                 f"({format_bytes(param.numel() * param.element_size())}): {error}"
             ) from None
-
-    def _draw_alike(self, block: ExitStack) -> None:
-        """Makes all ranks draw the first rank's random numbers inside the block.
-
-        Each rank may keep only a part of a parameter, and all parts must be of the same values.
-        """
-        own = torch.get_rng_state()
-        states = self.construction.world.all_gather(own, "ZeroInitContext")
-        if not torch.equal(own, states[0]):
-            block.callback(torch.set_rng_state, own)
-            torch.set_rng_state(states[0])
 
 
 def _on_meta(param: torch.nn.Parameter) -> bool:

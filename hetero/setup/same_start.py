@@ -7,8 +7,8 @@ import zlib
 import torch
 
 from hetero.planning.group_plans import Arrangement
-from hetero.ranks.communicator import Communicator
 from hetero.setup.construction import ConstructionArena
+from hetero.setup.construction_parts import take_from_first
 from hetero.stand_ins.parameter_classes import memory_in
 
 
@@ -57,11 +57,3 @@ def _checksum(param: torch.nn.Parameter, construction: ConstructionArena) -> int
     for _, block in construction.blocks(param, slice(0, param.numel())):
         total = zlib.crc32(block.contiguous().view(torch.uint8).numpy().data, total)
     return total
-
-
-def take_from_first(values: torch.Tensor, everyone: Communicator) -> None:
-    """Copies the first rank's `values`, of any shape, over this rank's. All ranks call it."""
-    flat = values.detach().contiguous()
-    everyone.broadcast(flat, 0, "the first rank's values")
-    if flat.data_ptr() != values.data_ptr():
-        values.copy_(flat)

@@ -45,8 +45,17 @@ class ConstructionUses:
     def __init__(self, arena: ConstructionParams) -> None:
         self.arena = arena
 
+    def __reduce__(self) -> Any:
+        """What is pickled with a parameter (torch.save(model)) has no owner."""
+        return type(None), ()
+
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of a torch function. Raises BudgetError if the values do not fit."""
+        if _gives_itself(func, *args, **kwargs):
+            return args[0]
+        if func is torch._has_compatible_shallow_copy_type:  # (Module.to() asks)
+            with torch._C.DisableTorchFunction():
+                return func(*args)
         if func is torch.Tensor.detach:
             return self.alias(args[0])
         if getattr(func, "__name__", "").startswith("_foreach_"):
@@ -95,6 +104,30 @@ class ConstructionUses:
     def copy(self, param: torch.nn.Parameter) -> torch.Tensor:
         """A plain copy of the values, in memory that no budget counts."""
         return self.arena.copy(param)
+
+
+_CONVERSIONS = {
+    torch.Tensor.float: torch.float32,
+    torch.Tensor.double: torch.float64,
+    torch.Tensor.half: torch.float16,
+    torch.Tensor.bfloat16: torch.bfloat16,
+}
+
+
+def _gives_itself(func: Any, param: Any = None, *given: Any, **named: Any) -> bool:
+    """Whether a conversion of a parameter in RAM gives the parameter itself, as `model.to("cpu")`
+    does: then nobody needs its values."""
+    if func in _CONVERSIONS:
+        return not given and not named and param.dtype is _CONVERSIONS[func]
+    if func is torch.Tensor.cpu:
+        return not given and not named
+    flags = [value for value in given if isinstance(value, bool)]
+    if func is not torch.Tensor.to or len(flags) > 1 or named.get("copy"):
+        return False
+    named.pop("copy", None)
+    device, dtype, _, memory_format = torch._C._nn._parse_to(*given, **named)
+    same_place = device is None or device.type == "cpu"
+    return same_place and dtype in (None, param.dtype) and memory_format is None
 
 
 class _ConstructionSource:

@@ -24,7 +24,7 @@ class UnmanagedParams:
         """None is charged yet."""
         self._ledger = ledger
         # By id(param): what releases the charge when the parameter is gone, the tier, and bytes.
-        self._charged: dict[int, tuple[weakref.finalize[Any, Any], Tier, int]] = {}
+        self._charged: dict[int, tuple[weakref.finalize[..., Any], Tier, int]] = {}
 
     def charge(self, param: torch.Tensor, tier: Tier, name: str) -> None:
         """Charges a parameter that is on `tier`, or is going there. Idempotent.

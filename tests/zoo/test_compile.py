@@ -28,6 +28,49 @@ class Net(nn.Module):
 make = ballasted(Net)
 
 
+def losses(policy: str, backend: str, tmp_path: Path) -> list[float]:
+    """The losses of a compiled model."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = make()
+    optimizer = hetero.HybridAdam(model.parameters(), **OPTIONS)
+    hetero.initialize(
+        model,
+        optimizer,
+        dtype="fp32",
+        chunk_numel=4096,
+        placement_policy=policy,
+        nvme_path=str(tmp_path),
+        host_memory="400KiB" if policy == "nvme" else None,
+    )
+    compiled = torch.compile(model, backend=backend)
+    found = []
+    for step in range(3):
+        loss = compiled(vectors(Where(step))).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    optimizer.engine.close()
+    return found
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.extra)])
+def test_compilers_that_keep_operators_have_the_same_bits_in_all_placements(
+    backend: str, tmp_path: Path
+) -> None:
+    assert losses("nvme", backend, tmp_path) == losses("cpu", backend, tmp_path)
+
+
+@pytest.mark.extra  # the compiler of C++ takes a minute
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiler_that_fuses_has_the_same_bits_each_time(tmp_path: Path) -> None:
+    """Of one placement; those of another one differ by rounding."""
+    on_disk = losses("nvme", "inductor", tmp_path)
+    assert losses("nvme", "inductor", tmp_path) == on_disk
+    assert losses("cpu", "inductor", tmp_path) == pytest.approx(on_disk, rel=1e-5)
+
+
 @pytest.mark.parametrize("how", ["blocks", "model"])
 @pytest.mark.parametrize("policy", ["cpu", "nvme"])
 def test_compiled_models_train_as_plain_ones(policy: str, how: str, tmp_path: Path) -> None:

@@ -277,6 +277,12 @@ def _refuse_recordings(managed: ManagedParam) -> None:
             f"{managed.name} cannot be brought in inside torch.jit.trace(), which would keep its "
             f"values; trace a plain copy of the model: copy.deepcopy(model)"
         )
+    modes = torch._C._TorchDispatchModeKey  # type: ignore[attr-defined]
+    if any(torch._C._get_dispatch_mode(mode) for mode in (modes.FAKE, modes.PROXY)):
+        raise HeteroError(
+            f"{managed.name} cannot be brought in where tensors have no values, as in "
+            f"torch.export.export(); export a plain copy of the model: copy.deepcopy(model)"
+        )
     transforms = torch._C._functorch
     top = transforms.peek_interpreter_stack()
     if top is not None and top.key() in (

@@ -17,7 +17,7 @@ from hetero.runtime.modules.all_params import AllParams
 from hetero.runtime.modules.call_stack import is_in_checkpoint, is_recomputing
 from hetero.stand_ins.offloaded_tensor import OffloadedTensor
 from hetero.state.params import SavedView
-from offload.errors import StaleGraphError
+from offload.errors import HeteroError, StaleGraphError
 from offload.interrupts import uninterrupted
 
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
@@ -106,7 +106,16 @@ class SavedTensors:
     def hooks(self, packing: bool) -> Hooks | None:
         """The hooks that autograd is to ask from here on; None if it asks these already (`packing`:
         a call around this one has entered them), or must not ask them.
+
+        Raises HeteroError where torch allows no such hooks: under torch.func.grad(), say.
         """
+        refusal = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
+        if refusal is not None:
+            raise HeteroError(
+                f"the forward of a managed model keeps what backward needs by saved-tensor hooks, "
+                f"and here torch says: {refusal} Use a plain copy of the model: "
+                f"copy.deepcopy(model)"
+            )
         top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
         if top is None:
             # torch before 2.8 does not tell which hooks are in force. A non-reentrant checkpoint
