@@ -29,7 +29,9 @@ VERSION = 1
 _NO_CHECKSUM = "00000000"
 _LARGEST = 2**62  # of any number in it
 _LAST_STEP = 2**53  # up to which a float counts
-_MOST_BYTES = 1 << 30  # of the file, which is read at once
+# Of the file, which is read at once, and in Python may take thirty times that. Tensors and
+# parameters have some 400 bytes each in it.
+_MOST_BYTES = 100_000_000
 _MOST_SIZES = 64  # of a tensor: numpy and torch's loops have no more
 _MOST_TENSOR_BYTES = 2**63 - 1  # what torch counts bytes with
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}", re.ASCII)
@@ -105,7 +107,7 @@ class Manifest:
     ranks: Sequence[Any] = field(repr=False)
 
     def to_json(self) -> bytes:
-        """The file's content."""
+        """The file's content. Raises ValueError if read_manifest() would not take it."""
         content = {
             "format": FORMAT,
             "version": VERSION,
@@ -124,6 +126,11 @@ class Manifest:
         }
         text = _lines(content).encode()
         checksum = f'"crc32c": "{_checksum(text):08x}"'.encode()
+        if len(text) > _MOST_BYTES:
+            raise ValueError(
+                f"{NAME} would have {len(text)} bytes, and may have {_MOST_BYTES}; give large data "
+                f"of `extra` as tensors, which are not in it"
+            )
         return text.replace(_CHECKSUM_FIELD, checksum, 1)
 
 

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from hetero.checkpoint.dcp.pickle_check import check_pickle
+from hetero.checkpoint.pickle_check import check_pickle
 from offload.errors import CheckpointError
 
 NAME = ".metadata"
@@ -66,7 +66,7 @@ def read_metadata(folder: Path) -> Metadata:
         ) from error
     try:
         unpickler = _Unpickler(io.BytesIO(content), str(path))
-        check_pickle(content)
+        check_pickle(io.BytesIO(content), nbytes)
         found = unpickler.load()
     except CheckpointError:
         raise

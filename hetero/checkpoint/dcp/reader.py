@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from hetero.checkpoint.dcp.boxes import Box
 from hetero.checkpoint.dcp.layout import Layout, param_groups
 from hetero.checkpoint.dcp.metadata import read_metadata
+from hetero.checkpoint.torch_file import load_plain
 from offload.errors import CheckpointError
 
 
@@ -181,7 +182,7 @@ class _Planner(LoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         key = read_item.dest_index.fqn
         try:
-            self.objects[key] = torch.load(value, map_location="cpu", weights_only=True)
+            self.objects[key] = load_plain(value, f"{key!r} of the checkpoint")
         except pickle.UnpicklingError as error:
             names = re.findall(r"GLOBAL ([\w.]+)", str(error))
             what = f"names {names[0]}" if names else "is damaged, or has more than plain data"

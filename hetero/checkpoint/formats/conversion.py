@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Callable
@@ -74,6 +75,7 @@ def convert(
     with open_source(Path(source)) as stored:
         try:
             folder.begin()
+            _check_space(stored, folder.incomplete, to, torch_dtype)
             _WRITERS[to](stored, folder.incomplete, torch_dtype)
             if config_file is not None:
                 shutil.copyfile(config_file, folder.incomplete / "config.json")
@@ -88,6 +90,23 @@ def convert(
         finally:
             folder.abandon()
     return stored
+
+
+def _check_space(
+    stored: StoredCheckpoint, folder: Path, to: str, dtype: torch.dtype | None
+) -> None:
+    """Raises StoreError if the tensors that are written have no room, not even in `dtype`."""
+    nbytes = 0
+    for key, tensor in stored.manifest.tensors.items():
+        if to != "hf" or key.startswith("model/"):
+            size = tensor.dtype.itemsize
+            if dtype is not None and tensor.dtype.is_floating_point:
+                size = min(size, dtype.itemsize)
+            nbytes += tensor.numel * size
+    free = shutil.disk_usage(folder).free
+    if nbytes > free:
+        text = f"{folder.parent} has {free} bytes free, and the checkpoint's tensors are {nbytes}"
+        raise StoreError(errno.ENOSPC, text, str(folder.parent))
 
 
 def _config_file(path: Path) -> Path:

@@ -8,6 +8,7 @@ admits tensors and plain data.
 from __future__ import annotations
 
 import re
+import reprlib
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from hetero.checkpoint.formats.optimizer_guess import optimizer_class
 from hetero.checkpoint.formats.stored_checkpoint import StoredCheckpoint, make_manifest
 from hetero.checkpoint.manifest import GroupRecord, OptimizerRecord, ParamRecord, TensorRecord
 from hetero.checkpoint.model_tensors import master_key, state_key
+from hetero.checkpoint.torch_file import check_memory, load_plain
 from offload.errors import CheckpointError
 
 _MASTER, _STEP = "fp32.pt", "step.pt"
@@ -101,14 +103,10 @@ def _natural(name: str) -> list[Any]:
 
 
 def _load(path: Path) -> Any:
-    """What a file has, mapped rather than read where the file's kind allows it."""
     try:
-        try:
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except RuntimeError:
-            return torch.load(path, map_location="cpu", weights_only=True)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+        return load_plain(path, str(path))
+    except CheckpointError:
+        raise
     except Exception as error:  # (of whatever class torch's reading of a damaged file raises)
         text = " ".join(str(error).split())[:300]
         raise CheckpointError(f"{path} is damaged, or has more than tensors: {text}") from error
@@ -120,6 +118,7 @@ def _tensor(path: Path) -> torch.Tensor:
         found = found.get("param")
     if not isinstance(found, torch.Tensor) or not found.dtype.is_floating_point:
         raise CheckpointError(f"{path} has no tensor of floating-point numbers")
+    check_memory(found, str(path))
     return found
 
 
@@ -130,5 +129,5 @@ def _step(path: Path) -> int:
     if isinstance(found, torch.Tensor) and found.numel() == 1:
         found = found.item()
     if not isinstance(found, (int, float)) or not 0 <= found < 2**53:
-        raise CheckpointError(f"{path} has the step {found!r}")
+        raise CheckpointError(f"{path} has the step {reprlib.repr(found)}")
     return int(found)

@@ -218,6 +218,9 @@ def test_what_is_no_file_or_too_large(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(CheckpointError, match="is not a regular file"):
         read_manifest(tmp_path)
     (tmp_path / NAME).unlink()
+    content = SAMPLE.to_json()
     monkeypatch.setattr("hetero.checkpoint.manifest._MOST_BYTES", 100)
     with pytest.raises(CheckpointError, match="and may have 100"):
-        read_content(tmp_path, SAMPLE.to_json())
+        read_content(tmp_path, content)
+    with pytest.raises(ValueError, match=f"would have {len(content)} bytes, and may have 100"):
+        SAMPLE.to_json()  # what could not be read is not written

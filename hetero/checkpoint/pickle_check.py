@@ -1,4 +1,4 @@
-"""Whether a pickle of DCP's can be loaded in time and memory that are in proportion to its size.
+"""Whether a pickle can be loaded in time and memory that are in proportion to its size.
 
 Nine bytes of a pickle can ask for a memo of 2^31 entries, and forty lines for a tuple that has the
 same tuple twice, that has another one twice, and so on: its hash or its text takes years. So the
@@ -9,9 +9,9 @@ object.
 from __future__ import annotations
 
 import pickletools
-from typing import Any
+from typing import IO, Any
 
-# What DCP's own pickles have, of any protocol from 2 on, and nothing that makes other objects.
+# What DCP's and torch.save()'s pickles have, of any protocol from 2 on, and no other opcodes.
 _LEAVES = {
     *("NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT"),
     *("BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "GLOBAL", "BINBYTES", "SHORT_BINBYTES"),
@@ -19,7 +19,7 @@ _LEAVES = {
 _CONTAINERS = {"EMPTY_DICT", "EMPTY_LIST"}
 _TUPLES = {"EMPTY_TUPLE": 0, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 _PUTS, _GETS = {"BINPUT", "LONG_BINPUT", "MEMOIZE"}, {"BINGET", "LONG_BINGET"}
-_MOST_OF_KEY = 100  # objects in a dict's key, which is hashed, or in what a class is called with
+_MOST_OBJECTS = 16  # per byte, in keys of dicts, which are hashed, and in arguments of calls
 _MARK: Any = None
 
 
@@ -27,32 +27,37 @@ class _Container(list[int]):
     """The number of objects in a dict or list, which grows, as its one element."""
 
 
-def check_pickle(content: bytes) -> None:
-    """Follows a pickle's opcodes.
+def check_pickle(stream: IO[bytes], nbytes: int, with_ids: bool = False) -> None:
+    """Follows a pickle's opcodes, from where a stream is to the pickle's end.
+
+    Args:
+        stream: has the pickle.
+        nbytes: of the whole file, to which time and memory are in proportion.
+        with_ids: whether it may name objects that are outside of it, as torch's storages.
 
     Raises:
-        ValueError: it is none, has an opcode that DCP does not write, numbers its memo otherwise
-            than in order, or has a key of too many objects.
+        ValueError: it is none, has an opcode that torch does not write, numbers its memo otherwise
+            than in order, or has more objects in keys than bytes could write.
     """
-    _Follower().follow(content)
+    _Follower(nbytes, with_ids).follow(stream)
 
 
 class _Follower:
     """The stack and memo of an unpickler, with numbers of objects in them."""
 
-    def __init__(self) -> None:
+    def __init__(self, nbytes: int, with_ids: bool) -> None:
+        self._left = 1000 + _MOST_OBJECTS * nbytes
+        self._with_ids = with_ids
         self._stack: list[Any] = []
         self._memo: list[Any] = []
 
-    def follow(self, content: bytes) -> None:
+    def follow(self, stream: IO[bytes]) -> None:
         try:
-            for opcode, arg, at in pickletools.genops(content):
+            for opcode, arg, at in pickletools.genops(stream):
                 try:
                     self._one(opcode.name, arg)
                 except (IndexError, TypeError):
                     raise ValueError(f"{opcode.name} at byte {at} has nothing to act on") from None
-                if opcode.name == "STOP" and at + 1 != len(content):
-                    raise ValueError(f"{len(content) - at - 1} bytes follow its end")
         except (OverflowError, UnicodeError, AttributeError) as error:
             raise ValueError(str(error)) from None
 
@@ -82,14 +87,17 @@ class _Follower:
         elif name in ("SETITEM", "SETITEMS"):
             parts = [stack.pop(), stack.pop()][::-1] if name == "SETITEM" else self._to_mark()
             for key in parts[::2]:
-                _check_small(key, "a key")
+                self._spend(key)
             self._grow(parts)
         elif name in ("REDUCE", "NEWOBJ"):
             given, _ = stack.pop(), stack.pop()
-            _check_small(given, "arguments")
+            self._spend(given)
             stack.append(1 + _size(given))
         elif name == "STACK_GLOBAL":
             stack.pop(), stack.pop()
+            stack.append(1)
+        elif name == "BINPERSID" and self._with_ids:
+            self._spend(stack.pop())
             stack.append(1)
         elif name == "BUILD":
             stack.pop()
@@ -97,13 +105,18 @@ class _Follower:
         elif name == "STOP":
             _size(stack.pop())
         elif name not in ("PROTO", "FRAME"):
-            raise ValueError(f"it has the opcode {name}, which DCP does not write")
+            raise ValueError(f"it has the opcode {name}, which torch does not write")
 
     def _to_mark(self) -> list[Any]:
         parts = []
         while (part := self._stack.pop()) is not _MARK:
             parts.append(part)
         return parts[::-1]
+
+    def _spend(self, part: Any) -> None:
+        self._left -= _size(part)
+        if self._left < 0:
+            raise ValueError("its keys have more objects in them than it has bytes for")
 
     def _grow(self, parts: list[Any]) -> None:
         # Of REDUCE's and NEWOBJ's objects (an OrderedDict's) the number does not matter any more.
@@ -116,8 +129,3 @@ class _Follower:
 def _size(part: Any) -> int:
     """How many objects are in it, each as often as it is there."""
     return int(part[0]) if isinstance(part, _Container) else int(part)
-
-
-def _check_small(part: Any, what: str) -> None:
-    if _size(part) > _MOST_OF_KEY:
-        raise ValueError(f"{what} has {_size(part)} objects in it, and may have {_MOST_OF_KEY}")
