@@ -82,6 +82,27 @@ def mamba() -> nn.Module:
     return hf.MambaForCausalLM(hf.MambaConfig(**TOKENS, **LAYERS, state_size=4))
 
 
+def mamba2() -> nn.Module:
+    config = hf.Mamba2Config(
+        **TOKENS, **LAYERS, num_heads=4, head_dim=16, state_size=4, n_groups=1, chunk_size=8
+    )
+    return hf.Mamba2ForCausalLM(config)
+
+
+def jamba() -> nn.Module:
+    config = hf.JambaConfig(
+        **TRANSFORMER,
+        num_key_value_heads=1,
+        attn_layer_period=2,
+        attn_layer_offset=1,
+        num_experts=2,
+        mamba_d_state=4,
+        mamba_dt_rank=2,
+        use_mamba_kernels=False,
+    )
+    return hf.JambaForCausalLM(config)
+
+
 def lora() -> nn.Module:
     import peft
 
@@ -124,3 +145,5 @@ CASES = [
     Case("gpt2-checkpointed", gpt2_checkpointed, labelled, own_loss),
     Case("vit", vit, pictures, own_loss),
 ]
+# Their mixers give one function views of some parameters beside others.
+RECURRENT = [Case(make.__name__, make, labelled, own_loss) for make in (mamba, mamba2, jamba)]

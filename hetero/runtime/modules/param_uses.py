@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from types import FrameType
 from typing import Any
 
 import psutil
@@ -79,10 +80,13 @@ class ParamUses:
             return self._call(func, args, kwargs)
         if func is torch.Tensor.detach:
             return self.alias(args[0])
+        if func is torch.Tensor.data_ptr:
+            managed = self._managed(args[0])
+            if _only_compares_addresses(sys._getframe(1)):
+                return managed.stand_in.data_ptr()  # no other parameter has it
+            raise no_address(managed.name)
         if func in GIVE_MEMORY and not args[0].requires_grad:
             return func(self.alias(args[0]), *args[1:], **kwargs)
-        if func is torch.Tensor.data_ptr:
-            raise no_address(self._managed(args[0]).name)
         return self._call(func, args, kwargs)
 
     @uninterrupted
@@ -98,8 +102,9 @@ class ParamUses:
             raise HeteroError(
                 f"{managed.name} is managed: {tuple(param.shape)}, {managed.dtype} on "
                 f"{managed.device}; it cannot become {tuple(values.shape)}, {values.dtype} on "
-                f"{values.device}, as by model.to(), .half() or an assignment to .data; choose "
-                f"dtype and device at hetero.initialize()"
+                f"{values.device}, as by model.to(), .half(), resize_token_embeddings() or an "
+                f"assignment to .data; choose dtype and device at hetero.initialize(), and resize "
+                f"before it"
             )
         if _is_to_empty(sys._getframe(2)):
             raise HeteroError(
@@ -328,6 +333,20 @@ def _views_of(result: Any, members: Sequence[ManagedParam]) -> list[torch.Tensor
             and not torch._C._functorch.is_functorch_wrapped_tensor(each)  # has no storage
             and each.untyped_storage().data_ptr() in storages
         ]
+
+
+def _only_compares_addresses(frame: FrameType | None) -> bool:
+    """Whether an address that is asked for tells which parameters are tied; the first frame that is
+    neither ours nor torch's says so."""
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__"))
+        if module.partition(".")[0] not in ("hetero", "offload", "torch"):
+            return module in _COMPARE_ADDRESSES
+        frame = frame.f_back
+    return False
+
+
+_COMPARE_ADDRESSES = {"peft.tuners.tuners_utils"}  # merge_and_unload(), of the two embeddings
 
 
 def _is_to_empty(frame: Any) -> bool:

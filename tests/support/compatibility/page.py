@@ -36,9 +36,9 @@ an error, "same" means an error of the same class. "(at the next step)": the tou
 nothing.
 
 Not in the table, because they read NaN where values are not in memory: `torch.tensor(p)`,
-`torch.vmap(f)(p)`, `other.data = p` and compiled TorchScript functions given `p`. They take a
-tensor past all that a subclass of it can see; write `p.detach()` in the place of `p`, which reads
-true, or use `hetero.gathered()`.
+`other.data = p`, compiled TorchScript functions given `p`, and a frozen `p` of no dimensions in the
+place of a number (`torch.add(x, y, alpha=p)`). They take a tensor past all that a subclass of it
+can see; write `p.detach()` in the place of `p`, which reads true, or use `hetero.gathered()`.
 
 `tests/test_compatibility.py` makes every cell again and compares it with this page;
 `python -m tests.support.compatibility` writes the page.

@@ -112,6 +112,11 @@ def with_a_detached_parameter(case: Case) -> object:
     return x.grad
 
 
+@AUTOGRAD.touch("`torch.vmap(f)(p)`")
+def vmap_of_parameter(case: Case) -> torch.Tensor:
+    return torch.vmap(torch.sin)(case.model.last.weight).detach()
+
+
 @AUTOGRAD.touch("`torch.autograd.grad(y, x, grad_outputs=p)`")
 def grad_outputs(case: Case) -> object:
     x = torch.ones(64, 64, dtype=case.dtype, requires_grad=True)

@@ -72,6 +72,19 @@ read("`p.grad.data_ptr()`", lambda g: g.data_ptr() != 0)
 
 change("`p.grad.mul_()`, `/=`", lambda g: g.mul_(0.5).div_(4))
 change("`p.grad.add_(noise)`", lambda g: g.add_(torch.linspace(-1, 1, g.numel()).view(g.shape)))
+
+
+@GRADIENTS.touch("`p.grad.add_(p, alpha=0.1)`: a decay of weights")
+def decay(case: Case) -> None:
+    case.rank = None
+    case.backward()
+    with torch.no_grad():
+        for param in case.params:
+            if param.grad is not None:
+                param.grad.add_(param, alpha=0.1)
+    case.optimizer.step()
+
+
 change("`p.grad.clamp_()`", lambda g: g.clamp_(-1e-3, 5e-4))
 change("`p.grad[0] = 0`, `p.grad.view(-1)[0] = 1`", lambda g: g.view(-1).__setitem__(0, 1.0))
 change("`p.grad.data = t`", lambda g: setattr(g, "data", g.data * 3 + 0.5))

@@ -8,6 +8,7 @@ from typing import Any
 
 import peft
 import torch
+import transformers
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
@@ -197,6 +198,81 @@ def fuse(case: Case) -> torch.Tensor:
     return fused(torch.ones(2, 4, 16, dtype=case.dtype)).detach()
 
 
+def untie(model: Net) -> None:
+    model.last.weight = nn.Parameter(model.last.weight.detach().clone())
+
+
+MODULES.add(
+    "untying after: `a.weight = nn.Parameter(b.weight.detach().clone())`",
+    lambda c: (untie(c.model), trained(c))[1],
+    build=Tied,
+)
+
+
+class Empty(Net):
+    """A parameter without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nothing = nn.Parameter(torch.empty(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.nothing.sum()
+
+
+@MODULES.touch("a parameter without elements: `nn.Parameter(torch.empty(0))`", build=Empty)
+def empty(case: Case) -> object:
+    case.train()
+    nothing = case.model.nothing
+    return [nothing.shape, nothing.detach().clone(), output(case), list(case.model.state_dict())]
+
+
+class Language(nn.Module):
+    """A language model of transformers, whose head has the embedding's weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        config = transformers.GPT2Config(
+            vocab_size=101,
+            bos_token_id=0,
+            eos_token_id=0,
+            n_embd=32,
+            n_layer=1,
+            n_head=2,
+            n_positions=16,
+            attn_pdrop=0.0,
+            embd_pdrop=0.0,
+            resid_pdrop=0.0,
+        )
+        self.ballast = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(8))
+        self.lm = transformers.GPT2LMHeadModel(config)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = (x[:, :16].abs() * 30).long().clamp(max=100)
+        logits: torch.Tensor = self.lm(input_ids=tokens).logits
+        return logits
+
+
+class Resized(Language):
+    """Its vocabulary has grown."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lm.resize_token_embeddings(107, mean_resizing=False)
+
+
+MODULES.add("transformers: tied embeddings train", trained, build=Language)
+MODULES.add(
+    "`add_tokens`, `resize_token_embeddings` inside `ZeroInitContext`", trained, build=Resized
+)
+
+
+@MODULES.touch("`add_tokens`, `resize_token_embeddings` after `initialize`", build=Language)
+def resize(case: Case) -> torch.Tensor:
+    case.model.lm.resize_token_embeddings(107, mean_resizing=False)
+    return trained(case)
+
+
 class Skipped(Net):
     """A layer that has no first values."""
 
@@ -248,3 +324,45 @@ def merge_lora(case: Case) -> torch.Tensor:
 def unload_lora(case: Case) -> torch.Tensor:
     case.train()
     return case.model.merge_and_unload()(torch.ones(2, 64, dtype=case.dtype)).detach()
+
+
+def lora_and_saved() -> Any:
+    config = peft.LoraConfig(
+        r=2, target_modules=["last"], init_lora_weights=False, modules_to_save=["first"]
+    )
+    return peft.get_peft_model(Net(), config)
+
+
+@MODULES.touch(
+    "PEFT: `modules_to_save`, `get_peft_model_state_dict`",
+    build=lora_and_saved,
+    exact=True,
+    goes_on=False,
+)
+def modules_to_save(case: Case) -> object:
+    found = peft.get_peft_model_state_dict(case.model)
+    return {name: value.clone() for name, value in found.items()}
+
+
+@MODULES.touch("PEFT: `modules_to_save`, `merge_and_unload`", build=lora_and_saved, goes_on=False)
+def unload_saved(case: Case) -> torch.Tensor:
+    return unload_lora(case)
+
+
+def tied_lora() -> Any:
+    model = Language()
+    config = peft.LoraConfig(
+        r=2, target_modules=["c_attn"], fan_in_fan_out=True, init_lora_weights=False
+    )
+    model.lm = peft.get_peft_model(model.lm, config)
+    return model
+
+
+@MODULES.touch(
+    "PEFT: `merge_and_unload` of a model with tied embeddings", build=tied_lora, goes_on=False
+)
+def unload_tied(case: Case) -> torch.Tensor:
+    case.train()
+    case.model.lm = case.model.lm.merge_and_unload()
+    assert case.model.lm.config.tie_word_embeddings
+    return output(case)

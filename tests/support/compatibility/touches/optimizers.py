@@ -261,3 +261,36 @@ def negative_rate(case: Case) -> None:
         case.backward()
         case.optimizer.param_groups[0]["lr"] = -1
         case.optimizer.step()
+
+
+class Lookahead:
+    """As timm's: every step it draws the parameters back to slow ones, which it keeps in the state
+    of the optimizer that it wraps."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+        self.param_groups = optimizer.param_groups
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """The optimizer's step, and then half of the way."""
+        self.optimizer.step()
+        for group in self.param_groups:
+            for fast in group["params"]:
+                if fast.grad is None:
+                    continue
+                state = self.optimizer.state[fast]
+                if "slow" not in state:
+                    state["slow"] = torch.empty_like(fast)
+                    state["slow"].copy_(fast)
+                state["slow"].add_(fast - state["slow"], alpha=0.5)
+                fast.copy_(state["slow"])
+
+
+@OPTIMIZERS.touch("`optimizer.state[p][...] = ...`, as timm's `Lookahead` does")
+def lookahead(case: Case) -> None:
+    wrapped = Lookahead(case.optimizer)
+    for seed in range(3):
+        case.optimizer.zero_grad()
+        case.backward(seed)
+        wrapped.step()

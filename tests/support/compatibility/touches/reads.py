@@ -41,6 +41,10 @@ read(
     "`F.linear(x, other.weight)`",
     lambda c: F.linear(torch.ones(2, 64, dtype=c.dtype), c.model.last.weight).detach(),
 )
+read(
+    "`F.linear(x, p.detach(), q)`, `F.linear(x, p.view(...), q.data)`: views beside parameters",
+    lambda c: beside(c.model.last),
+)
 read("`p.new_zeros()`, `torch.zeros_like(p)`", lambda c: likes(c.model.last.weight))
 read("`torch.tensor([p, q])` of single elements", lambda c: torch.tensor([c.model.scale] * 2))
 read("`torch.as_tensor(p)`, `torch.asarray(p)`", lambda c: as_tensors(c.model.last.bias))
@@ -97,3 +101,14 @@ def given(values: torch.Tensor) -> torch.Tensor:
 
 def remade(case: Case) -> torch.Tensor:
     return nn.Parameter(case.model.last.weight.detach()).detach().clone()
+
+
+def beside(layer: nn.Linear) -> list[torch.Tensor]:
+    x, weight, bias = torch.ones(2, 64, dtype=layer.weight.dtype), layer.weight, layer.bias
+    found = [
+        F.linear(x, weight.detach(), bias),
+        F.linear(x, weight.view(64, 64), bias.data),
+        torch.addmm(bias.data, x, weight),
+        torch.lerp(weight.data, weight, bias),
+    ]
+    return [each.detach() for each in found]

@@ -28,6 +28,7 @@ write(
 write("`p.data.clamp_()`", lambda c: discard(p.data.clamp_(-0.05, 1) for p in c.params))
 write("`p.data.mul_()`, `p.data *= t`", lambda c: discard(p.data.mul_(0.5) for p in c.params))
 write("`p.data.lerp_(q.data)`", lambda c: discard([lerp(c)]))
+write("`p.data.add_(q)`, `p.data.lerp_(q.data, r)`", lambda c: discard(mixed(c.model)))
 write("`p.data.copy_(t)`", lambda c: discard(p.data.copy_(ramp(p)) for p in c.params))
 write("`torch._foreach_mul_(params)`", lambda c: foreach(c))
 write("`torch.add(p, 1, out=q.data)`", lambda c: discard([out(c.model)]))
@@ -42,6 +43,12 @@ def discard(results: object) -> None:
 
 def lerp(case: Case) -> object:
     return case.model.last.weight.data.lerp_(case.model.first.weight.data, 0.5)
+
+
+def mixed(model: nn.Module) -> list[object]:
+    first, last = model.first.weight, model.last.weight
+    with torch.no_grad():
+        return [last.data.add_(first, alpha=0.5), last.data.lerp_(first.data, model.scale)]
 
 
 def foreach(case: Case) -> None:
