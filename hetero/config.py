@@ -366,6 +366,11 @@ class Config:
             raise ValueError(_no_cuda())
 
     @property
+    def has_checksums(self) -> bool:
+        """Whether pages of files have checksums, which are in RAM."""
+        return self.durable or self.verify_reads
+
+    @property
     def overlap(self) -> OverlapUpdates:
         """overlap_updates, checked."""
         return OverlapUpdates(self.overlap_updates)

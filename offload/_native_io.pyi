@@ -130,6 +130,9 @@ class IoEngine:
         """Errors of transfers that begin in the range say what it has."""
     def checksums(self, file: int, offset: int, nbytes: int) -> bytes:
         """The CRC-32C of each page, 4 bytes each, little-endian; 0 of one never written."""
+    def reserve_checksums(self, file: int, nbytes: int) -> None:
+        """Memory for the checksums of a file of `nbytes`: 4 bytes for each page."""
+
     def set_checksums(self, file: int, offset: int, checksums: bytes) -> None:
         """What pages from `offset` on are to be, as checksums() gives it."""
     def sync(self, file: int) -> None:

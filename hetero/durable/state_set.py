@@ -13,6 +13,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
@@ -72,7 +73,7 @@ class StateSet:
                     os.fsync(descriptor)
                 finally:
                     os.close(descriptor)
-                sync_path(folder)
+                sync_path(Path(folder))
             except OSError as error:
                 raise StoreError(
                     error.errno, f"cannot be written: {error.strerror}", path
@@ -135,8 +136,6 @@ def _parse(content: bytes, path: str) -> StateSet:
             fields.texts("folders"),
             fields.number("generation"),
         )
-    except _DamagedError:
-        raise
     except CheckpointError as error:
         raise _DamagedError(str(error)) from None
     if not 0 <= made.place < len(made.folders) or made.generation < 0:

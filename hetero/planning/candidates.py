@@ -296,6 +296,15 @@ class PlacementCandidates:
 
         pools = grad_slots * slot.grad + shard_slots * slot.param + staged_slots * slot.gathered
         pools += self._link_bytes
+        if self._spec.checksums is not None:
+            everything = self._ranked_without(0)
+            trained = everything.trained_slots[-1] * (slot.param + slot.optim_state)
+            in_memory = everything.slots[-1] * slot.param
+            in_memory += everything.trained_slots[-1] * slot.optim_state
+            in_memory -= (rest.slots[-1] - rest.slots[counts.param]) * slot.param
+            streamed = rest.trained_slots[-1] - rest.trained_slots[counts.optim_state]
+            in_memory -= streamed * slot.optim_state
+            pools += self._spec.checksums.most_bytes(homed - in_ram, in_memory, trained)
         pools += buffers * buffer_bytes
         reduce_bytes = (bucket_slots + receive_slots) * slot.bucket
         if averaged and shard.replicas > 1:  # what other replicas send

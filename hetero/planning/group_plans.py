@@ -31,6 +31,7 @@ from hetero.config import Config
 from hetero.planning.candidates import place
 from hetero.planning.placement import (
     Budgets,
+    FileChecksums,
     GroupSpec,
     Placement,
     PlacementError,
@@ -394,11 +395,19 @@ def plan_chunk_groups(
                     concurrent_slots(_gathered_together(model, chunk_of)),
                     reduce_at_end=number != reducing,
                     overlaps_updates=config.overlap.repeats,
+                    checksums=file_checksums(config),
                 )
 
         return within
 
     return place_groups([specs_of(offset) for offset in range(len(kinds))], budgets)
+
+
+def file_checksums(config: Config, held_bytes: int = 0) -> FileChecksums | None:
+    """What the plan of a chunk group must know of its file's checksums, of which it has some."""
+    if not config.has_checksums:
+        return None
+    return FileChecksums(config.durable, config.durable or config.undoable_steps, held_bytes)
 
 
 def _layouts(

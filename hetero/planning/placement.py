@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from hetero.chunks.dtypes import Dtypes
 from hetero.chunks.layout import Chunk, Layout
 from offload.device.grad_offload import BUFFERS, buffer_bytes
+from offload.disk.scratch_file import checksum_bytes
 from offload.errors import BudgetError
 from offload.memory.tiers import Tier
 
@@ -106,6 +107,25 @@ def link_bytes(layout: Layout, dtypes: Dtypes) -> int:
 
 
 @dataclass(frozen=True)
+class FileChecksums:
+    """What decides how many pages the file of a chunk group has, whose checksums are in RAM."""
+
+    is_durable: bool  # commits copy what is in memory to one of two extents
+    keeps_old: bool  # there are spare extents whatever is in the file (durable, undoable_steps)
+    held_bytes: int = 0  # that a file has already, which does not shrink
+
+    def most_bytes(self, in_file: int, in_memory: int, trained: int) -> int:
+        """RAM for them, of state of so many bytes in the file and elsewhere; `trained` is that of
+        trained chunks without gradients, wherever it is."""
+        file_bytes = in_file
+        if in_file or self.keeps_old:
+            file_bytes += trained
+        if self.is_durable:
+            file_bytes += 2 * in_memory
+        return max(self.held_bytes, checksum_bytes(file_bytes))
+
+
+@dataclass(frozen=True)
 class GroupSpec:
     """A chunk group that is to be placed."""
 
@@ -117,6 +137,7 @@ class GroupSpec:
     reduce_at_end: bool = False  # each of several ranks keeps whole gradients until backward ends
     # Updates go on beside forward or backward, in the same order in every step.
     overlaps_updates: bool = False
+    checksums: FileChecksums | None = None  # of the file's pages; None: there are none
 
     @property
     def slot(self) -> SlotBytes:

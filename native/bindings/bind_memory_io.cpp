@@ -240,6 +240,7 @@ void bind_io(py::module_& module) {
            ReleaseGil())
       .def("checksums", &checksums_of, "file"_a, "offset"_a, "nbytes"_a)
       .def("set_checksums", &set_checksums, "file"_a, "offset"_a, "checksums"_a)
+      .def("reserve_checksums", &IoEngine::reserve_checksums, "file"_a, "nbytes"_a, ReleaseGil())
       .def("sync", &IoEngine::sync, "file"_a, ReleaseGil())
       .def("remove_file", &IoEngine::remove_file, "file"_a, ReleaseGil())
       .def("register", &IoEngine::register_memory, "arena"_a, ReleaseGil())

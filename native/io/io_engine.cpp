@@ -87,6 +87,12 @@ void IoEngine::set_checksums(int id, std::uint64_t offset,
   checksums_of(id).set(offset, checksums);
 }
 
+void IoEngine::reserve_checksums(int id, std::uint64_t nbytes) {
+  auto table = PageChecksums::table_of(nbytes);  // freed, too, without the lock
+  const MutexLock lock(shared_.mutex, fork_);
+  checksums_of(id).grow(table);
+}
+
 void IoEngine::sync(int id) {
   std::shared_ptr<IoFile> file;
   {

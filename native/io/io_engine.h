@@ -36,6 +36,8 @@ class IoEngine {
   // The checksums of pages of a file that has them: 0 of those that were never written.
   PageChecksums::Checksums checksums(int file, std::uint64_t offset, std::size_t nbytes) const;
   void set_checksums(int file, std::uint64_t offset, const PageChecksums::Checksums& checksums);
+  // Memory for the checksums of a file of `nbytes`, so that no transfer has to get any.
+  void reserve_checksums(int file, std::uint64_t nbytes);
   // Returns when all that is written is durable. Throws std::system_error that names the member.
   void sync(int file);
   // Waits for the file's operations, then closes the duplicates.

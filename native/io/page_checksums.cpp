@@ -32,6 +32,12 @@ void PageChecksums::require_pages(std::uint64_t offset, std::size_t nbytes) {
                               " bytes at offset " + std::to_string(offset));
 }
 
+void PageChecksums::grow(Checksums& larger) {
+  if (larger.size() <= table_.size()) return;
+  std::ranges::copy(table_, larger.begin());
+  table_.swap(larger);
+}
+
 void PageChecksums::set(std::uint64_t offset, const Checksums& checksums) {
   const std::size_t first = offset / kPageBytes;
   if (table_.size() < first + checksums.size()) table_.resize(first + checksums.size());

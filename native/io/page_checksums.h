@@ -23,6 +23,10 @@ class PageChecksums {
 
   // Throws std::invalid_argument unless the bytes are whole pages.
   static void require_pages(std::uint64_t offset, std::size_t nbytes);
+  // The table of a file of `nbytes`, to be made before a lock is taken, for grow().
+  static Checksums table_of(std::uint64_t nbytes) { return Checksums(nbytes / kPageBytes); }
+  // Takes `larger`, if it is larger, in the table's place, and leaves the old table there.
+  void grow(Checksums& larger);
   void set(std::uint64_t offset, const Checksums& checksums);
   Checksums get(std::uint64_t offset, std::size_t nbytes) const;
 

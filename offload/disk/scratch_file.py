@@ -269,6 +269,11 @@ class ScratchFile:
             done += len(part)
 
 
+def checksum_bytes(file_bytes: int) -> int:
+    """RAM of the checksums of so much of a file: four bytes a page."""
+    return -(-file_bytes // PAGE_BYTES) * 4
+
+
 class Transfers:
     """Asynchronous transfers of one scratch file."""
 

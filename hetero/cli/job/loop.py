@@ -55,8 +55,10 @@ def train(
         made, found = checkpoints.resume()
         if options.resume is not None:
             folder.go_on_after(made)
-            resumed = found and f"resumed after step {made} from {found.path}"
-            notes += [resumed or _NOTHING_YET, *(found.notes if found else ())]
+            if found is None:
+                notes.append(_NOTHING_YET)
+            else:
+                notes += [f"resumed after step {made} from {found.path}", *found.notes]
         result = TrainResult(job.setting, predicted=job.predicted, notes=notes)
         observer.begin(job.setting)
         try:

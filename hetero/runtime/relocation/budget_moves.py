@@ -12,7 +12,7 @@ from functools import partial
 from hetero.activations.store import ActivationStore
 from hetero.chunk_groups.chunk_group import ChunkGroup
 from hetero.chunk_groups.shared import Shared
-from hetero.planning.group_plans import ChunkGroupPlan, place_groups
+from hetero.planning.group_plans import ChunkGroupPlan, file_checksums, place_groups
 from hetero.planning.placement import Budgets, GroupSpec, Placement, PlacementError
 from hetero.planning.refusal import SAID, cannot_become, too_much
 from hetero.runtime.relocation.memory_limit import BesideMemory, MemoryLimit, usable_device_bytes
@@ -303,6 +303,7 @@ class BudgetMoves:
             chunk_group.plan.spec.min_gathered_slots,
             reduce_at_end=chunk_group.reduce_at_end,
             overlaps_updates=self._config.overlap.repeats,
+            checksums=file_checksums(self._config, chunk_group.memory.scratch_space.checksum_bytes),
         )
         return [spec]
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
 from hetero.config import Config
 from hetero.state.memory.state_files import StateFiles
 from offload._native import IoEngine, IoOp
-from offload.disk.scratch_file import ScratchFile, Transfers, make_io_engine
+from offload.disk.scratch_file import ScratchFile, Transfers, checksum_bytes, make_io_engine
 from offload.memory.free_space import FreeSpace
 from offload.memory.ledger import Ledger
-from offload.memory.tiers import Account
+from offload.memory.tiers import Account, Tier
 
 
 @dataclass
@@ -63,6 +63,7 @@ class ScratchSpace:
         self._state_files = state_files
         self._number = number
         self._freed: list[tuple[int, int]] = []  # what the last commit may have
+        self.checksum_bytes = 0  # of RAM, that the ledger has been charged for
 
     @property
     def is_durable(self) -> bool:
@@ -86,7 +87,7 @@ class ScratchSpace:
             self.parts = self._open(missing)
             self._free.give(0, missing)
         else:
-            self._free.give(self.parts.scratch.reserve(missing), missing)
+            self._free.give(self._grow(self.parts, missing), missing)
 
     def allocate(self, nbytes: int) -> int:
         """Allocates `nbytes`, whole pages; returns their offset. Raises as reserve()."""
@@ -94,7 +95,33 @@ class ScratchSpace:
             self.reserve(nbytes)
         assert self.parts is not None
         offset = self._free.take(nbytes)
-        return self.parts.scratch.reserve(nbytes) if offset is None else offset
+        return self._grow(self.parts, nbytes) if offset is None else offset
+
+    def _grow(self, parts: DiskParts, nbytes: int) -> int:
+        """Makes the file, and the table of its checksums, longer; returns where it did end."""
+        with ExitStack() as undone:
+            undone.callback(self._charge_checksums(parts.scratch.nbytes + nbytes))
+            offset = parts.scratch.reserve(nbytes)
+            undone.pop_all()
+        if self._config.has_checksums:
+            parts.io.reserve_checksums(parts.transfers.file, parts.scratch.nbytes)
+        return offset
+
+    def _charge_checksums(self, file_bytes: int) -> Callable[[], None]:
+        """Charges the RAM of the checksums of a file that becomes so long; returns what undoes it.
+
+        Raises BudgetError.
+        """
+        before = self.checksum_bytes
+        more = max(0, checksum_bytes(file_bytes) - before) if self._config.has_checksums else 0
+        self._ledger.charge(Tier.HOST, Account.FILE, more)
+        self.checksum_bytes += more
+
+        def undo() -> None:
+            self._ledger.release(Tier.HOST, Account.FILE, self.checksum_bytes - before)
+            self.checksum_bytes = before
+
+        return undo
 
     def free(self, offset: int, nbytes: int) -> None:
         """Frees what allocate() gave, whole or in part, for other extents."""
@@ -131,10 +158,12 @@ class ScratchSpace:
             resources.callback(scratch.close)
             scratch.balance(io, nbytes)
             measuring = io.stats
+            resources.callback(self._charge_checksums(nbytes))
             scratch.reserve(nbytes)
-            checksums = name is not None or self._config.verify_reads
-            transfers = Transfers(io, scratch, checksums)
+            transfers = Transfers(io, scratch, self._config.has_checksums)
             resources.callback(transfers.close)
+            if self._config.has_checksums:
+                io.reserve_checksums(transfers.file, scratch.nbytes)
             self.note((*scratch.notes, *io_notes))
             self._resources.push(resources.pop_all())
         return DiskParts(io, scratch, transfers, measuring)

@@ -12,6 +12,7 @@ import torch
 
 import hetero
 from hetero.durable.record_files import RecordFiles
+from offload.memory.tiers import Account, Tier
 from tests.hetero.checkpoint.test_save_load import (
     PLACES,
     RULES_AND_DTYPES,
@@ -21,6 +22,7 @@ from tests.hetero.checkpoint.test_save_load import (
     steps,
     whole,
 )
+from tests.support.training.smallest import smallest_host_memory
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 DURABLE = {"durable": True}
@@ -240,3 +242,24 @@ def test_what_comes_after_an_undone_step_is_not_in_the_last_commit(
     model, optimizer = build({**PLACES["cpu"], **DURABLE}, copy, seed=7)
     assert same(whole(model, optimizer), wanted)
     optimizer.engine.close()
+
+
+@pytest.mark.parametrize("options", [DURABLE, {"verify_reads": True}, {"undoable_steps": True}])
+@pytest.mark.parametrize("place", ["cpu", "disk"])
+def test_checksums_of_pages_are_in_the_budget(
+    place: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """Four bytes for each page of the file, also in the smallest budget that is named."""
+    settings = {**PLACES[place], **options}
+    first = {**settings, "host_memory": "40KiB" if place == "disk" else "100KiB"}
+    settings["host_memory"] = smallest_host_memory(lambda: build(first, tmp_path))
+    model, optimizer = build(settings, tmp_path)
+    engine = optimizer.engine
+    steps(model, optimizer, range(3))
+    disk = engine.chunk_groups[0].disk
+    file_bytes = 0 if disk is None else disk.scratch.nbytes
+    charged = engine.ledger.used(Tier.HOST, Account.FILE)
+    assert charged == (0 if options == {"undoable_steps": True} else file_bytes // 1024)
+    assert charged > 0 or options != DURABLE
+    engine.close()
+    assert engine.ledger.used(Tier.HOST, Account.FILE) == 0

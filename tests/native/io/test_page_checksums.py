@@ -209,3 +209,16 @@ def test_sync_names_the_member(engine, tmp_path):
         engine.sync(file)
     os.close(source)
     os.close(sink)
+
+
+def test_a_table_that_is_reserved_keeps_what_it_has(checked):
+    """A larger one is taken, and a smaller one not."""
+    checked.write(0, 16)
+    table = checked.engine.checksums(checked.file, 0, 64 * PAGE)
+    for pages in (64, 16, 0, 1000):
+        checked.engine.reserve_checksums(checked.file, pages * PAGE)
+        assert checked.engine.checksums(checked.file, 0, 64 * PAGE) == table
+    checked.write(16, 48)
+    checked.flip(20 * PAGE)
+    with pytest.raises(_native.NativeIoError):
+        checked.read(20, 1)
