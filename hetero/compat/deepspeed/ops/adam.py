@@ -36,13 +36,13 @@ class DeepSpeedCPUAdam(CPUAdam):
         check_torch_options("DeepSpeedCPUAdam", {"amsgrad": amsgrad})
         super().__init__(
             model_params,
-            lr,
-            bias_correction,
-            betas,
-            eps,
-            weight_decay,
-            adamw_mode,
-            "fp32" if fp32_optimizer_states else "bf16",
+            lr=lr,
+            bias_correction=bias_correction,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            adamw_mode=adamw_mode,
+            state_dtype="fp32" if fp32_optimizer_states else "bf16",
         )
 
 
@@ -75,4 +75,12 @@ class FusedAdam(HybridAdam):
         check_torch_options("FusedAdam", {"amsgrad": amsgrad})
         if not set_grad_none:
             log_not_needed("FusedAdam: set_grad_none", "zero_grad(set_to_none=False) says it")
-        super().__init__(params, lr, bias_correction, betas, eps, weight_decay, adam_w_mode)
+        super().__init__(
+            params,
+            lr=lr,
+            bias_correction=bias_correction,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            adamw_mode=adam_w_mode,
+        )

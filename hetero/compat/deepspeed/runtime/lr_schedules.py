@@ -196,7 +196,9 @@ class WarmupDecayLR(WarmupLR):
     def _share(self) -> float:
         if self.last_batch_iteration < self.warmup_num_steps:
             return super()._share()
-        left, whole = (self.total_num_steps - i for i in (self.last_batch_iteration, self.warmup_num_steps))
+        left, whole = (
+            self.total_num_steps - i for i in (self.last_batch_iteration, self.warmup_num_steps)
+        )
         return max(0.0, left / max(1.0, whole))
 
 
