@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from hetero.api.optimizer import HybridOptimizer, ParamGroups
 from hetero.api.optimizers import HybridSGD
+from hetero.api.whole_state import write_parts
 from hetero.compat.deepspeed.engine import DeepSpeedEngine
 from hetero.compat.deepspeed.named_optimizers import make_optimizer
 from hetero.compat.deepspeed.options import DeepSpeedOptions, read_options
@@ -22,6 +23,7 @@ from hetero.compat.late_start import start
 from hetero.compat.meshes import shard_mesh
 from hetero.compat.ranks import join, rank, ranks
 from hetero.compat.torch_optimizers import follow, hybrid_optimizer
+from hetero.runtime.engine import Engine
 
 _OptimizerMaker = Callable[[Any], torch.optim.Optimizer]
 _SchedulerMaker = Callable[[torch.optim.Optimizer], Any]
@@ -93,11 +95,19 @@ def initialize(
         mesh=shard_mesh(options.shard_size, group),
     )
     remember(started)
+    if options.config.dtype != "fp32" and not options.config.durable:
+        _begin_rounded(started.engine)
     loader = None
     if training_data is not None:
         loader = _loader(training_data, collate_fn, options)
     engine = DeepSpeedEngine(model, options, made, scheduler, loader, started.engine)
     return engine, made, loader, scheduler
+
+
+def _begin_rounded(engine: Engine) -> None:
+    """Masters begin as the parameters do, in fp16 or bf16, with which DeepSpeed begins."""
+    trained = [m for m in engine.managed_params() if m.chunk.trainable]
+    write_parts(engine, trained, lambda piece: piece.set_master(piece.values.float()))
 
 
 def _no_updates(model: torch.nn.Module) -> HybridOptimizer:

@@ -340,6 +340,17 @@ def test_what_is_not_given_is_as_in_the_release_that_is_followed(
     engine.destroy()
 
 
+@pytest.mark.parametrize("key", ["bf16", "fp16"])
+def test_masters_begin_rounded(key: str) -> None:
+    """As DeepSpeed's, which are made of parameters that are in bf16 or fp16 already."""
+    engine = engine_of(**{key: {"enabled": True}})
+    for master, first in zip(
+        hetero.masters(engine.module.parameters()), plain()[0].parameters(), strict=True
+    ):
+        assert torch.equal(master, first.detach().to(engine.dtype).float())
+    engine.destroy()
+
+
 def test_the_models_attributes_are_the_engines() -> None:
     engine = engine_of()
     model = engine.module
