@@ -11,6 +11,8 @@ from hetero.api.access import (
 from hetero.api.offload_activations import offload_activations
 from hetero.api.optimizer import HybridOptimizer
 from hetero.api.optimizers import (
+    Adam,
+    AdamW,
     CPUAdam,
     HybridAdagrad,
     HybridAdam,
@@ -60,6 +62,8 @@ from offload.errors import (
 __version__ = "0.1.0"
 
 __all__ = [
+    "Adam",
+    "AdamW",
     "BucketTensorShardStrategy",
     "BudgetError",
     "CPUAdam",

@@ -96,7 +96,7 @@ def _names(module: str) -> Mapping[str, Any]:
     }
 
 
-def _on_the_cpu(module: ModuleType) -> None:
+def without_device_ids(module: ModuleType) -> None:
     """DistributedDataParallel of a module on the CPU ignores the devices that tests give it."""
     ddp: Any = module.DistributedDataParallel
     init = ddp.__init__
@@ -142,7 +142,7 @@ PEER = Peer(
         "unit/runtime/test_ds_initialize.py",
     ),
     names=_names,
-    overlays={"torch.nn.parallel.distributed": _on_the_cpu},
+    overlays={"torch.nn.parallel.distributed": without_device_ids},
     internals=r"\b_?ds_|'_\w+'|bit16|fp16_groups|fp32_(groups|partitioned)|averaged_gradients"
-    r"|partition_count|optimizer_swapper|parameter_offload|persistent_parameters|ipg_|flatten",
+    r"|partition_count|leaf_parameters|needs_scaler|optimizer_swapper|parameter_offload|persistent_parameters|ipg_|flatten",
 )

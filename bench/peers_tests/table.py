@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from bench.peers_tests import deepspeed
+from bench.peers_tests import accelerate, colossalai, deepspeed
 from bench.peers_tests.peer import Peer
 
-PEERS: Mapping[str, Peer] = {peer.name: peer for peer in (deepspeed.PEER,)}
+PEERS: Mapping[str, Peer] = {
+    peer.name: peer for peer in (deepspeed.PEER, colossalai.PEER, accelerate.PEER)
+}

@@ -9,10 +9,17 @@ from offload.errors import HeteroError
 
 
 class KeptState(defaultdict[Any, Any]):
-    """An empty dict that says where the state is to whoever looks a parameter up, or changes it."""
+    """An empty dict that says where the state is to whoever looks a parameter up, or changes it.
+
+    It is true, because there is a state: torch.distributed.checkpoint would make a step with zeros
+    to bring about the state of an optimizer that has none.
+    """
 
     def __init__(self) -> None:
         super().__init__(dict)
+
+    def __bool__(self) -> bool:
+        return True
 
     def _refuse(self, *_: object, **__: object) -> NoReturn:
         raise HeteroError(

@@ -23,17 +23,36 @@ _LAST_STEP = 2**53  # up to which a float counts
 
 # Options of torch's optimizers that change what is computed, in a way that no rule here has.
 _OTHER_RULES = ("amsgrad", "maximize")
-# Those that say how torch computes, and how its states began.
-_HOW_TORCH_COMPUTES = (
-    "foreach",
-    "fused",
-    "capturable",
-    "differentiable",
-    "initial_accumulator_value",
-)
+# Those that say how torch computes.
+_HOW_TORCH_COMPUTES = ("foreach", "fused", "capturable")
+# Those that a new training cannot begin with, and that say nothing of one that goes on.
+_AT_FIRST = ("differentiable", "initial_accumulator_value")
 _NOT_IN_TORCH = ("bias_correction", "adamw_mode")  # options that torch's param groups lack
 _NEVER_NEGATIVE = ("exp_avg_sq", "sum")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def check_torch_options(options: Mapping[str, Any], where: str = "") -> None:
+    """Raises ValueError for options of torch's optimizers by which the update is another one.
+
+    Args:
+        options: of a new param group, or of a constructor.
+        where: whose they are, before the option's name.
+    """
+    for name in (*_OTHER_RULES, *_AT_FIRST):
+        if options.get(name):
+            raise ValueError(
+                f"{where}{name}={options[name]!r} is another update, which no optimizer of hetero "
+                f"has; leave it out"
+            )
+
+
+def check_torch_arguments(class_name: str, given: Mapping[str, Any]) -> None:
+    """Raises ValueError as check_torch_options(), and TypeError for what torch's do not take."""
+    for name in given:
+        if name not in (*_OTHER_RULES, *_HOW_TORCH_COMPUTES, *_AT_FIRST):
+            raise TypeError(f"{class_name}() got an unexpected keyword argument {name!r}")
+    check_torch_options(given, f"{class_name}: ")
 
 
 def refuse_other_rules(groups: Sequence[Mapping[str, Any]]) -> None:
@@ -55,7 +74,7 @@ def in_own_options(group: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str
     ours = {name: own[name] for name in _NOT_IN_TORCH if name in own}
     if "adamw_mode" in own and "decoupled_weight_decay" in group:  # torch's name of the same
         ours["adamw_mode"] = bool(group["decoupled_weight_decay"])
-    dropped = (*_OTHER_RULES, *_HOW_TORCH_COMPUTES, "decoupled_weight_decay")
+    dropped = (*_OTHER_RULES, *_HOW_TORCH_COMPUTES, *_AT_FIRST, "decoupled_weight_decay")
     return ours | {name: value for name, value in group.items() if name not in dropped}
 
 

@@ -13,6 +13,8 @@ from hetero.api.kept_state import KeptState
 from hetero.api.loaded_state import (
     LARGEST,
     check_state,
+    check_torch_arguments,
+    check_torch_options,
     in_own_options,
     in_own_state,
     is_from_torch,
@@ -49,8 +51,17 @@ class HybridOptimizer(torch.optim.Optimizer):
     state_names: ClassVar[tuple[str, ...]]
     device_updates: ClassVar[bool] = True  # of what is at home on DEVICE
     not_negative: ClassVar[tuple[str, ...]] = ("lr", "weight_decay")  # options that must be so
+    flags: ClassVar[tuple[str, ...]] = ()  # options that must be True or False
 
-    def __init__(self, params: ParamGroups, defaults: dict[str, Any], state_dtype: str) -> None:
+    def __init__(
+        self,
+        params: ParamGroups,
+        defaults: dict[str, Any],
+        state_dtype: str,
+        torch_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`torch_options`: what torch's optimizer of this rule takes beside the defaults."""
+        check_torch_arguments(type(self).__name__, torch_options or {})
         self._engine: Engine | None = None
         # A state dict that was loaded before initialize(), whose options are in use already.
         self._early_state: dict[str, Any] | None = None
@@ -60,6 +71,10 @@ class HybridOptimizer(torch.optim.Optimizer):
 
     def check_options(self, options: Mapping[str, Any], where: str = "") -> None:
         """Raises ValueError if an option of a param group is out of range; `where` says whose."""
+        check_torch_options(options, where)
+        for name in self.flags:
+            if not isinstance(options[name], bool):
+                raise ValueError(f"{where}{name} must be True or False, not {options[name]!r}")
         for name in self.not_negative:
             value = number(options[name])
             if value is None or not 0 <= value <= LARGEST:
@@ -146,6 +161,9 @@ class HybridOptimizer(torch.optim.Optimizer):
             HeteroError: another rank could not add the group. Nothing is added in any case.
         """
         self.check_options({**self.defaults, **param_group})
+        own = in_own_options(param_group, self.defaults)
+        param_group.clear()  # the caller's own dict, which torch keeps, too
+        param_group.update(own)
         super().add_param_group(param_group)
         if self._engine is None:
             return
@@ -359,28 +377,35 @@ class HybridOptimizer(torch.optim.Optimizer):
             self._early_state = state_dict if state_dict["state"] else None
             return
         self.engine.added_params.take_in_unfrozen()
+        groups = self._check_groups(state_dict["param_groups"])
         from_torch = is_from_torch(state_dict["param_groups"])
         states = {
             param: in_own_state(state, param, self.state_names, from_torch)
-            for param, state in self._states_by_param(state_dict["state"]).items()
+            for param, state in self._states_by_param(state_dict).items()
         }
         for param, state in states.items():
             check_state(self.engine.find(param), state, self.state_names, type(self).__name__)
-        groups = self._check_groups(state_dict["param_groups"])
         self.engine.schedule.revoke_all()
         super().load_state_dict({"state": {}, "param_groups": groups})
         import_states(self.engine, states, self.state_names)
 
-    def _states_by_param(self, states: Mapping[Any, Any]) -> dict[torch.Tensor, Any]:
+    def _states_by_param(self, state_dict: Mapping[str, Any]) -> dict[torch.Tensor, Any]:
+        """The states by parameter: the state's groups name theirs, in this optimizer's order.
+
+        The names are numbers, or those of the model (torch.distributed.checkpoint's functions).
+        """
         params = self._all_params()
-        for index in states:
-            if not (isinstance(index, int) and 0 <= index < len(params)):
+        names = [name for group in state_dict["param_groups"] for name in group["params"]]
+        of = dict(zip(names, params, strict=False))
+        for name in state_dict["state"]:
+            if name not in of:
                 raise ValueError(
-                    f"the state has one of parameter {index!r}, and this optimizer has "
-                    f"{len(params)} parameters, from 0 on"
+                    f"the state has one of parameter {name!r}, and this optimizer has "
+                    f"{len(params)} parameters, which the state calls "
+                    f"{', '.join(map(str, names[:3]))}{', ...' if len(names) > 3 else ''}"
                 )
         # (torch also updates parameters without elements.)
-        return {params[index]: state for index, state in states.items() if params[index].numel()}
+        return {of[name]: state for name, state in state_dict["state"].items() if of[name].numel()}
 
     def options_of(self, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """This optimizer's options from param groups of a state, its own or of torch's optimizers.

@@ -15,17 +15,17 @@ from hetero.runtime.options import number
 
 
 class HybridAdam(HybridOptimizer):
-    """AdamW or Adam, with the states exp_avg and exp_avg_sq.
+    """AdamW, or Adam, by one name: the rule of AdamW and Adam, which have torch's defaults.
 
     Parameters with their home on a device are updated there, with the same bits as by the CPU.
 
     Args:
         params: parameters, or param groups with options of their own.
         lr: learning rate, 0 or more.
-        bias_correction: divide both averages by one minus their beta to the power of the step.
         betas: decay of the averages of the gradient and of its square, in [0, 1).
         eps: added to the square root of exp_avg_sq, 0 or more.
-        weight_decay: 0 or more.
+        weight_decay: 0 (default) or more.
+        bias_correction: divide both averages by one minus their beta to the power of the step.
         adamw_mode: True: weight decay is decoupled from the gradient (AdamW); False: it is added to
             the gradient (Adam).
         state_dtype: "fp32" (default), or, rounded stochastically, the same way in every run,
@@ -34,25 +34,31 @@ class HybridAdam(HybridOptimizer):
             in block-wise 8-bit optimizers (Dettmers et al., 2021), and codes are 8-bit floats, of
             the square root where a state is never negative (docs/formats.md). It costs compute:
             such an update is bound by arithmetic, not by memory.
+        torch_options: torch's further arguments. foreach, fused and capturable have no effect: one
+            kernel takes many tensors at a time.
 
     Raises:
-        ValueError: an option is out of range.
+        ValueError: an option is out of range, or of another update: amsgrad, maximize,
+            differentiable.
     """
 
     rule = "adam"
     state_names = ("exp_avg", "exp_avg_sq")
     not_negative = ("lr", "eps", "weight_decay")
+    flags = ("bias_correction", "adamw_mode")
 
     def __init__(
         self,
         params: ParamGroups,
         lr: float = 1e-3,
-        bias_correction: bool = True,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
+        *,
+        bias_correction: bool = True,
         adamw_mode: bool = True,
         state_dtype: str = "fp32",
+        **torch_options: Any,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -62,17 +68,75 @@ class HybridAdam(HybridOptimizer):
             "weight_decay": weight_decay,
             "adamw_mode": adamw_mode,
         }
-        super().__init__(params, defaults, state_dtype)
+        super().__init__(params, defaults, state_dtype, torch_options)
 
     def _rule_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
         beta1, beta2 = options["betas"]
         return {
-            "decoupled": bool(options["adamw_mode"]),
+            "decoupled": options["adamw_mode"],
             "beta1": float(beta1),
             "beta2": float(beta2),
             "eps": float(options["eps"]),
-            "bias_correction": bool(options["bias_correction"]),
+            "bias_correction": options["bias_correction"],
         }
+
+
+class Adam(HybridAdam):
+    """Adam, as torch.optim.Adam, with the states exp_avg and exp_avg_sq.
+
+    Args:
+        params, lr, betas, eps: as of HybridAdam.
+        weight_decay: added to the gradient, 0 (default) or more.
+        amsgrad: False.
+        decoupled_weight_decay: True makes it AdamW.
+        options: bias_correction, state_dtype and torch_options, as of HybridAdam.
+
+    Raises:
+        ValueError: an option is out of range, or of another update: amsgrad, maximize,
+            differentiable.
+    """
+
+    def __init__(
+        self,
+        params: ParamGroups,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        *,
+        decoupled_weight_decay: bool = False,
+        **options: Any,
+    ) -> None:
+        options = {"adamw_mode": decoupled_weight_decay, "amsgrad": amsgrad, **options}
+        super().__init__(params, lr, betas, eps, weight_decay, **options)
+
+
+class AdamW(HybridAdam):
+    """AdamW, as torch.optim.AdamW, with the states exp_avg and exp_avg_sq.
+
+    Args:
+        params, lr, betas, eps: as of HybridAdam.
+        weight_decay: decoupled from the gradient, 0.01 (default), 0 or more.
+        amsgrad: False.
+        options: bias_correction, state_dtype and torch_options, as of HybridAdam.
+
+    Raises:
+        ValueError: an option is out of range, or of another update: amsgrad, maximize,
+            differentiable.
+    """
+
+    def __init__(
+        self,
+        params: ParamGroups,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad=amsgrad, **options)
 
 
 class CPUAdam(HybridAdam):
@@ -110,6 +174,7 @@ class HybridLion(HybridOptimizer):
         lr: float = 1e-4,
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0,
+        *,
         state_dtype: str = "fp32",
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
@@ -121,18 +186,20 @@ class HybridLion(HybridOptimizer):
 
 
 class HybridAdagrad(HybridOptimizer):
-    """Adagrad, as torch.optim.Adagrad with initial_accumulator_value=0, with the state sum.
+    """Adagrad, as torch.optim.Adagrad, with the state sum.
 
     Args:
         params: parameters, or param groups with options of their own.
         lr: learning rate, 0 or more.
         lr_decay: the learning rate is divided by 1 + (step - 1) * lr_decay.
         weight_decay: added to the gradient, 0 or more.
+        initial_accumulator_value: 0, with which sum begins.
         eps: added to the square root of sum, 0 or more.
-        state_dtype: as of HybridAdam.
+        foreach: no effect.
+        state_dtype, torch_options: as of HybridAdam.
 
     Raises:
-        ValueError: an option is out of range.
+        ValueError: an option is out of range, or of another update: maximize, differentiable.
     """
 
     rule = "adagrad"
@@ -145,11 +212,16 @@ class HybridAdagrad(HybridOptimizer):
         lr: float = 1e-2,
         lr_decay: float = 0.0,
         weight_decay: float = 0.0,
+        initial_accumulator_value: float = 0.0,
         eps: float = 1e-10,
+        foreach: bool | None = None,
+        *,
         state_dtype: str = "fp32",
+        **torch_options: Any,
     ) -> None:
         defaults = {"lr": lr, "lr_decay": lr_decay, "weight_decay": weight_decay, "eps": eps}
-        super().__init__(params, defaults, state_dtype)
+        torch_options["initial_accumulator_value"] = initial_accumulator_value
+        super().__init__(params, defaults, state_dtype, torch_options)
 
     def _rule_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
         return {"eps": float(options["eps"]), "lr_decay": float(options["lr_decay"])}
@@ -173,15 +245,16 @@ class HybridSGD(HybridOptimizer):
         weight_decay: added to the gradient, 0 or more.
         nesterov: move along the gradient plus momentum times the buffer, instead of the buffer;
             needs momentum, and no dampening.
-        state_dtype: as of HybridAdam.
+        state_dtype, torch_options: as of HybridAdam.
 
     Raises:
-        ValueError: an option is out of range.
+        ValueError: an option is out of range, or of another update: maximize, differentiable.
     """
 
     rule = "sgd"
     state_names = ("momentum_buffer",)
     not_negative = ("lr", "momentum", "weight_decay")
+    flags = ("nesterov",)
 
     def __init__(
         self,
@@ -191,7 +264,9 @@ class HybridSGD(HybridOptimizer):
         dampening: float = 0.0,
         weight_decay: float = 0.0,
         nesterov: bool = False,
+        *,
         state_dtype: str = "fp32",
+        **torch_options: Any,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -200,7 +275,7 @@ class HybridSGD(HybridOptimizer):
             "weight_decay": weight_decay,
             "nesterov": nesterov,
         }
-        super().__init__(params, defaults, state_dtype)
+        super().__init__(params, defaults, state_dtype, torch_options)
 
     def check_options(self, options: Mapping[str, Any], where: str = "") -> None:
         super().check_options(options, where)
@@ -218,7 +293,7 @@ class HybridSGD(HybridOptimizer):
         return {
             "momentum": float(options["momentum"]),
             "dampening": float(options["dampening"]),
-            "nesterov": bool(options["nesterov"]),
+            "nesterov": options["nesterov"],
         }
 
     def _finish_state(self, kept: dict[str, Any]) -> None:
@@ -264,6 +339,7 @@ class HybridMuon(HybridOptimizer):
     rule = "muon"
     state_names = ("momentum_buffer",)
     not_negative = ("lr", "weight_decay", "momentum", "eps")
+    flags = ("nesterov",)
 
     def __init__(
         self,
@@ -276,6 +352,7 @@ class HybridMuon(HybridOptimizer):
         eps: float = 1e-7,
         ns_steps: int = 5,
         adjust_lr_fn: str | None = None,
+        *,
         state_dtype: str = "fp32",
     ) -> None:
         defaults = {
@@ -300,7 +377,7 @@ class HybridMuon(HybridOptimizer):
             if isinstance(param, torch.Tensor) and param.ndim != 2:
                 raise ValueError(
                     f"HybridMuon updates matrices, and got a parameter of shape "
-                    f"{tuple(param.shape)}; give it to another optimizer, for example HybridAdam: "
+                    f"{tuple(param.shape)}; give it to another optimizer, for example AdamW: "
                     f"hetero.initialize(model, [muon, adam])"
                 )
         super().add_param_group({**param_group, "params": given})
@@ -337,7 +414,7 @@ class HybridMuon(HybridOptimizer):
             "decoupled": True,
             "momentum": momentum,
             # (Without momentum the average is the gradient, whichever it is.)
-            "nesterov": bool(options["nesterov"]) and momentum > 0,
+            "nesterov": options["nesterov"] and momentum > 0,
         }
 
     def _finish_state(self, kept: dict[str, Any]) -> None:

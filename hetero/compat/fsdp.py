@@ -5,15 +5,17 @@
     fully_shard(model, mp_policy=policy)
     optimizer = optim.AdamW(model.parameters(), lr=1e-3)     # hetero.compat.fsdp.optim, or hetero's
 
-The outermost module's first forward with gradients initializes the engine, when the optimizers are
-there; until then parameters are as they were made, on the meta device perhaps.
+The first forward with gradients initializes the engine of the outermost module, when the optimizers
+are there; until then parameters are as they were made, on the meta device perhaps.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,11 +23,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.utils._pytree import tree_map_only
 
-from hetero.api.access import no_sync
+from hetero.api.access import masters, no_sync
 from hetero.api.optimizer import HybridOptimizer, unmanaged
 from hetero.compat import torch_optimizers as optim
 from hetero.compat.key_table import (
     KeyTable,
+    honoured,
     log_not_needed,
     mapped,
     not_needed,
@@ -33,7 +36,11 @@ from hetero.compat.key_table import (
     refused,
 )
 from hetero.compat.late_start import start
+from hetero.compat.ranks import ranks
 from hetero.config import Config
+from hetero.runtime.engine import Engine
+from hetero.runtime.modules.model_hook import ModelHook
+from hetero.state.managed_param import ManagedParam
 from offload.errors import HeteroError
 
 __all__ = [
@@ -41,8 +48,11 @@ __all__ = [
     "FSDPModule",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "UnshardHandle",
     "fully_shard",
     "optim",
+    "register_fsdp_forward_method",
+    "share_comm_ctx",
 ]
 
 ARGUMENTS = KeyTable(
@@ -61,20 +71,51 @@ ARGUMENTS = KeyTable(
         "dp_mesh_dims": refused("give a mesh of one or two dimensions"),
     },
 )
-# Methods of FSDPModule that say when FSDP2 communicates.
-_SCHEDULED = (
-    "set_modules_to_forward_prefetch",
-    "set_modules_to_backward_prefetch",
-    "set_reshard_after_forward",
-    "set_reshard_after_backward",
-    "set_is_last_backward",
-    "set_unshard_in_backward",
-    "set_requires_all_reduce",
-    "set_allocate_memory_from_process_group_for_comm",
-    "reset_iter_state",
+_ORDER = "the engine knows the order of uses, and overlaps"
+_EXACT = "ranks exchange parts and sum them in fp32, in a fixed order"
+METHODS = KeyTable(
+    "FSDPModule",
+    {
+        "unshard": not_needed("parameters come in wherever they are used"),
+        "reshard": not_needed("slots are given up when others need them"),
+        "set_requires_gradient_sync": honoured("of the whole model, as hetero.no_sync()"),
+        "set_gradient_divide_factor": honoured("gradients of the module's own parameters"),
+        "set_reduce_scatter_divide_factor": honoured("its older name"),
+        **dict.fromkeys(
+            (
+                "set_modules_to_forward_prefetch",
+                "set_modules_to_backward_prefetch",
+                "set_reshard_after_forward",
+                "set_reshard_after_backward",
+                "set_is_last_backward",
+                "set_unshard_in_backward",
+                "set_requires_all_reduce",
+                "reset_iter_state",
+            ),
+            not_needed(_ORDER),
+        ),
+        "set_post_optim_event": not_needed("whoever needs a parameter waits for its update"),
+        **dict.fromkeys(
+            (
+                "set_allocate_memory_from_process_group_for_comm",
+                "set_force_sum_reduction_for_comms",
+                "set_reduce_scatter_max_input_buffers",
+                "set_separate_reduce_scatter_group",
+                "set_symm_mem_for_comm",
+            ),
+            not_needed(_EXACT),
+        ),
+        **dict.fromkeys(
+            ("set_all_reduce_hook", "set_custom_all_gather", "set_custom_reduce_scatter"),
+            refused("communication is the engine's; change gradients between backward and step()"),
+        ),
+        "set_reduce_scatter_unused_params": refused(
+            "zero_grad(set_to_none=False) updates parameters without a gradient by zeros"
+        ),
+    },
 )
 # Attributes of a fully sharded module, which copies have not.
-_OWN = ("_fsdp_policy", "_unsynced", "_sync_later")
+_OWN = ("_fsdp_policy", "_unsynced", "_sync_later", "_divide_factor", "_divides")
 _DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", None: None}
 
 
@@ -89,7 +130,7 @@ class _Policy:
     options: tuple[tuple[str, Any], ...]
 
 
-class Unshard:
+class UnshardHandle:
     """What FSDPModule.unshard() returns: parameters come in wherever they are used."""
 
     def wait(self) -> None:
@@ -99,22 +140,26 @@ class Unshard:
 class FSDPModule:
     """The class that fully_shard() adds to a module's.
 
-    The module that is called outermost with gradients initializes the engine.
+    The first call with gradients, of it or of a module inside, initializes the outermost's engine.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._forward_by(super().__call__, args, kwargs)  # type: ignore[misc]
+
+    def _forward_by(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """A forward of the module, by its forward() or another method of it."""
         module: Any = self
         if torch.is_grad_enabled() and not _is_managed(module):
-            _initialize(module)
-            if "_sync_later" in module.__dict__ and _is_managed(module):
-                self.set_requires_gradient_sync(module.__dict__.pop("_sync_later"))
+            _initialize(_outermost(module))
         precision = _policy_of(module).precision
         if _is_managed(module):  # before that parameters are as they were made
             args, kwargs = _cast((args, kwargs), precision.param_dtype)
-        output = super().__call__(*args, **kwargs)  # type: ignore[misc]
+        output = function(*args, **kwargs)
         return _cast(output, precision.output_dtype)
 
-    def unshard(self, async_op: bool = False) -> Unshard | None:
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Not needed: parameters come in wherever they are used.
 
         Args:
@@ -123,12 +168,12 @@ class FSDPModule:
         Returns:
             None, or the handle.
         """
-        log_not_needed("FSDPModule.unshard", "parameters come in wherever they are used")
-        return Unshard() if async_op else None
+        METHODS.read({"unshard": True})
+        return UnshardHandle() if async_op else None
 
     def reshard(self) -> None:
         """Not needed: a slot is given up when another parameter needs it."""
-        log_not_needed("FSDPModule.reshard", "slots are given up when others need them")
+        METHODS.read({"reshard": True})
 
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
@@ -156,12 +201,60 @@ class FSDPModule:
             block.enter_context(no_sync(module))
             module.__dict__["_unsynced"] = block
 
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Gradients are the ranks' sum divided by `factor`, instead of by the number of ranks.
+
+        Args:
+            factor: for the parameters whose nearest fully sharded module this is.
+        """
+        module: Any = self
+        module.__dict__["_divide_factor"] = float(factor)
+        if _is_managed(module):
+            _divide_gradients(module)
+
+    set_reduce_scatter_divide_factor = set_gradient_divide_factor
+
     def __getattr__(self, name: str) -> Any:
-        if name in _SCHEDULED:
-            return lambda *_, **__: log_not_needed(
-                f"FSDPModule.{name}", "the engine knows the order of uses, and overlaps"
-            )
-        return super().__getattr__(name)  # type: ignore[misc]
+        if name not in METHODS.keys:
+            return super().__getattr__(name)  # type: ignore[misc]
+
+        def accept(*args: Any, **_: Any) -> None:
+            METHODS.read({name: args[0] if args else True})
+
+        return accept
+
+
+def register_fsdp_forward_method(module: torch.nn.Module, method_name: str) -> None:
+    """Makes a method of a fully sharded module do what its forward does besides: initialize, cast.
+
+    Args:
+        module: of fully_shard(); nothing is done for another one.
+        method_name: the method.
+
+    Raises:
+        ValueError: there is no such method.
+    """
+    if not isinstance(module, FSDPModule):
+        return
+    if not hasattr(module, method_name):
+        raise ValueError(f"{type(module).__name__} has no method {method_name!r}")
+    module.__dict__[method_name] = partial(_call_method, module, method_name)
+
+
+def _call_method(module: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+    """A method of the module's class, of a copy of the module, too."""
+    method = getattr(type(module), name).__get__(module)
+    is_sharded = isinstance(module, FSDPModule)
+    return module._forward_by(method, args, kwargs) if is_sharded else method(*args, **kwargs)
+
+
+def share_comm_ctx(modules: list[FSDPModule]) -> None:
+    """Not needed: one engine has one order of communication.
+
+    Args:
+        modules: of fully_shard().
+    """
+    log_not_needed("share_comm_ctx", "one engine has one order of communication")
 
 
 def fully_shard(
@@ -225,10 +318,12 @@ def fully_shard(
             raise ValueError(f"fully_shard() was called on this {type(each).__name__} before")
         each.__class__ = _sharded_class(type(each))
         each.__dict__["_fsdp_policy"] = policy
+        _sharded.add(each)
     return module
 
 
 _classes: dict[type, type] = {}
+_sharded: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # all of fully_shard()
 
 
 def _sharded_class(plain: type) -> type:
@@ -270,13 +365,27 @@ def _is_managed(module: torch.nn.Module) -> bool:
     return param is None or hasattr(param, "_hetero_engine")
 
 
-def _initialize(root: torch.nn.Module) -> None:
+def _outermost(module: torch.nn.Module) -> torch.nn.Module:
+    """The fully sharded module that no other one has inside, and that has this one."""
+    around = [each for each in _sharded if any(m is module for m in each.modules())]
+    return max(around, key=lambda each: sum(1 for _ in each.modules()))
+
+
+def _initialize(root: Any) -> None:
     """Initializes the engine of the outermost module with the optimizers of its parameters.
 
-    Without an optimizer nothing is done: the forward is that of the plain module.
+    Without an optimizer nothing is done: the forward is that of the plain module. Raises ValueError
+    for an optimizer that has parameters of other modules, too.
     """
     owned = {id(param) for param in root.parameters()}
     optimizers = [each for each in unmanaged if not owned.isdisjoint(_ids(each))]
+    for each in optimizers:
+        if not owned.issuperset(_ids(each)):
+            raise ValueError(
+                f"{type(each).__name__} has parameters outside of the fully sharded "
+                f"{type(root).__name__}, and one engine has all that it updates; call fully_shard()"
+                f" on the whole model, too"
+            )
     if not optimizers:
         if root.training:
             raise HeteroError(
@@ -290,7 +399,64 @@ def _initialize(root: torch.nn.Module) -> None:
     order = {id(param): number for number, param in enumerate(root.parameters())}
     optimizers.sort(key=lambda each: min(order.get(key, len(order)) for key in _ids(each)))
     given: Any = optimizers[0] if len(optimizers) == 1 else optimizers
-    start(root, given, _config(root, policy), mesh=policy.mesh)
+    config = _config(root, policy)
+    start(root, given, config, mesh=policy.mesh)
+    if config.dtype != "fp32":
+        _Masters(root, optimizers[0].engine)
+    for module in root.modules():
+        if "_divide_factor" in module.__dict__:
+            _divide_gradients(module)
+    if "_sync_later" in root.__dict__:
+        root.set_requires_gradient_sync(root.__dict__.pop("_sync_later"))
+
+
+def _divide_gradients(module: torch.nn.Module) -> None:
+    """Makes gradients of the module's own parameters follow its factor, from the next one on."""
+    if module.__dict__.get("_divides"):
+        return
+    module.__dict__["_divides"] = True
+    this = weakref.ref(module)
+
+    def divided(grad: torch.Tensor) -> torch.Tensor:
+        owner: Any = this()
+        mesh = _policy_of(owner).mesh
+        count = ranks() if mesh is None else mesh.size()
+        return grad * (count / owner.__dict__["_divide_factor"])
+
+    inner = [m for m in module.modules() if isinstance(m, FSDPModule) and m is not module]
+    others = {id(param) for m in inner for param in m.parameters()}
+    for param in module.parameters():
+        if param.requires_grad and id(param) not in others:
+            param.register_hook(divided)
+
+
+class _Masters:
+    """Puts fp32 masters in the place of parameters into state_dict(), as FSDP2's has them.
+
+    A parameter with several names gets one tensor, as hetero's own entries are.
+    """
+
+    def __init__(self, root: torch.nn.Module, engine: Engine) -> None:
+        """Installs hooks on all modules of `root`, after hetero's."""
+        self._engine = engine
+        self._last: weakref.WeakValueDictionary[ManagedParam, torch.Tensor]
+        self._last = weakref.WeakValueDictionary()
+        for module in root.modules():
+            module._register_state_dict_hook(ModelHook(self._fill))
+
+    def _fill(
+        self, module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any
+    ) -> None:
+        for name, param in module._parameters.items():
+            entry = state_dict.get(prefix + name)
+            managed = None if param is None else self._engine.params.known(param)
+            if managed is None or entry is None or entry is param:
+                continue  # (the parameter itself is there with keep_vars)
+            last = self._last.get(managed)
+            if last is None or not any(each is last for each in state_dict.values()):
+                last = entry if entry.dtype == torch.float32 else masters([managed.param])[0]
+                self._last[managed] = last
+            state_dict[prefix + name] = last
 
 
 def _ids(optimizer: HybridOptimizer) -> Iterable[int]:

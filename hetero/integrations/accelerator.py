@@ -82,19 +82,32 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def load_state(self, input_dir: str | None = None, *args: Any, **options: Any) -> None:
         """As the library's. All ranks call it.
 
+        Args:
+            input_dir: what save_state() has returned. Default: the last folder, where the library
+                names them (automatic_checkpoint_naming).
+            args, options: as of the library's.
+
         Raises:
-            ValueError: no folder is given.
+            ValueError: no folder is given, and the library has named none.
             CheckpointError: the folder has no checkpoint of hetero, or a damaged one.
         """
-        if input_dir is None:
-            raise ValueError(
-                "load_state() needs the folder that save_state() has returned; name it"
-            )
+        input_dir = self._last_folder() if input_dir is None else input_dir
         model, optimizers = self._managed()
         # First, because the library's random numbers are to stay.
         load(Path(input_dir) / CHECKPOINT_NAME, model, optimizers)
         with self._without_model_state():
             super().load_state(input_dir, *args, **options)
+
+    def _last_folder(self) -> str:
+        """The last folder that the library has named. Raises ValueError if there is none."""
+        named: list[Path] = []
+        if self.project_configuration.automatic_checkpoint_naming:
+            named = [*Path(self.project_dir, "checkpoints").glob("checkpoint_*")]
+        if not named:
+            raise ValueError(
+                "load_state() needs the folder that save_state() has returned; name it"
+            )
+        return str(max(named, key=lambda folder: int(folder.name.rpartition("_")[2])))
 
     @contextmanager
     def _without_model_state(self) -> Iterator[None]:

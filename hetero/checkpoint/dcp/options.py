@@ -12,14 +12,13 @@ from hetero.checkpoint.plain_data import pack
 _OWN = ("bias_correction", "adamw_mode")
 
 
-def torch_options(rule_class: str, options: Mapping[str, Any], where: str) -> dict[str, Any]:
+def torch_options(options: Mapping[str, Any], where: str) -> dict[str, Any]:
     """The options of a param group as torch's optimizer of the same rule has them.
 
     What torch alone has (amsgrad, foreach, ...) has torch's defaults, so that its load finds all
     that it looks for. Lion, which torch has not, keeps hetero's options.
 
     Args:
-        rule_class: the name of hetero's optimizer.
         options: without "params".
         where: what errors call the param group.
 
@@ -27,7 +26,7 @@ def torch_options(rule_class: str, options: Mapping[str, Any], where: str) -> di
         ValueError: torch has no such update, or an option is no plain data.
     """
     pack(dict(options), where, [])
-    torch_class = _torch_class(rule_class, options)
+    torch_class = _torch_class(options)
     if torch_class is None:
         return dict(options)
     if not options.get("bias_correction", True):
@@ -39,8 +38,10 @@ def torch_options(rule_class: str, options: Mapping[str, Any], where: str) -> di
     return {**defaults, **{name: value for name, value in options.items() if name not in _OWN}}
 
 
-def _torch_class(rule_class: str, options: Mapping[str, Any]) -> Any:
-    if rule_class in ("HybridAdam", "CPUAdam"):
-        return torch.optim.AdamW if options.get("adamw_mode", True) else torch.optim.Adam
-    name = rule_class.removeprefix("Hybrid")
-    return getattr(torch.optim, name, None) if name in ("SGD", "Adagrad", "Muon") else None
+def _torch_class(options: Mapping[str, Any]) -> Any:
+    """torch's optimizer of the rule that has these options; None for Lion."""
+    if "adamw_mode" in options:
+        return torch.optim.AdamW if options["adamw_mode"] else torch.optim.Adam
+    own_options = {"lr_decay": "Adagrad", "dampening": "SGD", "ns_steps": "Muon"}
+    names = [name for option, name in own_options.items() if option in options]
+    return getattr(torch.optim, names[0], None) if names else None

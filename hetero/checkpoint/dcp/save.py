@@ -198,14 +198,14 @@ class _Contents:
 
     def _objects(self) -> dict[KeyPath, object]:
         found: dict[KeyPath, object] = {}
-        groups = [(o, group) for o in self._optimizers for group in o.param_groups]
-        for number, (optimizer, group) in enumerate(groups):
+        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        for number, group in enumerate(groups):
             options = {name: value for name, value in group.items() if name != "params"}
             where = f"param group {number}"
             names = [
                 self._model.names[id(p)] for p in group["params"] if id(p) in self._model.names
             ]
-            made = torch_options(type(optimizer).__name__, options, where) | {"params": names}
+            made = torch_options(options, where) | {"params": names}
             for name, value in made.items():
                 found[OPTIMIZER, "param_groups", number, name] = value
         return found

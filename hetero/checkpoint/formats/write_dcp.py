@@ -47,7 +47,7 @@ class _Contents:
             for group in optimizer.groups:
                 self._add_states(optimizer, group.params)
                 where = f"param group {number}"
-                options = self._options(optimizer, group.options, where)
+                options = self._options(group.options, where)
                 for option, value in {**options, "params": list(group.params)}.items():
                     self._objects[OPTIMIZER, "param_groups", number, option] = value
                 number += 1
@@ -84,7 +84,7 @@ class _Contents:
             for state in optimizer.states:
                 self._add((*path, state), state_key(name, state), torch.float32)
 
-    def _options(self, optimizer: OptimizerRecord, packed: Any, where: str) -> dict[str, Any]:
+    def _options(self, packed: Any, where: str) -> dict[str, Any]:
         def tensor(number: int) -> torch.Tensor:
             key = f"data/0/{number}"
             record = self._stored.manifest.tensors.get(key)
@@ -95,7 +95,7 @@ class _Contents:
         options = unpack(packed, where, tensor)
         if not isinstance(options, dict):
             raise CheckpointError(f"{where} of the checkpoint is {options!r}")
-        return torch_options(optimizer.name, options, where)
+        return torch_options(options, where)
 
     def _values(self) -> Iterator[torch.Tensor]:
         yield from (value for _, value in self._small)

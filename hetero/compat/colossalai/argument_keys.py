@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hetero.compat.key_table import KeyTable, honoured, mapped, not_needed, refused
@@ -52,11 +52,11 @@ SHARDED_MODEL = KeyTable(
 _SCALE = {
     "initial_scale": honoured("the first loss scale"),
     "min_scale": honoured("its least"),
-    "max_scale": honoured("its largest"),
     "growth_factor": honoured("by which it grows"),
     "backoff_factor": honoured("by which it becomes smaller"),
     "growth_interval": honoured("steps without overflow until it grows"),
     "hysteresis": honoured("overflows until it becomes smaller"),
+    "max_scale": honoured("its largest"),
 }
 SHARDED_OPTIMIZER = KeyTable(
     "ShardedOptimizerV2",
@@ -71,49 +71,51 @@ SHARDED_OPTIMIZER = KeyTable(
 )
 GEMINI = KeyTable(
     "GeminiDDP",
-    {
-        "placement_policy": mapped("`placement_policy`; static: by the two fractions below"),
-        "offload_optim_frac": mapped("static: 0 cuda, 1 cpu, between auto"),
-        "offload_param_frac": mapped("static: above 0 cpu"),
-        "shard_param_frac": mapped("`zero_stage`: 2 if it is 0, else 3"),
-        "strict_ddp_mode": mapped("`zero_stage=1`"),
-        "mixed_precision": mapped("`dtype`"),
-        "force_outputs_fp32": honoured("floating outputs become fp32"),
-        "zero_group": mapped("`process_group` of hetero.initialize()"),
-        "device": not_needed("parameters come to where compute happens"),
+    {  # in the order in which ColossalAI takes them
         "chunk_config_dict": not_needed(_SEARCHED),
         "chunk_init_device": not_needed("placement_policy says it"),
-        "search_range_m": not_needed(_SEARCHED),
-        "search_range_mb": not_needed(_SEARCHED),
-        "hidden_dim": not_needed(_SEARCHED),
-        "min_chunk_size_m": not_needed(_SEARCHED),
-        "min_chunk_size_mb": not_needed(_SEARCHED),
+        "placement_policy": mapped("`placement_policy`; static: by the two fractions below"),
         "enable_gradient_accumulation": not_needed("gradients always accumulate until zero_grad()"),
         "max_prefetch": not_needed("four uses are gathered ahead"),
+        "shard_param_frac": mapped("`zero_stage`: 2 if it is 0, else 3"),
+        "offload_optim_frac": mapped("static: 0 cuda, 1 cpu, between auto"),
+        "offload_param_frac": mapped("static: above 0 cpu"),
         "warmup_non_model_data_ratio": not_needed(_FREE),
         "steady_cuda_cap_ratio": not_needed(_FREE),
-        "memstats": not_needed(_FREE),
+        "search_range_m": not_needed(_SEARCHED),
+        "hidden_dim": not_needed(_SEARCHED),
+        "min_chunk_size_m": not_needed(_SEARCHED),
         "pin_memory": not_needed(_PAGE_LOCKED),
+        "force_outputs_fp32": honoured("floating outputs become fp32"),
+        "strict_ddp_mode": mapped("`zero_stage=1`"),
         "scatter_after_inference": not_needed("slots are given up when others need them"),
+        "mixed_precision": mapped("`dtype`"),
+        "zero_group": mapped("`process_group` of hetero.initialize()"),
+        "memstats": not_needed(_FREE),
         "master_weights": not_needed("masters cost 2 bytes beside bf16, and are exact"),
-        "enable_async_reduce": not_needed("communication overlaps with compute always"),
-        "verbose": not_needed("engine.explain() says what was chosen"),
-        "process_group": mapped("`process_group` of hetero.initialize()"),
         "extra_dp_group": refused("give hetero.ZeroInitContext a mesh of two dimensions"),
+        "verbose": not_needed("engine.explain() says what was chosen"),
+        "enable_async_reduce": not_needed("communication overlaps with compute always"),
         "fp8_communication": refused(_NO_SUCH),
         "use_fp8": refused(_NO_SUCH),
+        # Of earlier releases.
+        "device": not_needed("parameters come to where compute happens"),
+        "search_range_mb": not_needed(_SEARCHED),
+        "min_chunk_size_mb": not_needed(_SEARCHED),
+        "process_group": mapped("`process_group` of hetero.initialize()"),
     },
 )
 GEMINI_OPTIMIZER = KeyTable(
     "GeminiOptimizer",
-    {
+    {  # in the order in which ColossalAI takes them
+        "gpu_margin_mem_ratio": not_needed(_FREE),
         **_SCALE,
         "max_norm": honoured("step() clips the total norm"),
         "norm_type": honoured("2, or infinity"),
-        "gpu_margin_mem_ratio": not_needed(_FREE),
-        "verbose": not_needed("engine.explain() says what was chosen"),
         "tp_group": refused(_NO_SUCH),
         "params_info": not_needed("parameters are known by their names"),
+        "verbose": not_needed("engine.explain() says what was chosen"),
+        "enable_async_reduce": not_needed("communication overlaps with compute always"),
     },
 )
 # What GeminiPlugin has beside the arguments of GeminiDDP and GeminiOptimizer.
@@ -162,6 +164,19 @@ TABLES = (
     PLUGIN,
     CONFIGURATION,
 )
+
+
+def by_name(table: KeyTable, positional: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
+    """A call's arguments by their names, from those that were given by their order.
+
+    Raises TypeError for one that is given twice, or for too many.
+    """
+    if len(positional) > len(table.keys):
+        raise TypeError(f"{table.name}() takes {len(table.keys)} arguments, not {len(positional)}")
+    ordered = dict(zip(table.keys, positional, strict=False))
+    for name in ordered.keys() & named.keys():
+        raise TypeError(f"{table.name}() got multiple values for argument {name!r}")
+    return {**ordered, **named}
 
 
 def read_arguments(

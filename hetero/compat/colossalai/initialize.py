@@ -55,7 +55,6 @@ def initialize(
         refuse_unknown("zero", zero, ["model_config", "optimizer_config"])
         wrapped = ShardedModelV2(model, **zero.get("model_config", {}))
         scaled = ShardedOptimizerV2(wrapped, optimizer, **zero.get("optimizer_config", {}))
-    scaled.follow(lr_scheduler)
     engine = Engine(
         wrapped,
         scaled,

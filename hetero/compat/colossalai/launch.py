@@ -3,30 +3,52 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from os import PathLike
-from typing import Any
+from typing import Any, ParamSpec, cast
 
 import torch
 
 from hetero.compat.colossalai.core import global_context
 from hetero.compat.ranks import join
 
+_Given = ParamSpec("_Given")
 
+
+def _config_may_come_first(function: Callable[_Given, None]) -> Callable[_Given, None]:
+    """Takes a first argument that is a configuration as `config`, as earlier releases have it."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> None:
+        if args and _is_config(args[0]):
+            kwargs["config"], args = args[0], args[1:]
+        function(*args, **kwargs)
+
+    return cast("Callable[_Given, None]", call)
+
+
+def _is_config(value: object) -> bool:
+    is_path = isinstance(value, PathLike) or (isinstance(value, str) and value.endswith(".py"))
+    return value is None or is_path or isinstance(value, Mapping)
+
+
+@_config_may_come_first
 def launch_from_torch(
-    config: Mapping[str, Any] | str | PathLike[str] | None = None,
     backend: str = "nccl",
     seed: int = 1024,
     verbose: bool = True,
+    *,
+    config: Mapping[str, Any] | str | PathLike[str] | None = None,
 ) -> None:
     """Joins torchrun's ranks, if there are several, and reads the configuration.
 
     Args:
-        config: a mapping, or the path of a Python file.
         backend: of torch.distributed; "nccl" is gloo where there is no GPU, and gloo beside it.
         seed: of random numbers.
         verbose: not needed.
+        config: a mapping, or the path of a Python file; as the first argument, too.
 
     Raises:
         ValueError: the configuration has an unknown or refused key.
@@ -39,8 +61,8 @@ def launch_from_torch(
     torch.manual_seed(seed)
 
 
+@_config_may_come_first
 def launch(
-    config: Mapping[str, Any] | str | PathLike[str] | None,
     rank: int,
     world_size: int,
     host: str,
@@ -49,13 +71,15 @@ def launch(
     local_rank: int | None = None,
     seed: int = 1024,
     verbose: bool = True,
+    *,
+    config: Mapping[str, Any] | str | PathLike[str] | None = None,
 ) -> None:
     """As launch_from_torch(), with what torchrun would have said.
 
     Args:
-        config, backend, seed, verbose: as of launch_from_torch().
         rank, world_size: of this process.
         host, port: of the first rank, where all meet.
+        backend, seed, verbose, config: as of launch_from_torch().
         local_rank: of this process on its machine. Default: as torchrun says, or `rank`.
 
     Raises:
@@ -65,7 +89,7 @@ def launch(
         RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR=host, MASTER_PORT=str(port)
     )
     os.environ.setdefault("LOCAL_RANK", str(rank if local_rank is None else local_rank))
-    launch_from_torch(config, backend, seed, verbose)
+    launch_from_torch(backend, seed, verbose, config=config)
 
 
 def get_default_parser() -> argparse.ArgumentParser:

@@ -13,7 +13,7 @@ from hetero.api.optimizer import HybridOptimizer
 from hetero.compat.colossalai.wrapped_model import WrappedModel
 from hetero.compat.grad_scale import GradScale, ScalePolicy
 from hetero.compat.late_start import start
-from hetero.compat.torch_optimizers import follow, hybrid_optimizer
+from hetero.compat.torch_optimizers import OwnedSteps, hybrid_optimizer
 from hetero.config import Config
 from hetero.runtime.engine import Engine
 
@@ -44,21 +44,19 @@ class ScaledOptimizer(torch.optim.Optimizer):
         if isinstance(optimizer, ScaledOptimizer):
             raise ValueError(f"the optimizer is a {type(optimizer).__name__} already; wrap it once")
         policy = scale_policy(scale)
-        self.model, self._source = model, optimizer
+        self.model = model
         self.optim: HybridOptimizer = hybrid_optimizer(optimizer)
+        self._steps = OwnedSteps(self.optim, f"step() of the {type(self).__name__}")
         self.grad_scale = GradScale(policy if model.config.dtype == "fp16" else None)
         self._is_scaled = False  # gradients are times the scale
         self._overflow = False
+        self._grad_norm: float | None = None  # before the last clipping
         start(
             model.module,
             self.optim,
             _with_nvme(model.config, optimizer),
             process_group=model.process_group,
         )
-
-    def follow(self, scheduler: Any) -> None:
-        """Makes a scheduler of the optimizer that was wrapped set this one's rates."""
-        follow(scheduler, self._source, self.optim)
 
     # The options are the inner optimizer's.
 
@@ -87,6 +85,10 @@ class ScaledOptimizer(torch.optim.Optimizer):
         """The factor of losses now."""
         return self.grad_scale.value
 
+    def unwrap(self) -> HybridOptimizer:
+        """hetero's optimizer."""
+        return self.optim
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.optim!r})"
 
@@ -94,8 +96,12 @@ class ScaledOptimizer(torch.optim.Optimizer):
         """As of hetero's optimizers."""
         self.optim.add_param_group(param_group)
 
-    def state_dict(self) -> dict[str, Any]:
-        """hetero's, and the loss scale."""
+    def state_dict(self, only_rank_0: bool = True) -> dict[str, Any]:
+        """hetero's, and the loss scale.
+
+        Args:
+            only_rank_0: not needed: a rank that calls this gets the values.
+        """
         return {**self.optim.state_dict(), "loss_scale": self.grad_scale.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -132,7 +138,16 @@ class ScaledOptimizer(torch.optim.Optimizer):
         self._unscale()
         if max_norm <= 0 or self._overflow:
             return -1.0
-        return float(clip_grad_norm_(self._params(), max_norm, norm_type))
+        self._grad_norm = float(clip_grad_norm_(self._params(), max_norm, norm_type))
+        return self._grad_norm
+
+    def get_grad_norm(self, norm_type: float = 2.0, **_: Any) -> float | None:
+        """The norm before the last clipping; None if none was clipped yet.
+
+        Args:
+            norm_type: not looked at: that of the clipping.
+        """
+        return self._grad_norm
 
     def clip_grad_by_norm(self, max_norm: float, norm_type: float = 2.0) -> float:
         """As clip_grad_norm()."""
@@ -154,7 +169,7 @@ class ScaledOptimizer(torch.optim.Optimizer):
         if overflow:
             self.optim.zero_grad()
         else:
-            self.optim.step()
+            self._steps.step(self.optim)
         self.grad_scale.update(overflow)
         return False if overflow else None
 

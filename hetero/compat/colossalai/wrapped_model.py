@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -60,6 +60,18 @@ class WrappedModel(torch.nn.Module):
     def unwrap(self) -> torch.nn.Module:
         """The model."""
         return self.module
+
+    def named_parameters(  # type: ignore[override]
+        self, *args: Any, **kwargs: Any
+    ) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """The model's."""
+        return self.module.named_parameters(*args, **kwargs)
+
+    def named_buffers(  # type: ignore[override]
+        self, *args: Any, **kwargs: Any
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """The model's."""
+        return self.module.named_buffers(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The model's."""

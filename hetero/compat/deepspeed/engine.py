@@ -19,6 +19,7 @@ from hetero.compat.deepspeed.options import DeepSpeedOptions
 from hetero.compat.grad_scale import GradScale
 from hetero.compat.key_table import log_not_needed, logger
 from hetero.compat.ranks import barrier, rank, ranks
+from hetero.compat.torch_optimizers import OwnedSteps
 from hetero.planning.placement import PlacementError
 from hetero.runtime.engine import Engine
 from offload.errors import BudgetError, CheckpointError
@@ -55,6 +56,7 @@ class DeepSpeedEngine(ConfiguredModule):
         super().__init__(module, options, optimizer, lr_scheduler, training_dataloader)
         self._engine = engine if optimizer is None else optimizer.engine
         self._scale = GradScale(options.scale)
+        self._steps = None if optimizer is None else OwnedSteps(optimizer, "engine.step()")
         self._boundary: bool | None = None  # as the loop has set it
         self._is_announced = False  # scale() was called for the next backward
         self._is_scaled = False  # gradients are times the loss scale
@@ -178,7 +180,8 @@ class DeepSpeedEngine(ConfiguredModule):
         if not overflow:
             if options.gradient_clipping > 0:
                 self._norm = float(clip_grad_norm_(params, options.gradient_clipping))
-            optimizer.step()
+            assert self._steps is not None
+            self._steps.step(optimizer)
         optimizer.zero_grad()
         self._scale.update(overflow)
         self.global_steps += 1

@@ -22,7 +22,7 @@ from hetero.compat.key_table import log_not_needed, log_once
 from hetero.compat.late_start import start
 from hetero.compat.meshes import shard_mesh
 from hetero.compat.ranks import join, rank, ranks
-from hetero.compat.torch_optimizers import follow, hybrid_optimizer
+from hetero.compat.torch_optimizers import hybrid_optimizer
 from hetero.runtime.engine import Engine
 
 _OptimizerMaker = Callable[[Any], torch.optim.Optimizer]
@@ -79,9 +79,9 @@ def initialize(
         log_not_needed("initialize: mesh_param", "there is no sequence parallelism")
     join()
     options = read_options(_given(args, config, config_params), ranks())
-    made, source = _optimizer(model, optimizer, model_parameters, options)
+    made = _optimizer(model, optimizer, model_parameters, options)
     group = None if mpu is None else mpu.get_data_parallel_group()
-    scheduler = None if made is None else _scheduler(lr_scheduler, made, source, options)
+    scheduler = None if made is None else _scheduler(lr_scheduler, made, options)
     if options.buffer_dtype is not None:
         for buffer in model.buffers():
             if buffer.is_floating_point():
@@ -150,8 +150,8 @@ def _optimizer(
     optimizer: torch.optim.Optimizer | _OptimizerMaker | None,
     model_parameters: ParamGroups | None,
     options: DeepSpeedOptions,
-) -> tuple[HybridOptimizer | None, torch.optim.Optimizer | None]:
-    """hetero's optimizer, and the one it was made from, which schedulers may know."""
+) -> HybridOptimizer | None:
+    """The optimizer that was given, now one of hetero's, or the configuration's; None without."""
     params: Any = model_parameters
     if params is None:
         params = [param for param in model.parameters() if param.requires_grad]
@@ -159,31 +159,21 @@ def _optimizer(
         params = list(params) if isinstance(params, Iterable) else params
     if optimizer is None:
         if options.optimizer is None:
-            return None, None
-        made = make_optimizer(options.optimizer, params, options.state_dtype)
-        return made, made
+            return None
+        return make_optimizer(options.optimizer, params, options.state_dtype)
     source = optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer(params)
     if options.optimizer is not None:
         log_not_needed("the configuration's optimizer", "initialize() was given another one")
-    return hybrid_optimizer(source), source
+    return hybrid_optimizer(source)
 
 
-def _scheduler(
-    given: Any,
-    optimizer: HybridOptimizer,
-    source: torch.optim.Optimizer | None,
-    options: DeepSpeedOptions,
-) -> Any:
+def _scheduler(given: Any, optimizer: HybridOptimizer, options: DeepSpeedOptions) -> Any:
     """The scheduler of the optimizer; None if there is none."""
     if given is None:
         return None if options.scheduler is None else make_schedule(options.scheduler, optimizer)
     if options.scheduler is not None:
         log_not_needed("the configuration's scheduler", "initialize() was given another one")
-    if not hasattr(given, "step"):
-        return given(optimizer)
-    assert source is not None
-    follow(given, source, optimizer)
-    return given
+    return given if hasattr(given, "step") else given(optimizer)
 
 
 def _loader(

@@ -40,15 +40,17 @@ class SGD(torch_optimizers.SGD):
 
 
 class Adam(torch_optimizers.Adam):
-    """hetero.HybridAdam with the signature of oneflow.optim.Adam.
+    """hetero.Adam with the signature of oneflow.optim.Adam.
 
     Args:
         params: parameters, or param groups.
-        lr, betas, eps, weight_decay: as of hetero.HybridAdam.
+        lr, betas, eps, weight_decay: as of hetero.Adam.
         amsgrad: False.
-        do_bias_correction: as bias_correction of hetero.HybridAdam.
+        do_bias_correction: as bias_correction of hetero.Adam.
         options: further ones of OneFlow's.
     """
+
+    _decoupled = False
 
     def __init__(
         self,
@@ -62,12 +64,16 @@ class Adam(torch_optimizers.Adam):
         **options: Any,
     ) -> None:
         own = _own_options(type(self).__name__, options)
-        own |= {"amsgrad": amsgrad, "bias_correction": do_bias_correction}
-        super().__init__(params, lr, betas, eps, weight_decay, **own)
+        own = {
+            "decoupled_weight_decay": self._decoupled,
+            "bias_correction": do_bias_correction,
+            **own,
+        }
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **own)
 
 
 class AdamW(Adam):
-    """hetero.HybridAdam with the signature of oneflow.optim.AdamW, whose arguments are Adam's."""
+    """hetero.AdamW with the signature of oneflow.optim.AdamW, whose arguments are Adam's."""
 
     _decoupled = True
 

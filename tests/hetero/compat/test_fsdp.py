@@ -11,10 +11,22 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.utils.checkpoint import checkpoint
 
 import hetero
 from hetero.compat import fsdp
-from hetero.compat.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from hetero.compat.fsdp import (
+    METHODS,
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 from hetero.compat.key_table import forget_logged
 from tests.support.compat.document import run_document
 from tests.support.compat.fsdp import Layer, Model, data, train
@@ -53,12 +65,18 @@ def assert_same(model: nn.Module, wanted: nn.Module) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "reshard", "mesh"),
-    [("float32", True, True), ("float32", False, False), ("bfloat16", True, False)],
+    ("dtype", "reshard", "mesh", "factor"),
+    [
+        ("float32", True, True, None),
+        ("float32", False, False, 0.5),
+        ("bfloat16", True, False, 1.0),
+    ],
 )
-def test_two_ranks_beside_fsdp2(dtype: str, reshard: bool, mesh: bool, ranks2: RankPool) -> None:
-    theirs = ranks2.run(train, True, dtype, reshard, mesh)
-    ours = ranks2.run(train, False, dtype, reshard, mesh)
+def test_two_ranks_beside_fsdp2(
+    dtype: str, reshard: bool, mesh: bool, factor: float | None, ranks2: RankPool
+) -> None:
+    theirs = ranks2.run(train, True, dtype, reshard, mesh, factor)
+    ours = ranks2.run(train, False, dtype, reshard, mesh, factor)
     for (found, norms), (wanted, expected_norms) in zip(ours, theirs, strict=True):
         assert norms == pytest.approx(expected_norms, rel=1e-5)
         for mine, weight in zip(found, wanted, strict=True):
@@ -190,6 +208,57 @@ def test_gradients_that_are_not_sent_yet() -> None:
     optimizer.engine.close()
 
 
+def by_layers(model: Any, step: int) -> torch.Tensor:
+    """A loss whose forward calls the layers themselves, with checkpoints."""
+    x = model.first(data(0, step))
+    for layer in model.layers:
+        x = checkpoint(layer, x, use_reentrant=False)
+    return (model.last(x) - 1).square().mean()
+
+
+def part_first(model: Any, step: int) -> torch.Tensor:
+    """A loss of a layer alone, before the first of the whole model."""
+    part = model.layers[0](torch.ones(2, 16)).square().mean()
+    return part if step == 0 else part + loss_of(model, step)
+
+
+@pytest.mark.parametrize("loss", [by_layers, part_first])
+def test_a_part_may_be_called_first(loss: Any, nothing_left: None) -> None:
+    model = sharded()
+    torch.manual_seed(0)
+    wanted = Model()
+    optimizer = fsdp.optim.AdamW(model.parameters(), lr=1e-2)
+    adamw = torch.optim.AdamW(wanted.parameters(), lr=1e-2)
+    for step in range(3):
+        for each, update in ((model, optimizer), (wanted, adamw)):
+            update.zero_grad()
+            loss(each, step).backward()
+            update.step()
+    assert optimizer.engine.is_of(model)
+    assert_same(model, wanted)
+    optimizer.engine.close()
+
+
+def test_what_was_said_of_the_whole_model_holds_if_a_part_is_called_first() -> None:
+    model = sharded()
+    optimizer = fsdp.optim.AdamW(model.parameters(), lr=1e-2)
+    model.set_requires_gradient_sync(False)
+    part_first(model, 0).backward()
+    assert optimizer.engine.grad_intake._unsynced
+    model.set_requires_gradient_sync(True)
+    optimizer.engine.close()
+
+
+def test_parts_alone_are_refused() -> None:
+    model = Model()
+    for layer in model.layers:
+        fully_shard(layer)
+    optimizer = fsdp.optim.AdamW(model.parameters(), lr=1e-2)
+    with pytest.raises(ValueError, match=r"outside of the fully sharded FSDPLayer.*on the whole"):
+        loss_of(model)
+    del optimizer
+
+
 def test_two_optimizers() -> None:
     model = sharded()
     first = fsdp.optim.SGD(model.first.parameters(), lr=1e-2)
@@ -235,16 +304,156 @@ def test_what_is_not_needed_is_named(caplog: pytest.LogCaptureFixture) -> None:
         assert model.unshard() is None
         model.reshard()
         model.set_modules_to_forward_prefetch([model.first])
+        fsdp.share_comm_ctx([model])
     named = [message.split(" is not needed")[0] for message in caplog.messages]
     assert named == [
         "fully_shard: a number as reshard_after_forward",
         "fully_shard: shard_placement_fn",
-        "FSDPModule.unshard",
-        "FSDPModule.reshard",
-        "FSDPModule.set_modules_to_forward_prefetch",
+        "FSDPModule: unshard",
+        "FSDPModule: reshard",
+        "FSDPModule: set_modules_to_forward_prefetch",
+        "share_comm_ctx",
     ]
     with pytest.raises(AttributeError, match="set_modules_to_forward_prefetc'"):
         model.set_modules_to_forward_prefetc([])
+
+
+def test_every_method_of_fsdp2_has_its_treatment() -> None:
+    theirs = [
+        name
+        for name, value in vars(torch.distributed.fsdp.FSDPModule).items()
+        if not name.startswith("_") and callable(value)
+    ]
+    assert set(theirs) <= set(METHODS.keys)
+    model = fully_shard(Model())
+    for name in ("set_all_reduce_hook", "set_custom_all_gather", "set_custom_reduce_scatter"):
+        with pytest.raises(ValueError, match=f"FSDPModule: {name}=.* is refused"):
+            getattr(model, name)(lambda tensor: None)
+    with pytest.raises(ValueError, match=r"set_reduce_scatter_unused_params=True is refused"):
+        model.set_reduce_scatter_unused_params(True)
+    model.set_reduce_scatter_unused_params(False)
+    for name in set(torch.distributed.fsdp._fully_shard.__all__) - {"DataParallelMeshDims"}:
+        assert hasattr(fsdp, name)
+
+
+class Tied(nn.Module):
+    """A norm in fp32 beside an embedding and a head of one weight, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(8, 16)
+        self.norm = nn.LayerNorm(16)
+        self.head = nn.Linear(16, 8, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("count", torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.embedding(x)))
+
+    def twice(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * self(x)
+
+
+def tied(**more: Any) -> tuple[Tied, Any]:
+    model = Tied()
+    whole = MixedPrecisionPolicy(param_dtype=torch.float32, output_dtype=torch.bfloat16)
+    fully_shard(model.norm, mp_policy=whole)
+    fully_shard(model, mp_policy=BF16, **more)
+    return model, fsdp.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+@pytest.mark.parametrize("policy", ["cpu", "nvme"])
+def test_a_state_dict_has_the_masters(policy: str, tmp_path: Path, nothing_left: None) -> None:
+    model, optimizer = tied(placement_policy=policy, nvme_path=str(tmp_path))
+    for _ in range(2):
+        model(torch.arange(8)).float().square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    masters = dict(
+        zip(
+            [name for name, _ in model.named_parameters()],
+            hetero.masters(model.parameters()),
+            strict=True,
+        )
+    )
+    assert not torch.equal(
+        masters["embedding.weight"], masters["embedding.weight"].bfloat16().float()
+    )
+    state = model.state_dict()
+    assert {value.dtype for value in state.values()} == {torch.float32}
+    for name, master in masters.items():
+        assert torch.equal(state[name], master)
+    assert state["head.weight"] is state["embedding.weight"]
+    again = model.state_dict()
+    assert again["head.weight"] is not state["head.weight"]
+    assert torch.equal(model.head.state_dict()["weight"], masters["embedding.weight"])
+    assert model.state_dict(keep_vars=True)["head.weight"] is model.head.weight
+    model.load_state_dict({name: value.clone() for name, value in state.items()})
+    for found, master in zip(hetero.masters(model.parameters()), masters.values(), strict=True):
+        assert torch.equal(found, master)
+    plain = copy.deepcopy(model).state_dict()
+    assert plain["head.weight"].dtype == torch.bfloat16
+    optimizer.engine.close()
+
+
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("source", ["torch", "hetero"])
+@pytest.mark.parametrize("early", [False, True])
+def test_states_by_torchs_functions(full: bool, source: str, early: bool) -> None:
+    """set_optimizer_state_dict() names parameters as the model does, and makes no step."""
+    options = StateDictOptions(full_state_dict=full)
+
+    def trained(shards: bool, steps: int) -> tuple[nn.Module, Any]:
+        torch.manual_seed(0)
+        model = Model()
+        if shards:
+            fully_shard(model)
+        made = (fsdp.optim if shards else torch.optim).AdamW(model.parameters(), lr=1e-2)
+        for step in range(steps):
+            loss_of(model, step).backward()
+            made.step()
+            made.zero_grad()
+        return model, made
+
+    giver, optimizer = trained(source == "hetero", 2)
+    state = get_optimizer_state_dict(giver, optimizer, options=options)
+    model, other = trained(True, 0 if early else 1)
+    if full and (early or source == "torch"):  # torch's function compares with a local state
+        with pytest.raises((AssertionError, KeyError)):
+            set_optimizer_state_dict(model, other, state, options=options)
+        return
+    set_optimizer_state_dict(model, other, state, options=options)
+    model.load_state_dict(giver.state_dict())
+    if early:
+        loss_of(model).backward()
+    found, wanted = (each.state_dict()["state"] for each in (other, optimizer))
+    assert found.keys() == wanted.keys()
+    for key, expected_state in wanted.items():
+        for name in ("step", "exp_avg", "exp_avg_sq"):
+            assert torch.equal(found[key][name], expected_state[name])
+    for each in (other, optimizer):
+        if isinstance(each, hetero.HybridOptimizer):
+            each.engine.close()
+
+
+def test_another_method_is_a_forward() -> None:
+    model, optimizer = tied()
+    fsdp.register_fsdp_forward_method(model, "twice")
+    fsdp.register_fsdp_forward_method(nn.Linear(2, 2), "nothing")
+    with pytest.raises(ValueError, match="FSDPTied has no method 'thrice'"):
+        fsdp.register_fsdp_forward_method(model, "thrice")
+    out = model.twice(torch.arange(8))
+    assert out.dtype == torch.bfloat16
+    assert optimizer.engine.is_of(model)
+    out.float().square().sum().backward()
+    optimizer.step()
+    with torch.no_grad():
+        out = model.twice(torch.arange(8))
+        plain = copy.deepcopy(model)
+        assert type(plain) is Tied
+        assert plain.twice.args[0] is plain
+    optimizer.engine.close()
 
 
 @pytest.mark.parametrize(

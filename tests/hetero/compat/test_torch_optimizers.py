@@ -10,8 +10,16 @@ import torch
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR, StepLR
 
 import hetero
-from hetero.compat import torch_optimizers
-from hetero.compat.torch_optimizers import follow, hybrid_optimizer
+from hetero.compat import deepspeed, torch_optimizers
+from hetero.compat.colossalai.booster import Booster
+from hetero.compat.colossalai.booster.plugin import GeminiPlugin
+from hetero.compat.colossalai.zero import (
+    GeminiDDP,
+    GeminiOptimizer,
+    ShardedModelV2,
+    ShardedOptimizerV2,
+)
+from hetero.compat.torch_optimizers import hybrid_optimizer
 
 MAKERS: list[tuple[str, dict[str, Any]]] = [
     ("Adam", {"lr": 1e-2}),
@@ -57,40 +65,154 @@ def test_updates_are_torchs(name: str, options: dict[str, Any], ours: bool) -> N
     optimizer.engine.close()
 
 
-@pytest.mark.parametrize(
-    "maker",
-    [
-        lambda o: StepLR(o, 1, gamma=0.5),
-        lambda o: SequentialLR(o, [LinearLR(o, 0.1, 1.0, 2), CosineAnnealingLR(o, 5)], [2]),
-    ],
-    ids=["StepLR", "SequentialLR"],
-)
-def test_a_scheduler_of_torchs_optimizer_follows(maker: Any) -> None:
+SCHEDULERS: list[Any] = [
+    lambda o: StepLR(o, 1, gamma=0.5),
+    lambda o: SequentialLR(o, [LinearLR(o, 0.1, 1.0, 2), CosineAnnealingLR(o, 5)], [2]),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), MAKERS)
+@pytest.mark.parametrize("make_scheduler", SCHEDULERS, ids=["StepLR", "SequentialLR"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_the_loops_own_object_counts(
+    name: str, options: dict[str, Any], make_scheduler: Any, when: str
+) -> None:
+    """A loop that keeps torch's optimizer, its groups and a scheduler of it trains as torch."""
     plain, model = net(), net()
-    reference = torch.optim.AdamW(plain.parameters(), lr=1e-2)
-    source = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    schedulers = [maker(reference), maker(source)]
+    reference = getattr(torch.optim, name)(groups(plain), **options)
+    source = getattr(torch.optim, name)(groups(model), **options)
+    kept = list(source.param_groups)
+    reference_scheduler = make_scheduler(reference)
+    scheduler = make_scheduler(source) if when == "before" else None
     optimizer = hybrid_optimizer(source)
-    follow(schedulers[1], source, optimizer)
-    hetero.initialize(model, optimizer, dtype="fp32")
+    assert optimizer is source
+    assert all(map(lambda a, b: a is b, kept, source.param_groups))
+    hetero.initialize(model, optimizer, dtype="fp32", placement_policy="cpu")
+    scheduler = scheduler or make_scheduler(source)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for seed in range(5):
-            for each, update, scheduler in (
-                (model, optimizer, schedulers[1]),
-                (plain, reference, schedulers[0]),
+        for seed in range(4):
+            if seed == 2:
+                kept[1]["lr"] *= 3
+                reference.param_groups[1]["lr"] *= 3
+            for each, update, schedule in (
+                (model, source, scheduler),
+                (plain, reference, reference_scheduler),
             ):
                 update.zero_grad()
                 loss_of(each, seed).backward()
                 update.step()
-                scheduler.step()
-            assert optimizer.param_groups[0]["lr"] == reference.param_groups[0]["lr"]
+                schedule.step()
+            for found, group in zip(kept, reference.param_groups, strict=True):
+                assert found["lr"] == group["lr"]
+    for found, weight in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(found.detach(), weight.detach(), rtol=1e-5, atol=1e-6)
     optimizer.engine.close()
+
+
+@pytest.mark.parametrize(("name", "options"), MAKERS)
+def test_groups_and_states_go_through_the_loops_own_object(
+    name: str, options: dict[str, Any]
+) -> None:
+    model = net()
+    for param in model[2].parameters():
+        param.requires_grad_(False)
+    source = getattr(torch.optim, name)(model[0].parameters(), **options)
+    hetero.initialize(model, hybrid_optimizer(source), dtype="bf16", reserve_memory="64KiB")
+    for param in model[2].parameters():
+        param.requires_grad_(True)
+    source.add_param_group({"params": list(model[2].parameters()), "lr": 0.5})
+    for option, value in options.items():  # the defaults are the loop's, too
+        if option != "lr":
+            assert source.param_groups[1][option] == value
+    x = torch.ones(3, 8, dtype=torch.bfloat16)
+    model(x).float().square().mean().backward()
+    source.step()
+    before, saved = hetero.masters(model.parameters()), source.state_dict()
+    source.load_state_dict(saved)
+    assert all(map(torch.equal, before, hetero.masters(model.parameters())))
+    assert saved["param_groups"][1]["lr"] == 0.5
+    source.engine.close()
+
+
+def test_hooks_stay() -> None:
+    model, called = net(), []
+    source = torch.optim.SGD(model.parameters(), lr=0.1)
+    source.register_step_post_hook(lambda *_: called.append(1))
+    hetero.initialize(model, hybrid_optimizer(source), dtype="fp32")
+    loss_of(model, 0).backward()
+    source.step()
+    assert called == [1]
+    source.engine.close()
+
+
+def by_deepspeed(model: Any, source: Any) -> tuple[Any, Any, Any]:
+    engine, optimizer, *_ = deepspeed.initialize(
+        model=model, optimizer=source, config={"train_batch_size": 1, "gradient_clipping": 0.0}
+    )
+    return engine, engine, optimizer
+
+
+def by_gemini(model: Any, source: Any) -> tuple[Any, Any, Any]:
+    wrapped = GeminiDDP(model, placement_policy="auto", mixed_precision=torch.float32)
+    optimizer = GeminiOptimizer(source, wrapped)
+    return wrapped, optimizer, optimizer
+
+
+def by_booster(model: Any, source: Any) -> tuple[Any, Any, Any]:
+    plugin = GeminiPlugin(precision="fp32", placement_policy="auto")
+    wrapped, optimizer, *_ = Booster(plugin=plugin).boost(model, source)
+    return wrapped, optimizer, optimizer
+
+
+def by_sharded_model(model: Any, source: Any) -> tuple[Any, Any, Any]:
+    wrapped = ShardedModelV2(model, tensor_placement_policy="auto", dtype="fp32")
+    optimizer = ShardedOptimizerV2(wrapped, source)
+    return wrapped, optimizer, optimizer
+
+
+@pytest.mark.parametrize("door", [by_deepspeed, by_gemini, by_booster, by_sharded_model])
+@pytest.mark.parametrize(("name", "options"), MAKERS)
+def test_every_door_steps_by_the_loops_groups(
+    door: Any, name: str, options: dict[str, Any]
+) -> None:
+    plain, model = net(), net()
+    reference = getattr(torch.optim, name)(groups(plain), **options)
+    source = getattr(torch.optim, name)(groups(model), **options)
+    scheduler = StepLR(source, 1, gamma=0.5)  # which the door is not told of
+    wrapped, stepped, optimizer = door(model, source)
+    for seed in range(3):
+        stepped.backward(loss_of(wrapped, seed))
+        with pytest.raises(hetero.HeteroError, match="would leave out what its wrapper does"):
+            source.step()
+        stepped.step()
+        stepped.zero_grad()
+        scheduler.step()
+        loss_of(plain, seed).backward()
+        reference.step()
+        reference.zero_grad()
+        for found, group in zip(optimizer.param_groups, reference.param_groups, strict=True):
+            group["lr"] *= 0.5
+            assert found["lr"] == group["lr"]
+        for found, weight in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(found.detach(), weight.detach(), rtol=1e-5, atol=1e-6)
+    source.param_groups[0]["lr"] = 0.0
+    before = [param.detach().clone() for param in model[0].parameters()]
+    stepped.backward(loss_of(wrapped, 9))
+    stepped.step()
+    assert all(map(torch.equal, before, (p.detach() for p in model[0].parameters())))
+    source.engine.close()
 
 
 def test_heteros_own_stays_as_it_is() -> None:
     optimizer = hetero.HybridLion(net().parameters())
     assert hybrid_optimizer(optimizer) is optimizer
+
+
+def with_another_step(params: Any) -> torch.optim.Optimizer:
+    optimizer: Any = torch.optim.SGD(params)
+    optimizer.step = lambda: None
+    return optimizer
 
 
 @pytest.mark.parametrize(
@@ -101,18 +223,25 @@ def test_heteros_own_stays_as_it_is() -> None:
         (lambda p: torch.optim.SGD(p, maximize=True), "maximize=True is another update"),
         (
             lambda p: torch.optim.Adagrad(p, initial_accumulator_value=1.0),
-            "initial_accumulator_value must be 0",
+            "initial_accumulator_value=1.0 is another update",
         ),
+        (lambda p: torch.optim.AdamW([{"params": p, "maximize": True}]), "maximize=True is"),
+        (with_another_step, r"step\(\) of this SGD was replaced"),
     ],
 )
 def test_what_would_be_another_update_is_refused(make: Any, message: str) -> None:
+    optimizer = make(net().parameters())
+    kind, before = type(optimizer), repr(optimizer)
     with pytest.raises(ValueError, match=message):
-        hybrid_optimizer(make(net().parameters()))
+        hybrid_optimizer(optimizer)
+    assert type(optimizer) is kind
+    assert repr(optimizer) == before
 
 
-def test_one_that_was_stepped_is_refused() -> None:
+@pytest.mark.parametrize(("name", "options"), [each for each in MAKERS if each[1] != {"lr": 0.1}])
+def test_one_that_was_stepped_is_refused(name: str, options: dict[str, Any]) -> None:
     model = net()
-    optimizer = torch.optim.Adam(model.parameters())
+    optimizer = getattr(torch.optim, name)(model.parameters(), **options)
     loss_of(model, 0).backward()
     optimizer.step()
     with pytest.raises(ValueError, match="was stepped already"):

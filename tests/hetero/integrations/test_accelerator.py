@@ -93,6 +93,30 @@ def test_a_loop_and_its_state(tmp_path: Path) -> None:
     optimizer.engine.close()
 
 
+def test_the_last_folder_that_the_library_has_named(tmp_path: Path) -> None:
+    naming = accelerate.utils.ProjectConfiguration(
+        project_dir=str(tmp_path), automatic_checkpoint_naming=True
+    )
+    accelerator = Accelerator(cpu=True, project_config=naming)
+    with pytest.raises(ValueError, match="load_state.. needs the folder"):
+        accelerator.load_state()
+    model = torch.nn.Linear(2, 2)
+    optimizer = hetero.HybridSGD(model.parameters(), lr=1.0)
+    hetero.initialize(model, optimizer, dtype="fp32", placement_policy="cpu")
+    accelerator.prepare(model, optimizer)
+    weights = []
+    for _ in range(11):  # 10 comes after 9, not after 1
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        weights.append(model.weight.detach().clone())
+        accelerator.save_state()
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    accelerator.load_state()
+    assert torch.equal(model.weight, weights[-1])
+    optimizer.engine.close()
+
+
 def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = gpt2_folder(tmp_path / "model")
     accelerator = Accelerator(cpu=True)

@@ -48,7 +48,15 @@ def data(rank: int, step: int) -> torch.Tensor:
     return torch.randn(4, 8, generator=torch.Generator().manual_seed(100 * rank + step))
 
 
-def train(rank: int, world: int, torchs: bool, dtype: str, reshard: bool, mesh: bool) -> Any:
+def train(
+    rank: int,
+    world: int,
+    torchs: bool,
+    dtype: str,
+    reshard: bool,
+    mesh: bool,
+    factor: float | None = None,
+) -> Any:
     """Weights after a few clipped steps, and the norms of gradients."""
     from torch.distributed import fsdp as theirs
 
@@ -69,6 +77,11 @@ def train(rank: int, world: int, torchs: bool, dtype: str, reshard: bool, mesh: 
     fsdp.fully_shard(model, mp_policy=policy(output_dtype=torch.float32), **keywords)
     assert isinstance(model, fsdp.FSDPModule)
     assert isinstance(model, Model)
+    if factor is not None:
+        model.set_gradient_divide_factor(factor)
+        model.layers[1].set_gradient_divide_factor(4 * factor)
+        for each in (model, *model.layers):
+            each.set_force_sum_reduction_for_comms(True)  # gloo has no other
     # eps is large so that an update is smooth in the gradient
     optimizer = optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
     norms = []
@@ -80,9 +93,10 @@ def train(rank: int, world: int, torchs: bool, dtype: str, reshard: bool, mesh: 
         optimizer.step()
         optimizer.zero_grad()
     if torchs:
-        weights = [param.full_tensor().detach() for param in model.parameters()]
+        weights = [entry.full_tensor() for entry in model.state_dict().values()]
     else:
-        weights = hetero.masters(model.parameters())
+        weights = list(model.state_dict().values())
+        assert all(map(torch.equal, weights, hetero.masters(model.parameters())))
         optimizer.engine.close()
     dist.barrier()
     return weights, norms

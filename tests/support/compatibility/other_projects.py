@@ -46,7 +46,7 @@ def other_projects() -> str:
         _text("head"),
         _section("deepspeed", config_keys.TABLES),
         _section("colossalai", argument_keys.TABLES),
-        _section("fsdp2", [fsdp.ARGUMENTS]),
+        _section("fsdp2", [fsdp.ARGUMENTS, fsdp.METHODS]),
         _section("oneflow", [graph_config.METHODS]),
     ]
     return "\n".join(sections)

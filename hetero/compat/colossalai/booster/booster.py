@@ -65,8 +65,6 @@ class Booster:
             Exception: as hetero.initialize().
         """
         wrapped, scaled = self.plugin.configure(model, optimizer)
-        if scaled is not None:
-            scaled.follow(lr_scheduler)
         return wrapped, scaled, criterion, dataloader, lr_scheduler
 
     def backward(self, loss: torch.Tensor, optimizer: ScaledOptimizer) -> None:

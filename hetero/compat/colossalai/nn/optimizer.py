@@ -38,9 +38,8 @@ class HybridAdam(optimizers.HybridAdam):
         self.nvme_offload_fraction, self.nvme_offload_dir = _offload(
             nvme_offload_fraction, nvme_offload_dir
         )
-        super().__init__(
-            model_params, lr, bias_correction, betas, eps, weight_decay, adamw_mode, **defaults
-        )
+        defaults |= {"bias_correction": bias_correction, "adamw_mode": adamw_mode}
+        super().__init__(model_params, lr, betas, eps, weight_decay, **defaults)
 
 
 class CPUAdam(HybridAdam, optimizers.CPUAdam):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from hetero.api.optimizer import ParamGroups
 from hetero.api.optimizers import CPUAdam, HybridAdam
 from hetero.compat.key_table import log_not_needed
-from hetero.compat.torch_optimizers import check_torch_options
 
 
 class DeepSpeedCPUAdam(CPUAdam):
@@ -33,14 +32,14 @@ class DeepSpeedCPUAdam(CPUAdam):
         adamw_mode: bool = True,
         fp32_optimizer_states: bool = True,
     ) -> None:
-        check_torch_options("DeepSpeedCPUAdam", {"amsgrad": amsgrad})
         super().__init__(
             model_params,
-            lr=lr,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad=amsgrad,
             bias_correction=bias_correction,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
             adamw_mode=adamw_mode,
             state_dtype="fp32" if fp32_optimizer_states else "bf16",
         )
@@ -72,15 +71,15 @@ class FusedAdam(HybridAdam):
         amsgrad: bool = False,
         set_grad_none: bool = True,
     ) -> None:
-        check_torch_options("FusedAdam", {"amsgrad": amsgrad})
         if not set_grad_none:
             log_not_needed("FusedAdam: set_grad_none", "zero_grad(set_to_none=False) says it")
         super().__init__(
             params,
-            lr=lr,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad=amsgrad,
             bias_correction=bias_correction,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
             adamw_mode=adam_w_mode,
         )

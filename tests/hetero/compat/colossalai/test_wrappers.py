@@ -202,6 +202,63 @@ def test_gemini(arguments: dict[str, Any], policy: str, stage: int) -> None:
     optimizer.engine.close()
 
 
+def test_arguments_by_their_order() -> None:
+    """GeminiDDP(model, chunk_config_dict, chunk_init_device, placement_policy, ...), as there."""
+    model = built(shard_param=True)
+    order = [{1: {"chunk_size": 5000}}, CPU, "static", True, 4, 0.0, 1.0, 0.0, 0.8, 0.9]
+    order += [32, None, 32, True, True, False, True, torch.bfloat16, None, None, True, None]
+    gemini = GeminiDDP(model, *order, verbose=False, enable_async_reduce=True)
+    optimizer = GeminiOptimizer(
+        HybridAdam(model.parameters()), gemini, 0.0, 2**5, 1, 2, 0.5, 1000, 2, 2**32, 0.25, 2.0
+    )
+    config = optimizer.engine.config
+    assert (config.dtype, config.placement_policy, config.zero_stage) == ("bf16", "cpu", 2)
+    assert optimizer.get_grad_norm() is None
+    out = gemini(torch.zeros(1, 64))
+    assert out.dtype == torch.float32
+    optimizer.backward(out.square().sum() * 1e3)
+    optimizer.step()
+    assert optimizer.get_grad_norm() > 0.25
+    assert isinstance(optimizer.unwrap(), HybridAdam)
+    assert [name for name, _ in gemini.named_parameters()] == list(gemini.state_dict())
+    with pytest.raises(TypeError, match="multiple values for argument 'chunk_config_dict'"):
+        GeminiDDP(model, {}, chunk_config_dict={})
+    with pytest.raises(TypeError, match="takes 30 arguments, not 31"):
+        GeminiDDP(model, *([None] * 31))
+    optimizer.engine.close()
+
+
+def test_states_of_gemini() -> None:
+    model = built(shard_param=True)
+    gemini = GeminiDDP(model, {}, mixed_precision=torch.float32)
+    before = gemini.state_dict(only_rank_0=False)  # without an optimizer, too
+    assert list(before) == list(model.state_dict())
+    optimizer = GeminiOptimizer(HybridAdam(model.parameters(), lr=1e-2), gemini)
+    train(gemini, optimizer)
+    whole = gemini.state_dict(only_rank_0=False)
+    parts = list(gemini.state_dict_shard(max_shard_size=0.01, only_rank_0=False))
+    assert len(parts) > 1
+    for part, size in parts:
+        assert size == sum(value.nbytes for value in part.values()) / 2**20
+        assert size <= 0.01 or len(part) == 1
+    joined = {name: value for part, _ in parts for name, value in part.items()}
+    assert list(joined) == list(whole)
+    assert all(torch.equal(joined[name], whole[name]) for name in whole)
+    assert len(list(gemini.state_dict_shard())) == 1
+    assert next(iter(gemini.state_dict(prefix="a."))).startswith("a.")
+    state = optimizer.state_dict(only_rank_0=False)
+    optimizer.load_state_dict(state)
+    assert all(map(torch.equal, whole.values(), gemini.state_dict().values()))
+    optimizer.engine.close()
+
+
+def test_parameters_that_gemini_ignores() -> None:
+    frozen, trained = nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 2)
+    GeminiDDP.set_params_to_ignore(frozen.parameters())
+    with pytest.raises(ValueError, match="requires gradients, and hetero manages all of a model"):
+        GeminiDDP.set_params_to_ignore(trained.parameters())
+
+
 def test_outputs_in_fp32() -> None:
     model = built(shard_param=True)
     gemini = GeminiDDP(model, mixed_precision=torch.bfloat16, force_outputs_fp32=True)

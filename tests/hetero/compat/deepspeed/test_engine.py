@@ -207,6 +207,9 @@ def test_fp16_trains_as_a_grad_scaler_does() -> None:
     torch.manual_seed(0)
     with hetero.ZeroInitContext(dtype="fp16", initial_loss_scale=None):
         model = Net()
+        with torch.no_grad():
+            for param in model.parameters():  # as DeepSpeed's masters begin
+                param.copy_(param.half())
     model, optimizer = hetero.initialize(model, hetero.HybridAdam(model.parameters(), lr=1e-2))
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
     for seed in range(3):
