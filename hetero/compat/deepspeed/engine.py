@@ -61,7 +61,7 @@ class DeepSpeedEngine(ConfiguredModule):
         self._is_announced = False  # scale() was called for the next backward
         self._is_scaled = False  # gradients are times the loss scale
         self._unsynced = False  # inside no_sync()
-        self._backwards = 0  # since the last update
+        self._backwards = 0  # backward() calls since the last update
         self._was_applied = False
         self._norm: float | None = None
         self._device_memory: int | None = None  # before offload_states()
@@ -89,7 +89,7 @@ class DeepSpeedEngine(ConfiguredModule):
                 "Loss scaling is required under fp16: call engine.backward(loss), or "
                 "engine.scale(loss).backward()"
             )
-        self._is_scaled, self._backwards = True, self._backwards + 1
+        self._is_scaled = True
         steps = self.options.accumulation_steps
         return grad / steps if steps > 1 else None
 
