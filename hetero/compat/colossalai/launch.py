@@ -94,7 +94,8 @@ def launch(
     launch_from_torch(backend, seed, verbose, config=config)
     if world_size == 1 and not is_distributed():
         # As there: loops ask torch.distributed for their rank.
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
 
 
 def get_default_parser() -> argparse.ArgumentParser:
