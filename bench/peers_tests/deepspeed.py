@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import types
-from collections.abc import Mapping
+import importlib
+import inspect
+import re
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -21,6 +23,9 @@ _BUILDERS = (
 )
 
 
+_VALUES = {"MIN_SWAPPABLE_BYTES": 1 << 20}  # of DeepSpeed, which tests choose sizes by
+
+
 class _EachOp(dict[str, bool]):
     """Of hetero's kernels all can be used."""
 
@@ -28,27 +33,67 @@ class _EachOp(dict[str, bool]):
         return True
 
 
+def _of(module: str) -> dict[str, Any]:
+    """The names of a module of the adapter, which DeepSpeed has in another one, too."""
+    return vars(importlib.import_module(f"hetero.compat.deepspeed{module}"))
+
+
+def _schedule_keys() -> dict[str, str]:
+    """The names of schedules' arguments as constants."""
+    found = {"WARMUP_LOG_RATE": "log", "WARMUP_LINEAR_RATE": "linear"}
+    for schedule in _of(".runtime.lr_schedules")["SCHEDULES"].values():
+        found |= {name.upper(): name for name in inspect.signature(schedule).parameters}
+        found[re.sub("(?<=[a-z])(?=[A-Z])", "_", schedule.__name__).upper()] = schedule.__name__
+    return {**found, "LR_RANGE_TEST": "LRRangeTest"}
+
+
+def _gather(output: Any, tensor: Any, *more: Any, **options: Any) -> Any:
+    """torch.distributed's, for tensors of no dimension, too, which gloo does not take."""
+    import torch.distributed  # not earlier: overlays come over modules that are not imported yet
+
+    return torch.distributed.all_gather_into_tensor(output, tensor.reshape(-1), *more, **options)
+
+
+_NAMES: Mapping[str, Callable[[], Mapping[str, Any]]] = {
+    "deepspeed.comm": lambda: {"all_gather_into_tensor": _gather},
+    "deepspeed.ops": lambda: {"__compatible_ops__": _EachOp()},
+    "deepspeed.ops.op_builder": lambda: {n: type(n, (), {"NAME": n}) for n in _BUILDERS},
+    "deepspeed.ops.aio": lambda: {"AsyncIOBuilder": type("AsyncIOBuilder", (), {"NAME": "aio"})},
+    "deepspeed.utils.torch": lambda: {
+        "required_torch_version": lambda **limits: True,
+        "register_grad_hook": lambda param, hook: param.register_hook(hook),
+        "jit_script_compat": lambda function: function,
+    },
+    "deepspeed.runtime.utils": lambda: {
+        "see_memory_usage": lambda *said, **options: None,
+        "required_torch_version": lambda **limits: True,
+    },
+    "deepspeed.runtime.config": lambda: {"ADAM_OPTIMIZER": "adam", **_of(".options")},
+    "deepspeed.runtime.engine": lambda: _of(".engine"),
+    "deepspeed.runtime.lr_schedules": _schedule_keys,
+    "deepspeed.runtime.swap_tensor": lambda: _VALUES,
+    "deepspeed.runtime.swap_tensor.constants": lambda: _VALUES,
+    "deepspeed.runtime.zero.partition_parameters": lambda: _of(".zero"),
+    "deepspeed.runtime.zero.tiling": lambda: _of(".zero"),
+    "deepspeed.git_version_info": lambda: {
+        "torch_info": {
+            "version": "0.0",
+            "cuda_version": "0.0",
+            "nccl_version": "9.9",
+            "hip_version": "0.0",
+            "bf16_support": True,
+        }
+    },
+}
+
+
 def _names(module: str) -> Mapping[str, Any]:
-    if module == "deepspeed.ops":
-        return {"__compatible_ops__": _EachOp()}
-    if module == "deepspeed.ops.op_builder":
-        return {name: type(name, (), {"NAME": name}) for name in _BUILDERS}
-    if module == "deepspeed.utils.torch":
-        return {
-            "required_torch_version": lambda **limits: True,
-            "register_grad_hook": lambda param, hook: param.register_hook(hook),
-            "jit_script_compat": lambda function: function,
-        }
-    if module == "deepspeed.runtime.utils":
-        return {
-            "see_memory_usage": lambda *said, **options: None,
-            "required_torch_version": lambda **limits: True,
-        }
-    if module == "deepspeed.git_version_info":
-        return {"torch_info": {"version": "0.0", "cuda_version": "0.0", "bf16_support": True}}
-    if module == "deepspeed.runtime.zero.offload_config":
-        return {"OffloadDeviceEnum": types.SimpleNamespace(none="none", cpu="cpu", nvme="nvme")}
-    return {}
+    found = _NAMES.get(module, dict)()
+    return {
+        name: value
+        for name, value in found.items()
+        if not name.startswith("_") or module == "deepspeed.ops"
+    }
 
 
 def without_device_ids(module: ModuleType) -> None:
@@ -99,5 +144,5 @@ PEER = Peer(
     names=_names,
     overlays={"torch.nn.parallel.distributed": without_device_ids},
     internals=r"\b_?ds_|'_\w+'|bit16|fp16_groups|fp32_(groups|partitioned)|averaged_gradients"
-    r"|partition_count|optimizer_swapper|parameter_offload|persistent_parameters|ipg_|flatten",
+    r"|partition_count|leaf_parameters|needs_scaler|optimizer_swapper|parameter_offload|persistent_parameters|ipg_|flatten",
 )

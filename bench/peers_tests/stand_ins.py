@@ -48,7 +48,8 @@ class _StandIn(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return missing(f"{self.__name__}.{name}")
+        found = self.__dict__["__hetero__"]
+        return getattr(found, name, None) or missing(f"{self.__name__}.{name}")
 
 
 class _Overlaid(importlib.abc.Loader):
@@ -96,26 +97,25 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        for name, value in {
-            **self._of_hetero(module.__name__),
-            **self._peer.names(module.__name__),
-        }.items():
+        found = self._of_hetero(module.__name__)
+        vars(module)["__hetero__"] = found
+        names = {key: value for key, value in vars(found).items() if not key.startswith("__")}
+        for name, value in {**names, **self._peer.names(module.__name__)}.items():
             if getattr(value, "__package__", "").startswith("hetero.compat."):
                 # A module below this one, which tests may use without an import.
                 value = importlib.import_module(f"{module.__name__}.{name}")
             setattr(module, name, value)
 
-    def _of_hetero(self, name: str) -> dict[str, Any]:
-        """The public names of hetero's module; none if there is no such module."""
+    def _of_hetero(self, name: str) -> ModuleType:
+        """hetero's module; an empty one if there is no such module."""
         package = max((own for own in self._peer.stand_ins if name.startswith(own)), key=len)
         found = self._peer.stand_ins[package] + name[len(package) :]
         try:
-            made = importlib.import_module(found)
+            return importlib.import_module(found)
         except ModuleNotFoundError as error:
             if error.name is None or not found.startswith(error.name):
                 raise
-            return {}
-        return {key: value for key, value in vars(made).items() if not key.startswith("__")}
+            return ModuleType(found)
 
 
 def install(peer: Peer) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 
@@ -11,7 +12,7 @@ import torch
 from hetero.api.whole_state import export_masters, store_values
 from hetero.ranks.process_groups import ProcessGroups
 from hetero.runtime.engine import Engine
-from hetero.stand_ins.construction_uses import ConstructionParams, arena_of
+from hetero.stand_ins.construction_uses import ConstructionParams, arena_of, note_written
 from offload.errors import UnmanagedParameterError
 from offload.interrupts import Uninterrupted, uninterrupted
 
@@ -52,7 +53,9 @@ def gathered(params: Parameters, modifier_rank: int | None = None) -> AbstractCo
             changed.
 
     Inside ZeroInitContext, and after it until hetero.initialize(), it does the same to the values
-    in the dtype that they are built in; inside the block all ranks must enter.
+    in the dtype that they are built in; inside the block all ranks must enter. There values may be
+    changed in place without a modifier_rank, too, by all ranks alike: initialize() raises
+    HeteroError if what they have written differs.
 
     Raises:
         UnmanagedParameterError: a parameter belongs to no engine and no ZeroInitContext.
@@ -96,7 +99,12 @@ def _gathered_in_construction(
     unique = list({id(p): p for p in params}.values())
     with arena.present(unique) as own:
         if modifier_rank is None:
+            # hetero.initialize() compares what ranks have written, if any did.
+            before = [] if arena.world.everyone is None else [*map(_checksum, own)]
             yield
+            for param, values, then in zip(unique, own, before, strict=False):
+                if (now := _checksum(values)) != then:
+                    note_written(param, now)
             return
         copies = [values.clone() for values in own]
         for param, copy in zip(unique, copies, strict=True):
@@ -111,6 +119,14 @@ def _gathered_in_construction(
         changed = _values_of_rank(arena.world, copies, names, modifier_rank)
         for values, new in zip(own, changed, strict=True):
             values.copy_(new)
+        for param in unique:
+            note_written(param, 0)
+
+
+def _checksum(values: torch.Tensor) -> int:
+    """Of a parameter's values in RAM, never 0."""
+    flat = values.detach().contiguous().reshape(-1).view(torch.uint8)
+    return zlib.crc32(flat.numpy().data) or 1
 
 
 def _values_of_rank(

@@ -106,9 +106,14 @@ class KeyTable:
 
 def log_not_needed(what: str, reason: str) -> None:
     """Logs once in a process, on the first rank, that `what` is accepted and not needed."""
-    if (what, reason) not in _logged and os.environ.get("RANK", "0") == "0":
-        _logged.add((what, reason))
-        logger.warning("%s is not needed here, because %s", what, reason)
+    log_once(f"{what} is not needed here, because", reason, ending="")
+
+
+def log_once(what: str, said: str, ending: str = ":") -> None:
+    """Logs once in a process, on the first rank, `said` about `what`."""
+    if (what, said) not in _logged and os.environ.get("RANK", "0") == "0":
+        _logged.add((what, said))
+        logger.warning("%s%s %s", what, ending, said)
 
 
 def forget_logged() -> None:

@@ -19,6 +19,7 @@ from hetero.ranks.process_groups import is_distributed
 from hetero.setup.construction import ConstructionArena
 from hetero.setup.init_context import ZeroInitContext
 from hetero.setup.initialize import initialize
+from hetero.setup.same_start import require_same_writes
 from hetero.stand_ins.construction_uses import arena_of
 from offload.errors import HeteroError
 
@@ -144,6 +145,7 @@ def start(
             f"the model was built with other values of {', '.join(others)}, and parts of it may be "
             f"on disk, or with other ranks; give the configuration to the context that builds it"
         )
+    require_same_writes(model, construction)
     construction.restore(model.parameters())
     construction.world.close()
     initialize(model, optimizer, config, process_group=early[0], mesh=early[1])

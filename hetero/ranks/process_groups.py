@@ -196,10 +196,16 @@ class ProcessGroups:
         name = self.everyone.name(peer)
         raise classes[number](f"{name} could not {what}, so no rank did: {text}")
 
-    def require_equal(self, facts: dict[str, str], what: str) -> None:
+    def require_equal(
+        self,
+        facts: dict[str, str],
+        what: str,
+        remedy: str = "all ranks must build the same model with the same options",
+    ) -> None:
         """Compares `facts`, values by name in some order, over the ranks. All ranks must call it.
 
-        Raises HeteroError with the first difference; `what` says in it what they are.
+        Raises HeteroError with the first difference; `what` says in it what they are, and `remedy`
+        what to do.
         """
         if self.everyone is None:
             return
@@ -214,8 +220,8 @@ class ProcessGroups:
                     if facts.get(key) != theirs.get(key):
                         raise HeteroError(
                             f"{what} differ between ranks: {key} is {facts.get(key)} on "
-                            f"{self.name} and {theirs.get(key)} on {self.everyone.name(peer)}; all "
-                            f"ranks must build the same model with the same options"
+                            f"{self.name} and {theirs.get(key)} on {self.everyone.name(peer)}; "
+                            f"{remedy}"
                         )
                 number, (here, there) = next(
                     (number, pair)

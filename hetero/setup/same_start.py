@@ -9,6 +9,7 @@ import torch
 from hetero.planning.group_plans import Arrangement
 from hetero.ranks.communicator import Communicator
 from hetero.setup.construction import ConstructionArena
+from hetero.stand_ins.construction_uses import written_to
 from hetero.stand_ins.parameter_classes import memory_in
 
 
@@ -38,6 +39,7 @@ def start_alike(
     facts["slot_numel"] = str([layout.slot_numel for layout in layouts])
     facts["trained"] = str([[c.trainable for c in layout.chunks] for layout in layouts])
     construction.world.require_equal(facts, "the models or options")
+    require_same_writes(model, construction)
     # An offloaded parameter is made of all ranks' parts, and so the same everywhere.
     params = [p for p in model.parameters() if p.numel() and not construction.is_offloaded(p)]
     sums = torch.tensor([_checksum(p, construction) for p in params], dtype=torch.int64)
@@ -49,6 +51,19 @@ def start_alike(
     for buffer in model.buffers():
         if buffer.numel():
             take_from_first(buffer, everyone)
+
+
+def require_same_writes(model: torch.nn.Module, construction: ConstructionArena) -> None:
+    """Compares what ranks have written inside gathered() without a modifier_rank; all call it.
+
+    Raises HeteroError if it differs: the first rank's values would count, or parts of each rank's.
+    """
+    written = {name: f"{written_to(p):08x}" for name, p in model.named_parameters()}
+    construction.world.require_equal(
+        {f"the checksum of {name}": checksum for name, checksum in written.items()},
+        "values that were written inside gathered() without a modifier_rank (00000000: none were)",
+        "name the rank whose values count as modifier_rank, or write the same on all ranks",
+    )
 
 
 def _checksum(param: torch.nn.Parameter, construction: ConstructionArena) -> int:

@@ -44,6 +44,8 @@ class ConstructionUses:
 
     def __init__(self, arena: ConstructionParams) -> None:
         self.arena = arena
+        # Checksum of what gathered(modifier_rank=None) has left on this rank; 0: it wrote nothing.
+        self.written = 0
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of a torch function. Raises BudgetError if the values do not fit."""
@@ -183,6 +185,19 @@ def rows_of(param: torch.Tensor, rows: slice) -> torch.Tensor:
         return param.detach()[rows].clone()
     wanted = slice(rows.start * width, rows.stop * width)
     return arena.elements(param, wanted).view(-1, width)
+
+
+def note_written(param: torch.Tensor, checksum: int) -> None:
+    """What the values of a parameter under construction are since this rank has changed them."""
+    owner = getattr(param, "_hetero_owner", None)
+    if isinstance(owner, ConstructionUses):
+        owner.written = checksum
+
+
+def written_to(param: torch.Tensor) -> int:
+    """What note_written() was told last; 0 for nothing."""
+    owner = getattr(param, "_hetero_owner", None)
+    return owner.written if isinstance(owner, ConstructionUses) else 0
 
 
 def arena_of(param: torch.Tensor) -> ConstructionParams | None:

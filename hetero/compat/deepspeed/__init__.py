@@ -1,18 +1,35 @@
 """DeepSpeed's names: `from hetero.compat import deepspeed` in the place of `import deepspeed`."""
 
-from hetero.compat.deepspeed import checkpointing, comm, ops, zero
-from hetero.compat.deepspeed.arguments import add_config_arguments
+from hetero.compat.deepspeed import accelerator, checkpointing, comm, ops, runtime, utils, zero
+from hetero.compat.deepspeed.accelerator import get_accelerator
 from hetero.compat.deepspeed.comm import init_distributed
 from hetero.compat.deepspeed.engine import DeepSpeedEngine
-from hetero.compat.deepspeed.initialize import initialize
+from hetero.compat.deepspeed.initialize import add_config_arguments, initialize
+from hetero.compat.deepspeed.options import RELEASE as __version__
+from hetero.compat.deepspeed.options import DeepSpeedConfig
+from hetero.compat.deepspeed.refused_names import PipelineModule, init_inference, tp_model_init
+from hetero.compat.deepspeed.utils import OnDevice, logger
+from hetero.ranks.process_groups import is_distributed as is_initialized
 
 __all__ = [
+    "DeepSpeedConfig",
     "DeepSpeedEngine",
+    "OnDevice",
+    "PipelineModule",
+    "__version__",
+    "accelerator",
     "add_config_arguments",
     "checkpointing",
     "comm",
+    "get_accelerator",
     "init_distributed",
+    "init_inference",
     "initialize",
+    "is_initialized",
+    "logger",
     "ops",
+    "runtime",
+    "tp_model_init",
+    "utils",
     "zero",
 ]

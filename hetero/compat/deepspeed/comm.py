@@ -1,20 +1,65 @@
-"""deepspeed.comm: joining the other ranks."""
+"""deepspeed.comm: torch.distributed, and joining the other ranks."""
 
 from __future__ import annotations
 
+import os
+from datetime import timedelta
 from typing import Any
+
+import torch.distributed
 
 from hetero.compat.key_table import log_not_needed
 from hetero.compat.ranks import join
+from hetero.ranks.process_groups import is_distributed
+
+_SAID = "torchrun's environment says it"
 
 
-def init_distributed(dist_backend: str | None = None, **options: Any) -> None:
-    """Makes the default process group of torchrun's ranks, unless there is one.
+def init_distributed(
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int = 29500,
+    verbose: bool = True,
+    timeout: timedelta | None = None,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: Any = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> None:
+    """Makes torch.distributed's default process group, unless there is one.
 
     Args:
         dist_backend: of torch.distributed. Default: gloo; "nccl" adds gloo, which hetero needs.
-        options: DeepSpeed's further ones, which torchrun's environment answers.
+        timeout: of the group.
+        init_method, rank, world_size: where ranks meet. Default: torchrun's environment says it;
+            without one there is no group.
+        dist_init_required: False: no group is made.
+        auto_mpi_discovery, distributed_port, verbose, config: not needed.
     """
-    for name in options:
-        log_not_needed(f"init_distributed: {name}", "torchrun's environment says it")
-    join(dist_backend)
+    for name, value in (
+        ("auto_mpi_discovery", not auto_mpi_discovery),
+        ("distributed_port", distributed_port != 29500),
+        ("config", config is not None),
+    ):
+        if value:
+            log_not_needed(f"init_distributed: {name}", _SAID)
+    if is_distributed() or dist_init_required is False:
+        return
+    if init_method is None and {"RANK", "WORLD_SIZE", "MASTER_ADDR"} - os.environ.keys():
+        return
+    if init_method is None and timeout is None and int(os.environ["WORLD_SIZE"]) > 1:
+        join(dist_backend)
+        return
+    backend = "cpu:gloo,cuda:nccl" if dist_backend == "nccl" else dist_backend or "gloo"
+    more: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
+    torch.distributed.init_process_group(
+        backend, init_method=init_method, rank=rank, world_size=world_size, **more
+    )
+
+
+def __getattr__(name: str) -> Any:
+    """All other names are those of torch.distributed."""
+    if name.startswith("__") or not hasattr(torch.distributed, name):
+        raise AttributeError(f"deepspeed.comm: torch.distributed has no {name!r}")
+    return getattr(torch.distributed, name)

@@ -13,6 +13,7 @@ _IO_ENGINE = "the I/O engine keeps the disk's queue full by itself (io_uring, or
 _PIPELINE = "the step pipeline always reads, updates and writes several tiles at a time"
 _PAGE_LOCKED = "buffers to and from a device are always page-locked"
 _NO_SUCH = "hetero has no such feature"
+_MONITOR = "log what engine.step() leaves in get_lr() and get_global_grad_norm()"
 _MEASURE = "optimizer.engine.explain() and `hetero train --timeline` say where time and memory go"
 
 TOP = KeyTable(
@@ -21,7 +22,10 @@ TOP = KeyTable(
         "train_batch_size": honoured("checked against the two below and the number of ranks"),
         "train_micro_batch_size_per_gpu": honoured("the batch size of the loader"),
         "gradient_accumulation_steps": honoured("micro-batches between steps; losses are divided"),
-        "gradient_clipping": honoured("the total norm is clipped before each step"),
+        "managed_gradient_accumulation": honoured("false: every step() updates"),
+        "gradient_clipping": honoured("the total norm is clipped before each step; absent: to 1.0"),
+        "gradient_allreduce_op": honoured('"mean"; "sum" is refused'),
+        "log_level": honoured("of the logger hetero.compat"),
         "optimizer": honoured("Adam, AdamW, Lion, Adagrad, SGD"),
         "scheduler": honoured("LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR"),
         "fp16": honoured("see fp16"),
@@ -47,6 +51,7 @@ TOP = KeyTable(
         "comms_logger": not_needed("optimizer.engine.traffic counts the bytes"),
         "dump_state": not_needed("optimizer.engine.notes and explain() say what was chosen"),
         "timers": not_needed(_MEASURE),
+        "disable_python_gc": not_needed("gc.disable() says it"),
         "vocabulary_size": not_needed("nothing is padded"),
         "graph_harvesting": not_needed("parameters move, which a CUDA graph cannot follow"),
         "seq_parallel_comm_data_type": not_needed("there is no sequence parallelism"),
@@ -54,6 +59,7 @@ TOP = KeyTable(
         "amp": refused("use bf16 or fp16"),
         "torch_autocast": refused("use torch.autocast itself, or bf16"),
         "tensor_parallel": refused(_NO_SUCH),
+        "expert_parallel": refused(_NO_SUCH),
         "sequence_parallel_size": refused(_NO_SUCH),
         "pipeline": refused(_NO_SUCH),
         "hybrid_engine": refused("call model.generate() as it is"),
@@ -61,14 +67,8 @@ TOP = KeyTable(
         "elasticity": refused("checkpoints and durable state load with any number of ranks"),
         "autotuning": refused("`hetero plan` says what to choose"),
         "nebula": refused("hetero.save(..., blocking=False) saves beside training"),
-        "tensorboard": refused(
-            "log what engine.step() leaves in get_lr() and get_global_grad_norm()"
-        ),
-        "wandb": refused("log what engine.step() leaves in get_lr() and get_global_grad_norm()"),
-        "csv_monitor": refused(
-            "log what engine.step() leaves in get_lr() and get_global_grad_norm()"
-        ),
-        "comet": refused("log what engine.step() leaves in get_lr() and get_global_grad_norm()"),
+        "datastates_ckpt": refused("hetero.save(..., blocking=False) saves beside training"),
+        **dict.fromkeys(("tensorboard", "wandb", "csv_monitor", "comet"), refused(_MONITOR)),
         "sparse_attention": refused(_NO_SUCH),
         "data_efficiency": refused(_NO_SUCH),
         "curriculum_learning": refused(_NO_SUCH),
@@ -100,6 +100,8 @@ ZERO = KeyTable(
         "allgather_bucket_size": not_needed(_SEARCHED),
         "allgather_partitions": not_needed("parameters are always gathered by all-gathers"),
         "use_multi_rank_bucket_allreduce": not_needed("a bucket is a chunk, of all ranks"),
+        "parameter_alignment": not_needed("parameters lie at aligned places of chunks"),
+        "compute_grad_norm": not_needed("a norm is computed where one is clipped or read"),
         "round_robin_gradients": not_needed("every rank has an equal part of every chunk"),
         "sub_group_size": not_needed("an update's unit is a tile, and " + _SEARCHED),
         "stage3_max_live_parameters": not_needed(_BUDGETS),
@@ -204,11 +206,21 @@ BF16 = KeyTable(
         "enabled": mapped('`dtype="bf16"`'),
         "bf16_optimizer_states": mapped('`state_dtype="bf16"` of the optimizer'),
         "immediate_grad_update": not_needed("gradients are taken in as they come"),
-        "check_grad_overflow": honoured("a step whose gradients are not finite is left out"),
+        "check_grad_overflow": honoured(
+            "a step whose gradients are not finite is left out; absent: it is"
+        ),
         "bf16_master_weights_and_grads": not_needed("an exact master costs 2 bytes beside bf16's"),
     },
 )
-DATA_TYPES = KeyTable("data_types", {"grad_accum_dtype": mapped("`grad_dtype`")})
+DATA_TYPES = KeyTable(
+    "data_types",
+    {
+        "grad_accum_dtype": mapped("`grad_dtype`"),
+        "param_dtype": honoured("must be that of fp16 or bf16"),
+        "buffer_dtype": honoured("buffers are cast to it; absent: they keep theirs"),
+        "keep_in_fp32_modules": honoured('"auto" or []; patterns of names are refused'),
+    },
+)
 ACTIVATIONS = KeyTable(
     "activation_checkpointing",
     {

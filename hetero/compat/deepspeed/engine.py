@@ -2,45 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from hetero.api.access import clip_grad_norm_, no_sync
 from hetero.api.optimizer import HybridOptimizer
 from hetero.checkpoint.load import load
 from hetero.checkpoint.save import save
+from hetero.compat.deepspeed.configured import ConfiguredModule, DeepSpeedUseError
 from hetero.compat.deepspeed.options import DeepSpeedOptions
 from hetero.compat.grad_scale import GradScale
 from hetero.compat.key_table import log_not_needed, logger
 from hetero.compat.ranks import barrier, rank, ranks
 from hetero.compat.torch_optimizers import OwnedSteps
+from hetero.planning.placement import PlacementError
 from hetero.runtime.engine import Engine
-from offload.errors import CheckpointError
+from offload.errors import BudgetError, CheckpointError
+from offload.memory.tiers import Tier
 
 _LATEST = "latest"  # the file in a folder of checkpoints that names the last one
 
 
-class DeepSpeedEngine(torch.nn.Module):
+_running = 0  # backward() of engines: inside, gradients of outputs are scaled already
+
+
+class DeepSpeedEngine(ConfiguredModule):
     """A model and its training, as deepspeed.initialize() returns it.
 
         loss = engine(batch)
-        engine.backward(loss)
+        engine.backward(loss)  # or loss.backward(); under fp16 engine.scale(loss).backward()
         engine.step()
 
     Each of these is called once a micro-batch. At the end of gradient_accumulation_steps of them
     step() clips, updates, clears the gradients and steps the scheduler; before, it only counts.
-
-    Attributes:
-        module: the model.
-        optimizer: hetero's, whose `engine` is hetero's engine; None for inference.
-        lr_scheduler: None if there is none.
-        training_dataloader: of the training data that initialize() was given, or None.
-        options: the configuration.
-        micro_steps, global_steps, global_samples, skipped_steps: counts; fp16's overflows skip.
+    Without managed_gradient_accumulation each step() is such an end.
     """
 
     def __init__(
@@ -50,28 +50,69 @@ class DeepSpeedEngine(torch.nn.Module):
         optimizer: HybridOptimizer | None,
         lr_scheduler: Any = None,
         training_dataloader: Any = None,
+        engine: Engine | None = None,
     ) -> None:
-        super().__init__()
-        self.module = module
-        self.options = options
-        self.optimizer = optimizer
-        self.lr_scheduler = lr_scheduler
-        self.training_dataloader = training_dataloader
-        self.micro_steps = self.global_steps = self.global_samples = self.skipped_steps = 0
-        self._ranks = ranks()
+        """`engine`: of a model without an optimizer."""
+        super().__init__(module, options, optimizer, lr_scheduler, training_dataloader)
+        self._engine = engine if optimizer is None else optimizer.engine
         self._scale = GradScale(options.scale)
         self._steps = None if optimizer is None else OwnedSteps(optimizer, "engine.step()")
         self._boundary: bool | None = None  # as the loop has set it
+        self._is_announced = False  # scale() was called for the next backward
         self._is_scaled = False  # gradients are times the loss scale
         self._unsynced = False  # inside no_sync()
+        self._backwards = 0  # backward() calls since the last update
         self._was_applied = False
         self._norm: float | None = None
+        self._device_memory: int | None = None  # before offload_states()
 
     # A micro-batch
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The model's outputs."""
-        return self.module(*inputs, **kwargs)
+        outputs = self.module(*inputs, **kwargs)
+        if torch.is_grad_enabled() and self.optimizer is not None:
+            for output in tree_leaves(outputs):
+                if isinstance(output, torch.Tensor) and output.grad_fn is not None:
+                    output.register_hook(self._on_output_grad)
+        return outputs
+
+    def _on_output_grad(self, grad: torch.Tensor) -> torch.Tensor | None:
+        """Divides what a backward() of the loop's own brings, as engine.backward() does the loss.
+
+        Raises DeepSpeedUseError under fp16 if scale() was not called.
+        """
+        if _running:
+            return None
+        if self._scale.value != 1.0 and not self._is_announced:
+            raise DeepSpeedUseError(
+                "Loss scaling is required under fp16: call engine.backward(loss), or "
+                "engine.scale(loss).backward()"
+            )
+        self._is_scaled = True
+        steps = self.options.accumulation_steps
+        return grad / steps if steps > 1 else None
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss times fp16's scale, for a backward() of the loop's own.
+
+        Args:
+            loss: a scalar.
+
+        Raises:
+            DeepSpeedUseError: it is none, or has no graph, or the engine has no optimizer.
+        """
+        self._check_loss(loss)
+        self._is_announced = True
+        return self._scale.scaled(loss)
+
+    def _check_loss(self, loss: torch.Tensor) -> None:
+        _ = self._optimizer  # raises if there is none
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or loss.grad_fn is None:
+            raise DeepSpeedUseError(
+                "the loss must be a scalar tensor that has a graph; of another tensor call "
+                "output.backward(gradient)"
+            )
 
     def backward(
         self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
@@ -87,14 +128,19 @@ class DeepSpeedEngine(torch.nn.Module):
             The loss, divided so.
 
         Raises:
-            ValueError: the engine has no optimizer.
+            DeepSpeedUseError: the engine has no optimizer, or the loss is no scalar with a graph.
         """
-        engine = self._engine
+        global _running
+        self._check_loss(loss)
         if scale_wrt_gas and self.options.accumulation_steps > 1:
             loss = loss / self.options.accumulation_steps
-        self._is_scaled = True
-        with self._kept_here():
-            engine.backward(self._scale.scaled(loss), retain_graph=retain_graph)
+        self._is_scaled, self._backwards = True, self._backwards + 1
+        _running += 1
+        try:
+            with self._kept_here():
+                self._optimizer.engine.backward(self._scale.scaled(loss), retain_graph=retain_graph)
+        finally:
+            _running -= 1
         return loss
 
     def _kept_here(self) -> AbstractContextManager[None]:
@@ -105,7 +151,7 @@ class DeepSpeedEngine(torch.nn.Module):
         """
         if self._unsynced or self.is_gradient_accumulation_boundary():
             return nullcontext()
-        if self._ranks > 1 and self.options.stage >= 2:
+        if ranks() > 1 and self.options.stage >= 2:
             return nullcontext()
         return no_sync(self.module)
 
@@ -116,57 +162,91 @@ class DeepSpeedEngine(torch.nn.Module):
             lr_kwargs: arguments of the scheduler's step().
 
         Raises:
+            DeepSpeedUseError: inside no_sync(), or without an optimizer.
             Exception: as of step() of hetero's optimizers.
         """
+        if self._unsynced:
+            raise DeepSpeedUseError("It is illegal to call Engine.step() inside no_sync()")
         self._was_applied = False
-        if self.is_gradient_accumulation_boundary():
+        if not self.options.is_managed or self.is_gradient_accumulation_boundary():
             self._update(dict(lr_kwargs or {}))
         self.micro_steps += 1
-        self.global_samples += self.options.micro_batch_size * self._ranks
 
     def _update(self, lr_kwargs: dict[str, Any]) -> None:
-        engine, optimizer = self._engine, self._optimizer
+        optimizer, options = self._optimizer, self.options
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        # (Gradients of the loop's own loss.backward() are not scaled.)
-        overflow = self._is_scaled and self._scale.unscale(engine, params)
-        self._is_scaled = False
+        overflow = self._is_scaled and self._scale.unscale(optimizer.engine, params)
+        self._is_scaled = self._is_announced = False
         if not overflow:
-            if self.options.gradient_clipping > 0:
-                self._norm = float(clip_grad_norm_(params, self.options.gradient_clipping))
+            if options.gradient_clipping > 0:
+                self._norm = float(clip_grad_norm_(params, options.gradient_clipping))
             assert self._steps is not None
             self._steps.step(optimizer)
         optimizer.zero_grad()
         self._scale.update(overflow)
         self.global_steps += 1
+        micro_batches = options.accumulation_steps if options.is_managed else self._backwards
+        self.global_samples += options.micro_batch_size * micro_batches * ranks()
+        self._backwards = 0
         self.skipped_steps += int(overflow)
         self._was_applied = not overflow
         if self.lr_scheduler is not None and not overflow:
             self.lr_scheduler.step(**lr_kwargs)
-        every = self.options.steps_per_print
+        every = options.steps_per_print
         if every and self.global_steps % every == 0 and rank() == 0:
             logger.info(
                 "step=%d, skipped=%d, lr=%s", self.global_steps, self.skipped_steps, self.get_lr()
             )
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether this micro-batch is the last one of a step."""
-        if self._boundary is not None:
-            return self._boundary
+        """Whether this micro-batch is the last one of a step; nobody knows if it is not managed."""
+        if self._boundary is not None or not self.options.is_managed:
+            return bool(self._boundary)
         return (self.micro_steps + 1) % self.options.accumulation_steps == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """From now on each micro-batch is the last one of its step, or none is."""
+        """From now on each micro-batch is the last one of its step, or none is.
+
+        Raises:
+            DeepSpeedUseError: without managed_gradient_accumulation.
+        """
+        self._check_managed("set_gradient_accumulation_boundary")
         self._boundary = is_boundary
+
+    def _check_managed(self, name: str) -> None:
+        if not self.options.is_managed:
+            raise DeepSpeedUseError(
+                f"{name}() is not for managed_gradient_accumulation=False: each step() is the end "
+                f"of a step there"
+            )
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside the block no gradient is sent to other ranks, as with hetero.no_sync()."""
+        """Inside the block no gradient is sent to other ranks, as with hetero.no_sync().
+
+        Raises:
+            DeepSpeedUseError: inside another one.
+        """
+        if self._unsynced:
+            raise DeepSpeedUseError("no_sync context manager reentry is unsupported")
         with no_sync(self.module):
             self._unsynced = True
             try:
                 yield
             finally:
                 self._unsynced = False
+
+    @contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """Inside the block no gradient is sent; at its end the sums are, once.
+
+        Raises:
+            DeepSpeedUseError: inside no_sync(), or without managed_gradient_accumulation.
+        """
+        self._check_managed("coalesce_grad_reduction")
+        with self.no_sync():
+            yield
+        self._optimizer.engine.grad_intake.average(force=True)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients; step() does that, too."""
@@ -175,22 +255,14 @@ class DeepSpeedEngine(torch.nn.Module):
     # Facts
 
     @property
-    def _optimizer(self) -> HybridOptimizer:
-        if self.optimizer is None:
-            raise ValueError(
-                "this engine has no optimizer; give deepspeed.initialize() one, or name one in the "
-                "configuration"
-            )
-        return self.optimizer
-
-    @property
-    def _engine(self) -> Engine:
-        return self._optimizer.engine
-
-    @property
     def device(self) -> torch.device:
         """Where the model computes; inputs come there by themselves."""
-        return torch.device("cpu") if self.optimizer is None else self._engine.backend.device
+        return torch.device("cpu") if self._engine is None else self._engine.backend.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of parameters in forward and backward."""
+        return next(self.module.parameters()).dtype
 
     @property
     def loss_scale(self) -> float:
@@ -210,42 +282,52 @@ class DeepSpeedEngine(torch.nn.Module):
         """The norm of all gradients before the last clipping; None if none was clipped yet."""
         return self._norm
 
-    def get_lr(self) -> list[float]:
-        """The learning rate of each param group."""
-        return [group["lr"] for group in self._optimizer.param_groups]
+    def offload_states(
+        self,
+        include: Iterable[Any] | None = None,
+        device: str = "cpu",
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Moves what is on the device away from it, in place, until reload_states().
 
-    def train_batch_size(self) -> int:
-        """Samples of a step of all ranks."""
-        options = self.options
-        return options.micro_batch_size * options.accumulation_steps * self._ranks
+        Without a device, all is in RAM, or on NVMe, anyway. All ranks must call it, between steps.
 
-    def train_micro_batch_size_per_gpu(self) -> int:
-        """Samples of a micro-batch of one rank."""
-        return self.options.micro_batch_size
+        Args:
+            include: not needed: all leaves, except for the slots that a layer needs.
+            device: "cpu"; "none" does nothing.
+            pin_memory, non_blocking: not needed.
 
-    def gradient_accumulation_steps(self) -> int:
-        """Micro-batches of a step."""
-        return self.options.accumulation_steps
+        Raises:
+            ValueError: another device.
+            DeepSpeedUseError: the engine has no optimizer.
+            Exception: as of engine.set_budget() of hetero.
+        """
+        engine = self._optimizer.engine
+        device = getattr(device, "value", device)
+        if device not in ("cpu", "none"):
+            raise ValueError(
+                f"offload_states: device must be 'cpu', not {device!r}; the configuration says "
+                f"what lives on NVMe"
+            )
+        if include is not None:
+            log_not_needed("offload_states: include", "homes leave the device together")
+        if device == "none" or not engine.backend.separate or self._device_memory is not None:
+            return
+        before = engine.ledger.budget_bytes[Tier.DEVICE.value]
+        try:
+            engine.set_budget(device_memory=1)
+        except BudgetError as refusal:  # it knows the smallest
+            if not isinstance(refusal.__context__, PlacementError):
+                raise
+            engine.set_budget(device_memory=refusal.__context__.smallest_device_bytes)
+        self._device_memory = before
 
-    def gradient_clipping(self) -> float:
-        """The limit of the norm of all gradients; 0: none."""
-        return self.options.gradient_clipping
-
-    def zero_optimization(self) -> bool:
-        """Whether a stage of ZeRO was asked for."""
-        return self.options.stage > 0
-
-    def zero_optimization_stage(self) -> int:
-        """The stage that was asked for."""
-        return self.options.stage
-
-    def fp16_enabled(self) -> bool:
-        """Whether parameters are in fp16."""
-        return self.options.config.dtype == "fp16"
-
-    def bfloat16_enabled(self) -> bool:
-        """Whether parameters are in bf16."""
-        return self.options.config.dtype == "bf16"
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Brings back what offload_states() has moved; all ranks must call it."""
+        if self._device_memory is not None:
+            self._optimizer.engine.set_budget(device_memory=self._device_memory)
+            self._device_memory = None
 
     # Checkpoints
 
@@ -368,5 +450,5 @@ class DeepSpeedEngine(torch.nn.Module):
 
     def destroy(self) -> None:
         """Frees memory, files and threads, as hetero's engine.close()."""
-        if self.optimizer is not None:
-            self.optimizer.engine.close()
+        if self._engine is not None:
+            self._engine.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Iterable, Mapping
 from os import PathLike
 from typing import Any
@@ -10,15 +11,19 @@ import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from hetero.api.optimizer import HybridOptimizer, ParamGroups
+from hetero.api.optimizers import HybridSGD
+from hetero.api.whole_state import write_parts
 from hetero.compat.deepspeed.engine import DeepSpeedEngine
 from hetero.compat.deepspeed.named_optimizers import make_optimizer
 from hetero.compat.deepspeed.options import DeepSpeedOptions, read_options
 from hetero.compat.deepspeed.runtime.lr_schedules import make_schedule
-from hetero.compat.key_table import log_not_needed
+from hetero.compat.deepspeed.utils.tensor_fragment import remember
+from hetero.compat.key_table import log_not_needed, log_once
 from hetero.compat.late_start import start
 from hetero.compat.meshes import shard_mesh
 from hetero.compat.ranks import join, rank, ranks
 from hetero.compat.torch_optimizers import hybrid_optimizer
+from hetero.runtime.engine import Engine
 
 _OptimizerMaker = Callable[[Any], torch.optim.Optimizer]
 _SchedulerMaker = Callable[[torch.optim.Optimizer], Any]
@@ -76,15 +81,56 @@ def initialize(
     options = read_options(_given(args, config, config_params), ranks())
     made = _optimizer(model, optimizer, model_parameters, options)
     group = None if mpu is None else mpu.get_data_parallel_group()
-    scheduler: Any = None
-    if made is not None:
-        scheduler = _scheduler(lr_scheduler, made, options)
-        mesh = shard_mesh(options.shard_size, group)
-        start(model, made, options.config, process_group=group, mesh=mesh)
+    scheduler = None if made is None else _scheduler(lr_scheduler, made, options)
+    if options.buffer_dtype is not None:
+        for buffer in model.buffers():
+            if buffer.is_floating_point():
+                buffer.data = buffer.data.to(options.buffer_dtype)
+    started = made or _no_updates(model)
+    start(
+        model,
+        started,
+        options.config,
+        process_group=group,
+        mesh=shard_mesh(options.shard_size, group),
+    )
+    remember(started)
+    if options.config.dtype != "fp32" and not options.config.durable:
+        _begin_rounded(started.engine)
     loader = None
     if training_data is not None:
         loader = _loader(training_data, collate_fn, options)
-    return DeepSpeedEngine(model, options, made, scheduler, loader), made, loader, scheduler
+    engine = DeepSpeedEngine(model, options, made, scheduler, loader, started.engine)
+    return engine, made, loader, scheduler
+
+
+def _begin_rounded(engine: Engine) -> None:
+    """Masters begin as the parameters do, in fp16 or bf16, with which DeepSpeed begins."""
+    trained = [m for m in engine.managed_params() if m.chunk.trainable]
+    write_parts(engine, trained, lambda piece: piece.set_master(piece.values.float()))
+
+
+def _no_updates(model: torch.nn.Module) -> HybridOptimizer:
+    """The optimizer of a model that only computes: of parameters without gradients and states."""
+    for param in model.parameters():
+        param.requires_grad_(False)
+    log_once("no optimizer", "parameters get no gradients (requires_grad is False)")
+    return HybridSGD(model.parameters(), lr=0.0)
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Adds --deepspeed and --deepspeed_config, which deepspeed.initialize(args=...) reads.
+
+    Args:
+        parser: of the training.
+
+    Returns:
+        The same parser.
+    """
+    group = parser.add_argument_group("DeepSpeed", "configuration of the training")
+    group.add_argument("--deepspeed", action="store_true", help="train as the configuration says")
+    group.add_argument("--deepspeed_config", help="the path of a DeepSpeed configuration, JSON")
+    return parser
 
 
 def _given(args: Any, *configs: Any) -> Any:

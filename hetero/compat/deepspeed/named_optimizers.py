@@ -11,13 +11,14 @@ from hetero.compat.deepspeed.options import Named
 from hetero.compat.key_table import log_not_needed, nearest, refuse_unknown
 from hetero.compat.torch_optimizers import SGD, check_torch_options
 
-_ADAM = ("lr", "betas", "eps", "weight_decay", "bias_correction")
+_STATES = "fp32_optimizer_states"
+_ADAM = ("lr", "betas", "eps", "weight_decay", "bias_correction", "adam_w_mode", "torch_adam")
 # By the name in lower case: the class, and the options that it takes.
 _KINDS: Mapping[str, tuple[type[HybridOptimizer], tuple[str, ...]]] = {
-    "adam": (HybridAdam, (*_ADAM, "adam_w_mode", "torch_adam")),
-    "adamw": (HybridAdam, (*_ADAM, "torch_adam")),
-    "lion": (HybridLion, ("lr", "betas", "weight_decay")),
-    "adagrad": (HybridAdagrad, ("lr", "lr_decay", "eps", "weight_decay")),
+    "adam": (HybridAdam, (*_ADAM, _STATES)),
+    "adamw": (HybridAdam, (*_ADAM, _STATES)),
+    "lion": (HybridLion, ("lr", "betas", "weight_decay", _STATES)),
+    "adagrad": (HybridAdagrad, ("lr", "lr_decay", "eps", "weight_decay", _STATES)),
     "sgd": (SGD, ("lr", "momentum", "dampening", "weight_decay", "nesterov")),
 }
 _OF_TORCH = ("amsgrad", "maximize", "foreach", "fused", "capturable", "differentiable")
@@ -26,7 +27,7 @@ _OF_TORCH = ("amsgrad", "maximize", "foreach", "fused", "capturable", "different
 def make_optimizer(named: Named, params: ParamGroups, state_dtype: str) -> HybridOptimizer:
     """The optimizer that the configuration names, over `params`.
 
-    DeepSpeed's "Adam" is AdamW unless adam_w_mode is false.
+    DeepSpeed's "Adam" is AdamW unless adam_w_mode is false; "AdamW" is always.
 
     Raises ValueError for a type that hetero has not, and for unknown or wrong arguments.
     """
@@ -43,10 +44,17 @@ def make_optimizer(named: Named, params: ParamGroups, state_dtype: str) -> Hybri
     refuse_unknown(where, named.params, [*known, *_OF_TORCH])
     options: dict[str, Any] = dict(named.params)
     check_torch_options(named.type, options)
+    if made is HybridAdam:
+        decoupled = options.pop("adam_w_mode", True) or named.type.lower() == "adamw"
+        options["adamw_mode"] = bool(decoupled)
+    if made is HybridLion:  # DeepSpeed's defaults
+        options = {"lr": 1e-3, "betas": (0.9, 0.999), **options}
     if options.pop("torch_adam", False):
         log_not_needed(f"{named.type}: torch_adam", "hetero has one kernel")
-    if "adam_w_mode" in options:
-        options["adamw_mode"] = options.pop("adam_w_mode")
+        if options["adamw_mode"]:  # as torch.optim.AdamW has it
+            options.setdefault("weight_decay", 1e-2)
+    if options.pop(_STATES, True) is False:
+        state_dtype = "bf16"
     if "betas" in options:
         options["betas"] = tuple(options["betas"])
     build: Any = made

@@ -9,11 +9,23 @@ from dataclasses import dataclass, field
 from os import PathLike
 from typing import Any
 
+import torch
+
 from hetero.compat.deepspeed import config_keys
 from hetero.compat.grad_scale import ScalePolicy
-from hetero.compat.key_table import log_not_needed, refuse_unknown
+from hetero.compat.key_table import log_not_needed, log_once, logger, refuse_unknown
+from hetero.compat.ranks import ranks
 from hetero.config import Config
 
+# The release whose keys, defaults and names the adapter has. Where an older one had another
+# default, a configuration that leaves the key out is told so, once, in the log.
+RELEASE = "0.19.8"
+GRADIENT_CLIPPING = 1.0
+_OLDER = (
+    "this is %s, as in DeepSpeed from 0.19.3 to %s; older releases had %s. Give the key to choose"
+)
+
+_TORCH_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 _DTYPES = {
     "fp16": "fp16",
     "float16": "fp16",
@@ -42,6 +54,7 @@ class DeepSpeedOptions:
         config: hetero's options.
         accumulation_steps: micro-batches of a step.
         micro_batch_size: samples of a micro-batch of one rank.
+        is_managed: gradient_accumulation_steps say which step() updates; else each does.
         gradient_clipping: limit of the total norm; 0: none.
         optimizer, scheduler: None if the configuration has none.
         state_dtype: of an optimizer that the configuration names.
@@ -51,12 +64,14 @@ class DeepSpeedOptions:
         drop_last: the loader leaves out the last, smaller batch.
         stage: as it was given, 0 to 3.
         shard_size: ranks that share one model (MiCS); None: all.
+        buffer_dtype: that buffers are cast to; None: they keep theirs.
     """
 
     config: Config
     accumulation_steps: int = 1
     micro_batch_size: int = 1
-    gradient_clipping: float = 0.0
+    is_managed: bool = True
+    gradient_clipping: float = GRADIENT_CLIPPING
     optimizer: Named | None = None
     scheduler: Named | None = None
     state_dtype: str = "fp32"
@@ -65,6 +80,37 @@ class DeepSpeedOptions:
     drop_last: bool = False
     stage: int = 0
     shard_size: int | None = None
+    buffer_dtype: torch.dtype | None = None
+
+
+class DeepSpeedConfig:
+    """The numbers of a configuration that code asks for before there is an engine.
+
+    Attributes:
+        train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps,
+            gradient_clipping, zero_optimization_stage: as of the configuration, the missing ones
+            by DeepSpeed's rules.
+        zero_enabled: the stage is 1 or more.
+    """
+
+    def __init__(
+        self,
+        config: Mapping[str, Any] | str | PathLike[str],
+        mpu: Any = None,
+        mesh_device: Any = None,
+    ) -> None:
+        """`mpu` has get_data_parallel_world_size(); by default all ranks count.
+
+        Raises as read_options().
+        """
+        world = ranks() if mpu is None else mpu.get_data_parallel_world_size()
+        options = read_options(config, world)
+        self.gradient_accumulation_steps = options.accumulation_steps
+        self.train_micro_batch_size_per_gpu = options.micro_batch_size
+        self.train_batch_size = options.micro_batch_size * options.accumulation_steps * world
+        self.gradient_clipping = options.gradient_clipping
+        self.zero_optimization_stage = options.stage
+        self.zero_enabled = options.stage > 0
 
 
 def load(config: Mapping[str, Any] | str | PathLike[str]) -> Mapping[str, Any]:
@@ -95,13 +141,13 @@ def load(config: Mapping[str, Any] | str | PathLike[str]) -> Mapping[str, Any]:
 
 
 def read_options(
-    config: Mapping[str, Any] | str | PathLike[str], ranks: int = 1, **defaults: Any
+    config: Mapping[str, Any] | str | PathLike[str], world: int = 1, **defaults: Any
 ) -> DeepSpeedOptions:
     """Reads a DeepSpeed configuration.
 
     Args:
         config: a mapping, or the path of a JSON file.
-        ranks: of the training, for batch sizes.
+        world: ranks of the training, for batch sizes.
         defaults: options of hetero that hold where the configuration says nothing else.
 
     Raises:
@@ -125,9 +171,17 @@ def read_options(
     options["dtype"] = dtype
     if scale is not None:
         options["initial_loss_scale"] = None  # the engine of the adapter scales losses
-    data_types = config_keys.DATA_TYPES.read(top.get("data_types", {}))
-    if data_types.get("grad_accum_dtype") is not None:
-        options["grad_dtype"] = _dtype("grad_accum_dtype", data_types["grad_accum_dtype"])
+    if top.get("log_level") is not None:
+        logger.setLevel(str(top["log_level"]).upper())
+    op = str(top.get("gradient_allreduce_op", "mean")).lower()
+    if op != "mean":
+        raise ValueError(
+            f"gradient_allreduce_op={op!r} is refused: hetero averages over ranks; multiply the "
+            f"loss by the number of ranks to have the sum"
+        )
+    grad_dtype, buffer_dtype = _data_types(top.get("data_types", {}), dtype)
+    if grad_dtype is not None:
+        options["grad_dtype"] = grad_dtype
     if top.get("communication_data_type") is not None:
         options["reduce_dtype"] = _dtype("communication_data_type", top["communication_data_type"])
     if config_keys.ACTIVATIONS.read(top.get("activation_checkpointing", {})).get(
@@ -139,7 +193,7 @@ def read_options(
     own = top.get("hetero", {})
     if not isinstance(own, Mapping):
         raise ValueError(f"hetero must be a mapping of hetero's options, not {own!r}")
-    micro, accumulation = _batch_sizes(top, ranks)
+    micro, accumulation = _batch_sizes(top, world)
     shard_size = zero.get("mics_shard_size", -1)
     if shard_size != -1:
         _whole("mics_shard_size", shard_size)
@@ -150,7 +204,8 @@ def read_options(
         Config.make(options, **own),
         accumulation,
         micro,
-        _number("gradient_clipping", top.get("gradient_clipping", 0.0)),
+        bool(top.get("managed_gradient_accumulation", True)),
+        _clipping(top),
         _named("optimizer", top.get("optimizer")),
         _named("scheduler", top.get("scheduler")),
         state_dtype,
@@ -159,7 +214,34 @@ def read_options(
         bool(top.get("dataloader_drop_last", False)),
         stage,
         shard_size if shard_size > 0 else None,
+        buffer_dtype,
     )
+
+
+def _clipping(top: Mapping[str, Any]) -> float:
+    """The limit of the norm."""
+    if top.get("gradient_clipping") is None:
+        log_once("gradient_clipping is absent", _OLDER % (GRADIENT_CLIPPING, RELEASE, 0.0))
+        return GRADIENT_CLIPPING
+    return _number("gradient_clipping", top["gradient_clipping"])
+
+
+def _data_types(given: object, dtype: str) -> tuple[str | None, torch.dtype | None]:
+    """The dtypes of gradients and of buffers, where the configuration has them."""
+    found = config_keys.DATA_TYPES.read(given)
+    names = ("grad_accum_dtype", "param_dtype", "buffer_dtype")
+    grad, param, buffer = (
+        None if found.get(name) is None else _dtype(name, found[name]) for name in names
+    )
+    if param not in (None, dtype):
+        raise ValueError(f"data_types: param_dtype={param} conflicts with fp16 and bf16: {dtype}")
+    kept = found.get("keep_in_fp32_modules", "auto")
+    if kept not in ("auto", None, []):
+        raise ValueError(
+            f"data_types: keep_in_fp32_modules={kept!r} is refused: buffers keep the dtype that "
+            f"they were built with, unless buffer_dtype casts all"
+        )
+    return grad, None if buffer is None else _TORCH_DTYPES[buffer]
 
 
 def _read_zero(given: object) -> dict[str, Any]:
@@ -188,6 +270,7 @@ def _placement(zero: Mapping[str, Any]) -> dict[str, Any]:
     paths: list[str] = []
     for part, old in (("offload_optimizer", "cpu_offload"), ("offload_param", "cpu_offload_param")):
         device = zero[part].get("device", "none") or "none"
+        device = getattr(device, "value", device)
         if device not in ("none", "cpu", "nvme"):
             raise ValueError(f"{part}: device must be none, cpu or nvme, not {device!r}")
         path = zero[part].get("nvme_path")
@@ -218,8 +301,11 @@ def _precision(top: Mapping[str, Any]) -> tuple[str, ScalePolicy | None, str]:
     if fp16.get("enabled") and bf16.get("enabled"):
         raise ValueError("fp16 and bf16 are both enabled; enable one of them")
     if bf16.get("enabled"):
-        checked = ScalePolicy.fixed(1.0) if bf16.get("check_grad_overflow") else None
-        return "bf16", checked, state_dtype
+        checked = bf16.get("check_grad_overflow")
+        if checked is None:
+            checked = True
+            log_once("bf16: check_grad_overflow is absent", _OLDER % (True, RELEASE, False))
+        return "bf16", ScalePolicy.fixed(1.0) if checked else None, state_dtype
     if not fp16.get("enabled"):
         return "fp32", None, state_dtype
     fixed = _number("fp16.loss_scale", fp16.get("loss_scale", 0))
@@ -239,7 +325,7 @@ def _precision(top: Mapping[str, Any]) -> tuple[str, ScalePolicy | None, str]:
     )
 
 
-def _batch_sizes(top: Mapping[str, Any], ranks: int) -> tuple[int, int]:
+def _batch_sizes(top: Mapping[str, Any], world: int) -> tuple[int, int]:
     """The micro-batch's size and the number of micro-batches; what is missing follows."""
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     for name in names:
@@ -247,15 +333,15 @@ def _batch_sizes(top: Mapping[str, Any], ranks: int) -> tuple[int, int]:
             _whole(name, top[name])
     whole, micro, accumulation = (top.get(name) for name in names)
     if whole is not None and micro is None:
-        micro = max(1, whole // (ranks * (accumulation or 1)))
+        micro = max(1, whole // (world * (accumulation or 1)))
     micro = micro or 1
     if accumulation is None:
-        accumulation = 1 if whole is None else max(1, whole // (ranks * micro))
-    if whole is not None and whole != micro * accumulation * ranks:
+        accumulation = 1 if whole is None else max(1, whole // (world * micro))
+    if whole is not None and whole != micro * accumulation * world:
         raise ValueError(
             f"train_batch_size={whole} is not train_micro_batch_size_per_gpu={micro} times "
-            f"gradient_accumulation_steps={accumulation} times {ranks} ranks, "
-            f"{micro * accumulation * ranks}; leave one of them out"
+            f"gradient_accumulation_steps={accumulation} times {world} ranks, "
+            f"{micro * accumulation * world}; leave one of them out"
         )
     return micro, accumulation
 

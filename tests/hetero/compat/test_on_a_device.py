@@ -35,6 +35,7 @@ def with_deepspeed(**zero: Any) -> Trained:
         model = Net()
     config = {
         "zero_optimization": {"stage": 3, **zero},
+        "gradient_clipping": 0.0,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.0}},
     }
     engine, optimizer, _, _ = deepspeed.initialize(model=model, config=config)

@@ -80,6 +80,7 @@ def overflow_on_the_second(rank: int, world: int) -> list[Any]:
         "fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1},
         "zero_optimization": {"stage": 2},
         "optimizer": ADAMW,
+        "gradient_clipping": 0.0,
     }
     engine, _, _, _ = deepspeed.initialize(model=model, config=config)
     found = []
@@ -95,3 +96,66 @@ def overflow_on_the_second(rank: int, world: int) -> list[Any]:
 def train_replicas(rank: int, world: int) -> dict[str, Any]:
     """train() where each rank is a replica of its own (MiCS with one rank a shard)."""
     return train(rank, world, 2, "", mics_shard_size=1)
+
+
+def write_without_a_modifier(rank: int, world: int) -> list[tuple[str, list[float]]]:
+    """What initialize() says after writes inside GatheredParameters() without a modifier_rank: the
+    same on all ranks, then others on each, then on one alone, with other options."""
+    found = []
+    for values, more in (((2.0, 2.0), {}), ((1.0, 2.0), {}), ((None, 3.0), {"rank_timeout_s": 60})):
+        config = {"zero_optimization": {"stage": 3}, "optimizer": ADAMW}
+        with deepspeed.zero.Init(config_dict_or_path=config):
+            model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+        value = values[rank]
+        with deepspeed.zero.GatheredParameters([model[1].weight], modifier_rank=None):
+            if value is not None:
+                model[1].weight.data.fill_(value)
+        try:
+            engine, _, _, _ = deepspeed.initialize(model=model, config={**config, "hetero": more})
+        except hetero.HeteroError as error:
+            found.append((str(error), []))
+        else:
+            found.append(("", model[1].weight.detach().unique().tolist()))
+            engine.destroy()
+    return found
+
+
+def parts_of_a_parameter(rank: int, world: int) -> list[str]:
+    """The tensors of which the parts that ranks have set do not make what they then have."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 3)
+    config = {"zero_optimization": {"stage": 3}, "optimizer": ADAMW}
+    engine, _, _, _ = deepspeed.initialize(model=model, config=config)
+    weight, wrong = model.weight, []
+
+    def check(what: str, get: Any, get_local: Any, set_local: Any) -> None:
+        part = torch.arange(5.0) + 10 * rank
+        set_local(weight, part)
+        expected = torch.cat([torch.arange(5.0), torch.arange(5.0) + 10])[:9].view(3, 3)
+        padded = torch.cat([expected.reshape(-1), torch.zeros(1)])[5 * rank : 5 * rank + 5]
+        if not torch.equal(get(weight), expected) or not torch.equal(get_local(weight), padded):
+            wrong.append(what)
+
+    utils = deepspeed.utils
+    engine.backward(engine(torch.ones(2, 3)).sum())
+    check(
+        "gradient",
+        utils.safe_get_full_grad,
+        utils.safe_get_local_grad,
+        utils.safe_set_local_grad,
+    )
+    engine.step()
+    check(
+        "master",
+        utils.safe_get_full_fp32_param,
+        utils.safe_get_local_fp32_param,
+        utils.safe_set_local_fp32_param,
+    )
+    check(
+        "state",
+        lambda p: utils.safe_get_full_optimizer_state(p, "exp_avg"),
+        lambda p: utils.safe_get_local_optimizer_state(p, "exp_avg"),
+        lambda p, part: utils.safe_set_local_optimizer_state(p, part, "exp_avg"),
+    )
+    engine.destroy()
+    return wrong

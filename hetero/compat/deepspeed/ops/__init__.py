@@ -1,5 +1,5 @@
 """DeepSpeed's optimizers."""
 
-from hetero.compat.deepspeed.ops import adam
+from hetero.compat.deepspeed.ops import adagrad, adam, lion
 
-__all__ = ["adam"]
+__all__ = ["adagrad", "adam", "lion"]

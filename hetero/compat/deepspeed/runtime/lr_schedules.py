@@ -196,7 +196,9 @@ class WarmupDecayLR(WarmupLR):
     def _share(self) -> float:
         if self.last_batch_iteration < self.warmup_num_steps:
             return super()._share()
-        left, whole = (self.total_num_steps - i for i in (self.last_batch_iteration, self.warmup_num_steps))
+        left, whole = (
+            self.total_num_steps - i for i in (self.last_batch_iteration, self.warmup_num_steps)
+        )
         return max(0.0, left / max(1.0, whole))
 
 
@@ -289,9 +291,9 @@ class OneCycle(Schedule):
         last_batch_iteration: int = -1,
     ) -> None:
         super().__init__(optimizer, last_batch_iteration)
-        self.first_step_size, self.second_step_size = cycle_first_step_size, cycle_second_step_size
-        if self.second_step_size is None:
-            self.second_step_size = cycle_first_step_size
+        second = cycle_second_step_size
+        self.first_step_size = cycle_first_step_size
+        self.second_step_size = cycle_first_step_size if second is None else second
         if cycle_first_step_size <= 0 or self.second_step_size < 0:
             raise ValueError(
                 f"cycle_first_step_size must be above 0, and cycle_second_step_size 0 or more, not "

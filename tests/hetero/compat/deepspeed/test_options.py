@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from hetero.compat.deepspeed.config_keys import TABLES
-from hetero.compat.deepspeed.options import read_options
+from hetero.compat.deepspeed.options import DeepSpeedConfig, read_options
 from hetero.compat.grad_scale import ScalePolicy
 from hetero.compat.key_table import Treatment, forget_logged
 
@@ -91,7 +92,9 @@ def test_loss_scales() -> None:
     ) == ScalePolicy(256.0, 5, True, hysteresis=3, refills_hysteresis=True, least=4.0)
     with pytest.raises(ValueError, match="0 or more"):
         policy(loss_scale=-1)
-    assert read_options({"bf16": {"enabled": True}}).scale is None
+    assert read_options({"bf16": {"enabled": True}}).scale == ScalePolicy.fixed(1.0)
+    assert read_options({"bf16": {"enabled": True, "check_grad_overflow": False}}).scale is None
+    assert read_options({}).scale is None
 
 
 @pytest.mark.parametrize(
@@ -120,7 +123,7 @@ def test_batch_sizes_that_contradict() -> None:
             }
         )
     with pytest.raises(ValueError, match="train_batch_size=3 is not"):
-        read_options({"train_batch_size": 3}, ranks=2)
+        read_options({"train_batch_size": 3}, world=2)
     with pytest.raises(ValueError, match="whole number from 1 on"):
         read_options({"train_batch_size": 0})
 
@@ -212,3 +215,33 @@ def test_every_key_is_read_or_named(caplog: pytest.LogCaptureFixture) -> None:
     for table in TABLES:
         assert not set(table.aliases) & set(table.keys)
         assert set(table.aliases.values()) <= set(table.keys)
+
+
+def test_data_types() -> None:
+    bf16 = {"enabled": True}
+    given = {"grad_accum_dtype": "fp32", "param_dtype": "bf16", "buffer_dtype": "float16"}
+    made = read_options({"bf16": bf16, "data_types": {**given, "keep_in_fp32_modules": []}})
+    assert (made.config.grad_dtype, made.buffer_dtype) == ("fp32", torch.float16)
+    for types, message in (
+        ({"param_dtype": "fp32"}, "param_dtype=fp32 conflicts with fp16 and bf16: bf16"),
+        ({"keep_in_fp32_modules": ["wo"]}, r"keep_in_fp32_modules=\['wo'\] is refused"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            read_options({"bf16": bf16, "data_types": types})
+
+
+def test_sums_over_ranks_are_refused() -> None:
+    assert read_options({"gradient_allreduce_op": "MEAN"}).is_managed
+    with pytest.raises(ValueError, match="multiply the loss by the number of ranks"):
+        read_options({"gradient_allreduce_op": "sum"})
+
+
+def test_the_numbers_that_are_asked_for_before_there_is_an_engine() -> None:
+    made = DeepSpeedConfig({"train_batch_size": 8, "gradient_accumulation_steps": 2})
+    sizes = (
+        made.train_batch_size,
+        made.train_micro_batch_size_per_gpu,
+        made.gradient_accumulation_steps,
+    )
+    assert sizes == (8, 4, 2)
+    assert (made.gradient_clipping, made.zero_enabled) == (1.0, False)

@@ -69,3 +69,11 @@ def test_shards_within_some_ranks_only(
         assert found["replicas"] == 2
         for master, weight in zip(found["masters"], expected[0], strict=True):
             torch.testing.assert_close(master, weight, rtol=1e-5, atol=1e-5)
+
+
+def test_writes_without_a_modifier_are_the_same_or_refused(ranks2: RankPool) -> None:
+    same, others, one = ranks2.run(deepspeed_ranks.write_without_a_modifier)[0]
+    assert same == ("", [2.0])
+    for said, _ in (others, one):
+        assert "the checksum of 1.weight is" in said
+        assert "name the rank whose values count as modifier_rank" in said

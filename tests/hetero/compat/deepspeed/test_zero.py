@@ -39,7 +39,11 @@ def test_options_may_come_with_initialize(
     torch.manual_seed(0)
     with deepspeed.zero.Init(remote_device=remote):
         model = Net()
-    config: dict[str, Any] = {"optimizer": ADAMW, "zero_optimization": {"stage": 2}}
+    config: dict[str, Any] = {
+        "gradient_clipping": 0.0,
+        "optimizer": ADAMW,
+        "zero_optimization": {"stage": 2},
+    }
     if remote == "nvme":
         on_disk = {"device": "nvme", "nvme_path": str(tmp_path)}
         config["zero_optimization"] = {"stage": 3, "offload_param": on_disk}
@@ -55,6 +59,7 @@ def test_what_is_on_disk_already_keeps_its_budget(tmp_path: Path, nothing_left: 
     config: dict[str, Any] = {
         "zero_optimization": {"stage": 3, "offload_param": on_disk},
         "optimizer": ADAMW,
+        "gradient_clipping": 0.0,
         "hetero": {"host_memory": "192KiB", "chunk_numel": 4096},
     }
     torch.manual_seed(0)
@@ -78,9 +83,15 @@ def test_models_of_heteros_own_context(tmp_path: Path, nothing_left: None) -> No
     with pytest.raises(hetero.HeteroError, match="built with other values of nvme_path"):
         deepspeed.initialize(
             model=model,
-            config={"optimizer": ADAMW, "zero_optimization": {"offload_param": on_disk}},
+            config={
+                "optimizer": ADAMW,
+                "gradient_clipping": 0.0,
+                "zero_optimization": {"offload_param": on_disk},
+            },
         )
-    engine, _, _, _ = deepspeed.initialize(model=model, config={"optimizer": ADAMW})
+    engine, _, _, _ = deepspeed.initialize(
+        model=model, config={"optimizer": ADAMW, "gradient_clipping": 0.0}
+    )
     step(engine)
     assert_same(model, expected())
     engine.destroy()
@@ -91,7 +102,9 @@ def test_models_that_were_built_outside_and_plain_ones() -> None:
     model = Net()
     deepspeed.zero.Init(module=model)
     assert arena_of(model.first.weight) is not None
-    engine, _, _, _ = deepspeed.initialize(model=model, config={"optimizer": ADAMW})
+    engine, _, _, _ = deepspeed.initialize(
+        model=model, config={"optimizer": ADAMW, "gradient_clipping": 0.0}
+    )
     step(engine)
     assert_same(model, expected())
     engine.destroy()
@@ -114,7 +127,9 @@ def test_gathered_parameters() -> None:
         with deepspeed.zero.GatheredParameters(model.scale, modifier_rank=0), torch.no_grad():
             model.scale.fill_(5.0)
     assert model.scale.item() == 5.0
-    engine, _, _, _ = deepspeed.initialize(model=model, config={"optimizer": ADAMW})
+    engine, _, _, _ = deepspeed.initialize(
+        model=model, config={"optimizer": ADAMW, "gradient_clipping": 0.0}
+    )
     with deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
         nn.init.zeros_(model.last.weight)
     with deepspeed.zero.GatheredParameters(model.last.weight):
@@ -153,7 +168,7 @@ def test_what_is_not_needed_is_named(caplog: pytest.LogCaptureFixture) -> None:
             model = nn.Linear(2, 2)
         with deepspeed.zero.GatheredParameters(model.weight, fwd_module=model):
             pass
-        deepspeed.init_distributed("gloo", verbose=True)
+        deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
         optimizer = deepspeed.ops.adam.FusedAdam(model.parameters(), set_grad_none=False)
     assert optimizer.param_groups[0]["adamw_mode"]
     named = [message.split(" is not needed")[0] for message in caplog.messages]
@@ -161,7 +176,7 @@ def test_what_is_not_needed_is_named(caplog: pytest.LogCaptureFixture) -> None:
         "zero.Init: mem_efficient_linear",
         "zero.Init: pin_memory",
         "zero.GatheredParameters: fwd_module",
-        "init_distributed: verbose",
+        "init_distributed: auto_mpi_discovery",
         "FusedAdam: set_grad_none",
     ]
 

@@ -1,4 +1,4 @@
-"""hetero/compat/deepspeed.runtime.lr_schedules: the learning rate of each step, by hand and beside torch's."""
+"""hetero/compat/deepspeed/runtime/lr_schedules: each step's rate, by hand and beside torch's."""
 
 from __future__ import annotations
 
@@ -161,10 +161,83 @@ def test_schedules_of_torchs_may_be_named() -> None:
         ("WarmUpLR", {}, "there is no type 'WarmUpLR'; did you mean WarmupLR"),
         ("WarmupLR", {"warmup_steps": 3}, "scheduler: .*warmup_steps"),
         ("WarmupLR", {"warmup_num_steps": 0}, "from 1 on, not 0"),
-        ("WarmupLR", {"warmup_type": "cubic"}, "log or linear, not 'cubic'"),
+        ("LRRangeTest", {"lr_range_test_step_size": 0}, "from 1 on, not 0"),
+        (
+            "OneCycle",
+            {"cycle_min_lr": 0.1, "cycle_max_lr": 1.0, "cycle_first_step_size": 0},
+            "cycle_first_step_size must be above 0",
+        ),
+        (
+            "OneCycle",
+            {"cycle_min_lr": 0.1, "cycle_max_lr": 1.0, "cycle_max_mom": [0.8, 0.9]},
+            "cycle_max_mom has 2 values",
+        ),
         ("WarmupLR", {"warmup_min_lr": [1, 2]}, "has 2 values, and the optimizer has 1"),
     ],
 )
 def test_what_cannot_be_is_refused(name: str, params: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_schedule(Named(name, params), optimizer())
+
+
+def test_an_unknown_kind_of_warm_up_is_logarithmic(caplog: pytest.LogCaptureFixture) -> None:
+    given = {"warmup_num_steps": 4}
+    assert rates("WarmupLR", 6, warmup_type="cubic", **given) == rates("WarmupLR", 6, **given)
+    assert "there is no warmup_type 'cubic'" in caplog.text
+
+
+def test_each_group_has_values_of_its_own() -> None:
+    made = optimizer(2)
+    made.param_groups[1]["lr"] = 0.25
+    warm = make_schedule(Named("WarmupLR", {"warmup_num_steps": 2}), made)
+    for _ in range(3):
+        warm.step()
+    assert warm.get_last_lr() == [0.5, 0.25]
+    cycle = make_schedule(
+        Named(
+            "OneCycle",
+            {
+                "cycle_min_lr": [0.1, 0.2],
+                "cycle_max_lr": [1.0, 2.0],
+                "cycle_min_mom": [0.5, 0.6],
+                "cycle_first_step_size": 4,
+            },
+        ),
+        made,
+    )
+    assert [group["betas"] for group in made.param_groups] == [(0.5, 0.99), (0.6, 0.99)]
+    for _ in range(4):
+        cycle.step()
+    assert cycle.get_last_lr() == [1.0, 2.0]
+    assert cycle.get_mom() == [(0.5, 0.99), (0.6, 0.99)]
+
+
+@pytest.mark.parametrize(
+    ("name", "params"),
+    [
+        ("LRRangeTest", {}),
+        ("OneCycle", {"cycle_min_lr": 0.1, "cycle_max_lr": 1.0, "cycle_momentum": False}),
+        ("WarmupLR", {}),
+        ("WarmupDecayLR", {"total_num_steps": 8}),
+        ("WarmupCosineLR", {"total_num_steps": 8}),
+    ],
+)
+def test_a_rate_that_is_a_tensor_stays_that_tensor(name: str, params: dict[str, object]) -> None:
+    rate = torch.tensor(0.5, dtype=torch.float64)
+    made = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=rate)
+    same = make_schedule(Named(name, params), optimizer())
+    schedule = make_schedule(Named(name, params), made)
+    for _ in range(3):
+        schedule.step()
+        same.step()
+        assert made.param_groups[0]["lr"] is rate
+        assert rate.item() == pytest.approx(same.get_last_lr()[0])
+
+
+def test_stairs_have_no_rounding() -> None:
+    """One stair a step is no stair at all, also at the peak of a cycle of unequal halves."""
+    given: dict[str, object] = {"cycle_min_lr": 0.001, "cycle_max_lr": 0.01}
+    given |= {"cycle_first_step_size": 10, "cycle_second_step_size": 21}
+    stairs = rates("OneCycle", 32, **given, cycle_first_stair_count=10, cycle_second_stair_count=21)
+    assert stairs == pytest.approx(rates("OneCycle", 32, **given))
+    assert max(stairs) == pytest.approx(0.01)

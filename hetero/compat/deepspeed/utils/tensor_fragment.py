@@ -1,0 +1,164 @@
+"""A parameter's fp32 master, gradient and optimizer states, read and changed as whole tensors.
+
+With several ranks all call each function for the same parameters, in one order. A "local" tensor is
+the part that DeepSpeed's stage 3 would have on this rank: as many elements of the flat tensor for
+each rank, zeros at the end.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from hetero.api.access import grads, masters
+from hetero.api.optimizer import HybridOptimizer
+from hetero.api.whole_state import export_states, import_states, store_values
+from hetero.compat.ranks import rank, ranks
+from hetero.runtime.engine import Engine
+
+Found = torch.Tensor | None
+# hetero's engines know their optimizers' updates, and not the names of their states.
+_optimizers: weakref.WeakKeyDictionary[Engine, weakref.ref[HybridOptimizer]]
+_optimizers = weakref.WeakKeyDictionary()
+
+
+def remember(optimizer: HybridOptimizer) -> None:
+    """Called by deepspeed.initialize()."""
+    _optimizers[optimizer.engine] = weakref.ref(optimizer)
+
+
+def _engine(param: torch.Tensor) -> Engine | None:
+    """The engine that trains a parameter."""
+    engine: Engine | None = getattr(param, "_hetero_engine", None)
+    return engine if engine is not None and engine.find(param).chunk.trainable else None
+
+
+def safe_get_full_fp32_param(param: torch.Tensor) -> Found:
+    """A copy of the fp32 master; None if the parameter is not trained by hetero."""
+    return None if _engine(param) is None else masters(param)[0]
+
+
+def safe_set_full_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
+    """Replaces the fp32 master; the parameter becomes what it rounds to."""
+    engine = _engine(param)
+    if engine is not None:
+        store_values(engine, {engine.find(param): value.float()})
+
+
+def _states(param: torch.Tensor) -> tuple[Engine, Sequence[str], dict[str, torch.Tensor]] | None:
+    engine = _engine(param)
+    optimizer = None if engine is None else _optimizers.get(engine, lambda: None)()
+    if engine is None or optimizer is None:
+        return None
+    names = optimizer.state_names
+    return engine, names, export_states(engine, [param], names)[param]
+
+
+def safe_get_full_optimizer_state(param: torch.Tensor, optim_state_key: str) -> Found:
+    """A copy of one state in fp32, as "exp_avg"; None if there is no such state."""
+    found = _states(param)
+    return None if found is None else found[2].get(optim_state_key)
+
+
+def safe_set_full_optimizer_state(
+    param: torch.Tensor, value: torch.Tensor, optim_state_key: str
+) -> None:
+    """Replaces one state.
+
+    Raises:
+        ValueError: the optimizer has no such state.
+    """
+    found = _states(param)
+    if found is None:
+        return
+    engine, names, states = found
+    if optim_state_key not in names:
+        raise ValueError(f"there is no state {optim_state_key!r}; there are {', '.join(names)}")
+    import_states(engine, {param: {**states, optim_state_key: value}}, names)
+
+
+def safe_get_full_grad(param: torch.Tensor) -> Found:
+    """A copy of the gradient, averaged over ranks, in the dtype that gradients are kept in.
+
+    Under fp16 it is times the loss scale. None if there is none.
+    """
+    engine = getattr(param, "_hetero_engine", None)
+    if engine is None:
+        return param.grad
+    found = grads(param)[0]
+    optimizer = engine.optimizer_of(param)
+    return found if found is None or optimizer is None else found.to(optimizer.dtypes.torch_grad)
+
+
+def safe_set_full_grad(param: torch.Tensor, value: torch.Tensor) -> None:
+    """Replaces the gradient, which is the same on all ranks."""
+    engine = _engine(param)
+    if engine is None:
+        param.grad = value
+    else:
+        engine.grad_factors.replace(engine.find(param), value.to(param.dtype))
+
+
+def safe_update_full_grad_vectorized(
+    param_list: Sequence[torch.Tensor],
+    update_func: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> None:
+    """Replaces each gradient that there is by update_func(gradient, parameter)."""
+    for param in param_list:
+        found = safe_get_full_grad(param)
+        if found is not None:
+            safe_set_full_grad(param, update_func(found, param))
+
+
+def _part(whole: Found) -> Found:
+    """This rank's part."""
+    if whole is None:
+        return None
+    numel = -(-whole.numel() // ranks())
+    mine = whole.reshape(-1)[rank() * numel : (rank() + 1) * numel]
+    return torch.nn.functional.pad(mine, (0, numel - mine.numel()))
+
+
+def _whole(param: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """The tensor that all ranks' parts make."""
+    parts = [torch.empty_like(part) for _ in range(ranks())]
+    if ranks() > 1:
+        dist.all_gather(parts, part.contiguous())
+    else:
+        parts = [part]
+    return torch.cat(parts)[: param.numel()].view(param.shape)
+
+
+def safe_get_local_fp32_param(param: torch.Tensor) -> Found:
+    """This rank's part of the fp32 master."""
+    return _part(safe_get_full_fp32_param(param))
+
+
+def safe_get_local_grad(param: torch.Tensor) -> Found:
+    """This rank's part of the gradient."""
+    return _part(safe_get_full_grad(param))
+
+
+def safe_get_local_optimizer_state(param: torch.Tensor, optim_state_key: str) -> Found:
+    """This rank's part of one state."""
+    return _part(safe_get_full_optimizer_state(param, optim_state_key))
+
+
+def safe_set_local_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
+    """Replaces this rank's part of the fp32 master."""
+    safe_set_full_fp32_param(param, _whole(param, value))
+
+
+def safe_set_local_grad(param: torch.Tensor, value: torch.Tensor) -> None:
+    """Replaces this rank's part of the gradient."""
+    safe_set_full_grad(param, _whole(param, value))
+
+
+def safe_set_local_optimizer_state(
+    param: torch.Tensor, value: torch.Tensor, optim_state_key: str
+) -> None:
+    """Replaces this rank's part of one state. Raises as safe_set_full_optimizer_state()."""
+    safe_set_full_optimizer_state(param, _whole(param, value), optim_state_key)

@@ -1,0 +1,88 @@
+"""bench/peers_tests: a project's tests over the adapter, and what is told of each."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bench.peers_tests.__main__ import main
+from bench.peers_tests.results import Outcome, told
+from bench.peers_tests.table import PEERS
+
+TESTS = """
+import deepspeed
+import pytest
+from deepspeed.inference.engine import InferenceEngine
+from deepspeed.utils import safe_get_full_grad
+
+def test_passes():
+    assert not deepspeed.comm.is_initialized()
+    assert deepspeed.runtime.lr_schedules.WarmupLR
+
+def test_is_refused():
+    deepspeed.init_inference(None)
+
+def test_fails():
+    assert deepspeed.get_accelerator().device_count() == 0
+
+def test_raises():
+    raise ValueError("the test's own")
+
+def test_needs_more():
+    InferenceEngine()
+
+def test_is_skipped():
+    pytest.skip("here")
+"""
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_some.py").write_text(TESTS)
+    (tmp_path / "deepspeed").mkdir()  # the project's own package, which is not imported
+    (tmp_path / "deepspeed" / "__init__.py").write_text("raise ImportError('the real one')")
+    results = tmp_path / "results.jsonl"
+    arguments = ["deepspeed", "--repo", str(tmp_path), "test_some.py", "--json", str(results)]
+    assert main(arguments) == 1
+    lines = [json.loads(line) for line in results.read_text().splitlines()]
+    found = {name.rpartition("::")[2]: (outcome, reason) for name, outcome, reason, _ in lines}
+    assert {name: outcome for name, (outcome, _) in found.items()} == {
+        "test_passes": "passed",
+        "test_is_refused": "refused by name",
+        "test_fails": "failed",
+        "test_raises": "failed",
+        "test_needs_more": "needs what hetero has not",
+        "test_is_skipped": "skipped",
+    }
+    assert "init_inference: hetero has no inference engine" in found["test_is_refused"][1]
+    assert "deepspeed.inference.engine.InferenceEngine" in found["test_needs_more"][1]
+    said = capsys.readouterr().out
+    assert "failed: test_some.py::test_raises" in said
+
+
+@pytest.mark.parametrize(
+    ("text", "outcome"),
+    [
+        (
+            'File "/x/hetero/config.py", line 9, in make\n'
+            "offload.errors.BudgetError: too small\n"
+            "unit/common.py:203: in _launch\nE   offload.errors.BudgetError: too small",
+            Outcome.REFUSED,
+        ),
+        ("/x/hetero/config.py:9: in make\nE   TypeError: None", Outcome.FAILED),
+        ("unit/x.py:9: in test\nE   AttributeError: no attribute 'ds_tensor'", Outcome.ABSENT),
+        ("unit/x.py:9: in test\nE   AttributeError: no attribute 'step'", Outcome.FAILED),
+        ("a process died", Outcome.FAILED),
+    ],
+)
+def test_what_a_failure_tells(text: str, outcome: Outcome) -> None:
+    assert told(PEERS["deepspeed"], text)[0] is outcome
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as raised:
+        main(["--help"])
+    assert raised.value.code == 0
+    assert "python -m bench.peers_tests PEER --repo FOLDER" in capsys.readouterr().out
