@@ -13,7 +13,6 @@ from hetero.api.kept_state import KeptState
 from hetero.api.loaded_state import (
     LARGEST,
     check_state,
-    check_torch_arguments,
     check_torch_options,
     in_own_options,
     in_own_state,
@@ -53,15 +52,7 @@ class HybridOptimizer(torch.optim.Optimizer):
     not_negative: ClassVar[tuple[str, ...]] = ("lr", "weight_decay")  # options that must be so
     flags: ClassVar[tuple[str, ...]] = ()  # options that must be True or False
 
-    def __init__(
-        self,
-        params: ParamGroups,
-        defaults: dict[str, Any],
-        state_dtype: str,
-        torch_options: Mapping[str, Any] | None = None,
-    ) -> None:
-        """`torch_options`: what torch's optimizer of this rule takes beside the defaults."""
-        check_torch_arguments(type(self).__name__, torch_options or {})
+    def __init__(self, params: ParamGroups, defaults: dict[str, Any], state_dtype: str) -> None:
         self._engine: Engine | None = None
         # A state dict that was loaded before initialize(), whose options are in use already.
         self._early_state: dict[str, Any] | None = None

@@ -9,7 +9,12 @@ from typing import Any
 
 import torch
 
-from hetero.api.loaded_state import LARGEST, MOMENTUM_SUM, momentum_sum
+from hetero.api.loaded_state import (
+    LARGEST,
+    MOMENTUM_SUM,
+    check_torch_arguments,
+    momentum_sum,
+)
 from hetero.api.optimizer import HybridOptimizer, ParamGroups
 from hetero.runtime.options import number
 
@@ -68,7 +73,8 @@ class HybridAdam(HybridOptimizer):
             "weight_decay": weight_decay,
             "adamw_mode": adamw_mode,
         }
-        super().__init__(params, defaults, state_dtype, torch_options)
+        check_torch_arguments(type(self).__name__, torch_options)
+        super().__init__(params, defaults, state_dtype)
 
     def _rule_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
         beta1, beta2 = options["betas"]
@@ -221,7 +227,8 @@ class HybridAdagrad(HybridOptimizer):
     ) -> None:
         defaults = {"lr": lr, "lr_decay": lr_decay, "weight_decay": weight_decay, "eps": eps}
         torch_options["initial_accumulator_value"] = initial_accumulator_value
-        super().__init__(params, defaults, state_dtype, torch_options)
+        check_torch_arguments(type(self).__name__, torch_options)
+        super().__init__(params, defaults, state_dtype)
 
     def _rule_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
         return {"eps": float(options["eps"]), "lr_decay": float(options["lr_decay"])}
@@ -275,7 +282,8 @@ class HybridSGD(HybridOptimizer):
             "weight_decay": weight_decay,
             "nesterov": nesterov,
         }
-        super().__init__(params, defaults, state_dtype, torch_options)
+        check_torch_arguments(type(self).__name__, torch_options)
+        super().__init__(params, defaults, state_dtype)
 
     def check_options(self, options: Mapping[str, Any], where: str = "") -> None:
         super().check_options(options, where)

@@ -421,7 +421,8 @@ def _divide_gradients(module: torch.nn.Module) -> None:
         owner: Any = this()
         mesh = _policy_of(owner).mesh
         count = ranks() if mesh is None else mesh.size()
-        return grad * (count / owner.__dict__["_divide_factor"])
+        factor: float = count / owner.__dict__["_divide_factor"]
+        return grad * factor
 
     inner = [m for m in module.modules() if isinstance(m, FSDPModule) and m is not module]
     others = {id(param) for m in inner for param in m.parameters()}

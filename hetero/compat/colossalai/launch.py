@@ -10,9 +10,11 @@ from os import PathLike
 from typing import Any, ParamSpec, cast
 
 import torch
+import torch.distributed as dist
 
 from hetero.compat.colossalai.core import global_context
 from hetero.compat.ranks import join
+from hetero.ranks.process_groups import is_distributed
 
 _Given = ParamSpec("_Given")
 
@@ -74,7 +76,7 @@ def launch(
     *,
     config: Mapping[str, Any] | str | PathLike[str] | None = None,
 ) -> None:
-    """As launch_from_torch(), with what torchrun would have said.
+    """As launch_from_torch(), with what torchrun would have said; one process gets a group, too.
 
     Args:
         rank, world_size: of this process.
@@ -90,6 +92,10 @@ def launch(
     )
     os.environ.setdefault("LOCAL_RANK", str(rank if local_rank is None else local_rank))
     launch_from_torch(backend, seed, verbose, config=config)
+    if world_size == 1 and not is_distributed():
+        # As there: loops ask torch.distributed for their rank.
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
 
 
 def get_default_parser() -> argparse.ArgumentParser:

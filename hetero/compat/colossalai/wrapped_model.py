@@ -61,15 +61,13 @@ class WrappedModel(torch.nn.Module):
         """The model."""
         return self.module
 
-    def named_parameters(  # type: ignore[override]
+    def named_parameters(
         self, *args: Any, **kwargs: Any
     ) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """The model's."""
         return self.module.named_parameters(*args, **kwargs)
 
-    def named_buffers(  # type: ignore[override]
-        self, *args: Any, **kwargs: Any
-    ) -> Iterator[tuple[str, torch.Tensor]]:
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
         """The model's."""
         return self.module.named_buffers(*args, **kwargs)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,14 @@ from hetero.compat.colossalai.trainer import Hook, LRSchedulerHook, Trainer
 from hetero.compat.colossalai.utils import get_current_device, get_dataloader, is_main_process
 
 
+@pytest.fixture(autouse=True)
+def _no_group() -> Iterator[None]:
+    """launch() makes a process group of one process, too, as ColossalAI's."""
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
 def test_launch_says_what_torchrun_would(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK"):
         monkeypatch.setenv(name, "before")  # which it puts back
@@ -27,6 +36,7 @@ def test_launch_says_what_torchrun_would(monkeypatch: pytest.MonkeyPatch) -> Non
     drawn = torch.rand(1)
     torch.manual_seed(3)
     assert torch.equal(drawn, torch.rand(1))
+    assert (torch.distributed.get_rank(), torch.distributed.get_world_size()) == (0, 1)
     assert gpc.config.SEQ.length == 3
     assert (gpc.get_global_rank(), gpc.get_world_size()) == (0, 1)
     with pytest.raises(AttributeError, match="has no 'LENGTH'"):
