@@ -8,15 +8,16 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hetero.cli.commands.outcome import EXIT_OK
+from hetero.cli.commands.outcome import EXIT_OK, EXIT_USAGE
 from hetero.cli.job.options import TrainOptions, add_train_arguments
 from hetero.cli.parser import examples
 from hetero.cli.show.what_if import Case, explain_cases, other_budgets, other_disks
 from hetero.config import Config
+from hetero.planning.activation_estimate import ActivationEstimate
 from hetero.planning.candidates import SmallestBudgets, smallest_budgets
 from hetero.planning.collective_cost import Network
 from hetero.planning.predict import Plan, predict, whole_step
@@ -25,7 +26,7 @@ from hetero.planning.report import as_dict, explain, state_by_tier
 from hetero.planning.step_cost import StepCost
 from hetero.planning.trace import Work
 from offload.disk.directories import check_directories, total_free_bytes
-from offload.memory.sizes import parse_bytes
+from offload.memory.sizes import format_bytes, parse_bytes
 from offload.profile.machine_profile import Profile, default_path
 
 if TYPE_CHECKING:
@@ -94,6 +95,9 @@ def add_command(commands: Commands) -> None:
         " machines, and the others are replicas of them (default: all ranks share)",
     )
     command.add_argument(
+        "--share-gpu", action="store_true", help="a machine may have more ranks than GPUs"
+    )
+    command.add_argument(
         "--checkpointing", action="store_true", help="backward computes forward once more"
     )
     command.add_argument(
@@ -121,10 +125,10 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.profile == "list":
         print("\n".join(listing()))
         return EXIT_OK
-    machine = _Machine.of(arguments)
     given = TrainOptions.from_namespace(arguments)
     vocab_size = wanted_vocab_size(given.model, given.config, given.vocab_size)
     options = replace(given, vocab_size=vocab_size)
+    machine = _Machine.of(arguments)
     # Under --json nothing else may reach stdout, whatever a library prints.
     picture = None if arguments.what_if is None else Path(arguments.what_if)
     if picture is not None:
@@ -138,18 +142,30 @@ def run(arguments: argparse.Namespace) -> int:
         least = smallest_budgets(planner.arrange_within, machine.device_bytes)
         cases = [] if picture is None else _what_if(planner, plans, least)
     facts = {"model": model_label(options), **_facts(planner, groups)}
+    excess = planner.excess(groups)
     if options.json:
         others = {"what_if": [case.as_dict() for case in cases]} if cases else {}
         print(json.dumps(facts | as_dict(plans, least) | others))
     else:
         print(f"{_title(facts)} ({machine.profile.date})\n\n{explain(plans, least)}")
+        if planner.activations is not None:
+            print(_activation_words(planner.activations))
         if cases:
             print(f"\n{explain_cases(cases)}")
+    if excess:
+        print(f"does not fit: {excess}", file=sys.stderr if options.json else sys.stdout)
     if picture is not None:
         from hetero.cli.show.what_if_figure import draw_what_if
 
         draw_what_if(cases, picture, f"{facts['model']}, policy {facts['policy']}")
-    return EXIT_OK
+    return EXIT_USAGE if excess else EXIT_OK
+
+
+def _activation_words(estimate: ActivationEstimate) -> str:
+    return (
+        f"Activations (estimated, beside the budgets): {format_bytes(estimate.kept_bytes)} a rank, "
+        f"{format_bytes(estimate.checkpointed_bytes)} with --checkpointing; logits are not in it."
+    )
 
 
 def _what_if(planner: _Planner, plans: list[Plan], least: SmallestBudgets) -> list[Case]:
@@ -204,6 +220,18 @@ class _Machine:
                 f" share a chunk, and all of {ranks} ranks must be in such a group"
             )
         profile = _profile(arguments.profile)
+        if profile.separate and local > profile.devices and not arguments.share_gpu:
+            raise ValueError(
+                f"--ranks {ranks}: {local} ranks on each machine, and those of the profile "
+                f"{profile.name!r} have {profile.devices} GPUs; use fewer ranks, or more --nodes, "
+                f"or --share-gpu if ranks are to share one"
+            )
+        if nodes > 1 and profile.node_bytes_per_s is None:
+            connected = [name for name in shipped_profiles() if find_profile(name).node_bytes_per_s]
+            raise ValueError(
+                f"--nodes {nodes}: the profile {profile.name!r} says nothing about a network "
+                f"between machines; use one that does: --machine {' or '.join(connected)}"
+            )
         mine = profile.share(ranks // nodes)
         host = _size(arguments.host_memory, "--host-memory")
         device = _size(arguments.device_memory, "--device-memory")
@@ -246,6 +274,40 @@ class _Planner:
         self.shape = build_shape(model_config(options))
         tokens = options.batch_size * options.seq_len
         self._work = Work(tokens, options.accumulate, checkpointing)
+        shape = getattr(self.shape, "config", None)
+        layers, width = (getattr(shape, n, None) for n in ("num_hidden_layers", "hidden_size"))
+        self.activations: ActivationEstimate | None = None  # of models that say their sizes
+        if isinstance(layers, int) and isinstance(width, int):
+            element_bytes = self._config.dtypes.param_bytes
+            self.activations = ActivationEstimate.of(layers, width, tokens, element_bytes)
+
+    def excess(self, groups: Sequence[ChunkGroupPlan]) -> str:
+        """Why state and activations together do not fit the memory where compute happens; empty if
+        they do."""
+        if self.activations is None:
+            return ""
+        estimate, machine = self.activations, self.machine
+        checkpointing = self._work.checkpointing
+        beside = estimate.checkpointed_bytes if checkpointing else estimate.kept_bytes
+        limits = self._config.activation_memory is not None  # what passes it goes elsewhere
+        device = machine.rank_profile.device_bytes
+        what, there = "RAM", machine.rank_profile.host_bytes
+        state = sum(group.placement.host_bytes for group in groups)
+        if machine.device_bytes is not None and device is not None:
+            what, there = "device", device
+            state = sum(group.placement.device_bytes for group in groups)
+        if limits or state + beside <= there:
+            return ""
+        fix = "a smaller --batch-size or --seq-len"
+        if not checkpointing:
+            fix += f", or --checkpointing ({format_bytes(estimate.checkpointed_bytes)})"
+        name = "--host-memory" if what == "RAM" else "--device-memory"
+        if beside < there:
+            fix += f", or {name} {there - beside} at most"
+        return (
+            f"state and pools take {format_bytes(state)} of {what} and activations an estimated "
+            f"{format_bytes(beside)}, and a rank has {format_bytes(there)}; use {fix}"
+        )
 
     def arrange_within(self, host_bytes: int, device_bytes: int | None) -> Arrangement:
         """Raises PlacementError if nothing fits so many bytes of RAM and of DEVICE."""
@@ -273,7 +335,9 @@ class _Planner:
 def _facts(planner: _Planner, groups: Sequence[ChunkGroupPlan]) -> dict[str, Any]:
     """What was asked for, and what came of it."""
     machine = planner.machine
+    estimate = planner.activations
     return {
+        "activation_bytes": None if estimate is None else asdict(estimate),
         "params": sum(param.numel() for param in planner.shape.parameters()),
         "policy": machine.policy,
         "profile": machine.profile.name,

@@ -341,3 +341,46 @@ def test_a_kind_of_machine_needs_no_file(
 def test_the_kinds_of_machine_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--machine", "list"]) == 0
     assert "\nlaptop: " in capsys.readouterr().out
+
+
+GPU_MACHINE = ("--machine", "rtx4090-nvme", "--nvme-path", "/nowhere")
+
+
+def on_gpu(*arguments: str) -> int:
+    small = ("--config", "model.json", "--batch-size", "8")
+    return main(["plan", *small, *GPU_MACHINE, *arguments])
+
+
+def test_activations_are_counted(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A layer of width 64 saves 34 bytes an element: with 2^17 tokens 3 layers 0.8 GiB, of 2^22
+    tokens 25 GiB; checkpointed the latter are a layer's and 3 inputs."""
+    assert on_gpu("--seq-len", str(1 << 14), "--json") == 0
+    found = json.loads(capsys.readouterr().out)["activation_bytes"]
+    assert found["kept_bytes"] == 3 * 34 * 64 << 17
+    assert found["checkpointed_bytes"] == (34 + 3 * 2) * 64 << 17
+    assert on_gpu("--seq-len", str(1 << 19)) == 2
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("Activations (estimated") for line in lines)
+    (said,) = (line for line in lines if line.startswith("does not fit: "))
+    assert "--checkpointing" in said
+    assert on_gpu("--seq-len", str(1 << 19), "--checkpointing") == 0
+    assert "does not fit" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--machine", "a100-pcie", "--ranks", "8"), "--share-gpu"),
+        (("--machine", "a100-pcie", "--ranks", "4", "--nodes", "4"), "--machine 8xh100-node"),
+        (("--model", "qwen"), "unknown model 'qwen'"),
+    ],
+)
+def test_a_machine_that_is_not_there_is_refused(
+    here: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], says: str
+) -> None:
+    assert main(["plan", *arguments]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_ranks_may_share_a_gpu(here: Path) -> None:
+    assert on_gpu("--seq-len", "16", "--ranks", "2", "--share-gpu") == 0

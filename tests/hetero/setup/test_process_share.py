@@ -37,7 +37,8 @@ def test_less_than_the_process_holds(policy: str, what: str, tmp_path: Path) -> 
     assert "process_memory is 64.0 MiB (67108864 bytes), and without model state" in said
     assert f"3/4 of the rest, 0 B, may become model state before the first step, and {what}" in said
     takes = re.search(rf"{what} takes .* \((\d+) bytes\); raise", said)
-    assert takes is not None and (int(takes[1]) == 1 << 20 or policy == "nvme")
+    assert takes is not None
+    assert int(takes[1]) == 1 << 20 or policy == "nvme"
     assert "host" not in said
     assert smallest(error) >= before + (1 << 20) * 4 // 3
 

@@ -18,6 +18,7 @@ from tests.support.training.small_net import (
     loss_of,
     managed,
 )
+from tests.support.training.smallest import smallest_host_memory
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -87,18 +88,23 @@ def test_a_checkpoint_that_saw_a_parameter_gets_it_again(
         model(x).square().sum().backward()
         return x.grad
 
+    def made(host_memory: int) -> tuple[torch.nn.Module, hetero.HybridAdam]:
+        options = {"dtype": "fp32", "chunk_numel": 4096, "nvme_path": str(tmp_path)}
+        model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+        torch.manual_seed(0)
+        model.append(OwnWeight(determinism_check))
+        return hetero.initialize(
+            model,
+            hetero.HybridAdam(model.parameters()),
+            placement_policy="nvme",
+            host_memory=host_memory,
+            **options,
+        )
+
     torch.manual_seed(0)
     expected = grad_of(OwnWeight(determinism_check))
-    torch.manual_seed(0)
-    with hetero.ZeroInitContext(
-        placement_policy="nvme",
-        nvme_path=str(tmp_path),
-        host_memory="1MiB",
-        dtype="fp32",
-        chunk_numel=4096,
-    ):
-        model = OwnWeight(determinism_check)
-    model, optimizer = hetero.initialize(model, hetero.HybridAdam(model.parameters()))
+    whole, optimizer = made(smallest_host_memory(lambda: made(1 << 16)))
+    model = whole[-1]
     if determinism_check == "none":
         with pytest.raises(RuntimeError):
             grad_of(model)
