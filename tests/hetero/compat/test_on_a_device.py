@@ -98,3 +98,26 @@ def test_where_state_lives(
     assert optimizer.engine.backend.kind == "cuda"
     assert set(optimizer.engine.placement.param) == {tier}
     assert all(map(torch.equal, masters_of((model, optimizer)), expected))
+
+
+@pytest.mark.usefixtures("_device")
+def test_states_leave_the_device_and_come_back() -> None:
+    """engine.offload_states() of DeepSpeed's adapter, between two steps."""
+    found = []
+    for leaves in (False, True):
+        torch.manual_seed(0)
+        config = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
+        engine, _, _, _ = deepspeed.initialize(model=Net(), config=config)
+        ledger = engine.optimizer.engine.ledger
+        for seed in range(2):
+            engine.backward(loss_of(engine, seed))
+            engine.step()
+            if leaves:
+                before = ledger.budget_bytes["device"]
+                engine.offload_states()
+                assert ledger.budget_bytes["device"] < before
+                engine.reload_states()
+                assert ledger.budget_bytes["device"] == before
+        found.append(hetero.masters(engine.module.parameters()))
+        engine.destroy()
+    assert all(map(torch.equal, *found))
