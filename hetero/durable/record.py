@@ -251,7 +251,7 @@ def _crc(content: bytes | memoryview, crc: int = 0) -> int:
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return memoryview(flat.numpy())
+    return flat.numpy().data
 
 
 class OtherFormatError(CheckpointError):

@@ -233,6 +233,6 @@ def in_order(folders: Sequence[str]) -> tuple[str, tuple[str, ...], int]:
 def note_commit(folders: Sequence[str], generation: int) -> None:
     """The set in `folders`, by place, has a commit of this start. Raises StoreError."""
     for folder in folders:
-        each = StateSet.read(folder, [])
-        if each is not None and each.generation != generation:
-            replace(each, generation=generation).write(folder)
+        found = StateSet.read(folder, [])
+        if found is not None and found.generation != generation:
+            replace(found, generation=generation).write(folder)

@@ -65,7 +65,7 @@ def goes_on(path: Path) -> hetero.Checkpoint | None:
 
 def test_a_bit_that_flips_while_training_names_chunk_and_parameters(tmp_path: Path) -> None:
     """The next step reads it: it is an error there, and never a wrong number."""
-    model, optimizer = build({**OPTIONS, "host_memory": "88KiB"}, tmp_path)
+    model, optimizer = build({**OPTIONS, "host_memory": "90KiB"}, tmp_path)
     steps(model, optimizer, range(3))
     engine = optimizer.engine
     hetero.commit(model, blocking=True)
@@ -93,7 +93,7 @@ def test_a_bit_that_flips_while_training_names_chunk_and_parameters(tmp_path: Pa
 @pytest.mark.parametrize("verify", [True, False])
 def test_scratch_files_are_verified_on_request(verify: bool, tmp_path: Path) -> None:
     """Without it a flipped bit of a scratch file is a wrong number."""
-    options = {**PLACES["disk"], "host_memory": "88KiB", "verify_reads": verify}
+    options = {**PLACES["disk"], "host_memory": "90KiB", "verify_reads": verify}
     model, optimizer = build(options, tmp_path)
     steps(model, optimizer, range(3))
     optimizer.engine.synchronize()
