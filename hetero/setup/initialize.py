@@ -384,6 +384,8 @@ def _build(
     # Of the file that parameters waited in; most of it the engine's own file has said already.
     notes += [f"while the model was built: {n}" for n in construction.notes if n not in notes]
     notes += backend.notes
+    passed = construction.process_share.passed()
+    notes += [] if passed is None else [passed]
     move_rest(model, managed=map(id, arrangement.params), device=backend.device)
     activations: ActivationStore | None = None
     if limits is not None:
