@@ -129,6 +129,16 @@ def process_too_small(limit: int, is_auto: bool, beside: int, what: str, least: 
     )
 
 
+def process_passed(limit: int, peak: int, when: str) -> str:
+    """What is to be said of a process that held `peak` bytes at a time, more than it may."""
+    needed = round_up(peak + peak // _MARGIN, 1 << 20)
+    return (
+        f"the process passed process_memory {when}: it held {_exact(peak)}, by the kernel's count, "
+        f"and may hold {_exact(limit)}; raise process_memory to {_exact(needed)}, or use smaller "
+        f"or checkpointed micro-batches"
+    )
+
+
 def cannot_become(
     wanted: Mapping[Tier, int], budgets: Budgets, policy: str, refusal: PlacementError
 ) -> str:

@@ -367,6 +367,10 @@ class ConstructionArena:
 
     def _charge(self, nbytes: int, new: torch.nn.Parameter | None = None) -> None:
         """Charges RAM for a whole parameter, which may be a `new` one. Raises BudgetError."""
+        excess = self.process_share.excess(0 if new is not None else nbytes)
+        if excess:  # what module code holds beside parameters has grown, too
+            self._relieve(Tier.HOST, excess)
+            trim_heap()
         try:
             self.ledger.charge(Tier.HOST, Account.INIT, nbytes)
         except BudgetError as error:

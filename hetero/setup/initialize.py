@@ -402,6 +402,8 @@ def _build(
     notes += [f"while the model was built: {n}" for n in construction.notes if n not in notes]
     notes += backend.notes
     notes += lacking_threads()
+    passed = construction.process_share.passed()
+    notes += [] if passed is None else [passed]
     move_rest(model, map(id, arrangement.params), shared)
     activations: ActivationStore | None = None
     if limits is not None:

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from hetero.config import FIRST_STATE_SHARE, Config
 from hetero.planning.placement import PlacementError
-from hetero.planning.refusal import process_too_small
+from hetero.planning.refusal import process_passed, process_too_small
 from hetero.ranks.process_groups import ProcessGroups
-from offload.memory.process_memory import resident_bytes
+from offload.memory.process_memory import margin_bytes, peak_resident_bytes, resident_bytes
 
 
 class ProcessShare:
@@ -19,6 +19,7 @@ class ProcessShare:
         self._limit = config.process_bytes(local_ranks)
         self._is_auto = config.process_memory == "auto"
         self._beside_bytes = resident_bytes()
+        self._peak_before = peak_resident_bytes()
         self.host_bytes = config.host_bytes(local_ranks, self._beside_bytes)
         # What follows for the host budget; None: the process has no limit.
         self._share_bytes: int | None = None
@@ -32,6 +33,20 @@ class ProcessShare:
         if self._share_bytes is None:
             return self.host_bytes
         return max(1, min(self.host_bytes, self._share_bytes * 2 // 3))
+
+    def excess(self, soon_bytes: int) -> int:
+        """By how many bytes the process is too large when `soon_bytes` more will be there."""
+        if self._limit is None:
+            return 0
+        most = self._limit - margin_bytes(self._limit)
+        return max(0, resident_bytes() + soon_bytes - most)
+
+    def passed(self) -> str | None:
+        """That the process has passed process_memory since this was made, if it has."""
+        peak = peak_resident_bytes()
+        if self._limit is None or peak <= max(self._limit, self._peak_before):
+            return None
+        return process_passed(self._limit, peak, "while the model was built and placed")
 
     def too_small(self, what: str, least: int) -> str | None:
         """Why `least` bytes of state do not fit, if the host budget follows from process_memory.

@@ -205,5 +205,5 @@ class _OverOthers:
         metadata = getattr(frame, "x_metadatas", [])
         if frame is None or frame.metadata_fn is None:
             return False
-        number = frame.recomp_counter[self._variables["gid"]]
-        return number < len(metadata) and metadata[number] != frame.metadata_fn(_MARK)
+        number: int = frame.recomp_counter[self._variables["gid"]]
+        return number < len(metadata) and bool(metadata[number] != frame.metadata_fn(_MARK))

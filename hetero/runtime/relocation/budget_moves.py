@@ -14,7 +14,7 @@ from hetero.chunk_groups.chunk_group import ChunkGroup
 from hetero.chunk_groups.shared import Shared
 from hetero.planning.group_plans import ChunkGroupPlan, file_checksums, place_groups
 from hetero.planning.placement import Budgets, GroupSpec, Placement, PlacementError
-from hetero.planning.refusal import SAID, cannot_become, too_much
+from hetero.planning.refusal import SAID, cannot_become, process_passed, too_much
 from hetero.runtime.relocation.memory_limit import BesideMemory, MemoryLimit, usable_device_bytes
 from hetero.runtime.relocation.migration import InUseError
 from hetero.runtime.relocation.relocate import Change, Relocation, same
@@ -85,6 +85,10 @@ class BudgetMoves:
         if self._shared.excess is not None:
             needed[Tier.HOST] = max(needed[Tier.HOST], self._shared.excess.take_peak_beside())
         self._beside.reset()
+        host = self.limits.get(Tier.HOST)
+        if host is not None and host.is_passed_anew(peak):
+            when = f"in step {self._steps + 1} of this engine"
+            self._shared.notes.append(process_passed(host.limit, peak, when))
         if self._activations is not None:  # a graph that somebody keeps would keep it lent
             self._activations.limits.lent_bytes = 0
         self._steps += 1

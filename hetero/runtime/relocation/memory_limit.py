@@ -11,6 +11,7 @@ from offload.memory.process_memory import ResidentMemory, margin_bytes
 from offload.memory.tiers import Tier
 
 _DEVICE_MARGIN = 64  # one part in so many of a device's limit stays free
+_TOLD_AGAIN = 64  # the user is told again when a limit is passed by one part in so many more
 _RESERVE = 32  # one part in so many of a device: for what its allocator cannot use, and for others
 
 
@@ -95,6 +96,7 @@ class MemoryLimit:
         beside: measures what is not model state.
         was_raised: whether it has become more, or must not.
         peak_bytes: the most beside model state so far.
+        told_bytes: the peak of all that the user was told of.
     """
 
     tier: Tier
@@ -103,6 +105,15 @@ class MemoryLimit:
     beside: BesideMemory
     was_raised: bool = False
     peak_bytes: int = 0
+    told_bytes: int = 0
+
+    def is_passed_anew(self, peak: int) -> bool:
+        """Whether `peak` bytes are more than may be held, and notably more than the user was told
+        of; the user is told now."""
+        anew = peak > max(self.limit, self.told_bytes + self.limit // _TOLD_AGAIN)
+        if anew:
+            self.told_bytes = peak
+        return anew
 
     def passed(self, beside_bytes: int, peak: int, promised_bytes: int) -> bool:
         """Whether a step that had `beside_bytes` beside model state passed the limit, or `peak`

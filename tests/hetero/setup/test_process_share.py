@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -99,3 +102,49 @@ def test_the_smallest_that_works_does_with_activations_that_have_a_share(
         place(24 << 20)
     numbers = [int(found) for found in re.findall(r"\((\d+) bytes\)", str(error.value))]
     place(numbers[-1])
+
+
+BUILD = """
+import sys
+import torch, hetero
+from torch import nn
+from offload.memory.process_memory import peak_resident_bytes, resident_bytes
+
+limit = resident_bytes() + (100 << 20)
+options = {"placement_policy": "nvme", "nvme_path": sys.argv[1], "process_memory": limit}
+kept = []
+with hetero.ZeroInitContext(**options):
+    model = nn.Sequential()
+    for _ in range(20):
+        model.append(nn.Linear(1024, 1024, bias=False))
+        kept.append(torch.ones(3 << 20, dtype=torch.uint8))
+print(peak_resident_bytes() - limit)
+"""
+
+
+def test_what_modules_hold_beside_parameters_is_made_room_for(tmp_path: Path) -> None:
+    """60 MiB of buffers, say, beside 80 MiB of parameters, of which a part goes to disk."""
+    root = Path(__file__).parents[3]
+    out = subprocess.run(
+        [sys.executable, "-c", BUILD, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": str(root), "MALLOC_ARENA_MAX": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert out.returncode == 0, out.stderr
+    assert int(out.stdout) <= 0
+
+
+def test_a_limit_that_was_passed_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = resident_bytes() + (1 << 30)
+    with hetero.ZeroInitContext(
+        process_memory=limit, placement_policy="nvme", nvme_path=str(tmp_path)
+    ):
+        model = nn.Linear(64, 64)
+    monkeypatch.setattr("hetero.setup.process_share.peak_resident_bytes", lambda: limit + 4096)
+    _, optimizer = hetero.initialize(model, hetero.HybridAdam(model.parameters()))
+    told = [note for note in optimizer.engine.notes if "passed process_memory" in note]
+    assert len(told) == 1
+    assert f"({limit + 4096} bytes), by the kernel's count, and may hold" in told[0]
+    optimizer.engine.close()

@@ -127,6 +127,9 @@ class Process:
         monkeypatch.setattr(ResidentMemory, "nbytes", lambda _: self.nbytes())
         monkeypatch.setattr(ResidentMemory, "peak", lambda _: self.peak_bytes)
         monkeypatch.setattr("hetero.setup.process_share.resident_bytes", self.nbytes)
+        monkeypatch.setattr(
+            "hetero.setup.process_share.peak_resident_bytes", lambda: self.peak_bytes
+        )
         monkeypatch.setattr("offload.memory.process_memory.resident_bytes", self.nbytes)
 
     def nbytes(self) -> int:
@@ -159,13 +162,15 @@ for step, tokens in enumerate(batches(6)):
     del loss, kept
     optimizer.step()
     optimizer.zero_grad()
-print(json.dumps([over, [change.step for change in optimizer.engine.changes]]))
+engine = optimizer.engine
+print(json.dumps([over, [change.step for change in engine.changes], engine.notes]))
 optimizer.engine.close()
 """
 
 
 def test_a_process_gives_way_to_itself(tmp_path: Path) -> None:
-    """Activations grow by 60 MiB in the third step; from the fourth on all fits again."""
+    """Activations grow by 60 MiB in the third step, which is said; from the fourth on all fits
+    again."""
     root = Path(__file__).parents[4]
     out = subprocess.run(
         [sys.executable, "-c", REAL, str(tmp_path)],
@@ -176,8 +181,9 @@ def test_a_process_gives_way_to_itself(tmp_path: Path) -> None:
         check=False,
     )
     assert out.returncode == 0, out.stderr
-    over, steps = json.loads(out.stdout)
+    over, steps, notes = json.loads(out.stdout)
     assert steps[-1] == 3, (over, steps)
+    assert any("passed process_memory in step 3" in note and "raise" in note for note in notes)
     assert over[2]
     assert not any(over[3:])
 
