@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from hetero.checkpoint.data_writer import WrittenFile
+from hetero.checkpoint.json_density import check_density
 from hetero.checkpoint.safetensors_header import DTYPES
 from hetero.state.loss_scale import LossScale
 from offload._native import crc32c
@@ -189,6 +190,10 @@ def read_manifest(folder: Path) -> Manifest:
 
 def parse_json(content: bytes, path: str) -> Fields:
     """A file's JSON object. Raises CheckpointError; `path` is the file's, for that."""
+    try:
+        check_density(content)
+    except ValueError as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from None
     try:
         found = json.loads(content, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:

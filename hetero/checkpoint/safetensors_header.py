@@ -7,6 +7,8 @@ CheckpointError before anything is taken from it.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
 import os
 import stat
@@ -16,6 +18,7 @@ from typing import Any
 
 import torch
 
+from hetero.checkpoint.json_density import check_density
 from offload.errors import CheckpointError
 
 _PREFIX_BYTES = 8
@@ -23,6 +26,7 @@ _METADATA = "__metadata__"
 _FIELDS = ("dtype", "shape", "data_offsets")
 # The largest header that the reference implementation reads.
 MAX_HEADER_BYTES = 100_000_000
+_SHORT = 120  # characters of a value in an error
 _MAX_INT = 2**63 - 1  # what torch counts elements and bytes with
 
 # The format's names of dtypes. Older releases of torch lack some of them.
@@ -55,7 +59,7 @@ DTYPES: dict[str, torch.dtype] = {
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Entry:
     """One tensor of a file, whose elements are bytes [begin, end) of the file's data."""
 
@@ -173,7 +177,8 @@ def _parsed(descriptor: int, file_bytes: int) -> Header:
         )
     fields = _decoded(_read(descriptor, _PREFIX_BYTES, header_bytes))
     metadata = _checked_text(fields.pop(_METADATA, {}))
-    entries = [_entry(name, value) for name, value in fields.items()]
+    # (A value goes as its entry comes: a header may have a million.)
+    entries = [_entry(name, fields.pop(name)) for name in list(fields)]
     entries.sort(key=lambda e: (e.begin, e.end))
     _check_places(entries, file_bytes - data_offset)
     return Header({e.name: e for e in entries}, metadata, data_offset)
@@ -192,14 +197,15 @@ def _read(descriptor: int, offset: int, nbytes: int) -> bytes:
 
 
 def _decoded(text: bytes) -> dict[str, Any]:
-    """The header's object; numbers that are no sizes are in it as _NoSize."""
+    """The header's object; numbers that are no sizes are in it as _NoSize. Raises ValueError."""
+    check_density(text)
     try:
         decoded = json.loads(
             text.decode(),
             object_pairs_hook=_without_duplicates,
             parse_int=_int,
-            parse_float=_NoSize,
-            parse_constant=_NoSize,
+            parse_float=_no_size,
+            parse_constant=_no_size,
         )
     except UnicodeDecodeError as error:
         raise ValueError(f"its header is not UTF-8: {error}") from None
@@ -212,7 +218,7 @@ def _decoded(text: bytes) -> dict[str, Any]:
     return decoded
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _NoSize:
     """A number of the header that is no size, as it stands there."""
 
@@ -222,9 +228,12 @@ class _NoSize:
         return self.text
 
 
+_no_size = functools.lru_cache(maxsize=1000)(_NoSize)  # a file may have the same one very often
+
+
 def _int(digits: str) -> int | _NoSize:
     # Python refuses to convert more than 4300 digits, and makes a 0 of JSON's -0.
-    return int(digits) if digits.isdigit() and len(digits) < 20 else _NoSize(digits)
+    return int(digits) if digits.isdigit() and len(digits) < 20 else _no_size(digits)
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -320,5 +329,11 @@ def _check_unicode(what: str, text: str) -> None:
 
 def _short(value: Any) -> str:
     """For a message: hostile names and values may be as long as the header."""
+    if isinstance(value, list):
+        value = value[:_SHORT]
+    elif isinstance(value, dict):
+        value = dict(itertools.islice(value.items(), _SHORT))
+    elif isinstance(value, str):
+        value = value[: 2 * _SHORT]
     text = str(value) if isinstance(value, _NoSize) else json.dumps(value, default=str)
-    return text if len(text) <= 120 else f"{text[:120]}..."
+    return text if len(text) <= _SHORT else f"{text[:_SHORT]}..."

@@ -193,19 +193,19 @@ def _whole_set(
             )
     by_place: dict[int, str] = {}
     for folder in folders:
-        each = found[folder]
-        if each is None or each.identity != one.identity:
+        part = found[folder]
+        if part is None or part.identity != one.identity:
             raise CheckpointError(
                 f"{folder} has no part of the durable state in {wanted}; give nvme_path={wanted}, "
                 f"wherever these are now. For other folders save a checkpoint (hetero.save()), and "
                 f"load it in a training with a new nvme_path"
             )
-        if each.place in by_place or len(each.folders) != len(one.folders):
+        if part.place in by_place or len(part.folders) != len(one.folders):
             raise CheckpointError(
-                f"{folder} is a copy of {by_place.get(each.place, first)}: both say that they are "
-                f"folder {each.place} of the same durable state; give one of them"
+                f"{folder} is a copy of {by_place.get(part.place, first)}: both say that they are "
+                f"folder {part.place} of the same durable state; give one of them"
             )
-        by_place[each.place] = folder
+        by_place[part.place] = folder
     missing = [each for place, each in enumerate(wanted) if place not in by_place]
     if missing:
         raise CheckpointError(

@@ -277,7 +277,7 @@ def _refuse_recordings(managed: ManagedParam) -> None:
             f"{managed.name} cannot be brought in inside torch.jit.trace(), which would keep its "
             f"values; trace a plain copy of the model: copy.deepcopy(model)"
         )
-    modes = torch._C._TorchDispatchModeKey  # type: ignore[attr-defined]
+    modes = torch._C._TorchDispatchModeKey
     if any(torch._C._get_dispatch_mode(mode) for mode in (modes.FAKE, modes.PROXY)):
         raise HeteroError(
             f"{managed.name} cannot be brought in where tensors have no values, as in "

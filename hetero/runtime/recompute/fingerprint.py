@@ -42,7 +42,7 @@ class Fingerprint:
         if leaf is not None:  # its versions are compared, which is cheaper
             place = (tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
             return cls((id(leaf), place))
-        form = (tuple(tensor.shape), tensor.dtype, tensor.device)
+        form: tuple[Hashable, ...] = (tuple(tensor.shape), tensor.dtype, tensor.device)
         if tensor.layout is not torch.strided or not has_plain_memory(tensor):
             is_known = tensor.layout is torch.strided and not tensor.numel()
             return cls((type(tensor), *form), is_known=is_known)

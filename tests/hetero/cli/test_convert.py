@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ import hetero
 from hetero.checkpoint.data_reader import DataReader
 from hetero.checkpoint.formats import conversion
 from hetero.cli.main import main
+from offload.errors import CheckpointError, StoreError
 
 pytestmark = [
     pytest.mark.usefixtures("nothing_left"),
@@ -225,6 +227,30 @@ def test_from_deepspeeds_universal_format(tmp_path: Path) -> None:
     with safe_open(tmp_path / "hf" / "model.safetensors", "pt") as file:
         for name, files in found.items():
             assert torch.equal(file.get_tensor(name), files["fp32"])
+
+
+def test_a_tensor_of_one_element_that_is_there_often(tmp_path: Path) -> None:
+    """A file of a kilobyte is no tensor of 256 GiB: nothing of it is written."""
+    universal(tmp_path / "ds", ["lm_head.weight"])
+    file = tmp_path / "ds" / "zero" / "lm_head.weight" / "fp32.pt"
+    torch.save({"param": torch.ones(1).expand(2**36)}, file)
+    with pytest.raises(CheckpointError, match=r"fp32\.pt has a tensor of shape \(68719476736,\)"):
+        conversion.convert(tmp_path / "ds", tmp_path / "own", "hetero")
+    assert [each.name for each in tmp_path.iterdir()] == ["ds"]
+
+
+def test_the_disk_is_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is an error with both numbers before anything is written."""
+    found = universal(tmp_path / "ds", ["lm_head.weight"])
+    numel = found["lm_head.weight"]["fp32"].numel()
+    usage = shutil.disk_usage(tmp_path)
+    for to, nbytes in (("hetero", 12 * numel), ("hf", 4 * numel), ("dcp", 12 * numel)):
+        too_little = usage._replace(free=nbytes - 1)
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, found=too_little: found)
+        with pytest.raises(StoreError, match=f"{nbytes - 1} bytes free, .* are {nbytes}"):
+            conversion.convert(tmp_path / "ds", tmp_path / "new", to)
+        assert [each.name for each in tmp_path.iterdir()] == ["ds"]
+        monkeypatch.undo()
 
 
 def states_by_param(optimizer: Any) -> list[dict[str, torch.Tensor]]:
