@@ -7,7 +7,7 @@ has a list, an object or a pair of key and value in each 30 bytes or more.
 
 from __future__ import annotations
 
-_BYTES_OF_CONTAINER, _BYTES_OF_PAIR = 16, 12
+_BYTES_OF_CONTAINER, _BYTES_OF_PAIR = 16, 14
 _FEW = 10_000  # of either, that a text may have besides, in names and in free text
 
 

@@ -35,6 +35,19 @@ class _Entry:
     op: Operation | None = None  # the transfer that the state speaks of
     locked: bool = False
 
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """Keeps its slots while its transfer is waited for.
+
+        In such a wait a rank may start reads that other ranks wait for. If one of them took these
+        slots, it would cancel this transfer, and wait for it inside the wait for it, for ever.
+        """
+        was_locked, self.locked = self.locked, True
+        try:
+            yield
+        finally:
+            self.locked = was_locked
+
 
 class SlotCache:
     """Keeps copies of chunks in the slots of an arena; the farthest next use is given up first.
@@ -261,7 +274,7 @@ class SlotCache:
             return
         began_s = time.perf_counter()
         try:
-            with self._kept(entry):
+            with entry.kept():
                 entry.op.wait()
         except Exception:
             if entry.state is SlotState.READING:
@@ -284,21 +297,8 @@ class SlotCache:
         """Nobody wants the bytes that are being read."""
         assert entry.op is not None
         entry.op.cancel()
-        with self._kept(entry):
+        with entry.kept():
             wait_quietly(entry.op)
-
-    @contextlib.contextmanager
-    def _kept(self, entry: _Entry) -> Iterator[None]:
-        """Keeps the entry while its transfer is waited for.
-
-        In such a wait a rank may start reads that other ranks wait for. If one of them took these
-        slots, it would cancel this transfer, and wait for it inside the wait for it, for ever.
-        """
-        was_locked, entry.locked = entry.locked, True
-        try:
-            yield
-        finally:
-            entry.locked = was_locked
 
     def _room_for(self, chunk: int) -> int:
         """First slot of an emptied run for `chunk`. Raises BudgetError if pins leave none."""

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 MIB = 1 << 20
-SIZE = 4 * MIB
+SIZE = 2 * MIB
 
 # argv: kind, folder. Prints for each file by what its reading has grown, over its size.
 _SCRIPT = """
