@@ -13,7 +13,6 @@ every test's outcome. The exit code is 1 if a test failed.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -26,6 +25,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from bench.harness.program import program_parser
 from bench.peers_tests.peer import Peer
 from bench.peers_tests.results import PEER, RESULTS, Outcome, Result
 from bench.peers_tests.table import PEERS
@@ -100,12 +100,7 @@ def _print(results: Sequence[Result]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command."""
-    parser = argparse.ArgumentParser(
-        "python -m bench.peers_tests",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage=argparse.SUPPRESS,
-    )
+    parser = program_parser("bench.peers_tests", __doc__)
     parser.add_argument("peer", choices=PEERS)
     parser.add_argument("tests", nargs="*")
     parser.add_argument("--repo", type=Path, required=True)

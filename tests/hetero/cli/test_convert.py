@@ -229,10 +229,13 @@ def test_from_deepspeeds_universal_format(tmp_path: Path) -> None:
             assert torch.equal(file.get_tensor(name), files["fp32"])
 
 
+NAME = "transformer.wte.weight"
+
+
 def test_a_tensor_of_one_element_that_is_there_often(tmp_path: Path) -> None:
     """A file of a kilobyte is no tensor of 256 GiB: nothing of it is written."""
-    universal(tmp_path / "ds", ["lm_head.weight"])
-    file = tmp_path / "ds" / "zero" / "lm_head.weight" / "fp32.pt"
+    universal(tmp_path / "ds", [NAME])
+    file = tmp_path / "ds" / "zero" / NAME / "fp32.pt"
     torch.save({"param": torch.ones(1).expand(2**36)}, file)
     with pytest.raises(CheckpointError, match=r"fp32\.pt has a tensor of shape \(68719476736,\)"):
         conversion.convert(tmp_path / "ds", tmp_path / "own", "hetero")
@@ -241,8 +244,8 @@ def test_a_tensor_of_one_element_that_is_there_often(tmp_path: Path) -> None:
 
 def test_the_disk_is_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is an error with both numbers before anything is written."""
-    found = universal(tmp_path / "ds", ["lm_head.weight"])
-    numel = found["lm_head.weight"]["fp32"].numel()
+    found = universal(tmp_path / "ds", [NAME])
+    numel = found[NAME]["fp32"].numel()
     usage = shutil.disk_usage(tmp_path)
     for to, nbytes in (("hetero", 12 * numel), ("hf", 4 * numel), ("dcp", 12 * numel)):
         too_little = usage._replace(free=nbytes - 1)
