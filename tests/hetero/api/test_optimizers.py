@@ -221,11 +221,11 @@ def test_options_out_of_range(make: Make, options: dict[str, object], message: s
 @pytest.mark.parametrize(
     ("saving", "loading", "message"),
     [
-        ("adam", "adagrad", "has no 'sum'"),
+        ("adam", "adagrad", "is not HybridAdagrad's: it lacks lr_decay"),
         ("adam", "lion", "has 'exp_avg_sq', which HybridLion has not"),
-        ("lion", "adam", "has no 'exp_avg_sq'"),
-        ("sgd", "lion", "has no 'exp_avg'"),
-        ("adagrad", "sgd", "has 'sum', which HybridSGD has not"),
+        ("lion", "adam", "is not HybridAdam's: it lacks eps"),
+        ("sgd", "lion", "is not HybridLion's: it lacks betas"),
+        ("adagrad", "sgd", "is not HybridSGD's: it lacks dampening, momentum, nesterov"),
     ],
 )
 def test_a_state_of_another_rule_is_refused(saving: str, loading: str, message: str) -> None:

@@ -143,7 +143,9 @@ def test_states_of_each_are_saved_and_loaded(settings: Settings, tmp_path: Path)
     assert set(saved[1][1]["state"][0]) == {"step", "exp_avg", "exp_avg_sq", "master"}
     pair.step(1)
     wanted = hetero.masters(pair.model.parameters())
-    with pytest.raises(ValueError, match="param group 0 of the state has 4 parameters, and this optimizer.s has 3"):
+    with pytest.raises(
+        ValueError, match="param group 0 of the state has 4 parameters, and this optimizer.s has 3"
+    ):
         pair.ours[0].load_state_dict(saved[1][1])
     pair.model.load_state_dict(saved[0])
     for optimizer, state in zip(pair.ours, saved[1], strict=True):
