@@ -85,10 +85,13 @@ class RepeatableCall:
 
     def kept(self, plain: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         """What plain(*args, **kwargs) returns, which saves what it saves."""
+        # The graph refers to its hooks. If they referred to this call, and so to its arguments, the
+        # graph would refer to itself by an argument that the call fills, a cache say.
+        saved_tensors, fingerprints = self._saved_tensors, self._fingerprints
 
         def pack(tensor: torch.Tensor) -> Any:
-            if not isinstance(view := self._saved_tensors.pack(tensor), SavedView):
-                self._fingerprints.append(Fingerprint.of(tensor))
+            if not isinstance(view := saved_tensors.pack(tensor), SavedView):
+                fingerprints.append(Fingerprint.of(tensor))
             return view
 
         with saved_tensors_hooks(pack, self._saved_tensors.unpack):
