@@ -6,7 +6,6 @@ import json
 import os
 import random
 import re
-import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from hetero.checkpoint.model_tensors import master_key, state_key
 from hetero.checkpoint.plain_data import pack
 from offload.errors import CheckpointError
 from tests.support.manifests import ODD, checksummed, mutations, places
+from tests.support.traced_memory import traced_memory
 
 STATES = ("exp_avg", "exp_avg_sq")
 SAMPLE = Manifest(
@@ -194,14 +194,14 @@ def test_claims_take_no_memory(tmp_path: Path) -> None:
     """A tensor of 2**50 elements is found to be missing before it has memory."""
     content = checksummed({**with_tensor("data/0/1", "float32", 2**50), "files": {}})
     huge = b'{"a": ' + b"[" * 9_000
-    tracemalloc.start()
-    made = read_content(tmp_path, content)
-    with pytest.raises(CheckpointError, match="elements of .*, and the manifest says"):
-        DataReader(tmp_path, made.files, made.tensors, "threads")
-    with pytest.raises(CheckpointError, match="is damaged: it is no JSON"):
-        read_content(tmp_path, huge)
-    assert tracemalloc.get_traced_memory()[1] < 20 << 20
-    tracemalloc.stop()
+    with traced_memory() as traced:
+        made = read_content(tmp_path, content)
+        with pytest.raises(CheckpointError, match="elements of .*, and the manifest says"):
+            DataReader(tmp_path, made.files, made.tensors, "threads")
+        with pytest.raises(CheckpointError, match="is damaged: it is no JSON"):
+            read_content(tmp_path, huge)
+        _, peak_bytes = traced()
+    assert peak_bytes < 20 << 20
 
 
 def test_no_product_of_thousands_of_sizes_is_made(tmp_path: Path) -> None:

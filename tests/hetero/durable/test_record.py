@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import random
-import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from offload.errors import CheckpointError
 from offload.memory.sizes import PAGE_BYTES
 from tests.support.durable.records import SAMPLE, sample, sealed, sections_of
 from tests.support.manifests import ODD, mutations, places
+from tests.support.traced_memory import traced_memory
 
 WHERE = "/x/000003-rank-0000-of-0001.commit-1"
 NUMBERS, SECTIONS = sections_of(sample())
@@ -116,13 +116,11 @@ def test_checksums_are_never_in_memory_as_a_whole(tmp_path: Path) -> None:
     group = replace(group, chunks=(chunk, frozen))
     record = replace(SAMPLE, groups=(group,))
     path = tmp_path / "record"
-    tracemalloc.start()
-    with path.open("w+b") as stream:
+    with traced_memory() as traced, path.open("w+b") as stream:
         pieces = (bytes(nbytes // PAGE_BYTES * 4) for _, _, nbytes in group.pieces())
         format_.write(record, lambda _: pieces, stream.fileno())
         found = format_.read_record(str(path), ())
-    _, peak_bytes = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
+        _, peak_bytes = traced()
     assert found is not None
     assert path.stat().st_size > 64 << 20
     assert peak_bytes < 4 << 20

@@ -1,6 +1,5 @@
 """offload/cache/use_order: the learned order, against a model that searches the whole step."""
 
-import tracemalloc
 from functools import partial
 
 from hypothesis import given
@@ -8,6 +7,7 @@ from hypothesis import strategies as st
 
 from offload.cache.use_order import UseOrder
 from tests.support.native.cache_rig import next_use
+from tests.support.traced_memory import traced_memory
 
 chunks = st.integers(0, 5)
 some_steps = st.lists(st.lists(chunks, max_size=14), max_size=5)
@@ -140,14 +140,11 @@ def test_a_step_that_ends_twice_is_known():
 
 def test_inference_without_an_end_of_step_takes_no_more_and_more_memory():
     order = UseOrder()
-    tracemalloc.start()
-    try:
+    with traced_memory() as traced:
         for _ in range(100_000):
             order.note(0)
             order.note(1)
-        grown_bytes, _ = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
+        grown_bytes, _ = traced()
     assert grown_bytes < 1 << 20
 
 

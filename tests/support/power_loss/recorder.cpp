@@ -23,6 +23,8 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
+#include <algorithm>
+
 namespace {
 
 // As replay.py has them.
@@ -179,6 +181,16 @@ void written(int fd, uint64_t offset, const void* data, ssize_t nbytes) {
   }
 }
 
+// As the kernel has taken them: `done` bytes of the parts, one after the other.
+void parts_written(int fd, uint64_t offset, const iovec* parts, int count, ssize_t done) {
+  for (int i = 0; i < count && done > 0; ++i) {
+    const ssize_t nbytes = std::min(done, static_cast<ssize_t>(parts[i].iov_len));
+    written(fd, offset, parts[i].iov_base, nbytes);
+    offset += static_cast<uint64_t>(nbytes);
+    done -= nbytes;
+  }
+}
+
 void resized(int fd) {
   struct stat found;
   if (follows(fd, &found)) append(kResize, found.st_ino, 0, found.st_size, nullptr, 0);
@@ -241,23 +253,22 @@ DEFINE_OPENAT(openat64)
 DEFINE_PWRITE(pwrite, off_t)
 DEFINE_PWRITE(pwrite64, off64_t)
 
-#define DEFINE_PWRITEV(name, Offset)                                     \
-  ssize_t name(int fd, const iovec* parts, int count, Offset offset) {   \
-    const ssize_t done = NEXT(name)(fd, parts, count, offset);           \
-    uint64_t at = static_cast<uint64_t>(offset);                         \
-    ssize_t rest = done;                                                 \
-    for (int i = 0; i < count && rest > 0; ++i) {                        \
-      const ssize_t mine = rest < static_cast<ssize_t>(parts[i].iov_len) \
-                               ? rest                                    \
-                               : static_cast<ssize_t>(parts[i].iov_len); \
-      written(fd, at, parts[i].iov_base, mine);                          \
-      at += static_cast<uint64_t>(mine);                                 \
-      rest -= mine;                                                      \
-    }                                                                    \
-    return done;                                                         \
+#define DEFINE_PWRITEV(name, Offset)                                      \
+  ssize_t name(int fd, const iovec* parts, int count, Offset offset) {    \
+    const ssize_t done = NEXT(name)(fd, parts, count, offset);            \
+    parts_written(fd, static_cast<uint64_t>(offset), parts, count, done); \
+    return done;                                                          \
+  }
+#define DEFINE_PWRITEV2(name, Offset)                                             \
+  ssize_t name(int fd, const iovec* parts, int count, Offset offset, int flags) { \
+    const ssize_t done = NEXT(name)(fd, parts, count, offset, flags);             \
+    parts_written(fd, static_cast<uint64_t>(offset), parts, count, done);         \
+    return done;                                                                  \
   }
 DEFINE_PWRITEV(pwritev, off_t)
 DEFINE_PWRITEV(pwritev64, off64_t)
+DEFINE_PWRITEV2(pwritev2, off_t)  // Python's os.pwritev()
+DEFINE_PWRITEV2(pwritev64v2, off64_t)
 
 ssize_t write(int fd, const void* data, size_t nbytes) {
   const ssize_t done = NEXT(write)(fd, data, nbytes);
