@@ -248,9 +248,7 @@ def test_sigterm_saves_and_ends(arguments: list[str], tmp_path: Path) -> None:
 KILLED = """
     import os, signal, sys
     from hetero.cli.job import checkpoints
-    from hetero.cli.job import lineage
-from hetero.cli.job.lineage import Lineage
-from hetero.cli.main import main
+    from hetero.cli.main import main
 
     after_step = checkpoints.Checkpoints.after_step
 
