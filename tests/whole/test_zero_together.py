@@ -63,7 +63,9 @@ class TestConstruction:
             assert bool((one["masters"][changed[0]] == 10.0 + modifier).all())
             assert one["copied"]
             assert len(one["refusals"]) == 2
-            assert all("call hetero.initialize() first" in text for text in one["refusals"])
+            assert all(
+                "ZeroInitContext and hetero.initialize()" in text for text in one["refusals"]
+            )
             assert one["peak"] <= 900 << 10
 
     def test_a_model_from_outside_starts_as_on_the_first_rank(self, ranks2: RankPool) -> None:
