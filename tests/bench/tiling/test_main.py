@@ -15,7 +15,8 @@ from bench.tiling.grads_in_forward import loss_with_grads
 
 
 def test_a_turn_is_a_process(tmp_path: Path) -> None:
-    sizes = Sizes(32, 300, 64, tiles=2, path=str(tmp_path))
+    # Large enough for its memory to grow past what importing had taken at its peak.
+    sizes = Sizes(512, 300, 256, tiles=2, path=str(tmp_path))
     sample = program._turn("mlp", "plain", sizes)
     assert sample["seconds"] > 0
     assert sample["grown_bytes"] > 0
