@@ -18,8 +18,8 @@ pytestmark = pytest.mark.usefixtures("nothing_left")
 
 ROOT = Path(__file__).resolve().parents[3]
 MIB = 1 << 20
-# Of 1,024 tokens the blocks save some 300 MiB in fp32, beside 280 MiB of Python and torch. (Products
-# in bf16 take minutes on a CPU that has none.)
+# Of 1,024 tokens the blocks save some 300 MiB in fp32, beside 280 MiB of Python and torch. (In bf16
+# the products take minutes on a CPU that has none.)
 CHILD = """
 import json, resource, sys
 path, limit, data, group = json.loads(sys.argv[1])
