@@ -103,15 +103,18 @@ def _check_extras(rest: list[str]) -> None:
 
 def _check_arguments(main: Callable[[list[str]], object], rest: list[str]) -> None:
     """`main` is called up to where its parser has taken the arguments."""
-    parse = argparse.ArgumentParser.parse_args
 
-    def parse_only(parser: argparse.ArgumentParser, *args: object) -> None:
-        parse(parser, *args)
-        raise _Parsed
+    def only(parse: Callable[..., object]) -> Callable[..., None]:
+        def parse_only(parser: argparse.ArgumentParser, *args: object) -> None:
+            parse(parser, *args)
+            raise _Parsed
 
-    said = io.StringIO()
+        return parse_only
+
+    said, parser = io.StringIO(), argparse.ArgumentParser
     with (
-        mock.patch.object(argparse.ArgumentParser, "parse_args", parse_only),
+        mock.patch.object(parser, "parse_args", only(parser.parse_args)),
+        mock.patch.object(parser, "parse_intermixed_args", only(parser.parse_intermixed_args)),
         contextlib.redirect_stderr(said),
     ):
         try:
