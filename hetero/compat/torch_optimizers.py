@@ -146,7 +146,7 @@ class OwnedSteps:
             )
 
 
-def check_torch_options(name: str, options: dict[str, Any]) -> None:
+def pop_torch_options(name: str, options: dict[str, Any]) -> None:
     """Takes torch's own options out of `options`.
 
     Raises ValueError for those that change the update, as amsgrad and maximize.

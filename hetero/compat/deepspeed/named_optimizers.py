@@ -9,7 +9,7 @@ from hetero.api.optimizer import HybridOptimizer, ParamGroups
 from hetero.api.optimizers import HybridAdagrad, HybridAdam, HybridLion
 from hetero.compat.deepspeed.options import Named
 from hetero.compat.key_table import log_not_needed, nearest, refuse_unknown
-from hetero.compat.torch_optimizers import SGD, check_torch_options
+from hetero.compat.torch_optimizers import SGD, pop_torch_options
 
 _STATES = "fp32_optimizer_states"
 _ADAM = ("lr", "betas", "eps", "weight_decay", "bias_correction", "adam_w_mode", "torch_adam")
@@ -43,7 +43,7 @@ def make_optimizer(named: Named, params: ParamGroups, state_dtype: str) -> Hybri
     where = f"the params of the optimizer {named.type}"
     refuse_unknown(where, named.params, [*known, *_OF_TORCH])
     options: dict[str, Any] = dict(named.params)
-    check_torch_options(named.type, options)
+    pop_torch_options(named.type, options)
     if made is HybridAdam:
         decoupled = options.pop("adam_w_mode", True) or named.type.lower() == "adamw"
         options["adamw_mode"] = bool(decoupled)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from hetero.api.optimizer import ParamGroups
 from hetero.api.optimizers import HybridAdagrad
-from hetero.compat.torch_optimizers import check_torch_options
 
 
 class DeepSpeedCPUAdagrad(HybridAdagrad):
@@ -29,11 +28,11 @@ class DeepSpeedCPUAdagrad(HybridAdagrad):
         amsgrad: bool = False,
         fp32_optimizer_states: bool = True,
     ) -> None:
-        check_torch_options("DeepSpeedCPUAdagrad", {"amsgrad": amsgrad})
         super().__init__(
             model_params,
             lr=lr,
             eps=eps,
             weight_decay=weight_decay,
+            amsgrad=amsgrad,
             state_dtype="fp32" if fp32_optimizer_states else "bf16",
         )
