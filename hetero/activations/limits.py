@@ -53,10 +53,12 @@ class ActivationLimits:
         """Of RAM where compute happens, what is not lent."""
         return self.host_bytes - self.lent_bytes
 
-    def lend(self, nbytes: int, largest_bytes: int) -> None:
+    def lend(self, nbytes: int, largest_bytes: int, in_use_bytes: int) -> None:
         """So many bytes more are others', as far as there is room left for the largest saved
-        tensor, on its way and in use."""
-        most = self.host_bytes - max(self.host_bytes // _LEAST_KEPT, 3 * largest_bytes)
+        tensor, on its way and in use. What is in use now leaves through slots, so there is room
+        for those; it is less than window_bytes(), so some does leave and more can be lent."""
+        least = max(self.host_bytes // _LEAST_KEPT, 3 * largest_bytes)
+        most = self.host_bytes - max(least, in_use_bytes + largest_bytes + largest_bytes // 2)
         self.lent_bytes = max(self.lent_bytes, min(self.lent_bytes + nbytes, most))
 
     def slot_bytes(self, nbytes: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,6 +85,7 @@ def open_store(
     device: int = 0,
     backend: Backend | None = None,
     strict: bool = True,
+    excess: Callable[[int], int] = lambda _: 0,
     **options: Any,
 ) -> Iterator[StoreRig]:
     """A store with `host` bytes of RAM and, with a device of its own, `device` bytes there.
@@ -96,7 +97,7 @@ def open_store(
     budgets = {Tier.HOST: host, Tier.DEVICE: device, Tier.DISK: GENEROUS}
     ledger, notes = Ledger(budgets), []
     limits = ActivationLimits(host, device, strict)
-    store = build_activation_store(config, limits, backend, ledger, notes, lambda: None)
+    store = build_activation_store(config, limits, backend, ledger, notes, lambda: None, excess)
     try:
         yield StoreRig(store, ledger, notes)
     finally:

@@ -105,7 +105,8 @@ class InRam(Movement):
         if self.file is not None:
             largest = self._kept.largest_bytes
             if excess := self._excess(_SOON * largest):
-                self._limits.lend(excess, largest)
+                in_use_bytes = self._kept.nbytes + self._ram.pool.pinned_bytes
+                self._limits.lend(excess, largest, in_use_bytes)
 
     def _drop_copies(self, activation: Activation) -> None:
         self._ram.drop(activation)

@@ -60,6 +60,22 @@ def test_the_earliest_leave_and_all_come_back(tmp_path: Path) -> None:
         assert rig.used() == len(rig.store) == 0
 
 
+def test_a_process_that_grows_too_large_is_lent_what_can_leave(tmp_path: Path) -> None:
+    """All but a part for the largest is lent at once, with 192 KiB in tensors: they leave in turn,
+    none that comes is refused, and all come back."""
+    excess = 0
+    with open_store(tmp_path, excess=lambda soon: excess, strict=False) as rig:
+        saved = save(rig, 12)
+        excess = 1 << 30
+        saved += save(rig, 12)
+        assert rig.notes == []
+        assert None not in saved
+        assert rig.used() <= 64 * KIB
+        for seed in reversed(range(24)):
+            assert torch.equal(unpack(saved.pop()), values(seed % 12))
+        assert rig.notes == []
+
+
 def test_any_order_and_more_than_once(tmp_path: Path) -> None:
     with open_store(tmp_path) as rig:
         saved = save(rig, 40)

@@ -81,7 +81,7 @@ def unlimited(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], li
     return train(tmp_path_factory.mktemp("unlimited"), None)
 
 
-LIMIT = 500 * MIB
+LIMIT = 440 * MIB
 
 
 def test_every_step_stays_within(tmp_path: Path, unlimited: Any) -> None:
