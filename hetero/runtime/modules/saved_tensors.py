@@ -201,9 +201,10 @@ class _OverOthers:
         torch does not tell. Where it keeps this elsewhere a mark is packed, which the checkpoint
         finds to be another tensor than in forward: an error, and no wrong value.
         """
-        frame = self._variables.get("target_frame_ref", lambda: None)()
-        metadata = getattr(frame, "x_metadatas", [])
-        if frame is None or frame.metadata_fn is None:
+        try:
+            frame = self._variables["target_frame_ref"]()
+            number: int = frame.recomp_counter[self._variables["gid"]]
+            in_forward, of_mark = frame.x_metadatas, frame.metadata_fn(_MARK)
+        except (AttributeError, KeyError, TypeError):  # TypeError: no metadata_fn, or no frame
             return False
-        number: int = frame.recomp_counter[self._variables["gid"]]
-        return number < len(metadata) and bool(metadata[number] != frame.metadata_fn(_MARK))
+        return number < len(in_forward) and bool(in_forward[number] != of_mark)
