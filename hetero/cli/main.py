@@ -19,6 +19,7 @@ from hetero.cli.commands.outcome import (
 )
 from hetero.cli.extras import missing_extra
 from hetero.cli.parser import Parser
+from offload.errors import HeteroError
 
 # How the help lists them; others follow in the order of their names.
 _ORDER = ("train", "finetune", "generate", "plan", "profile", "doctor", "inspect", "convert")
@@ -41,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if missing is None:
             return _unexpected(arguments.command, error)
         print_error(arguments.command, missing)
-    except (ValueError, hetero.HeteroError, OSError, MemoryError) as error:
+    except (ValueError, HeteroError, OSError, MemoryError) as error:
         print_error(arguments.command, error)
     except Exception as error:
         return _unexpected(arguments.command, error)

@@ -42,7 +42,8 @@ class Parser(argparse.ArgumentParser):
     """A parser whose commands have parsers of its own class, and whose errors are one line."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(**{"formatter_class": HelpFormatter, **options})
+        # A prefix that is unique today is another option's, too, when one is added.
+        super().__init__(**{"formatter_class": HelpFormatter, "allow_abbrev": False, **options})
 
     def error(self, message: str) -> NoReturn:
         """Exits, naming the choice that is nearest."""

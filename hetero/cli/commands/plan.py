@@ -3,42 +3,22 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
-import os
-import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from hetero.cli.commands.outcome import EXIT_OK, EXIT_USAGE
-from hetero.cli.job.options import TrainOptions, add_train_arguments
+from hetero.cli.job.options import add_train_arguments
 from hetero.cli.parser import examples
-from hetero.cli.show.what_if import Case, explain_cases, other_budgets, other_disks
-from hetero.config import Config
-from hetero.planning.activation_estimate import ActivationEstimate
-from hetero.planning.candidates import SmallestBudgets, smallest_budgets
-from hetero.planning.collective_cost import Network
-from hetero.planning.predict import Plan, predict, whole_step
-from hetero.planning.profiles import find_profile, listing, shipped_profiles
-from hetero.planning.report import as_dict, explain, state_by_tier
-from hetero.planning.step_cost import StepCost
-from hetero.planning.trace import Work
-from offload.disk.directories import check_directories, total_free_bytes
-from offload.memory.sizes import format_bytes, parse_bytes
-from offload.profile.machine_profile import Profile, default_path
+from hetero.planning.profiles import shipped_profiles
+from offload.profile.machine_profile import default_path
 
 if TYPE_CHECKING:
     from hetero.cli.commands import Commands
-    from hetero.planning.group_plans import Arrangement, ChunkGroupPlan
 
 POLICIES = ("auto", "nvme", "cpu", "cuda")
-_DEFAULT_SHARE = 0.8  # of RAM and of a device's memory: the rest is for all that is not managed
-_DEFAULT_DISK_SHARE = 0.95
+DEFAULT_SHARE = 0.8  # of RAM and of a device's memory: the rest is for all that is not managed
+DEFAULT_DISK_SHARE = 0.95
 
 # The options that are those of `hetero train`, and their help where it is another one here.
-_DEFAULT_BYTES = f"for model state (default: {_DEFAULT_SHARE:.0%}% of what there is)"
+_DEFAULT_BYTES = f"for model state (default: {DEFAULT_SHARE:.0%}% of what there is)"
 _TRAIN_OPTIONS = {
     "model": "by name",
     "config": "JSON file with the configuration of any Hugging Face causal language model",
@@ -48,7 +28,7 @@ _TRAIN_OPTIONS = {
     "device_memory": "memory of a device, where the profile has one that is not RAM,"
     f" {_DEFAULT_BYTES}",
     "nvme_path": "folder on NVMe, once per disk; with --profile it need not exist (default: none)",
-    "nvme_capacity": f"file space there (default: {_DEFAULT_DISK_SHARE:.0%}% of what is free)",
+    "nvme_capacity": f"file space there (default: {DEFAULT_DISK_SHARE:.0%}% of what is free)",
     "dtype": "bf16, fp16 or fp32",
     "batch_size": "sequences per micro-batch of a rank",
     "accumulate": "micro-batches of a rank per step",
@@ -120,292 +100,6 @@ def add_command(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints where the state would live and what a step is predicted to take."""
-    from hetero.cli.job.models import model_label, wanted_vocab_size
+    from hetero.cli.planner import plan
 
-    if arguments.profile == "list":
-        print("\n".join(listing()))
-        return EXIT_OK
-    given = TrainOptions.from_namespace(arguments)
-    vocab_size = wanted_vocab_size(given.model, given.config, given.vocab_size)
-    options = replace(given, vocab_size=vocab_size)
-    machine = _Machine.of(arguments)
-    # Under --json nothing else may reach stdout, whatever a library prints.
-    picture = None if arguments.what_if is None else Path(arguments.what_if)
-    if picture is not None:
-        from hetero.cli.show.step_timeline import check_picture
-
-        check_picture("--what-if", picture)
-    with contextlib.redirect_stdout(sys.stderr):
-        planner = _Planner(options, machine, arguments.checkpointing)
-        groups = planner.arrange_within(machine.host_bytes, machine.device_bytes).chunk_groups
-        plans = planner.predict(groups)
-        least = smallest_budgets(planner.arrange_within, machine.device_bytes)
-        cases = [] if picture is None else _what_if(planner, plans, least)
-    facts = {"model": model_label(options), **_facts(planner, groups)}
-    excess = planner.excess(groups)
-    if options.json:
-        others = {"what_if": [case.as_dict() for case in cases]} if cases else {}
-        print(json.dumps(facts | as_dict(plans, least) | others))
-    else:
-        print(f"{_title(facts)} ({machine.profile.date})\n\n{explain(plans, least)}")
-        if planner.activations is not None:
-            print(_activation_words(planner.activations))
-        if cases:
-            print(f"\n{explain_cases(cases)}")
-    if excess:
-        print(f"does not fit: {excess}", file=sys.stderr if options.json else sys.stdout)
-    if picture is not None:
-        from hetero.cli.show.what_if_figure import draw_what_if
-
-        draw_what_if(cases, picture, f"{facts['model']}, policy {facts['policy']}")
-    return EXIT_USAGE if excess else EXIT_OK
-
-
-def _activation_words(estimate: ActivationEstimate) -> str:
-    return (
-        f"Activations (estimated, beside the budgets): {format_bytes(estimate.kept_bytes)} a rank, "
-        f"{format_bytes(estimate.checkpointed_bytes)} with --checkpointing; logits are not in it."
-    )
-
-
-def _what_if(planner: _Planner, plans: list[Plan], least: SmallestBudgets) -> list[Case]:
-    machine = planner.machine
-    state_bytes = sum(sum(kinds.values()) for kinds in state_by_tier(plans).values())
-
-    def step_with(host_bytes: int, device_bytes: int | None) -> StepCost:
-        return whole_step(
-            planner.predict(planner.arrange_within(host_bytes, device_bytes).chunk_groups)
-        )
-
-    found = other_budgets(step_with, (machine.host_bytes, machine.device_bytes), least, state_bytes)
-    traffic = whole_step(plans).traffic
-    if traffic["nvme_read"] or traffic["nvme_written"]:
-        groups = [plan.group for plan in plans]
-        found += other_disks(
-            lambda profile: whole_step(planner.predict(groups, profile)), machine.rank_profile
-        )
-    return found
-
-
-@dataclass(frozen=True)
-class _Machine:
-    """The machines, and one rank's part of one of them, in bytes."""
-
-    profile: Profile
-    rank_profile: Profile
-    ranks: int
-    shard_ranks: int
-    nodes: int
-    policy: str
-    host_bytes: int
-    device_bytes: int | None
-    disk_bytes: int
-
-    @classmethod
-    def of(cls, arguments: argparse.Namespace) -> _Machine:
-        """Raises ValueError or StoreError for what cannot be."""
-        ranks, nodes, policy = arguments.ranks, arguments.nodes, arguments.policy
-        for name, count in (("ranks", ranks), ("nodes", nodes)):
-            if count < 1:
-                raise ValueError(f"--{name} must be at least 1, got {count}")
-        if ranks % nodes:
-            raise ValueError(
-                f"--ranks {ranks} cannot be spread evenly over --nodes {nodes}; choose a multiple"
-            )
-        shard_ranks = ranks if arguments.shard_ranks is None else arguments.shard_ranks
-        local = ranks // nodes
-        if shard_ranks < 1 or ranks % shard_ranks or (local % shard_ranks and shard_ranks % local):
-            raise ValueError(
-                f"--shard-ranks {shard_ranks}: parts of a machine's {local} ranks or whole machines"
-                f" share a chunk, and all of {ranks} ranks must be in such a group"
-            )
-        profile = _profile(arguments.profile)
-        if profile.separate and local > profile.devices and not arguments.share_gpu:
-            raise ValueError(
-                f"--ranks {ranks}: {local} ranks on each machine, and those of the profile "
-                f"{profile.name!r} have {profile.devices} GPUs; use fewer ranks, or more --nodes, "
-                f"or --share-gpu if ranks are to share one"
-            )
-        if nodes > 1 and profile.node_bytes_per_s is None:
-            connected = [name for name in shipped_profiles() if find_profile(name).node_bytes_per_s]
-            raise ValueError(
-                f"--nodes {nodes}: the profile {profile.name!r} says nothing about a network "
-                f"between machines; use one that does: --machine {' or '.join(connected)}"
-            )
-        mine = profile.share(ranks // nodes)
-        host = _size(arguments.host_memory, "--host-memory")
-        device = _size(arguments.device_memory, "--device-memory")
-        if device is not None and not profile.separate:
-            raise ValueError(
-                f"--device-memory: on the machine of the profile {profile.name!r} devices have no "
-                f"memory of their own; use --host-memory, or another --profile"
-            )
-        if profile.separate and device is None:
-            device = int((mine.device_bytes or 0) * _DEFAULT_SHARE)
-        elif policy == "cuda" and not profile.separate:
-            raise ValueError(
-                f"--policy cuda: the profile {profile.name!r} has no device with memory of its own"
-            )
-        if host is None:
-            host = int(mine.host_bytes * _DEFAULT_SHARE)
-        disk = _disk_bytes(arguments, mine, ranks // nodes)
-        return cls(profile, mine, ranks, shard_ranks, nodes, policy, host, device, disk)
-
-
-class _Planner:
-    """Arranges and predicts what was asked for, within budgets and by profiles that may change."""
-
-    def __init__(self, options: TrainOptions, machine: _Machine, checkpointing: bool) -> None:
-        """Nothing is placed yet. Raises ValueError for what cannot be."""
-        from hetero.cli.job.models import build_shape, model_config
-
-        if machine.policy == "nvme" and not machine.disk_bytes:
-            raise ValueError("--policy nvme needs --nvme-path, a folder on the NVMe disk")
-        self.machine = machine
-        self._options = options
-        self._config = Config(
-            host_memory=machine.host_bytes,
-            activation_memory=options.activation_memory,
-            dtype=options.dtype,
-            chunk_numel=options.chunk_numel,
-            zero_stage=options.zero_stage,
-            overlap_updates=options.overlap_updates,
-        )
-        self.shape = build_shape(model_config(options))
-        tokens = options.batch_size * options.seq_len
-        self._work = Work(tokens, options.accumulate, checkpointing)
-        shape = getattr(self.shape, "config", None)
-        layers, width = (getattr(shape, n, None) for n in ("num_hidden_layers", "hidden_size"))
-        self.activations: ActivationEstimate | None = None  # of models that say their sizes
-        if isinstance(layers, int) and isinstance(width, int):
-            element_bytes = self._config.dtypes.param_bytes
-            self.activations = ActivationEstimate.of(layers, width, tokens, element_bytes)
-
-    def excess(self, groups: Sequence[ChunkGroupPlan]) -> str:
-        """Why state and activations together do not fit the memory where compute happens; empty if
-        they do."""
-        if self.activations is None:
-            return ""
-        estimate, machine = self.activations, self.machine
-        checkpointing = self._work.checkpointing
-        beside = estimate.checkpointed_bytes if checkpointing else estimate.kept_bytes
-        limits = self._config.activation_memory is not None  # what passes it goes elsewhere
-        device = machine.rank_profile.device_bytes
-        what, there = "RAM", machine.rank_profile.host_bytes
-        state = sum(group.placement.host_bytes for group in groups)
-        if machine.device_bytes is not None and device is not None:
-            what, there = "device", device
-            state = sum(group.placement.device_bytes for group in groups)
-        if limits or state + beside <= there:
-            return ""
-        fix = "a smaller --batch-size or --seq-len"
-        if not checkpointing:
-            fix += f", or --checkpointing ({format_bytes(estimate.checkpointed_bytes)})"
-        name = "--host-memory" if what == "RAM" else "--device-memory"
-        if beside < there:
-            fix += f", or {name} {there - beside} at most"
-        return (
-            f"state and pools take {format_bytes(state)} of {what} and activations an estimated "
-            f"{format_bytes(beside)}, and a rank has {format_bytes(there)}; use {fix}"
-        )
-
-    def arrange_within(self, host_bytes: int, device_bytes: int | None) -> Arrangement:
-        """Raises PlacementError if nothing fits so many bytes of RAM and of DEVICE."""
-        from hetero.cli.job.job import arrange_shape
-        from hetero.cli.job.ranks import Ranks
-
-        machine = self.machine
-        ranks, replicas = Ranks(0, machine.shard_ranks), machine.ranks // machine.shard_ranks
-        budgets = host_bytes, machine.disk_bytes, device_bytes
-        options, policy = self._options, machine.policy
-        return arrange_shape(
-            self.shape, options, self._config, ranks, *budgets, policy=policy, replicas=replicas
-        )
-
-    def predict(
-        self, groups: Sequence[ChunkGroupPlan], profile: Profile | None = None
-    ) -> list[Plan]:
-        """Steps by one rank's share of the machine; `profile`: of another one."""
-        rates, machine = profile or self.machine.rank_profile, self.machine
-        network = Network.of(rates, machine.ranks // machine.nodes, machine.nodes)
-        overlap = self._options.overlap
-        return predict(groups, rates, self._work, overlap=overlap, network=network)
-
-
-def _facts(planner: _Planner, groups: Sequence[ChunkGroupPlan]) -> dict[str, Any]:
-    """What was asked for, and what came of it."""
-    machine = planner.machine
-    estimate = planner.activations
-    return {
-        "activation_bytes": None if estimate is None else asdict(estimate),
-        "params": sum(param.numel() for param in planner.shape.parameters()),
-        "policy": machine.policy,
-        "profile": machine.profile.name,
-        "ranks": machine.ranks,
-        "shard_ranks": machine.shard_ranks,
-        "nodes": machine.nodes,
-        "budget_bytes": {
-            "device": machine.device_bytes,
-            "host": machine.host_bytes,
-            "disk": machine.disk_bytes,
-        },
-        "chunks": [
-            {"count": len(group.layout.chunks), "numel": group.layout.slot_numel}
-            for group in groups
-        ],
-    }
-
-
-def _title(facts: Mapping[str, Any]) -> str:
-    """Two lines above the table."""
-    ranks = "1 rank" if facts["ranks"] == 1 else f"{facts['ranks']} ranks"
-    if facts["nodes"] > 1:
-        ranks += f" on {facts['nodes']} machines"
-    if facts["shard_ranks"] < facts["ranks"]:
-        ranks += f", {facts['shard_ranks']} of which share a chunk"
-    chunks = [f"{each['count']} chunks of {each['numel']:,} elements" for each in facts["chunks"]]
-    return (
-        f"{facts['model']}: {facts['params']:,} parameters in {' and '.join(chunks)}, policy"
-        f" {facts['policy']}, {ranks}\non {facts['profile']}"
-    )
-
-
-def _profile(name: str | None) -> Profile:
-    if name is not None:
-        return find_profile(name)
-    path = default_path()
-    if not path.exists():
-        raise ValueError(
-            f"this machine has no profile yet; run `hetero profile` first, or name another one by "
-            f"--machine ({', '.join(shipped_profiles())}, or a profile's file)"
-        )
-    return Profile.load(path)
-
-
-def _size(text: str | None, option: str) -> int | None:
-    try:
-        return None if text is None else parse_bytes(text)
-    except ValueError as error:
-        raise ValueError(f"{option}: {error}") from None
-
-
-def _disk_bytes(arguments: argparse.Namespace, profile: Profile, local_ranks: int) -> int:
-    """File space of one rank; 0 without a directory."""
-    capacity = _size(arguments.nvme_capacity, "--nvme-capacity")
-    paths = arguments.nvme_path or []
-    if not paths:
-        if capacity is not None:
-            raise ValueError("--nvme-capacity is of no use without --nvme-path; give it too")
-        return 0
-    if profile.nvme_read_bytes_per_s is None:
-        raise ValueError(
-            f"the profile {profile.name!r} says nothing about NVMe; measure it: hetero profile "
-            f"--nvme-path {os.fspath(paths[0])}"
-        )
-    if arguments.profile is not None:
-        free = profile.nvme_bytes or 0
-    else:
-        free = total_free_bytes(check_directories(paths)) // local_ranks
-    if capacity is not None:
-        return capacity
-    return int(free * _DEFAULT_DISK_SHARE)
+    return plan(arguments)

@@ -12,10 +12,8 @@ from typing import TYPE_CHECKING
 from hetero.cli.commands.outcome import EXIT_OK
 from hetero.cli.folders import make_writable
 from hetero.cli.parser import examples
-from hetero.cpu_threads import set_threads
 from offload.memory.sizes import format_bytes
 from offload.profile.machine_profile import Profile, default_path
-from offload.profile.measure import measure_profile
 
 if TYPE_CHECKING:
     from hetero.cli.commands import Commands
@@ -60,6 +58,8 @@ def run(arguments: argparse.Namespace) -> int:
             raise ValueError(f"--threads must be at least 1, got {arguments.threads}")
         import torch
 
+        from hetero.cpu_threads import set_threads
+
         torch.set_num_threads(arguments.threads)
         set_threads(arguments.threads)
 
@@ -68,6 +68,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     def tell(text: str) -> None:
         print(f"hetero profile: {text}", file=sys.stderr)
+
+    from offload.profile.measure import measure_profile
 
     profile = measure_profile(arguments.nvme_path or [], platform.node() or "this machine", tell)
     profile.save(path)

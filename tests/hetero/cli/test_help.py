@@ -46,6 +46,36 @@ def test_the_help_fits_a_screen(
         assert sum(line.startswith(f"  {name} ") for line in lines) == 1
 
 
+@pytest.mark.parametrize("given", ["--version", "--help", "train --help", "plan --help", "trian"])
+def test_help_and_mistakes_do_not_wait_for_torch(given: str) -> None:
+    """Importing torch takes seconds."""
+    program = f"""
+import sys
+from hetero.cli.main import main
+try:
+    main({given.split()})
+except SystemExit:
+    pass
+print([name for name in ("torch", "numpy", "transformers") if name in sys.modules])
+"""
+    out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert out.stdout.splitlines()[-1] == "[]", out.stderr
+
+
+def test_prefixes_of_options_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["train", "--step", "3"])
+    assert "there is no --step; did you mean --steps?" in capsys.readouterr().err
+
+
+def test_all_public_names_are_there() -> None:
+    assert set(hetero.__all__) <= set(dir(hetero))
+    for name in hetero.__all__:
+        assert getattr(hetero, name).__name__ == name
+    with pytest.raises(AttributeError, match="module 'hetero' has no attribute 'initialise'"):
+        hetero.initialise  # noqa: B018
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as raised:
         main(["--version"])
