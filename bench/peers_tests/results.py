@@ -16,7 +16,9 @@ from bench.peers_tests.peer import Peer
 
 PEER, RESULTS = "HETERO_PEER", "HETERO_PEER_RESULTS"  # the environment of a run
 
-_RAISED = re.compile(r"^(?:E +)?((?:\w+\.)*\w*(?:Error|Exception|NotThere|Exit)): ?(.*)$", re.M)
+_RAISED = re.compile(
+    r"^(?:E +)?((?:\w+\.)*\w*(?:Error|Exception|NotThere|Exit))(?:: ?(.*))?$", re.M
+)
 _FRAME = re.compile(r'^(?:E +)?(?: *File "([^"]+)", line \d+|([\w./-]+\.py):\d+: in )', re.M)
 _NO_DEVICE = re.compile(r"not compiled with CUDA|No CUDA GPUs|NVIDIA driver|no NCCL|nccl", re.I)
 
@@ -56,7 +58,7 @@ def told(peer: Peer, text: str) -> tuple[Outcome, str]:
         return Outcome.FAILED, " ".join(text.split())[-300:]
     # The last frame before the first of the errors that have the last one's type and text: ranks'
     # tracebacks come before the one of the process that waited for them.
-    kind, said = raised[-1].groups()
+    kind, said = raised[-1].groups("")
     first = next(m for m in raised if m.group(1).rpartition(".")[2] == kind.rpartition(".")[2])
     frames = [a or b for a, b in _FRAME.findall(text[: first.start()])]
     reason = f"{kind.rpartition('.')[2]}: {said}"[:400]
@@ -64,6 +66,11 @@ def told(peer: Peer, text: str) -> tuple[Outcome, str]:
         return Outcome.ABSENT, reason
     if kind.endswith(("AttributeError", "ImportError")) and re.search(peer.internals, said):
         return Outcome.ABSENT, reason
+    if kind.endswith("AssertionError") and not said:  # its line says what it asked for
+        asked = text[: first.start()].rpartition("assert ")[2].partition("\n")[0]
+        reason = f"{reason}assert {asked}"[:400]
+        if re.search(peer.internals, asked):
+            return Outcome.ABSENT, reason
     in_hetero = bool(frames) and bool(re.search(r"(^|/)(hetero|offload)/", frames[-1]))
     if in_hetero and (kind.endswith("ValueError") or "offload.errors" in kind):
         return Outcome.REFUSED, reason

@@ -26,13 +26,19 @@ def barrier() -> None:
         dist.barrier()
 
 
+_LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torchrun sets
+
+
 def join(backend: str | None = None) -> None:
-    """Makes the default process group of torchrun's ranks, unless there is one; idempotent.
+    """Makes the default process group of torchrun's ranks, of one alone, too, unless there is one.
+
+    Idempotent.
 
     Args:
         backend: of torch.distributed. Default: gloo, which hetero needs; with NCCL gloo is added.
     """
-    if is_distributed() or int(os.environ.get("WORLD_SIZE", "1")) < 2:
+    is_alone = int(os.environ.get("WORLD_SIZE", "1")) < 2
+    if is_distributed() or (is_alone and any(name not in os.environ for name in _LAUNCHED)):
         return
     if backend in (None, "gloo"):
         init_default_group()

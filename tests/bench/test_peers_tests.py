@@ -74,6 +74,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         ("/x/hetero/config.py:9: in make\nE   TypeError: None", Outcome.FAILED),
         ("unit/x.py:9: in test\nE   AttributeError: no attribute 'ds_tensor'", Outcome.ABSENT),
         ("unit/x.py:9: in test\nE   AttributeError: no attribute 'step'", Outcome.FAILED),
+        ('x.py", line 9, in test\n  assert hasattr(p, "ds_id")\nAssertionError\n', Outcome.ABSENT),
+        ('x.py", line 9, in test\n  assert p.numel()\nAssertionError\n', Outcome.FAILED),
+        ('x.py", line 9, in test\n  assert p.ds_id\nAssertionError: 3', Outcome.FAILED),
         ("a process died", Outcome.FAILED),
     ],
 )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -49,6 +52,33 @@ def test_a_configuration_with_nvme_that_comes_late(
     for found in ranks2.run(deepspeed_ranks.train_on_nvme, str(tmp_path)):
         for master, weight in zip(found["masters"], expected[0], strict=True):
             torch.testing.assert_close(master, weight, rtol=1e-5, atol=1e-5)
+
+
+def test_one_rank_of_torchrun_has_a_group() -> None:
+    """DeepSpeed makes one, and loops ask torch.distributed for their rank."""
+    program = """
+import torch, torch.distributed as dist
+from hetero.compat import deepspeed
+model = torch.nn.Linear(4, 4)
+config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3},
+          "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
+engine, *_ = deepspeed.initialize(model=model, config=config)
+assert (dist.get_rank(), dist.get_world_size()) == (0, 1)
+for _ in range(2):
+    engine.backward(engine(torch.ones(1, 4)).sum())
+    engine.step()
+engine.optimizer.engine.close()
+dist.destroy_process_group()
+"""
+    launched = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, **launched},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout
 
 
 def test_ranks_that_come_late_are_refused(ranks2: RankPool) -> None:
