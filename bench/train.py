@@ -1,6 +1,7 @@
 """Step time and memory of the main job beside its peers, in turns on one machine.
 
 usage: python -m bench.train [options of `hetero train`] [--rounds N] [--ranks N]
+                             [--hosts N [--rate 1gbit]]
                              [--variants cpu,nvme] [--peers torch,ddp,fsdp2,deepspeed] [--json]
 
 In a round every contender runs once, each round beginning with another one. Ratios are taken
@@ -9,7 +10,8 @@ median step time.
 
 With --ranks N every contender is N processes on this machine, each with 1/N of the threads and
 with micro-batches of its own: a step takes N x batch x seq x accumulate tokens. Rank r gets the
-micro-batches r, r + N, r + 2 N, ... of those that one rank would get.
+micro-batches r, r + N, r + 2 N, ... of those that one rank would get. With --hosts they are spread
+over network namespaces, with links of --rate between them (as root).
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +38,7 @@ from bench.harness.contenders import (
     peer_contenders,
     run_contender,
 )
+from bench.harness.hosts import Hosts, parse_rate
 from bench.harness.program import (
     add_peer_arguments,
     chosen_peers,
@@ -103,6 +107,18 @@ def _parser() -> argparse.ArgumentParser:
         help="processes of each contender; --threads is of each (default: %(default)s)",
     )
     group.add_argument(
+        "--hosts",
+        type=int,
+        metavar="N",
+        help="network namespaces that share the ranks evenly (default: ranks of one machine)",
+    )
+    group.add_argument(
+        "--rate",
+        type=parse_rate,
+        default="1gbit",
+        help="of each host's link: a number of mbit or gbit per second (default: %(default)s)",
+    )
+    group.add_argument(
         "--variants",
         metavar="LIST",
         help="policies of hetero to run (default: --policy if given, else cpu,nvme)",
@@ -154,6 +170,20 @@ def run(
     run folder, in a folder per round.
     """
     folder = Path(options.run_dir or time.strftime("runs/bench-%Y%m%d-%H%M%S"))
+    with ExitStack() as stack:
+        hosts = None
+        if arguments.hosts is not None:
+            hosts = stack.enter_context(Hosts(arguments.hosts, arguments.rate))
+        return _rounds(options, variants, arguments, folder, hosts)
+
+
+def _rounds(
+    options: TrainOptions,
+    variants: list[str],
+    arguments: argparse.Namespace,
+    folder: Path,
+    hosts: Hosts | None,
+) -> list[list[Outcome]]:
     workload = folder / "workload.json"
     rounds: list[list[Outcome]] = []
     for number in range(1, arguments.rounds + 1):
@@ -171,7 +201,7 @@ def run(
                 continue
             print(f"[round {number}/{arguments.rounds}] {contender.name}", end=": ",
                   file=sys.stderr, flush=True)  # fmt: skip
-            outcome = run_contender(contender, arguments.timeout)
+            outcome = run_contender(contender, arguments.timeout, hosts=hosts)
             said = outcome.error
             if said is None:
                 said = f"{_steady_s(outcome, 'step_s', arguments.skip_steps):.3f} s per step"

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from bench.harness.hosts import Hosts
 from bench.harness.peer_process import import_environment, path_beside
 from bench.harness.ranks import RankError, last_line, rank_log, run_ranks
 from bench.peers.serve import EXIT_MISSING
@@ -130,9 +131,13 @@ def _peer(
 
 
 def run_contender(
-    contender: Contender, timeout_s: float, more: Mapping[str, str] | None = None
+    contender: Contender,
+    timeout_s: float,
+    more: Mapping[str, str] | None = None,
+    hosts: Hosts | None = None,
 ) -> Outcome:
-    """Runs it to its end, with `more` in its environment; its ranks' logs have what they print."""
+    """Runs it to its end, with `more` in its environment, its ranks on `hosts` if they are given;
+    its ranks' logs have what they print."""
     environment = {**os.environ, **(more or {})} | {
         **import_environment(),
         "PATH": path_beside(contender.command[0]),
@@ -147,6 +152,7 @@ def run_contender(
             contender.log_path,
             stdout_path,
             timeout_s,
+            hosts,
         )
     except FileNotFoundError as error:
         return Outcome(contender.name, "failed", {}, f"cannot start {error.filename}")

@@ -1,6 +1,7 @@
-"""One program as several ranks on this machine, which end together; a failure names its rank.
+"""One program as several ranks, which end together; a failure names its rank.
 
-A rank is told who it is by the environment variables of torchrun. Each has a log of its own.
+They are processes of this machine, or of several Hosts. A rank is told who it is by the environment
+variables of torchrun. Each has a log of its own.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from bench.harness.hosts import INTERFACE, Hosts
 from bench.peers.world import free_port
 
 POLL_S = 0.02
@@ -36,14 +38,18 @@ def run_ranks(
     log_path: Path,
     stdout_path: Path | None,
     timeout_s: float,
+    hosts: Hosts | None = None,
 ) -> None:
-    """Runs `command` as `ranks` processes until all have ended.
+    """Runs `command` as `ranks` processes until all have ended, as many on each of `hosts`.
 
     What they print goes to rank_log()s, what rank 0 prints on stdout to `stdout_path` if given.
     A single rank is told nothing of ranks. Raises RankError, OSError if the program cannot start.
     """
     processes: list[subprocess.Popen[bytes]] = []
-    rendezvous = _rendezvous(ranks)
+    if hosts is not None and ranks % hosts.count:
+        raise ValueError(f"{ranks} ranks cannot be spread evenly over {hosts.count} hosts")
+    local_ranks = ranks if hosts is None else ranks // hosts.count
+    rendezvous = _rendezvous(ranks, local_ranks, hosts)
     try:
         with contextlib.ExitStack() as files:
             for rank in range(ranks):
@@ -51,10 +57,13 @@ def run_ranks(
                 stdout = log
                 if stdout_path is not None and rank == 0:
                     stdout = files.enter_context(stdout_path.open("wb"))
-                own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if rendezvous else {}
+                host, local_rank = divmod(rank, local_ranks)
+                own = {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "GROUP_RANK": str(host)}
+                if not rendezvous:
+                    own = {}
                 processes.append(
                     subprocess.Popen(
-                        command,
+                        command if hosts is None else hosts.command(host, command),
                         env={**environment, **rendezvous, **own},
                         stdin=subprocess.DEVNULL,
                         stdout=stdout,
@@ -82,17 +91,17 @@ def last_line(path: Path) -> str:
     return next((line for line in reversed(lines) if line), "it printed nothing")
 
 
-def _rendezvous(ranks: int) -> dict[str, str]:
+def _rendezvous(ranks: int, local_ranks: int, hosts: Hosts | None) -> dict[str, str]:
     """What is the same for all ranks."""
     if ranks == 1:
         return {}
     return {
         "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
+        "LOCAL_WORLD_SIZE": str(local_ranks),
+        "MASTER_ADDR": "127.0.0.1" if hosts is None else hosts.address(0),
+        "MASTER_PORT": str(free_port()),  # free here, and hosts have used none
         # Else gloo looks the host's name up, which need not be known or may lead elsewhere.
-        "GLOO_SOCKET_IFNAME": "lo",
+        "GLOO_SOCKET_IFNAME": "lo" if hosts is None else INTERFACE,
     }
 
 

@@ -1,0 +1,135 @@
+"""bench/harness/hosts: network namespaces as hosts, and `hetero train` on two of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.harness.hosts import INTERFACE, Hosts, parse_rate, why_no_hosts
+from bench.harness.ranks import run_ranks
+from tests.support.waiting import until
+
+needs_hosts = pytest.mark.skipif(why_no_hosts() is not None, reason=str(why_no_hosts()))
+GIGABIT, SLOW = 125e6, 12.5e6  # bytes per second
+CONFIG = {
+    "model_type": "gpt2",
+    "n_layer": 2,
+    "n_head": 2,
+    "n_embd": 64,
+    "n_positions": 64,
+    "vocab_size": 256,
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("1gbit", 125e6), ("100 mbit", None), ("2.5Mbit", 312500.0), ("0kbit", 0)],
+)
+def test_rates(text: str, expected: float | None) -> None:
+    if expected:
+        assert parse_rate(text) == expected
+    else:
+        with pytest.raises(ValueError, match="a number of kbit, mbit or gbit"):
+            parse_rate(text)
+
+
+def on(hosts: Hosts, host: int, program: str) -> str:
+    command = hosts.command(host, [sys.executable, "-c", program])
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+@needs_hosts
+def test_a_host_has_its_own_network_name_processes_and_memory() -> None:
+    own = """
+import os, socket
+open("/dev/shm/mine", "x")  # there is none of another host
+listener = socket.create_server(("127.0.0.1", 40404))
+print(socket.gethostname(), socket.gethostbyname(socket.gethostname()), os.getpid() < 100)
+"""
+    with Hosts(2, GIGABIT) as hosts:
+        assert on(hosts, 0, own) == "host0 10.77.0.1 True\n"
+        assert on(hosts, 1, own) == "host1 10.77.0.2 True\n"
+        assert on(hosts, 1, "import os; print(os.getcwd())").strip() == os.getcwd()
+        before = hosts.sent_bytes(1)
+        on(hosts, 1, "import socket as s; s.socket(type=s.SOCK_DGRAM).sendto(b'', ('host0', 9))")
+        assert hosts.sent_bytes(1) > before
+        command = hosts.command(0, ["sleep", "1000"])
+        left = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+    assert left.wait(30) != 0  # it ended with its host
+
+
+def losses(tmp_path: Path, name: str, ranks: int, hosts: Hosts | None) -> dict[str, Any]:
+    """What `hetero train` tells of three steps; each host has a folder of its own."""
+    (tmp_path / name).mkdir()
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    options = "--steps 3 --seq-len 32 --batch-size 1 --json --no-save-model --threads 1"
+    options += f" --dtype fp32 --policy nvme --host-memory 4MiB --config {tmp_path}/config.json"
+    options += f" --nvme-path {tmp_path / name} --run-dir {tmp_path / name / 'run'}"
+    command = [sys.executable, "-m", "hetero.cli", "train", *options.split()]
+    log, out = tmp_path / f"{name}.log", tmp_path / f"{name}.out"
+    run_ranks(command, ranks, os.environ, log, out, 300, hosts)
+    found: dict[str, Any] = json.loads(out.read_text())
+    return found
+
+
+@needs_hosts
+@pytest.mark.parametrize(("ranks", "bytes_per_s"), [(2, GIGABIT), (4, SLOW)])
+def test_two_hosts_train_as_one(ranks: int, bytes_per_s: float, tmp_path: Path) -> None:
+    """The same bits; a host sends what its ranks exchange with the other's, and little more."""
+    one = losses(tmp_path, "one", ranks, None)
+    with Hosts(2, bytes_per_s) as hosts:
+        two = losses(tmp_path, "two", ranks, hosts)
+        sent = [hosts.sent_bytes(host) for host in range(2)]
+    assert two["losses"] == one["losses"]
+    exchanged = 3 * two["sent_bytes_per_step"] * ranks // 2  # by a host's ranks, with all others
+    assert max(sent) < exchanged * 5 // 4 + (1 << 20)
+
+
+LOSES_A_HOST = """
+import os, sys, time, torch, torch.distributed as dist, hetero
+dist.init_process_group("gloo")
+folder = sys.argv[1]
+model = torch.nn.Linear(64, 64)
+model, optimizer = hetero.initialize(
+    model, hetero.AdamW(model.parameters()), dtype="fp32", placement_policy="cpu", rank_timeout_s=5
+)
+try:
+    for step in range(1000):
+        model(torch.ones(1, 64)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        open(f"{folder}/{dist.get_rank()}-{step}", "x")
+except hetero.HeteroError as error:
+    print(type(error).__name__, error, flush=True)
+    os._exit(3)
+"""
+
+
+@needs_hosts
+def test_the_loss_of_a_host_is_an_error_of_the_others(tmp_path: Path) -> None:
+    """Nothing tells them: no connection is closed. They wait no longer than rank_timeout_s."""
+    with Hosts(2, GIGABIT) as hosts:
+        ranks = []
+        for rank in range(2):
+            own = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+            place = {"MASTER_ADDR": hosts.address(0), "MASTER_PORT": "29400"}
+            process = subprocess.Popen(
+                hosts.command(rank, [sys.executable, "-c", LOSES_A_HOST, str(tmp_path)]),
+                env={**os.environ, **own, **place, "GLOO_SOCKET_IFNAME": INTERFACE},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            ranks.append(process)
+        until(lambda: (tmp_path / "1-3").exists() or ranks[1].poll() is not None)
+        hosts.lose(1)
+        said, _ = ranks[0].communicate(timeout=120)
+        assert "PeerError" in said, said
+        assert ranks[0].returncode == 3
+        ranks[1].communicate(timeout=120)
