@@ -56,7 +56,9 @@ class Parser(argparse.ArgumentParser):
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
             given = unknown[0].partition("=")[0]
-            self._exit(f"there is no {given}", given, self._option_string_actions)
+            options = self._option_string_actions.items()
+            shown = [name for name, action in options if action.help != argparse.SUPPRESS]
+            self._exit(f"there is no {given}", given, shown)
         return found, unknown
 
     def _exit(self, message: str, given: str, known: Iterable[str]) -> NoReturn:

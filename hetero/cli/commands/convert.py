@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Converts, and says what was written."""
     # Late, because other commands need none of it.
     from hetero.checkpoint.formats.conversion import convert
-    from hetero.durable.stored_commit import open_stored
+    from hetero.cli.trained.stored import open_left
 
     stored = convert(
         arguments.source,
@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.to,
         arguments.dtype,
         arguments.config,
-        open_stored,
+        open_left,
     )
     for note in stored.notes:
         print(f"hetero convert: {note}", file=sys.stderr)

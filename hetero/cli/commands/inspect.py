@@ -30,13 +30,14 @@ def add_command(commands: Commands) -> None:
         " .safetensors file, one of torch.distributed.checkpoint (DCP), or DeepSpeed's"
         " universal format. Values are not read, and nothing of a file is run.",
         epilog=examples(
-            ("hetero inspect runs/first", "the latest checkpoint in a folder"),
+            ("hetero inspect runs/first", "the latest checkpoint of a run, or else its weights"),
             ("hetero inspect runs/first/step-100 --verify", "compare all checksums"),
             ("hetero inspect model.safetensors --json", "every parameter, for programs"),
         ),
     )
     command.add_argument(
-        "path", help="the checkpoint; of a folder of hetero checkpoints, the latest one"
+        "path",
+        help="the checkpoint, or the run folder; of several checkpoints in a folder the latest one",
     )
     command.add_argument(
         "--verify",
@@ -54,9 +55,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Prints what the checkpoint has; returns 1 if it was verified and is damaged."""
     # Late, because other commands need none of it.
     from hetero.cli.show.contents import as_dict, lines
-    from hetero.durable.stored_commit import open_stored
+    from hetero.cli.trained.stored import open_left
 
-    with open_stored(Path(arguments.path)) as stored:
+    with open_left(Path(arguments.path)) as stored:
         verified = _verify(stored) if arguments.verify else None
         if arguments.json:
             found = as_dict(stored)

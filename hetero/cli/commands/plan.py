@@ -13,7 +13,6 @@ from offload.profile.machine_profile import default_path
 if TYPE_CHECKING:
     from hetero.cli.commands import Commands
 
-POLICIES = ("auto", "nvme", "cpu", "cuda")
 DEFAULT_SHARE = 0.8  # of RAM and of a device's memory: the rest is for all that is not managed
 DEFAULT_DISK_SHARE = 0.95
 
@@ -34,7 +33,7 @@ _TRAIN_OPTIONS = {
     "accumulate": "micro-batches of a rank per step",
     "zero_stage": "what ranks share, as `hetero train` says",
     "overlap_updates": "what updates overlap with, as `hetero train` says",
-    **dict.fromkeys(("state_dtype", "chunk_numel", "seq_len", "optimizer", "json")),
+    **dict.fromkeys(("policy", "state_dtype", "chunk_numel", "seq_len", "optimizer", "json")),
 }
 
 
@@ -59,7 +58,6 @@ def add_command(commands: Commands) -> None:
         ),
     )
     add_train_arguments(command, {"dtype": "bf16"}, _TRAIN_OPTIONS)
-    command.add_argument("--policy", choices=POLICIES, default="auto", help="default: %(default)s")
     for name, what in (
         ("--ranks", "ranks in all"),
         ("--nodes", "machines, with as many ranks each"),

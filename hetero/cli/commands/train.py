@@ -37,7 +37,7 @@ def add_command(commands: Commands) -> None:
         " budgets are never exceeded, and one that is too small is refused with the smallest that"
         " works. Under torchrun the ranks shard the model state.",
         epilog=examples(
-            ("hetero train --steps 20", "two minutes of the model of 304M parameters"),
+            ("hetero train --max-steps 20", "two minutes of the model of 304M parameters"),
             (
                 "hetero train --model gpt2 --vocab-size 50257 --host-memory 600MiB",
                 "another shape, within a budget of RAM; the rest of its state is on NVMe",
@@ -51,7 +51,7 @@ def add_command(commands: Commands) -> None:
                 "all in RAM, and within what a container allows",
             ),
             (
-                "torchrun --nproc-per-node 2 -m hetero.cli train --steps 20",
+                "torchrun --nproc-per-node 2 -m hetero.cli train --max-steps 20",
                 "two ranks, each with half of the model state",
             ),
         ),

@@ -149,7 +149,7 @@ class Examples:
         if state["per_step"] != self.per_step:
             raise ValueError(
                 f"the run that is resumed took {state['per_step']} sequences a step, and now it "
-                f"would take {self.per_step}; give --batch-size, --accumulate and ranks whose "
+                f"would take {self.per_step}; give --batch-size, --grad-accum and ranks whose "
                 f"product is {state['per_step']}"
             )
         self._next = int(state["next"])

@@ -19,9 +19,7 @@ from hetero.cli.job.job import Job
 from hetero.cli.job.lineage import KEY, Lineage
 from hetero.cli.job.options import TrainOptions
 from hetero.cli.job.ranks import Ranks
-from hetero.cli.job.run_folder import RunFolder
-
-FOLDER_NAME = "checkpoints"  # in the run folder
+from hetero.cli.job.run_folder import CHECKPOINTS_NAME, RunFolder
 
 
 def run_folder_to_resume(options: TrainOptions) -> str | None:
@@ -34,7 +32,7 @@ def run_folder_to_resume(options: TrainOptions) -> str | None:
     if options.resume:
         path = Path(options.resume)
         for folder in (path, path.parent, path.parent.parent):
-            if RunFolder.has_run(folder) and (folder / FOLDER_NAME).is_dir():
+            if RunFolder.has_run(folder) and (folder / CHECKPOINTS_NAME).is_dir():
                 return str(folder)
         return None
     runs = [each for each in Path("runs").glob("*") if RunFolder.has_run(each)]
@@ -61,17 +59,17 @@ def resumption(options: TrainOptions, folder: RunFolder) -> Resumption:
     if options.resume is None:
         return Resumption(None, False, Lineage())
     if not options.resume:
-        return Resumption(*_latest(folder.path / FOLDER_NAME, folder.path), _lineage(folder))
+        return Resumption(*_latest(folder.path / CHECKPOINTS_NAME, folder.path), _lineage(folder))
     path = Path(options.resume)
     if is_checkpoint(path):
         # (A damaged file must not keep a run from going back: it is replaced.)
         with contextlib.suppress(ValueError):
             lineage = Lineage.read(folder.path)
             if lineage.was_begun_by(path):
-                return Resumption(*_latest(folder.path / FOLDER_NAME, folder.path), lineage)
+                return Resumption(*_latest(folder.path / CHECKPOINTS_NAME, folder.path), lineage)
         return Resumption(path, True, Lineage())
-    for parent in (path, path / FOLDER_NAME):
-        run = parent.parent if parent.name == FOLDER_NAME else parent
+    for parent in (path, path / CHECKPOINTS_NAME):
+        run = parent.parent if parent.name == CHECKPOINTS_NAME else parent
         found, _ = _latest(parent, run)
         if found is not None:
             return Resumption(found, False, _lineage(folder))
@@ -122,7 +120,7 @@ class Checkpoints:
     def __init__(self, job: Job, folder: RunFolder, resumption: Resumption) -> None:
         self._job = job
         self._run_folder = folder.path
-        self._folder = folder.path / FOLDER_NAME
+        self._folder = folder.path / CHECKPOINTS_NAME
         self._resumption = resumption
         self._lineage = resumption.lineage
         self._is_new_branch = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -19,7 +19,15 @@ SCHEDULES = ("cosine", "constant")
 OPTIMIZERS = ("adamw", "lion", "adagrad", "sgd")
 STATE_DTYPES = ("fp32", "bf16", "8bit")
 RECOMPUTE = ("auto", "none", "all")
+POLICIES = ("auto", "cuda", "cpu", "nvme")
+DTYPES = ("bf16", "fp16", "fp32")
+IO_ENGINES = ("auto", "io_uring", "threads")
+BACKENDS = ("auto", "cpu", "cuda", "emulated")
 OVERLAPS = tuple(overlap.value for overlap in OverlapUpdates)
+
+# Options whose flag is the Trainer's of Hugging Face. Their own names are flags, too, that the help
+# does not show: they were the only ones in 0.1, and go with 0.2.
+_FLAGS = {"steps": "--max-steps", "accumulate": "--grad-accum", "clip": "--max-grad-norm"}
 
 # Titles and descriptions of the groups that the help shows, by the first option of each.
 GROUPS: dict[str, tuple[str, str | None]] = {
@@ -44,10 +52,14 @@ def _option(
     least: int | None = None,
     choices: tuple[str, ...] | None = None,
     alone: str | None = None,
+    other_words: Mapping[str, str] | None = None,
 ) -> Any:
-    """A field that is also a command-line option `--its-name`; `alone`: its value without one."""
+    """A field that is also a command-line option `--its-name`.
+
+    `alone`: its value without one. `other_words` for its values are understood on the command line.
+    """
     about = {"help": help, "metavar": metavar, "limits": (least, choices), "alone": alone}
-    return field(default=default, metadata=about)
+    return field(default=default, metadata={**about, "other_words": other_words or {}})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,15 +90,17 @@ class TrainOptions:
     )
 
     policy: str = _option(
-        "tiers that may hold the model state (parameters, gradients, optimizer states): cuda, all"
-        " on the GPU; cpu, all in RAM; nvme, RAM and then NVMe; auto, the fastest of all tiers that"
-        " the budgets allow",
-        "nvme",
+        "tiers that may hold the model state (parameters, gradients, optimizer states): auto, the"
+        " fastest of all tiers that the budgets allow; cuda (or gpu), all on the GPU; cpu, all in"
+        " RAM; nvme, RAM and then NVMe",
+        "auto",
+        choices=POLICIES,
+        other_words={"gpu": "cuda"},
     )
     host_memory: str | None = _option(
         "RAM budget for model state, of each rank, like 600MiB; a smaller one trains larger models,"
-        " and moves more bytes in each step (default: with --policy nvme a third of 16 bytes per"
-        " parameter of the rank, but at least 256MiB; else no limit)",
+        " and moves more bytes in each step (default: 80 %% of what is free; with --policy nvme a"
+        " third of 16 bytes per parameter of the rank, but at least 256MiB)",
         metavar="BYTES",
     )
     device_memory: str | None = _option(
@@ -130,7 +144,8 @@ class TrainOptions:
     )
     dtype: str | None = _option(
         "dtype of parameters and gradients: bf16, fp16 or fp32; the optimizer's master weights"
-        " are fp32 in any case (default: bf16 where the hardware has it, else fp32)"
+        " are fp32 in any case (default: bf16 where the hardware has it, else fp32)",
+        choices=DTYPES,
     )
     state_dtype: str = _option(
         "dtype of the optimizer's moments; bf16 halves them, 8bit (in blocks with a scale) quarters"
@@ -151,9 +166,11 @@ class TrainOptions:
     )
 
     backend: str = _option(
-        "where forward and backward run: cpu; cuda; auto, the GPU if there is one; or emulated, see"
-        " below",
-        "cpu",
+        "where forward and backward run: auto, the GPU if there is one; cpu; cuda (or gpu); or"
+        " emulated, see below",
+        "auto",
+        choices=BACKENDS,
+        other_words={"gpu": "cuda"},
     )
     threads: int | None = _option(
         "CPU threads of torch and of the optimizer (default: torch's own number, and all usable"
@@ -188,6 +205,7 @@ class TrainOptions:
         "how files are read and written: io_uring; threads, where the kernel has no io_uring; or"
         " auto",
         "auto",
+        choices=IO_ENGINES,
     )
 
     steps: int = _option("optimizer steps", 40, least=1)
@@ -270,7 +288,7 @@ class TrainOptions:
             value, (least, choices) = getattr(self, option.name), option.metadata["limits"]
             if least is not None and value is not None:
                 self._require(option.name, value >= least, f"at least {least}")
-            if choices is not None:
+            if choices is not None and value is not None:
                 self._require(option.name, value in choices, f"one of {', '.join(choices)}")
         for name in ("lr", "weight_decay", "clip"):
             value = getattr(self, name)
@@ -304,7 +322,7 @@ class TrainOptions:
     @property
     def asked_steps(self) -> str:
         """What was asked for that `steps` is, as messages name it."""
-        return f"--steps {self.steps}"
+        return f"{flag('steps')} {self.steps}"
 
     @classmethod
     def from_namespace(cls: type[Options], namespace: argparse.Namespace) -> Options:
@@ -318,9 +336,13 @@ class TrainOptions:
         return dataclasses.asdict(self)
 
 
+def _reader(words: Mapping[str, str]) -> Callable[[str], str]:
+    return lambda text: words.get(text, text)
+
+
 def flag(name: str) -> str:
     """The command-line spelling of an option."""
-    return "--" + name.replace("_", "-")
+    return _FLAGS.get(name, "--" + name.replace("_", "-"))
 
 
 def to_arguments(options: TrainOptions) -> list[str]:
@@ -372,11 +394,20 @@ def add_train_arguments(
             arguments["metavar"] = option.metadata["metavar"] or metavar
             if option.metadata["alone"] is not None:
                 arguments |= {"nargs": "?", "const": option.metadata["alone"]}
-            arguments |= {"choices": choices, "type": {"int": int, "float": float}.get(kind, str)}
+            words = option.metadata["other_words"]
+            kinds = {"int": int, "float": float}
+            arguments |= {"choices": choices, "type": kinds.get(kind, _reader(words))}
             if option.name == "nvme_path":
                 # argparse appends to a list, or to a new one in place of None.
                 arguments |= {"action": "append", "default": list(default) or None}
             # Options whose default is computed explain it in words.
             if default not in (None, ()):
                 arguments["help"] += " (default: %(default)s)"
-        groups[title].add_argument(flag(option.name), **arguments)
+        added = groups[title].add_argument(flag(option.name), dest=option.name, **arguments)
+        if option.name in _FLAGS:
+            hidden: dict[str, Any] = {
+                "type": added.type,
+                "help": argparse.SUPPRESS,
+                "default": argparse.SUPPRESS,
+            }
+            groups[title].add_argument(f"--{option.name}", dest=option.name, **hidden)

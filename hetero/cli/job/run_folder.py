@@ -12,6 +12,7 @@ from hetero.cli.job.ranks import ALONE, Ranks
 
 METRICS_NAME = "metrics.jsonl"
 MODEL_NAME = "model"
+CHECKPOINTS_NAME = "checkpoints"
 
 
 class RunFolder:

@@ -114,7 +114,7 @@ def _require_number(loss: float, step: int, options: TrainOptions) -> None:
         return
     advice = f"a smaller --lr (now {options.lr:g}) or more --warmup (now {options.warmup})"
     if options.clip == 0:
-        advice += ", or --clip 1"
+        advice += ", or --max-grad-norm 1"
     if options.dtype == "fp16":
         advice += ", or --dtype bf16 or fp32, whose range is wider"
     raise DivergedError(f"the loss became {loss} in step {step}; try {advice}")

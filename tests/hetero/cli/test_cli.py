@@ -44,7 +44,10 @@ def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
         given = ["--config", "../in/model.json"] if model else []
         given += ["--data", "../in/text"] if data else []
         short = ("--steps", "3", "--seq-len", "16", "--batch-size", "2", "--warmup", "1")
-        return main(["train", *given, *short, *arguments])
+        try:
+            return main(["train", *given, *short, *arguments])
+        except SystemExit as end:  # of what the parser itself refuses
+            return int(end.code or 0)
 
     return run
 
@@ -56,7 +59,7 @@ def work_files(tmp_path: Path) -> list[Path]:
 def test_json_is_one_object_and_the_run_folder_is_whole(
     train: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert train("--json", "--run-dir", "run", "--accumulate", "2") == 0
+    assert train("--json", "--policy", "nvme", "--run-dir", "run", "--grad-accum", "2") == 0
     out, err = capsys.readouterr()
     summary = json.loads(out)
     assert out.count("\n") == 1
@@ -106,7 +109,7 @@ def test_json_is_one_object_and_the_run_folder_is_whole(
 def test_table_on_stdout_and_a_new_run_folder(
     train: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert train() == 0
+    assert train("--policy", "nvme") == 0
     out, err = capsys.readouterr()
     for label in ("managed peak, host", "peak RSS", "step time, median", "NVMe read", "loss"):
         assert label in out
@@ -268,7 +271,7 @@ def test_traceback_only_when_asked_for(
     train: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("HETERO_DEBUG", "1")
-    assert train("--policy", "nvmee") == 2
+    assert train("--nvme-path", "no/such") == 2
     assert "Traceback" in capsys.readouterr().err
 
 
@@ -294,7 +297,7 @@ def test_diverged_loss_stops_with_advice_and_keeps_what_there_is(
     last = err.splitlines()[-1]
     assert last.startswith("hetero train: error: the loss became nan in step 2")
     assert "--lr" in last
-    assert "--clip 1" in last
+    assert "--max-grad-norm 1" in last
     summary = json.loads((tmp_path / "work" / "run" / "summary.json").read_text())
     assert summary["status"] == "failed"
     assert summary["steps"] == 1

@@ -65,7 +65,7 @@ print([name for name in ("torch", "numpy", "transformers") if name in sys.module
 def test_prefixes_of_options_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["train", "--step", "3"])
-    assert "there is no --step; did you mean --steps?" in capsys.readouterr().err
+    assert "there is no --step; did you mean --max-steps?" in capsys.readouterr().err
 
 
 def test_all_public_names_are_there() -> None:
@@ -103,7 +103,7 @@ def test_an_unknown_command_and_option(capsys: pytest.CaptureFixture[str]) -> No
         (["trian"], "did you mean train?"),
         (
             ["train", "--stesp", "3"],
-            "train: error: there is no --stesp; did you mean --steps?",
+            "train: error: there is no --stesp; did you mean --max-steps?",
         ),
         (["doctor", "--zzz"], "there is no --zzz; hetero doctor --help says what there is"),
         (["inspect"], "required: path; hetero inspect --help says what there is"),

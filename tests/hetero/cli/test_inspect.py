@@ -241,3 +241,19 @@ def test_what_is_no_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str
         err = capsys.readouterr().err
         assert err.startswith("hetero inspect: error: ")
         assert told in err
+
+
+def test_a_run_without_checkpoints_has_its_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As the tutorial's first run: `inspect` and `convert` take its folder."""
+    monkeypatch.chdir(tmp_path)
+    shape = {"n_layer": 1, "n_embd": 16, "n_head": 2, "n_positions": 16, "vocab_size": 256}
+    Path("small.json").write_text(json.dumps({"model_type": "gpt2", **shape}))
+    short = ["--max-steps", "1", "--seq-len", "8", "--batch-size", "1", "--run-dir", "runs/first"]
+    assert main(["train", "--config", "small.json", "--policy", "cpu", "--json", *short]) == 0
+    capsys.readouterr()
+    assert main(["inspect", "runs/first"]) == 0
+    assert "runs/first/model" in capsys.readouterr().out
+    assert main(["convert", "runs/first", "exported", "--to", "hf", "--dtype", "bf16"]) == 0
+    assert Path("exported/model.safetensors").is_file()
