@@ -165,5 +165,5 @@ PEER = Peer(
         "unit.common": _failures_are_errors,
     },
     internals=r"\b_?ds_|SimpleNamespace|(in|out)_parts|tput_timer|'_\w+'|bit16|fp16_groups|fp32_(groups|partitioned)|averaged_gradients"
-    r"|partition_count|leaf_parameters|needs_scaler|optimizer_swapper|parameter_offload|persistent_parameters|ipg_|flatten",
+    r"|partition_count|leaf_parameters|needs_scaler|optimizer_swapper|parameter_offload|accumulated_grads|no attribute .optimizer.|persistent_parameters|ipg_|flatten",
 )

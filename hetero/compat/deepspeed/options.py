@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -279,6 +281,8 @@ def _placement(zero: Mapping[str, Any]) -> dict[str, Any]:
                 raise ValueError(f"{part}: device 'nvme' needs nvme_path, a directory on the disk")
             if str(path) not in paths:
                 paths.append(str(path))
+            with suppress(OSError):  # as DeepSpeed does; what cannot be made is told of below
+                Path(path).mkdir(parents=True, exist_ok=True)
         devices.add(device)
         if zero.get(old):
             devices.add("cpu")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import hetero
 from hetero.compat.deepspeed.config_keys import TABLES
 from hetero.compat.deepspeed.options import DeepSpeedConfig, read_options
 from hetero.compat.grad_scale import ScalePolicy
@@ -55,6 +56,11 @@ def test_where_state_lives(tmp_path: Path) -> None:
     assert (made.placement_policy, made.nvme_paths) == ("nvme", (path,))
     both = zero(offload_param=on_disk, offload_optimizer={"device": "nvme", "nvme_path": other})
     assert sorted(both.nvme_paths) == [path, other]
+    new = Path(path) / "made" / "here"
+    assert zero(offload_param={"device": "nvme", "nvme_path": str(new)}).nvme_paths == (str(new),)
+    assert new.is_dir()
+    with pytest.raises(hetero.StoreError):
+        zero(offload_param={"device": "nvme", "nvme_path": "/proc/none"})
     with pytest.raises(ValueError, match="'nvme' needs nvme_path"):
         zero(offload_param={"device": "nvme"})
     with pytest.raises(ValueError, match="device must be none, cpu or nvme, not 'gpu'"):
