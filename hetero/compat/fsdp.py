@@ -336,7 +336,11 @@ def _sharded_class(plain: type) -> type:
             state = {k: v for k, v in made[2].items() if k not in _OWN}
             return (_new, (plain,), state, *made[3:])
 
-        members = {"__module__": plain.__module__, "__reduce_ex__": reduce_ex}
+        def new(kind: type, *args: Any, **kwargs: Any) -> Any:
+            """What a module makes of its own class, as slices of a Sequential, is plain."""
+            return plain(*args, **kwargs)
+
+        members = {"__module__": plain.__module__, "__new__": new, "__reduce_ex__": reduce_ex}
         _classes[plain] = type(f"FSDP{plain.__name__}", (FSDPModule, plain), members)
     return _classes[plain]
 

@@ -62,6 +62,56 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "failed: test_some.py::test_raises" in said
 
 
+TRAINER = """
+import transformers.trainer  # before the package is asked for the name
+from hetero.integrations.trainer import HeteroTrainerMixin
+from transformers import Trainer
+
+def test_trainers_are_heteros():
+    assert issubclass(Trainer, HeteroTrainerMixin)
+    assert transformers.trainer.Trainer is Trainer
+"""
+FULLY_SHARD = """
+import torch
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+def test_it_is_heteros():
+    plain = torch.nn.Linear(2, 2)
+    torch.optim.Adam(plain.parameters())
+    model = fully_shard(torch.nn.Linear(2, 2))
+    before = model.weight.detach().clone()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.5)
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    assert isinstance(model, FSDPModule)
+    assert model.weight._hetero_engine is optimizer.engine
+    assert not torch.equal(model.weight, before)
+    assert not hasattr(plain.weight, "_hetero_engine")
+    optimizer.engine.close()
+
+def test_without_optimizer():
+    model = fully_shard(torch.nn.Linear(2, 2))
+    model(torch.ones(2)).sum().backward()
+    assert model.weight.grad.tolist() == [[1, 1], [1, 1]]
+    model.weight._hetero_engine.close()
+"""
+
+
+@pytest.mark.parametrize(
+    ("peer", "module", "tests"),
+    [("transformers", "transformers", TRAINER), ("pytorch", "torch", FULLY_SHARD)],
+)
+def test_overlays(peer: str, module: str, tests: str, tmp_path: Path) -> None:
+    pytest.importorskip(module)
+    (tmp_path / PEERS[peer].folder).mkdir(parents=True, exist_ok=True)
+    (tmp_path / PEERS[peer].folder / "test_some.py").write_text(tests)
+    results = tmp_path / "results.jsonl"
+    arguments = [peer, "--repo", str(tmp_path), "test_some.py", "--json", str(results)]
+    assert main(arguments) == 0, results.read_text()
+    lines = [json.loads(line) for line in results.read_text().splitlines()]
+    assert {line[1] for line in lines} == {"passed"}
+
+
 @pytest.mark.parametrize(
     ("text", "outcome"),
     [

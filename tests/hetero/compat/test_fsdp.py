@@ -292,6 +292,15 @@ def test_copies_are_plain() -> None:
         assert torch.equal(plain(data(0, 0)), model(data(0, 0)))
 
 
+def test_slices_are_plain() -> None:
+    model = fully_shard(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), fully_shard(nn.Linear(2, 2))))
+    first = model[:2]
+    assert type(first) is nn.Sequential
+    assert first[0] is model[0]
+    assert first(torch.ones(2)).shape == (2,)
+    assert isinstance(model[2:][0], FSDPModule)
+
+
 def test_what_is_not_needed_is_named(caplog: pytest.LogCaptureFixture) -> None:
     forget_logged()
     model = Model()
