@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from tests.support.documents.blocks import blocks_of
 from tests.support.documents.commands import check, commands_of
 
+ROOT = Path(__file__).parents[2]
 PAGE = """\
 Text.
 
@@ -66,3 +68,10 @@ def test_blocks(tmp_path: Path) -> None:
 def test_a_wrong_command_is_found(command: str, fact: str) -> None:
     with pytest.raises((AssertionError, ImportError), match=fact):
         check(shlex.split(command))
+
+
+def test_the_readme_can_be_read_at_once() -> None:
+    text = (ROOT / "README.md").read_text()
+    text = re.sub(r"<!--.*?-->|```.*?```|\]\([^)]*\)", " ", text, flags=re.DOTALL)
+    words = [word for word in text.split() if re.search(r"\w", word)]
+    assert len(words) <= 700
