@@ -86,6 +86,7 @@ DEFAULTS = {
     "warmup": 0,
     "schedule": "constant",
     "policy": None,
+    "backend": "cpu",
     "link_gbps": 8.0,
     "save_model": False,
 }

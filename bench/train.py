@@ -64,6 +64,7 @@ DEFAULTS = {
     "warmup": 0,
     "schedule": "constant",
     "policy": None,
+    "backend": "cpu",
     "save_model": False,
 }
 VOCAB_SIZE = 50257

@@ -164,6 +164,8 @@ PEER = Peer(
         "torch.nn.parallel.distributed": without_device_ids,
         "unit.common": _failures_are_errors,
     },
-    internals=r"\b_?ds_|SimpleNamespace|(in|out)_parts|tput_timer|'_\w+'|bit16|fp16_groups|fp32_(groups|partitioned)|averaged_gradients"
-    r"|partition_count|leaf_parameters|needs_scaler|optimizer_swapper|parameter_offload|accumulated_grads|no attribute .optimizer.|persistent_parameters|ipg_|flatten",
+    internals=r"\b_?ds_|SimpleNamespace|(in|out)_parts|tput_timer|'_\w+'|bit16|fp16_groups"
+    r"|fp32_(groups|partitioned)|averaged_gradients|partition_count|leaf_parameters|needs_scaler"
+    r"|optimizer_swapper|parameter_offload|accumulated_grads|no attribute .optimizer."
+    r"|persistent_parameters|ipg_|flatten",
 )

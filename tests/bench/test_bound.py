@@ -124,7 +124,7 @@ def test_a_refused_case_does_not_end_the_others(
     ("more", "fact"),
     [
         (("--settings", "nvm"), "unknown 'nvm'"),
-        (("--steps", "0"), "--steps must be at least 1"),
+        (("--steps", "0"), "--max-steps must be at least 1"),
         (("--rounds", "0"), "--rounds must be 1 or more"),
         (("--backend", "emulated"), "--backend follows from --settings"),
         (("--host-memory", "lots"), "lots"),

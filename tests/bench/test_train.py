@@ -12,6 +12,7 @@ import torch
 
 from bench import train as bench_train
 from bench.harness.contenders import Contender, Outcome, peer_contenders, run_contender
+from bench.harness.hosts import Hosts
 from bench.peers.serve import EXIT_MISSING
 from bench.peers.training.deepspeed_train import deepspeed_config
 from bench.peers.training.workload import Workload
@@ -114,7 +115,7 @@ def test_every_round_begins_with_another_contender_and_leaves_out_who_failed(
 ) -> None:
     turns = []
 
-    def run_contender(contender: Contender, timeout_s: float) -> Outcome:
+    def run_contender(contender: Contender, timeout_s: float, hosts: Hosts | None) -> Outcome:
         assert contender.log_path.parent.is_dir()
         turns.append((contender.log_path.parent.name, contender.name))
         if contender.name == "torch bf16":

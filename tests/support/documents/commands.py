@@ -76,6 +76,8 @@ def _check_torchrun(rest: list[str]) -> None:
     options = argparse.ArgumentParser(prog="torchrun", exit_on_error=False)
     for name in ("--nproc-per-node", "--max-restarts", "--nnodes"):
         options.add_argument(name, type=int)
+    for name in ("--rdzv-backend", "--rdzv-endpoint", "--rdzv-id"):
+        options.add_argument(name)
     options.add_argument("--standalone", action="store_true")
     options.add_argument("-m", dest="module", action="store_true")
     options.add_argument("program")
