@@ -141,7 +141,7 @@ def test_a_run_goes_on_with_steps_of_the_same_size(
     assert main([*options, "--batch-size", "4", "--max-steps", "1"]) == 0
     options += ["--resume", "--epochs", "2"]
     assert main([*options, "--batch-size", "2"]) == 2
-    said = "took 4 sequences a step, and now it would take 2; give --batch-size, --accumulate and"
+    said = "took 4 sequences a step, and now it would take 2; give --batch-size, --grad-accum and"
     assert said in capsys.readouterr().err
     assert main([*options, "--batch-size", "2", "--accumulate", "2"]) == 0
     assert len(losses("run")) == 4

@@ -44,15 +44,15 @@ def test_arguments_round_trip(options: TrainOptions) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"steps": 0}, "--steps must be at least 1, got 0"),
+        ({"steps": 0}, "--max-steps must be at least 1, got 0"),
         ({"seq_len": 1}, "--seq-len must be at least 2"),
         ({"batch_size": 0}, "--batch-size"),
-        ({"accumulate": -1}, "--accumulate"),
+        ({"accumulate": -1}, "--grad-accum"),
         ({"log_every": 0}, "--log-every"),
         ({"threads": 0}, "--threads"),
         ({"lr": float("nan")}, "--lr must be a finite number"),
         ({"lr": -1.0}, "--lr"),
-        ({"clip": -1.0}, "--clip"),
+        ({"clip": -1.0}, "--max-grad-norm"),
         ({"weight_decay": float("inf")}, "--weight-decay"),
         ({"warmup": -1}, "--warmup"),
         ({"seed": -1}, "--seed"),
