@@ -167,5 +167,5 @@ PEER = Peer(
     internals=r"\b_?ds_|SimpleNamespace|(in|out)_parts|tput_timer|'_\w+'|bit16|fp16_groups"
     r"|fp32_(groups|partitioned)|averaged_gradients|partition_count|leaf_parameters|needs_scaler"
     r"|optimizer_swapper|parameter_offload|accumulated_grads|no attribute .optimizer."
-    r"|persistent_parameters|ipg_|flatten",
+    r"|persistent_parameters|ipg_|flatten|_subgroup|eigenvalue|git_hash|Builder. object",
 )

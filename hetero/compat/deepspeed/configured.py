@@ -9,6 +9,7 @@ import torch
 
 from hetero.api.optimizer import HybridOptimizer
 from hetero.compat.deepspeed.options import DeepSpeedOptions
+from hetero.compat.key_table import log_not_needed
 from hetero.compat.ranks import ranks
 from offload.errors import HeteroError
 
@@ -130,6 +131,10 @@ class ConfiguredModule(torch.nn.Module):
     def bfloat16_enabled(self) -> bool:
         """Whether parameters are in bf16."""
         return self.options.config.dtype == "bf16"
+
+    def empty_partition_cache(self) -> None:
+        """Not needed: what is gathered stays within the budget."""
+        log_not_needed("empty_partition_cache()", "gathered parameters stay within the budget")
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
         """The model's whole state_dict(), without frozen parameters if so wished."""

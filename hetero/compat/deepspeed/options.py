@@ -93,6 +93,7 @@ class DeepSpeedConfig:
             gradient_clipping, zero_optimization_stage: as of the configuration, the missing ones
             by DeepSpeed's rules.
         zero_enabled: the stage is 1 or more.
+        gradient_allreduce_op: "mean", the only one.
     """
 
     def __init__(
@@ -113,6 +114,7 @@ class DeepSpeedConfig:
         self.gradient_clipping = options.gradient_clipping
         self.zero_optimization_stage = options.stage
         self.zero_enabled = options.stage > 0
+        self.gradient_allreduce_op = "mean"
 
 
 def load(config: Mapping[str, Any] | str | PathLike[str]) -> Mapping[str, Any]:

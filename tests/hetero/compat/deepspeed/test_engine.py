@@ -296,6 +296,7 @@ def test_steps_that_the_loop_ends() -> None:
 
 def entered(engine: Any) -> Any:
     def enter() -> None:
+        engine.empty_partition_cache()
         with engine.coalesce_grad_reduction():
             pass
 
