@@ -1,7 +1,7 @@
 """hetero: train PyTorch models whose state does not fit in memory, inside strict budgets.
 
-A name's module is imported when the name is used first (PEP 562), so that the command's --help and
---version need not import torch. __init__.pyi, which type checkers read, says where each name is.
+Modules are imported when a name is used first (PEP 562), so that the command's --help and --version
+need not import torch. __init__.pyi, which type checkers read, says where each name is.
 """
 
 import ast
@@ -24,8 +24,11 @@ __all__ = list(_MODULES)
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(_MODULES[name]), name)
-    return value
+    # All at once: process_memory counts what the process holds when a budget is made, and what is
+    # imported later would come on top.
+    for each, module in _MODULES.items():
+        globals()[each] = getattr(importlib.import_module(module), each)
+    return globals()[name]
 
 
 def __dir__() -> list[str]:

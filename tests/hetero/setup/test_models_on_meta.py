@@ -126,7 +126,7 @@ def sampled(*arguments, adopt=ConstructionArena.adopt):
 
 folder, nvme_path, budget = sys.argv[1:]
 torch.set_num_threads(1)
-transformers.LlamaForCausalLM  # its code is loaded by then
+transformers.LlamaForCausalLM, hetero.ZeroInitContext  # their code is loaded by then
 peak = before = anonymous_bytes()
 ConstructionArena.adopt = sampled
 with hetero.ZeroInitContext(
