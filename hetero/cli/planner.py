@@ -12,9 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hetero.cli.commands.outcome import EXIT_OK, EXIT_USAGE
-from hetero.cli.commands.plan import DEFAULT_DISK_SHARE, DEFAULT_SHARE
-from hetero.cli.job.options import TrainOptions
+from hetero.cli.job.options import DEFAULT_DISK_SHARE, DEFAULT_SHARE, TrainOptions
 from hetero.cli.show.what_if import Case, explain_cases, other_budgets, other_disks
 from hetero.config import Config
 from hetero.planning.activation_estimate import ActivationEstimate
@@ -33,13 +31,13 @@ if TYPE_CHECKING:
     from hetero.planning.group_plans import Arrangement, ChunkGroupPlan
 
 
-def plan(arguments: argparse.Namespace) -> int:
-    """Prints where the state would live and what a step is predicted to take."""
+def plan(arguments: argparse.Namespace) -> bool:
+    """Prints where the state would live and what a step is predicted to take; whether it fits."""
     from hetero.cli.job.models import model_label, wanted_vocab_size
 
     if arguments.profile == "list":
         print("\n".join(listing()))
-        return EXIT_OK
+        return True
     given = TrainOptions.from_namespace(arguments)
     vocab_size = wanted_vocab_size(given.model, given.config, given.vocab_size)
     options = replace(given, vocab_size=vocab_size)
@@ -73,7 +71,7 @@ def plan(arguments: argparse.Namespace) -> int:
         from hetero.cli.show.what_if_figure import draw_what_if
 
         draw_what_if(cases, picture, f"{facts['model']}, policy {facts['policy']}")
-    return EXIT_USAGE if excess else EXIT_OK
+    return not excess
 
 
 def _activation_words(estimate: ActivationEstimate) -> str:

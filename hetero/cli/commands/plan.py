@@ -5,16 +5,14 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from hetero.cli.job.options import add_train_arguments
+from hetero.cli.commands.outcome import EXIT_OK, EXIT_USAGE
+from hetero.cli.job.options import DEFAULT_DISK_SHARE, DEFAULT_SHARE, add_train_arguments
 from hetero.cli.parser import examples
 from hetero.planning.profiles import shipped_profiles
 from offload.profile.machine_profile import default_path
 
 if TYPE_CHECKING:
     from hetero.cli.commands import Commands
-
-DEFAULT_SHARE = 0.8  # of RAM and of a device's memory: the rest is for all that is not managed
-DEFAULT_DISK_SHARE = 0.95
 
 # The options that are those of `hetero train`, and their help where it is another one here.
 _DEFAULT_BYTES = f"for model state (default: {DEFAULT_SHARE:.0%}% of what there is)"
@@ -100,4 +98,4 @@ def run(arguments: argparse.Namespace) -> int:
     """Prints where the state would live and what a step is predicted to take."""
     from hetero.cli.planner import plan
 
-    return plan(arguments)
+    return EXIT_OK if plan(arguments) else EXIT_USAGE

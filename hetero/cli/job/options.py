@@ -12,6 +12,10 @@ from typing import Any, TypeVar
 from hetero.overlap import OverlapUpdates
 
 DEFAULT_MODEL = "gpt2-medium"
+# What a plan has without budgets, of RAM and of a device's memory: the rest is for all that is not
+# managed.
+DEFAULT_SHARE = 0.8
+DEFAULT_DISK_SHARE = 0.95
 
 Options = TypeVar("Options", bound="TrainOptions")
 
