@@ -19,7 +19,6 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 
 _PROGRAMS = ("ip", "tc", "unshare", "nsenter")
 _NAMESPACES = ("--net", "--uts", "--mount", "--ipc", "--pid")
@@ -33,8 +32,6 @@ exec cat > /dev/null
 _BURST_S = 1e-3
 _LEAST_BURST_BYTES = 32 << 10
 INTERFACE = "eth0"  # of each host
-
-
 _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
 
@@ -91,12 +88,7 @@ class Hosts:
             self._ends = undo.pop_all()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._pids.clear()
         self._ends.close()
 

@@ -15,7 +15,8 @@ from bench.harness.hosts import INTERFACE, Hosts, parse_rate, why_no_hosts
 from bench.harness.ranks import run_ranks
 from tests.support.waiting import until
 
-needs_hosts = pytest.mark.skipif(why_no_hosts() is not None, reason=str(why_no_hosts()))
+WHY_NOT = why_no_hosts()
+needs_hosts = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 GIGABIT, SLOW = 125e6, 12.5e6  # bytes per second
 CONFIG = {
     "model_type": "gpt2",
