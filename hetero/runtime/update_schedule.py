@@ -157,12 +157,16 @@ class UpdateSchedule:
             table = self._optimizers[0].hyper_table(groups, factor)
         except ValueError:
             return
-        speculation = Speculation(members, [table.hyper(m) for m in members])
-        if not chunk_group.params.begin_speculation(chunk, speculation):
+        if not chunk_group.params.begin_speculation(chunk, members):
             return
         update = chunk_group.update_tasks.prepare(groups, table, speculative=True)
-        with chunk_group.optim_states.lock:
-            chunk_group.update_tasks.submit(update, last=False)
+        speculation = Speculation(members, [table.hyper(m) for m in members])
+        with (
+            chunk_group.optim_states.lock,
+            updates.speculating(chunk, speculation) as nobody_reads,
+        ):
+            if nobody_reads:
+                chunk_group.update_tasks.submit(update, last=False)
 
     def _grouped(self, members: Iterable[ManagedParam]) -> Groups | None:
         """The param groups, with `members` alone; None if one is in no group."""

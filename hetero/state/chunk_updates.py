@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -81,7 +82,9 @@ class ChunkUpdates:
         self._states: dict[int, UpdateState] = {}  # by chunk id: SPECULATIVE, SUBMITTED or DONE
         self._final: dict[int, Chunk] = {}  # by chunk id: GRADS_FINAL; others are in NO_GRADS
         self._speculations: dict[int, Speculation] = {}  # by chunk id
+        # Guards the step from an update that is not begun to one that is, and back.
         self._speculating = threading.RLock()
+        self._readers: Counter[int] = Counter()  # by chunk id: reading()
         self._remade: set[int] = set()  # ids of chunks whose submitted update is made again
         self._leaving: set[int] = set()  # ids of chunks whose next update leaves what it reads
         self._keeping: set[int] = set()  # of these, those whose update can be undone
@@ -166,13 +169,32 @@ class ChunkUpdates:
         keys = (self.key(chunk, tile) for tile in range(chunk.slots))
         return not any(map(self.pipeline.keeps, keys)) and self._spare.reserve(chunk)
 
-    def speculate(self, chunk: Chunk, speculation: Speculation) -> None:
-        """To SPECULATIVE: the update is about to be submitted; its members are UPDATING."""
+    @contextmanager
+    def speculating(self, chunk: Chunk, speculation: Speculation) -> Iterator[bool]:
+        """To SPECULATIVE: members are UPDATING. Inside the block, in which no other thread takes
+        the update back, it is submitted; or not, if this yields False: somebody reads the chunk.
+        """
         assert chunk.id not in self._states
         self._final.pop(chunk.id, None)
         with self._speculating:
             self._speculations[chunk.id] = speculation
             self._states[chunk.id] = UpdateState.SPECULATIVE
+            if is_read := self._readers[chunk.id] > 0:
+                self._end_speculation(chunk)
+            yield not is_read
+
+    @contextmanager
+    def reading(self, chunk: Chunk) -> Iterator[None]:
+        """Inside the block, in any thread, no speculative update writes to the chunk's memory: one
+        that was submitted is taken back, and none begins. Raises as revoke()."""
+        with self._speculating:
+            self._readers[chunk.id] += 1
+        try:
+            self.revoke(chunk)
+            yield
+        finally:
+            with self._speculating:
+                self._readers[chunk.id] -= 1
 
     def offsets(self, chunk: Chunk, tile: int) -> TileOffsets:
         """What the task of the tile's update says beside where its parts are."""

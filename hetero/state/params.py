@@ -16,7 +16,7 @@ from hetero.planning.belady import PREFETCH_CHUNKS
 from hetero.profiler_marks import mark, marked
 from hetero.ranks.gather_news import GatherNews
 from hetero.ranks.shard_server import Versions
-from hetero.state.chunk_updates import ChunkUpdates, Speculation
+from hetero.state.chunk_updates import ChunkUpdates
 from hetero.state.gathering.agreed_gathers import AgreedGathers
 from hetero.state.gathering.all_gather import Gathering
 from hetero.state.gathering.gather_stream import CommonGather
@@ -309,29 +309,27 @@ class Params:
         """Whether step() waits for the chunk's update: something has its memory in hands."""
         return chunk.id in self._awaited
 
-    def begin_speculation(self, chunk: Chunk, speculation: Speculation) -> bool:
-        """A speculative update is about to be submitted: its parameters are UPDATING.
+    def begin_speculation(self, chunk: Chunk, members: Sequence[ManagedParam]) -> bool:
+        """A speculative update of `members` may be about to begin: they are UPDATING.
 
-        Returns False, with nothing changed, if another tensor views the chunk's home, or another
-        rank may be reading it: whoever reads would see values that step() may not confirm.
+        Returns False, with nothing changed, if another tensor views the chunk's home: it would see
+        values that step() may not confirm.
         """
-        if self.agreed_gathers is not None and self.agreed_gathers.is_lent(chunk):
-            return False
         self._updates.wait_copied(chunk)
-        for m in speculation.members:
+        for m in members:
             m.begin_update(revocable=True)
         if not self._detach_home(chunk):
             home = self.home(chunk)
-            for m in speculation.members:
+            for m in members:
                 m.revoke_update(home)
             return False
-        self.discard_copies(chunk)
-        self._updates.speculate(chunk, speculation)
+        self.drop_copies(chunk)  # a device may be copying from it
         return True
 
     def decide(self, chunk: Chunk, confirmed: bool) -> None:
         """The chunk's speculative update stays, or is about to be submitted once more."""
         self.versions.change(chunk)
+        self.discard_copies(chunk)  # also of old values that were read while it was prepared
         self._updating[chunk.id] = self._updates.decide(chunk, confirmed)
         if not self._updates.goes_on(chunk):
             self._awaited.add(chunk.id)

@@ -226,10 +226,6 @@ class AgreedGathers:
         """All ranks have made the same all-gathers: values may change afterwards."""
         self._gathering.stream.let_go()
 
-    def is_lent(self, chunk: Chunk) -> bool:
-        """Whether other ranks may be reading this rank's shard."""
-        return self._gathering.stream.is_lent(chunk)
-
     def end_step(self, records: Collection[tuple[Use, ...]], slots: int) -> None:
         """A step is over, and values are going to change.
 

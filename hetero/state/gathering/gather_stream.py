@@ -148,16 +148,9 @@ class GatherStream:
         self.wait_s = 0.0  # seconds of waiting for them
         self._digest = blake2b(digest_size=7)
         self._all_in_ram = False
-        # Ids of chunks of which others may be reading this rank's shard.
-        self._lent: tuple[int, ...] = ()
-
-    def is_lent(self, chunk: Chunk) -> bool:
-        """Whether other ranks may be reading this rank's shard of the chunk."""
-        return chunk.id in self._lent
 
     def let_go(self) -> None:
         """All ranks have made the gathers that this one has: none reads its shards any more."""
-        self._lent = ()
         self.transport.let_go()
 
     def note_homes(self, all_in_ram: bool) -> None:
@@ -206,7 +199,6 @@ class GatherStream:
 
     def _gather(self, gather: CommonGather) -> BaseException | None:
         """Returns what went wrong. Raises PeerClosedError."""
-        self._lent = (*self._lent[-1:], gather.chunk.id)
         error: BaseException | None = None
         try:
             error = self._find_failure(gather)
@@ -224,7 +216,6 @@ class GatherStream:
                     except Exception as failure:
                         error = self._tell_failure(gather, failure)
                 self.transport.gather(gather.target, shard, what, opened, gather.keeps_shards)
-            self._lent = (gather.chunk.id,) if gather.keeps_shards else ()
             return error or self._news.failure_of(gather.number)
         except PeerClosedError:
             # (A rank that has no values may have closed its engine because of that.)

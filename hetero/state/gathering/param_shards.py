@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -25,18 +26,23 @@ class ParamShards:
     slots: SharedCache
     updates: ChunkUpdates
 
-    def open(self, chunk: Chunk) -> AbstractContextManager[torch.Tensor]:
+    @contextmanager
+    def open(self, chunk: Chunk) -> Iterator[torch.Tensor]:
         """The shard's values, flat, inside the block; waits for the update that makes them.
 
-        A speculative one is taken back.
+        A speculative one is taken back, and none begins that would write to what is read.
 
         Raises what the update met, BudgetError if there is no room, NativeIoError if the shard
         cannot be read.
         """
-        self.wait_computed(chunk)
         if chunk in self.homes:
-            return nullcontext(self.homes.shard(chunk))
-        return self.slots.open(chunk.id)
+            with self.updates.reading(chunk):
+                self.updates.wait_computed(chunk)
+                yield self.homes.shard(chunk)
+        else:
+            self.wait_computed(chunk)
+            with self.slots.open(chunk.id) as shard:
+                yield shard
 
     def wait_computed(self, chunk: Chunk) -> None:
         """Until the update that makes the shard's values is made; a speculative one is taken back.

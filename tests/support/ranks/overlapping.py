@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from threading import Thread
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import hetero
+from hetero.chunk_groups.update_tasks import UpdateTasks
+from hetero.chunks.layout import Chunk
 from tests.support.ranks.rank_training import Layers, inputs, make
 
 
@@ -49,6 +53,45 @@ def clipped_steps(
     masters = hetero.masters(model.parameters())
     optimizer.engine.close()
     return early, masters
+
+
+def read_while_submitting(
+    rank: int, world: int, options: dict[str, Any]
+) -> tuple[list[bool], list[torch.Tensor]]:
+    """Trains; as a chunk's update of backward is submitted, another thread reads its shard.
+
+    Returns whether that saw the values from before, once for each read, and the masters.
+    """
+    model, optimizer = make("layers", {"chunk_numel": 16384, "rank_timeout_s": 30.0} | options)
+    (chunk_group,) = optimizer.engine.chunk_groups
+    saw: list[bool] = []
+    threads: list[Thread] = []
+
+    def read(chunk: Chunk) -> torch.Tensor:
+        with chunk_group.params._shards.open(chunk) as shard:
+            return shard.clone()
+
+    def submit(tasks: UpdateTasks, update: Any, last: bool) -> None:
+        if not last:
+            chunk = update.members[0][0].chunk
+            threads.append(Thread(target=lambda: saw.append(torch.equal(read(chunk), old[chunk]))))
+            threads[-1].start()
+            threads[-1].join(0.05)
+        submit_now(tasks, update, last)
+
+    submit_now = UpdateTasks.submit
+    with patch.object(UpdateTasks, "submit", submit):
+        for step in range(4):
+            loss = model(inputs(rank, step, 128)).square().mean()
+            old = {chunk: read(chunk) for chunk in chunk_group.layout.chunks}
+            loss.backward()
+            for thread in threads:
+                thread.join()
+            optimizer.step()
+            optimizer.zero_grad()
+    masters = hetero.masters(model.parameters())
+    optimizer.engine.close()
+    return saw, masters
 
 
 def failed_update(rank: int, world: int, options: dict[str, Any]) -> str:

@@ -1,0 +1,84 @@
+"""Other threads that read a chunk, for other ranks, just as backward begins to update it."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import nn
+
+from hetero.chunks.layout import Chunk
+from hetero.state.params import Params
+from tests.support.ranks import overlapping
+from tests.support.ranks.processes import RankPool
+from tests.support.training.overlap_net import STEPS, Begun, assert_same_bits, loss_of
+
+
+@pytest.mark.parametrize("host_memory", ["1MiB", "700KiB"])
+def test_between_the_decision_and_the_submission(
+    ranks2: RankPool, host_memory: str, tmp_path: Path
+) -> None:
+    """The update is taken back whole: it is not made twice, nor from what was never saved.
+
+    Parameters are in RAM, or on NVMe.
+    """
+    options = {
+        "zero_stage": 3,
+        "placement_policy": "nvme",
+        "nvme_path": str(tmp_path),
+        "host_memory": host_memory,
+    }
+    wanted, found = (
+        ranks2.run(overlapping.read_while_submitting, options | {"overlap_updates": setting})
+        for setting in ("none", "backward")
+    )
+    for (saw, masters), (_, right) in zip(found, wanted, strict=True):
+        assert len(saw) > 2
+        assert all(saw)
+        assert all(map(torch.equal, masters, right))
+
+
+def test_a_reader_that_has_begun_sees_no_update(tmp_path: Path) -> None:
+    """It came when the update was prepared, and is not through when that would be submitted."""
+    begin_now = Params.begin_speculation
+
+    def loop(model: nn.Module, optimizer: Any, overlap: str) -> list[torch.Tensor]:
+        begun, (chunk_group,) = Begun(optimizer), optimizer.engine.chunk_groups
+        shards, left = chunk_group.params._shards, 0
+        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+        def open_shard(opened: ExitStack, chunk: Chunk) -> None:
+            shard = opened.enter_context(shards.open(chunk))
+            copies.append((shard, shard.clone()))
+
+        for step in range(STEPS):
+            loss = loss_of(model, step)
+            with ExitStack() as opened:
+
+                def begin(
+                    params: Params, chunk: Chunk, members: Any, opened: ExitStack = opened
+                ) -> bool:
+                    begins = begin_now(params, chunk, members)
+                    thread = threading.Thread(target=open_shard, args=(opened, chunk))
+                    thread.start()
+                    thread.join()
+                    return begins
+
+                with patch.object(Params, "begin_speculation", begin):
+                    loss.backward()
+                assert begun.now == 0
+                chunk_group.updates.wait_all_computed()
+                assert all(torch.equal(shard, copy) for shard, copy in copies)
+                left += len(copies)
+                copies.clear()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert overlap == "none" or left > STEPS
+        return []
+
+    assert_same_bits(tmp_path, "optim_states", ["backward"], loop)
