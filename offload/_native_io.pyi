@@ -104,10 +104,16 @@ class StripeMap:
 class IoEngine:
     """Asynchronous file transfers: "io_uring" or "threads".
     A request is split into blocks of `block_bytes` and at most `queue_depth` blocks of all
-    requests together are in flight. Short transfers are resubmitted, EAGAIN and EINTR retried."""
+    requests together are in flight. Short transfers are resubmitted. A block that fails for want
+    of resources (EAGAIN, ENOMEM), or moves nothing, is tried again for `patience_s` seconds."""
 
     def __init__(
-        self, kind: str, queue_depth: int = 32, block_bytes: int = 1 << 20, threads: int = 4
+        self,
+        kind: str,
+        queue_depth: int = 32,
+        block_bytes: int = 1 << 20,
+        threads: int = 4,
+        patience_s: float = 30.0,
     ) -> None:
         """Raises OSError when io_uring was not built or is refused by the kernel, ValueError for an
         unknown kind or an option out of range."""

@@ -154,8 +154,10 @@ void translate(std::exception_ptr caught) {
 }
 
 std::shared_ptr<IoEngine> make_engine(const std::string& kind, unsigned queue_depth,
-                                      std::size_t block_bytes, unsigned threads) {
-  return released_without_gil(make_io_engine(kind, {queue_depth, block_bytes, threads}));
+                                      std::size_t block_bytes, unsigned threads,
+                                      double patience_s) {
+  return released_without_gil(
+      make_io_engine(kind, {queue_depth, block_bytes, threads, patience_s}));
 }
 
 using Transfer = Handle<IoEngine, IoOp>;
@@ -225,7 +227,8 @@ void bind_io(py::module_& module) {
   const IoOptions defaults;
   py::class_<IoEngine, std::shared_ptr<IoEngine>>(module, "IoEngine")
       .def(py::init(&make_engine), "kind"_a, "queue_depth"_a = defaults.queue_depth,
-           "block_bytes"_a = defaults.block_bytes, "threads"_a = defaults.threads)
+           "block_bytes"_a = defaults.block_bytes, "threads"_a = defaults.threads,
+           "patience_s"_a = defaults.patience_s)
       .def_property_readonly("kind", &IoEngine::kind)
       .def_property_readonly("notes", py::cpp_function(&IoEngine::notes, ReleaseGil()))
       .def(

@@ -17,11 +17,11 @@ namespace {
 
 constexpr unsigned kMaxQueueDepth = 4096;
 constexpr std::size_t kMaxBlockBytes = std::size_t{1} << 30;  // the kernel cuts at 2 GiB
-constexpr std::size_t kBlockUnitBytes = 4096;                 // keeps O_DIRECT blocks aligned
+constexpr double kMaxPatienceS = 3600;
+constexpr std::size_t kBlockUnitBytes = 4096;  // keeps O_DIRECT blocks aligned
 
-// Attempts without progress: the first few at once, then with pauses, for a second since the first.
+// Attempts without progress: the first few at once, then with pauses, until patience ends.
 constexpr unsigned kFreeStalls = 8;
-constexpr std::chrono::seconds kStallLimit{1};
 
 IoOptions checked(const IoOptions& options) {
   if (options.queue_depth == 0 || options.queue_depth > kMaxQueueDepth) {
@@ -32,6 +32,10 @@ IoOptions checked(const IoOptions& options) {
       options.block_bytes % kBlockUnitBytes != 0) {
     throw std::invalid_argument("block_bytes must be a multiple of 4096 up to 1 GiB, not " +
                                 std::to_string(options.block_bytes));
+  }
+  if (!(options.patience_s >= 0.0 && options.patience_s <= kMaxPatienceS)) {
+    throw std::invalid_argument("patience_s must be from 0 to 3600, not " +
+                                std::to_string(options.patience_s));
   }
   return options;
 }
@@ -46,7 +50,11 @@ bool transient(int error) {
 }  // namespace
 
 BlockQueue::BlockQueue(const IoOptions& options, Condition& settled)
-    : block_bytes_(checked(options).block_bytes), settled_(settled), blocks_(options.queue_depth) {
+    : block_bytes_(checked(options).block_bytes),
+      patience_(std::chrono::duration_cast<std::chrono::steady_clock::duration>(
+          std::chrono::duration<double>(options.patience_s))),
+      settled_(settled),
+      blocks_(options.queue_depth) {
   free_.reserve(blocks_.size());
   for (std::size_t index = blocks_.size(); index-- > 0;) {
     blocks_[index].index = index;
@@ -207,7 +215,7 @@ void BlockQueue::enqueue(Block& block) {
 bool BlockQueue::retry(Block& block) {
   if (lost()) return false;
   const auto now = std::chrono::steady_clock::now();
-  if (block.stalls++ == 0) block.give_up_at = now + kStallLimit;
+  if (block.stalls++ == 0) block.give_up_at = now + patience_;
   if (block.stalls <= kFreeStalls) {
     enqueue(block);
   } else if (now < block.give_up_at) {

@@ -23,6 +23,9 @@ struct IoOptions {
   unsigned queue_depth = 32;
   std::size_t block_bytes = std::size_t{1} << 20;
   unsigned threads = 4;
+  // Seconds for which a block is tried again that fails for want of resources, or moves nothing:
+  // longer than a controller's reset or a failover to another path takes.
+  double patience_s = 30;
 };
 
 // For tests: the `nth` completion of `kind` (from 0, counted from now) and the `count` - 1 after it
@@ -117,6 +120,7 @@ class BlockQueue {
   void settle_if_finished(Operation& op);
 
   const std::size_t block_bytes_;
+  const std::chrono::steady_clock::duration patience_;
   Condition& settled_;
   std::vector<Block> blocks_;
   std::vector<Block*> free_;

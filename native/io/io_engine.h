@@ -2,7 +2,8 @@
 //
 // A caller submits an operation and keeps its handle; the engine splits the operation into blocks,
 // keeps up to `queue_depth` blocks of all operations in flight, checks every completion, resubmits
-// short transfers, retries EAGAIN and EINTR for a second, and settles the handle exactly once.
+// short transfers, retries what may pass (EAGAIN, ENOMEM) for `patience_s`, and settles the handle
+// exactly once.
 #pragma once
 
 #include <atomic>

@@ -39,7 +39,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def engine(kind: str) -> Iterator[_native.IoEngine]:
-    engine = _native.IoEngine(kind, queue_depth=8, block_bytes=BLOCK)
+    engine = _native.IoEngine(kind, queue_depth=8, block_bytes=BLOCK, patience_s=1.0)
     yield engine
     engine.close()
 

@@ -116,8 +116,19 @@ def test_transient_error_that_stays_is_an_error(engine, tmp_path):
     assert caught.value.errno == errno.EAGAIN
 
 
+def test_what_passes_within_thirty_seconds_is_no_error(kind, tmp_path):
+    """As where a path fails over, which takes longer than a second."""
+    engine = _native.IoEngine(kind, queue_depth=8, block_bytes=4096)
+    memory = Memory(4096)
+    file = add_file(engine, tmp_path, 4096)
+    engine.inject("read", 0, error=errno.ENOMEM, count=2_000)  # a millisecond or more each
+    engine.read(file, memory.address, 4096, 0).wait()
+    assert engine.stats["retries"] == 2_000
+    engine.close()
+
+
 def test_transfers_that_stall_together_are_given_up_together_and_hold_no_other(kind, tmp_path):
-    engine = _native.IoEngine(kind, queue_depth=40, block_bytes=4096)
+    engine = _native.IoEngine(kind, queue_depth=40, block_bytes=4096, patience_s=1.0)
     memory = Memory(33 * 4096)
     file = add_file(engine, tmp_path, 2 * 4096)
     engine.inject("read", 0, error=errno.EAGAIN, count=1_000_000)

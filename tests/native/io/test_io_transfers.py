@@ -160,6 +160,8 @@ def test_bad_options(kind):
         {"block_bytes": 0},
         {"block_bytes": 1000},
         {"block_bytes": 2 << 30},
+        {"patience_s": -1.0},
+        {"patience_s": float("nan")},
     ]:
         with pytest.raises(ValueError, match=next(iter(options))):
             _native.IoEngine(kind, **options)

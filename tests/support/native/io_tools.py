@@ -129,10 +129,10 @@ def run_script(script: str, timeout: float = 300) -> str:
 def stall(engine, milliseconds: int = 150) -> None:
     """Keeps the next read in flight for about that long: each retry pauses for a millisecond.
 
-    An engine gives a transfer up that makes no progress for a second."""
+    An engine gives a transfer up that makes no progress for longer than its `patience_s`."""
     engine.inject("read", 0, error=errno.EAGAIN, count=milliseconds)
 
 
 def hold(engine) -> None:
-    """Keeps the next read in flight until it is cancelled, or for a second."""
+    """Keeps the next read in flight until it is cancelled, or for the engine's `patience_s`."""
     engine.inject("read", 0, error=errno.EAGAIN, count=1 << 40)
