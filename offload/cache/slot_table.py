@@ -3,19 +3,23 @@
 Slots are taken from the chunk whose next use is farthest (Belady's rule), of equals from the one
 that has had them longest, and only if nothing pins them. Looking for one slot takes a time that
 does not grow with the number of slots: chunks are kept in a heap by their next use, and pins are
-counted only of those that the heap offers. A run of several slots is looked for among all slots,
-once.
+counted only of those that the heap offers. A run of several slots is looked for among all chunks in
+the arena, once.
 """
 
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Callable, Mapping
 
 from offload.cache.use_order import NEVER, UseOrder
 from offload.memory.arena import HostArena
 
 _Ranked = tuple[int, int, int]  # minus the next use, when the chunk was added, the chunk
+# The first slot, the next use (-1: they must not be taken), and when the chunk was added (0: no
+# chunk has them).
+_Segment = tuple[int, int, int]
 
 
 class SlotTable:
@@ -135,26 +139,41 @@ class SlotTable:
     def _best_run(
         self, run: int, limit: int, may_evict: Callable[[int], bool], later_than: int
     ) -> int | None:
-        next_uses: list[int] = []  # by slot; -1 where it must not be taken
-        while len(next_uses) < limit:
-            slot = len(next_uses)
-            chunk = self._owner[slot]
-            if chunk is None:
-                next_uses.append(-1 if self.is_pinned(slot) else NEVER)
-                continue
-            number = self._order.next_use_number(chunk)
-            usable = number > later_than and may_evict(chunk) and self._arena.pins[slot] == 0
-            next_uses += [number if usable else -1] * self._runs[chunk]
+        segments = self._segments(limit, may_evict, later_than)
         best, found = (-1, 0, 0), None
-        for first in range(limit - run + 1):
-            soonest = min(next_uses[first : first + run])
-            if soonest >= max(best[0], 0):
-                owners = self.owners(first, run)
-                newest = max((self._added[chunk] for chunk in owners), default=0)
-                cost = soonest, -len(owners), -newest
-                if cost > best:
-                    best, found = cost, first
+        # A run that begins within a segment costs no less than the one from its beginning on.
+        for number, (first, _, _) in enumerate(segments):
+            if first + run > limit:
+                break
+            soonest, newest, owners = NEVER, 0, 0
+            for begin, next_use, added in itertools.islice(segments, number, None):
+                if begin >= first + run:
+                    break
+                soonest, newest = min(soonest, next_use), max(newest, added)
+                owners += added > 0
+            if soonest >= max(best[0], 0) and (soonest, -owners, -newest) > best:
+                best, found = (soonest, -owners, -newest), first
         return found
+
+    def _segments(
+        self, limit: int, may_evict: Callable[[int], bool], later_than: int
+    ) -> list[_Segment]:
+        """All slots below `limit`: those of each chunk, and those between that have no owner."""
+        segments: list[_Segment] = []
+        slot = 0
+        while slot < limit:
+            chunk = self._owner[slot]
+            if chunk is not None:
+                next_use = self._order.next_use_number(chunk)
+                usable = next_use > later_than and may_evict(chunk) and self._arena.pins[slot] == 0
+                segments.append((slot, next_use if usable else -1, self._added[chunk]))
+                slot += self._runs[chunk]
+            else:
+                next_use = -1 if self.is_pinned(slot) else NEVER
+                if not (segments and segments[-1][1:] == (next_use, 0)):
+                    segments.append((slot, next_use, 0))
+                slot += 1
+        return segments
 
     # The heap
 
