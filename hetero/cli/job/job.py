@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -27,10 +28,13 @@ from hetero.planning.trace import Work
 from hetero.reporting.recorder import Recorder, facts_of
 from hetero.reporting.run_record import RunRecord
 from offload import _native
+from offload.memory.sizes import format_bytes
 from offload.memory.tiers import Tier
 
 # Below this a third of the state of a small model is less than its chunks need to move at all.
 LEAST_DEFAULT_HOST_BYTES = 256 << 20
+# What cross-entropy has of each whole logit: in the compute dtype, in fp32, and a gradient of each.
+_LOGIT_BYTES = 16
 
 
 class Task(Protocol):
@@ -123,11 +127,10 @@ def open_job(
     torch.manual_seed(options.seed)
     with hetero.ZeroInitContext(config):
         model = task.build()
-    if options.tiled_loss:
-        hetero.tile_heads(model)
+    tiling = _tile_loss(options, config, model, task.vocab_size, ranks)
     model, optimizer = hetero.initialize(model, make_optimizer(options, model))
     with closing(optimizer.engine) as engine, closing(Recorder(engine)) as recorder:
-        notes = list(engine.notes)
+        notes = [*tiling, *engine.notes]
         predicted = _predicted(options, engine, notes)
         yield Job(
             options=options,
@@ -160,6 +163,36 @@ def open_job(
             recorder=recorder,
             predicted=predicted,
         )
+
+
+def _tile_loss(
+    options: TrainOptions,
+    config: hetero.Config,
+    model: torch.nn.Module,
+    vocab_size: int,
+    ranks: Ranks,
+) -> list[str]:
+    """Tiles the model's loss if that was asked for, or if the limit of the process needs it.
+
+    Returns a note if nobody has asked. Raises ValueError if it was asked for and cannot be.
+    """
+    if options.tiled_loss is not None:
+        if options.tiled_loss:
+            hetero.tile_heads(model)
+        return []
+    mine = config.process_bytes(ranks.count)
+    limit = min(ranks.gather(math.inf if mine is None else mine))
+    whole = _LOGIT_BYTES * options.batch_size * options.seq_len * vocab_size
+    if whole <= limit / 4:
+        return []
+    try:
+        hetero.tile_heads(model)
+    except ValueError:  # a head of another kind; if it does not fit, that is said
+        return []
+    return [
+        f"the loss is computed in tiles, because whole logits and their gradients would take "
+        f"{format_bytes(whole)} of a process of {format_bytes(limit)} (--no-tiled-loss: whole)"
+    ]
 
 
 def arrange_shape(

@@ -162,11 +162,11 @@ class TrainOptions:
         " 3 parameters, too, which takes least memory and most traffic",
         3,
     )
-    tiled_loss: bool = _option(
+    tiled_loss: bool | None = _option(
         "compute the loss from a part of the logits at a time, and never hold them whole, nor their"
         " gradient: much less memory with a large vocabulary or long sequences, for a third more"
-        " products in the model's head; gradients may differ in their last bits",
-        False,
+        " products in the model's head; gradients may differ in their last bits (default: where"
+        " whole ones would take a quarter of --process-memory)"
     )
 
     backend: str = _option(
@@ -391,7 +391,8 @@ def add_train_arguments(
         arguments: dict[str, Any] = {"default": default}
         arguments["help"] = (helps or {}).get(option.name) or option.metadata["help"]
         if kind == "bool":
-            arguments["action"] = argparse.BooleanOptionalAction if default else "store_true"
+            is_off = default is False
+            arguments["action"] = "store_true" if is_off else argparse.BooleanOptionalAction
         else:
             _, choices = option.metadata["limits"]
             metavar = {"int": "N", "float": "X"}.get(kind, "NAME") if choices is None else None

@@ -8,11 +8,16 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from hetero.cli.job.job import _tile_loss
 from hetero.cli.job.metrics import LINKS
+from hetero.cli.job.options import TrainOptions
+from hetero.cli.job.ranks import ALONE
 from hetero.cli.main import main
 from tests.support.run_records import Page
 
@@ -197,6 +202,32 @@ def test_a_tiled_loss_is_the_same_loss(
 
     monkeypatch.setattr("hetero.tiling.deferred_logits._Logits.values", whole)
     assert train("--json", "--policy", "cpu", "--tiled-loss") == 0, "nothing needs whole logits"
+
+
+def _limited(process_bytes: int | None) -> Any:
+    return SimpleNamespace(process_bytes=lambda ranks: process_bytes)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "limit", "tiled"),
+    [
+        (None, None, False),
+        (None, 1 << 20, False),
+        (None, (1 << 20) - 4, True),
+        (False, 1 << 10, False),
+        (True, None, True),
+    ],
+)
+def test_the_loss_is_tiled_where_whole_logits_would_take_a_quarter(
+    monkeypatch: pytest.MonkeyPatch, wanted: bool | None, limit: int | None, tiled: bool
+) -> None:
+    made: list[torch.nn.Module] = []
+    monkeypatch.setattr("hetero.tile_heads", made.append)
+    options = TrainOptions(tiled_loss=wanted, batch_size=2, seq_len=32)  # 256 KiB in whole
+    notes = _tile_loss(options, _limited(limit), torch.nn.Identity(), 256, ALONE)
+    assert bool(made) == tiled
+    assert bool(notes) == (tiled and wanted is None)
+    assert all("256.0 KiB" in note and "--no-tiled-loss" in note for note in notes)
 
 
 def test_no_clipping_has_no_norms(train: Run, capsys: pytest.CaptureFixture[str]) -> None:
