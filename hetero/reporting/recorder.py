@@ -260,6 +260,7 @@ def facts_of(
         ranks=engine.world.size,
         rows=rows,
         losses_are_means=losses_are_means,
+        process_bytes=engine.config.process_bytes(engine.world.local_ranks),
     )
 
 

@@ -208,6 +208,7 @@ class RunFacts:
         ranks: how many train together; all bytes are of the first one.
         rows: more of what is known, as label and value, for the table at the top.
         losses_are_means: over all ranks; else they are the first one's.
+        process_bytes: limit of the whole process; None: it has none.
     """
 
     title: str
@@ -219,6 +220,7 @@ class RunFacts:
     ranks: int = 1
     rows: tuple[tuple[str, str], ...] = ()
     losses_are_means: bool = False
+    process_bytes: int | None = None
 
 
 @dataclass(frozen=True)

@@ -158,6 +158,7 @@ def open_job(
                 nvme_path=", ".join(config.nvme_paths) or None,
                 run_dir=str(folder.path),
                 ranks=ranks.count,
+                process_bytes=config.process_bytes(engine.world.local_ranks),
             ),
             ranks=ranks,
             recorder=recorder,

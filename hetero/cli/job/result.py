@@ -41,6 +41,7 @@ class Setting:
     run_dir: str
     ranks: int = 1
     trained_params: int | None = None  # the others are frozen; None: all are trained
+    process_bytes: int | None = None  # limit of the whole process; None: it has none
 
     @property
     def state_bytes(self) -> int:

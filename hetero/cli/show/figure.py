@@ -83,6 +83,11 @@ def _draw_memory(axes: Axes, result: TrainResult) -> None:
             LOSS_COLOUR,
         ),
     ]
+    if setting.process_bytes is not None:
+        limit = setting.process_bytes / GIB
+        axes.axhline(limit, color=QUIET_COLOUR, linestyle="-.", linewidth=1.8)
+        words = f"limit of the process: {format_bytes(setting.process_bytes)}"
+        labels.append((limit, words, QUIET_COLOUR))
     for tier in TIERS:
         colour, word = TIER_COLOURS[tier], TIER_WORDS[tier]
         budgets = [step.memory[-1].budget_bytes[tier] for step in result.steps]
@@ -100,7 +105,7 @@ def _draw_memory(axes: Axes, result: TrainResult) -> None:
             axes.step(times, steps, where="post", color=colour, linestyle="--", linewidth=1.8)
             labels.append((budget / GIB, f"{word} budget: {format_bytes(budget)}", colour))
         labels.append((held[-1], label, colour))
-    axes.set_title("Memory: model state per tier, and the whole process", loc="left")
+    axes.set_title("Memory: model state by tier, and the whole process", loc="left")
     axes.set_ylabel("GiB")
     axes.set_xlabel("time since the first step (s)")
     axes.set_xlim(0, max(times))
@@ -111,16 +116,17 @@ def _draw_memory(axes: Axes, result: TrainResult) -> None:
 def _draw_time(axes: Axes, result: TrainResult) -> None:
     numbers = [step.step for step in result.steps]
     totals = [step.step_s for step in result.steps]
+    typical_s = statistics.median(totals)
     base = [0.0] * len(numbers)
     labels = []
     for name, colour in PART_COLOURS.items():
         seconds = [getattr(step, f"{name}_s") for step in result.steps]
         axes.bar(numbers, seconds, bottom=base, width=1.0, color=colour)
         middle = statistics.median(b + s / 2 for b, s in zip(base, seconds, strict=True))
-        share = sum(seconds) / sum(totals)
-        labels.append((middle, f"{name}: {statistics.median(seconds):.2f} s, {share:.0%}", colour))
+        median_s = statistics.median(seconds)
+        words = f"{name}: {median_s:.2f} s, {median_s / typical_s:.0%}"
+        labels.append((middle, words, colour))
         base = [b + s for b, s in zip(base, seconds, strict=True)]
-    typical_s = statistics.median(totals)
     axes.set_title(f"Time of a step, median {typical_s:.2f} s", loc="left")
     axes.set_ylabel("seconds")
     _step_axis(axes, numbers)

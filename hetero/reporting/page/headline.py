@@ -32,7 +32,7 @@ def cards(record: RunRecord) -> list[Card]:
         peak, budget = record.peak_bytes[tier], record.largest_budget(tier)
         share = peak / budget if budget else None
         limit = record.limit_words(tier)
-        found.append(Card(f"{TIER_WORDS[tier]}, at most", format_bytes(peak), limit, share))
+        found.append(Card(f"Model state in {TIER_WORDS[tier]}", format_bytes(peak), limit, share))
     if record.tokens_per_s is not None:
         speed, unit = f"{record.tokens_per_s:,.0f}", "tokens per second"
     else:

@@ -82,6 +82,10 @@ def _draw_tier(axes: Axes, record: RunRecord, tier: Tier) -> None:
             axes.plot(times, rss, color=QUIET_COLOUR, linewidth=1.3)
             labels.append((rss[-1], words, QUIET_COLOUR))
             top = max(top, *rss)
+        if (limit := record.facts.process_bytes) is not None and limit / size <= _FAR * top:
+            axes.axhline(limit / size, color=QUIET_COLOUR, linestyle="-.", linewidth=1.6)
+            words = f"process_memory: {format_bytes(limit)}"
+            labels.append((limit / size, words, QUIET_COLOUR))
     elif any(m.beside for m in shown):
         whole = [(m.held + m.beside) / size for m in shown]
         axes.plot(times, whole, color=QUIET_COLOUR, linewidth=1.3)
