@@ -18,7 +18,7 @@ def main(folder: str, work: Path) -> None:
     accelerator = Accelerator(gradient_accumulation_steps=2)
     model = AutoModelForCausalLM.from_pretrained(folder)
     model.train()
-    optimizer = hetero.HybridAdam(model.parameters(), lr=1e-3)
+    optimizer = hetero.AdamW(model.parameters(), lr=1e-3)
     model, optimizer = hetero.initialize(
         model, optimizer, placement_policy="nvme", host_memory="1GiB", nvme_path=str(work)
     )

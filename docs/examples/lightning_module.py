@@ -23,7 +23,7 @@ class Tuning(lightning.LightningModule):
         return self.model(input_ids=batch, labels=batch).loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return hetero.HybridAdam(self.parameters(), lr=1e-3)
+        return hetero.AdamW(self.parameters(), lr=1e-3)
 
 
 def main(folder: str, work: Path) -> None:

@@ -21,7 +21,7 @@ def main(folder: str, work: Path) -> None:
         config = LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM")
         model = get_peft_model(model, config)
     model.train()
-    optimizer = hetero.HybridAdam(model.parameters(), lr=1e-3)
+    optimizer = hetero.AdamW(model.parameters(), lr=1e-3)
     model, optimizer = hetero.initialize(model, optimizer)
     for _ in range(2):
         tokens = torch.randint(0, 64, (2, 8))

@@ -21,7 +21,7 @@ def main(folder: str, work: Path, steps: int = 4) -> None:
     with hetero.ZeroInitContext(placement_policy="nvme", host_memory="1GiB", nvme_path=str(work)):
         model = AutoModelForCausalLM.from_pretrained(folder)
     model.train()
-    optimizer = hetero.HybridAdam(model.parameters(), lr=1e-3)
+    optimizer = hetero.AdamW(model.parameters(), lr=1e-3)
     model, optimizer = hetero.initialize(model, optimizer)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=steps)
     begin = 0

@@ -12,7 +12,11 @@ from mkdocs.structure.files import File, Files
 
 _ROOT = Path(__file__).resolve().parents[2]
 # Files of the repository's root that are pages, by their addresses in the site.
-_FROM_ROOT = {"index.md": "README.md", "changelog.md": "CHANGELOG.md"}
+_FROM_ROOT = {
+    "index.md": "README.md",
+    "changelog.md": "CHANGELOG.md",
+    "security.md": "SECURITY.md",
+}
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

@@ -86,8 +86,8 @@ class ChunkUpdates:
         self._speculating = threading.RLock()
         self._readers: Counter[int] = Counter()  # by chunk id: reading()
         self._remade: set[int] = set()  # ids of chunks whose submitted update is made again
-        self._leaving: set[int] = set()  # ids of chunks whose next update leaves what it reads
-        self._keeping: set[int] = set()  # of these, those whose update can be undone
+        # Chunks whose next update leaves what it reads, by id, and whether it can be undone.
+        self._leaving: dict[int, bool] = {}
         self.revoked: set[int] = set()  # ids of chunks whose update was taken back in this step
         self._first_use: dict[int, int] = {}  # by chunk id: the order of forward's first uses
         # The epoch of the arenas in which expect() was called, since the last step, or None.
@@ -147,10 +147,6 @@ class ChunkUpdates:
 
     # Speculation
 
-    def is_speculative(self, chunk: Chunk) -> bool:
-        """Whether the chunk is in SPECULATIVE."""
-        return chunk.id in self._speculations
-
     @property
     def speculative(self) -> dict[int, Speculation]:
         """The speculative updates by chunk id, the first submitted first."""
@@ -198,9 +194,9 @@ class ChunkUpdates:
 
     def offsets(self, chunk: Chunk, tile: int) -> TileOffsets:
         """What the task of the tile's update says beside where its parts are."""
-        if self.is_speculative(chunk) or chunk.id in self._leaving:
-            revocable = self.is_speculative(chunk) or chunk.id in self._keeping
-            return self._spare.targets(chunk, tile, revocable)
+        speculative = chunk.id in self._speculations
+        if speculative or chunk.id in self._leaving:
+            return self._spare.targets(chunk, tile, speculative or self._leaving[chunk.id])
         return self._spare.sources(chunk, tile) if chunk.id in self._remade else TileOffsets()
 
     def decide(self, chunk: Chunk, confirmed: bool) -> Sequence[ManagedParam]:
@@ -215,7 +211,7 @@ class ChunkUpdates:
                 self.committed.note_change(chunk)
             if confirmed:
                 self._spare.swap(chunk)
-                self._leaving.discard(chunk.id)
+                self._leaving.pop(chunk.id, None)
             else:
                 self._remade.add(chunk.id)
             self._states[chunk.id] = UpdateState.SUBMITTED
@@ -275,7 +271,7 @@ class ChunkUpdates:
         self.wait_copied(chunk)
         if not self.committed.has_changed(chunk) and self.committed.is_in_file(chunk):
             self._reserve_spare(chunk)
-            self._leaving.add(chunk.id)
+            self._leaving.setdefault(chunk.id, False)
 
     def _reserve_spare(self, chunk: Chunk) -> None:
         if not self._spare.reserve(chunk):
@@ -317,8 +313,7 @@ class ChunkUpdates:
         if self._spare.suit(chunk):
             if self.committed is not None and self.committed.has_changed(chunk):
                 return False  # the spare extents have the last commit's
-            self._leaving.add(chunk.id)
-            self._keeping.add(chunk.id)
+            self._leaving[chunk.id] = True
         else:
             self._spare.save(chunk)
         return True
@@ -336,7 +331,6 @@ class ChunkUpdates:
     def forget_old_state(self) -> None:
         """The next updates need not leave anything."""
         self._leaving.clear()
-        self._keeping.clear()
 
     def bring_old_state(self, chunk: Chunk) -> None:
         """What the chunk's last update has changed is again as it was before; it is finished, and
@@ -395,7 +389,7 @@ class ChunkUpdates:
 
     def is_readable(self, chunk: Chunk) -> bool:
         """Whether its parameters can be read from their home now, without waiting."""
-        if self.is_speculative(chunk):
+        if chunk.id in self._speculations:
             return False
         if chunk in self._homes:
             return self.is_computed(chunk)

@@ -16,7 +16,7 @@ from hetero.planning.belady import PREFETCH_CHUNKS
 from hetero.profiler_marks import mark, marked
 from hetero.ranks.gather_news import GatherNews
 from hetero.ranks.shard_server import Versions
-from hetero.state.chunk_updates import ChunkUpdates
+from hetero.state.chunk_updates import ChunkUpdates, UpdateState
 from hetero.state.gathering.agreed_gathers import AgreedGathers
 from hetero.state.gathering.all_gather import Gathering
 from hetero.state.gathering.gather_stream import CommonGather
@@ -391,7 +391,7 @@ class Params:
         chunk = self._layout.chunks[chunk_id]
         if self._gathering is not None and self._homes.whole:
             # (Other ranks' parts come when the update is finished.)
-            return self._updates.is_under_way(chunk) or self._updates.is_speculative(chunk)
+            return self._updates.state(chunk) not in (UpdateState.NO_GRADS, UpdateState.GRADS_FINAL)
         return not self._updates.is_readable(chunk)
 
     def begin_gathers(self, chunks: Iterable[Chunk]) -> None:

@@ -18,7 +18,7 @@ from tests.support.documents.blocks import PAGES, ROOT
 CONFIG = (ROOT / "mkdocs.yml").read_text()
 NAV = re.findall(r"^ +- [^:]+: ([\w/]+\.md)$", CONFIG, re.MULTILINE)
 # Pages that the site takes from the repository's root.
-FROM_ROOT = {"index.md", "changelog.md"}
+FROM_ROOT = {"index.md", "changelog.md", "security.md"}
 PATHS = re.compile(r"`((?:hetero|offload|native|bench|tests|docs)/[\w./-]+?)/?(?::\d+)?`")
 
 

@@ -1,4 +1,4 @@
-"""docs/compatibility.md: a head, a table for each section of touches, and other projects' names."""
+"""docs/compatibility.md: a head, the touches that differ, all others, and other projects' names."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ PAGE = Path(__file__).resolve().parents[3] / "docs" / "compatibility.md"
 _HEAD = """\
 # Compatibility
 
-What training code can do with a managed model, and what comes of it. A row is one *touch*: a use
-of a parameter `p`, of a gradient, of the optimizer or of the model, as plain PyTorch code makes it.
+Training code can use a managed model as it uses a plain one, with the exceptions that come first on
+this page. A row is one *touch*: a use of a parameter `p`, of a gradient, of the optimizer or of the
+model, as plain PyTorch code makes it. {differing} of {all} touches differ from plain PyTorch in at
+least one column. [Code written for other projects](#code-written-for-other-projects) comes last.
 The columns are four ways to manage a small model:
 
 | column | what it is |
@@ -42,6 +44,13 @@ can see; write `p.detach()` in the place of `p`, which reads true, or use `heter
 
 `tests/test_compatibility.py` makes every cell again and compares it with this page;
 `python -m tests.support.compatibility` writes the page.
+
+## Uses that differ
+"""
+_SAME = """\
+## Uses that give the same
+
+The touches of these tables give what they give in plain PyTorch, in all four columns.
 """
 
 
@@ -52,24 +61,44 @@ def row_of(name: str, cells: dict[str, str]) -> str:
 
 def page_of(cell_of: Callable[[str, str], str]) -> str:
     """The whole page; `cell_of` takes a touch's name and a column's."""
-    parts = [_HEAD]
+    differing: list[str] = []
+    same: list[str] = []
+    count = all_touches = 0
     for section in SECTIONS:
-        parts.append(f"## {section.title}\n\n| touch | {' | '.join(COLUMNS)} |")
-        parts.append("|---|" + "---|" * len(COLUMNS))
-        for touch in section.touches:
-            cells = {column: cell_of(touch.name, column) for column in COLUMNS}
-            parts.append(row_of(touch.name, cells))
-        parts.append("")
-    parts.append(other_projects())
-    return "\n".join(parts)
+        rows = {
+            touch.name: {column: cell_of(touch.name, column) for column in COLUMNS}
+            for touch in section.touches
+        }
+        others = {name: cells for name, cells in rows.items() if set(cells.values()) != {"same"}}
+        count += len(others)
+        all_touches += len(rows)
+        if others:
+            head = ["touch", *COLUMNS]
+            lines = [row_of(name, cells) for name, cells in others.items()]
+            differing += _table(section.title, head, lines)
+        same += _table(
+            f"{section.title}: the same" if others else section.title,
+            ["touch"],
+            [f"| {name} |" for name in rows if name not in others],
+        )
+    head_text = _HEAD.replace("{differing}", str(count)).replace("{all}", str(all_touches))
+    return "\n".join([head_text, *differing, _SAME, *same, other_projects()])
+
+
+def _table(title: str, head: list[str], rows: list[str]) -> list[str]:
+    """The lines of a table with its title; none without rows."""
+    if not rows:
+        return []
+    return [f"### {title}\n", f"| {' | '.join(head)} |", "|---" * len(head) + "|", *rows, ""]
 
 
 def cells_of(page: str) -> dict[tuple[str, str], str]:
     """The cells of a page by their touch's name and their column."""
     rows = [line[2:-2].split(" | ") for line in page.splitlines() if line.startswith("| ")]
-    full = (row for row in rows if len(row) == len(COLUMNS) + 1)
-    return {
-        (row[0], column): cell
-        for row in full
-        for column, cell in zip(COLUMNS, row[1:], strict=True)
-    }
+    found = {}
+    for name, *cells in rows:
+        if not cells and name != "touch":
+            cells = ["same"] * len(COLUMNS)
+        if len(cells) == len(COLUMNS):
+            found.update(((name, c), cell) for c, cell in zip(COLUMNS, cells, strict=True))
+    return found

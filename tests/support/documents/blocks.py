@@ -9,13 +9,26 @@ from pathlib import Path
 from markdown_it import MarkdownIt
 
 ROOT = Path(__file__).resolve().parents[3]
-# README.md, CHANGELOG.md and the pages of the site.
+# Those of the root and of the site.
 PAGES = [
     ROOT / "README.md",
     ROOT / "CHANGELOG.md",
+    ROOT / "SECURITY.md",
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
-LANGUAGES = {"python", "bash", "text", "json"}
+LANGUAGES = {"python", "bash", "text", "json", "yaml", "dockerfile"}
+# Pages that developers and auditors read; a user reads all others.
+_NOT_FOR_USERS = {
+    "CHANGELOG.md",
+    "benchmarks.md",
+    "compatibility.md",
+    "contributing.md",
+    "design.md",
+    "formats.md",
+    "glossary.md",
+    "scaling.md",
+}
+USER_PAGES = [page for page in PAGES if page.name not in _NOT_FOR_USERS]
 _COMMENT = re.compile(
     r"<!--\s*(setup|file|needs|not run|run|output)(?::\s*(.*?))?\s*-->\s*\Z", re.DOTALL
 )

@@ -1,0 +1,62 @@
+"""The pages that users read: how many words they have, and words that they do without."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.support.documents.blocks import USER_PAGES
+from tests.support.documents.prose import beginnings_of, without_code, words_of
+
+MOST_WORDS = 12_000
+# A clause as the subject hides who does what; a sentence begins with its actor.
+BEGINNINGS = {"What", "Whether", "Those", "Of"}
+# Each with what to write in its place.
+WORDS = {
+    r"beside\b": "compared with, next to, in addition to",
+    r"likewise\b": "also",
+    r"(?:whoever|anybody|somebody)\b": "name the actor",
+    r"comes? of\b": "results from, or the result itself",
+    r"so many\b": "a number of",
+    r"what autograd (?:saves|keeps|holds)\b": "activations",
+    r"means of gradients\b": "gradient reduction",
+    r"products\b": "matmuls",
+    r"of (?:[A-Z]\w+ )?\w+'s(?=[,.;:|)]| (?:that|itself|in)\b)": "of hetero, a hetero optimizer",
+    r"(?:goes|go) on\b": "continue, resume",
+    r"takes? [^.|]{1,40} to (?:about|less|one)\b": "reduces",
+    r"is of use\b": "helps",
+    r"(?<=, )too\b": "also, as well",
+}
+
+
+def test_a_user_has_little_to_read() -> None:
+    counts = {page.name: len(words_of(page.read_text())) for page in USER_PAGES}
+    assert sum(counts.values()) <= MOST_WORDS, counts
+
+
+@pytest.mark.parametrize("page", USER_PAGES, ids=lambda page: page.stem)
+def test_sentences_begin_with_their_subject(page: Path) -> None:
+    assert not [word for word in beginnings_of(page.read_text()) if word in BEGINNINGS]
+
+
+@pytest.mark.parametrize("page", USER_PAGES, ids=lambda page: page.stem)
+def test_words(page: Path) -> None:
+    text = without_code(page.read_text())
+    found = [
+        f"{text[max(0, hit.start() - 40) : hit.end() + 20]!r}: {instead}"
+        for word, instead in WORDS.items()
+        for hit in re.finditer(rf"\b(?:{word})", text, re.IGNORECASE)
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_what_is_found() -> None:
+    text = "# Whether\n\nOne. What is\n\n| `a` | Of it |\n\n- Those\n\n"
+    text += "```text\nIf\n```\n\n(*When* x)\n"
+    found = set(beginnings_of(text))
+    assert found >= {*BEGINNINGS, "One", "When"}
+    assert "If" not in found
+    assert beginnings_of("In words, what\nWhat").count("What") == 0
+    assert words_of("one [two](three.md) `four` <!-- five --> |") == ["one", "[two]", "`four`"]
