@@ -16,6 +16,7 @@ from hetero.activations.store import ActivationStore
 from hetero.runtime.modules.all_params import AllParams
 from hetero.runtime.modules.call_stack import is_in_checkpoint, is_recomputing
 from hetero.stand_ins.offloaded_tensor import OffloadedTensor
+from hetero.stand_ins.parameter_classes import AbsentParameter
 from hetero.state.params import SavedView
 from offload.errors import HeteroError, StaleGraphError
 from offload.interrupts import uninterrupted
@@ -62,9 +63,17 @@ class SavedTensors:
         return SavedTensor(_without_graph(tensor), tensor._version)
 
     def pack_view(self, tensor: torch.Tensor) -> SavedView | None:
-        """How to make `tensor` again if it is a view of a gathered copy; else None."""
+        """How to make `tensor` again if it is a view of a gathered copy, or a parameter that is
+        absent, which a user's torch.autograd.Function saves; else None."""
         if not self._is_plain(tensor):
             return None
+        if isinstance(tensor, AbsentParameter):  # autograd would alias what it has for its values
+            managed = self._params.known(tensor)
+            if managed is None:
+                return None
+            stride = torch.empty(tensor.shape, device="meta").stride()
+            offset = managed.slice.offset
+            return SavedView(managed.chunk, managed.version, tensor.shape, stride, offset)
         packed = (chunk_group.params.pack(tensor) for chunk_group in self._params.chunk_groups)
         return next((view for view in packed if view is not None), None)
 

@@ -25,7 +25,9 @@ class SFT(HeteroTrainerMixin, trl.SFTTrainer):  # type: ignore[misc,name-defined
     pass
 
 
-def test_sft(tmp_path: Path) -> None:
+@pytest.mark.parametrize("host_memory", [None, "1MiB"])
+def test_sft(tmp_path: Path, host_memory: str | None) -> None:
+    """Also where parameters are absent, the head's of TRL's own loss among them."""
     folder = model_folder(tmp_path / "model", CHAT_TEMPLATE)
     rows = [
         {
@@ -58,7 +60,8 @@ def test_sft(tmp_path: Path) -> None:
     wanted = run(trl.SFTTrainer, AutoModelForCausalLM.from_pretrained(folder), "plain")
     found = []
     for resume in (None, str(tmp_path / "managed" / "checkpoint-2")):
-        with hetero.ZeroInitContext(placement_policy="nvme", dtype="fp32", nvme_path=str(tmp_path)):
+        options = {"nvme_path": str(tmp_path), "host_memory": host_memory}
+        with hetero.ZeroInitContext(placement_policy="nvme", dtype="fp32", **options):
             model = AutoModelForCausalLM.from_pretrained(folder)
         with run(SFT, model, "managed", resume) as trainer:
             found.append((figures(trainer, "loss"), hetero.masters(trainer.model.parameters())))

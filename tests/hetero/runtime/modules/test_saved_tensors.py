@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +15,11 @@ import hetero
 from tests.support.training.small_net import (
     EMULATED,
     SETTINGS,
+    Net,
     Settings,
     loss_of,
     managed,
+    plain,
 )
 from tests.support.training.smallest import smallest_host_memory
 
@@ -114,3 +117,59 @@ def test_a_checkpoint_that_saw_a_parameter_gets_it_again(
         assert found is not None
         assert torch.equal(found, expected)
     optimizer.engine.close()
+
+
+class _Head(torch.autograd.Function):
+    """A user's product by tiles of a weight, which it saves and reads again in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return torch.cat([x @ weight[i : i + 16].t() for i in range(0, len(weight), 16)], 1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        tiles = range(0, len(weight), 16)
+        x_grad = sum(grad[:, i : i + 16] @ weight[i : i + 16] for i in tiles)
+        assert isinstance(x_grad, torch.Tensor)
+        return x_grad, grad.t() @ x
+
+
+def _fused(model: Net, x: torch.Tensor) -> torch.Tensor:
+    """Net.forward, with the last module's weight in a function and not in the module's call."""
+    return _Head.apply(torch.tanh(model.first(x)), model.last.weight) + model.last.bias
+
+
+@pytest.mark.parametrize("kind", ["plain", "reentrant", "non-reentrant"])
+@pytest.mark.parametrize("settings", [*SETTINGS, EMULATED])
+def test_an_absent_parameter_that_a_function_saves(
+    kind: str, settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """autograd aliased what it has in its values' place: gradients were NaN (TRL's fused head)."""
+
+    def forward(model: Net, x: torch.Tensor) -> torch.Tensor:
+        if kind == "plain":
+            return _fused(model, x)
+        found: torch.Tensor = checkpoint(_fused, model, x, use_reentrant=kind == "reentrant")
+        return found
+
+    monkeypatch.setattr(Net, "forward", forward)
+
+    def grad_and_losses(model: Net, optimizer: Any) -> tuple[torch.Tensor | None, list[float]]:
+        torch.manual_seed(1)
+        x, losses = torch.randn(4, 64, requires_grad=True), []
+        for _ in range(3):
+            loss = model(x).square().mean()
+            loss.backward()
+            losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+        return x.grad, losses
+
+    wanted = grad_and_losses(*plain())
+    model, optimizer = managed(settings, tmp_path)
+    found = grad_and_losses(model, optimizer)
+    optimizer.engine.close()
+    assert found[1] == pytest.approx(wanted[1], rel=1e-5)
+    torch.testing.assert_close(found[0], wanted[0], rtol=1e-5, atol=1e-7)
