@@ -10,7 +10,6 @@ the arena, once.
 from __future__ import annotations
 
 import heapq
-import itertools
 from collections.abc import Callable, Mapping
 
 from offload.cache.use_order import NEVER, UseOrder
@@ -146,7 +145,7 @@ class SlotTable:
             if first + run > limit:
                 break
             soonest, newest, owners = NEVER, 0, 0
-            for begin, next_use, added in itertools.islice(segments, number, None):
+            for begin, next_use, added in segments[number : number + run]:
                 if begin >= first + run:
                     break
                 soonest, newest = min(soonest, next_use), max(newest, added)

@@ -86,7 +86,7 @@ def _draw_memory(axes: Axes, result: TrainResult) -> None:
     if setting.process_bytes is not None:
         limit = setting.process_bytes / GIB
         axes.axhline(limit, color=QUIET_COLOUR, linestyle="-.", linewidth=1.8)
-        words = f"limit of the process: {format_bytes(setting.process_bytes)}"
+        words = f"process_memory: {format_bytes(setting.process_bytes)}"
         labels.append((limit, words, QUIET_COLOUR))
     for tier in TIERS:
         colour, word = TIER_COLOURS[tier], TIER_WORDS[tier]
