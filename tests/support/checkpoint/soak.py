@@ -38,6 +38,7 @@ OPTIONS: dict[str, Any] = {
 }
 _BUDGETS = ("200KiB", "300KiB", "1MiB")
 _LIFE_STEPS = 2000  # after which a life ends by itself, unless it was killed before
+_LEAST_STEPS = 20  # which a life makes, also if the time is over
 _WARM_UP_STEPS = 200
 
 
@@ -103,7 +104,9 @@ def train(folder: Path, until_s: float, seed: int, told: int) -> None:
     """A life; writes to `told` a line of JSON of what happened, step by step, and in the end."""
     life = Life(folder, random.Random(seed), OPTIONS)
     first = life.made
-    while time.monotonic() < until_s and life.made - first < _LIFE_STEPS:
+    while life.made - first < _LIFE_STEPS:
+        if time.monotonic() > until_s and life.made - first >= _LEAST_STEPS:
+            break
         life.step()
         what = life.something()
         figures = {}
@@ -148,10 +151,10 @@ def one_life(folder: Path, until_s: float, seed: int) -> tuple[bool, list[dict[s
 
 
 def main(folder: Path, seconds: float, seed: int) -> None:
-    """Lives until the time is over, then the same without anything."""
+    """Lives until the time is over and a life has ended by itself, then the same undisturbed."""
     until_s, happened, growth = time.monotonic() + seconds, Counter[str](), list[Any]()
     number = 0
-    while time.monotonic() < until_s:
+    while time.monotonic() < until_s or happened["kills"] == happened["lives"]:
         number += 1
         killed, told = one_life(folder / "soaked", until_s, seed + number)
         happened["kills"] += killed
