@@ -15,9 +15,10 @@ from rich.text import Text
 from hetero.cli.job.metrics import TIERS, StepMetrics
 from hetero.cli.job.result import Setting
 from hetero.cli.show.progress import opening_lines
+from hetero.reporting.palette import TIER_WORDS
 from offload.memory.sizes import format_bytes
+from offload.memory.tiers import Tier
 
-_WORDS = {"device": "device", "host": "RAM", "disk": "NVMe"}
 _BARS = "▁▂▃▄▅▆▇█"
 _SHOWN = 60  # steps of a sparkline
 _BAR_WIDTH = 40
@@ -32,6 +33,7 @@ class LiveObserver:
         self._live = Live(console=console, auto_refresh=False, transient=False)
         self._setting: Setting | None = None
         self._peak = dict.fromkeys(TIERS, 0)
+        self._peak_rss = 0
         self._losses: deque[float] = deque(maxlen=_SHOWN)
         self._speeds: deque[float] = deque(maxlen=_SHOWN)
 
@@ -48,6 +50,7 @@ class LiveObserver:
         for tier in TIERS:
             held = max((m.managed_bytes[tier] for m in metrics.memory), default=0)
             self._peak[tier] = max(self._peak[tier], held)
+        self._peak_rss = max(self._peak_rss, *(m.rss_bytes for m in metrics.memory))
         self._losses.append(metrics.loss)
         self._speeds.append(metrics.tokens_per_s)
         self._live.update(self._draw(self._setting, metrics), refresh=True)
@@ -63,21 +66,23 @@ class LiveObserver:
         grid.add_column()
         steps = ProgressBar(total=setting.steps, completed=metrics.step, width=_BAR_WIDTH)
         grid.add_row("step", steps, f"{metrics.step} of {setting.steps}")
-        for tier in TIERS:
-            now = metrics.memory[-1]
-            held, budget = now.managed_bytes[tier], now.budget_bytes[tier]
-            if not self._peak[tier]:
-                continue
-            limit = "no budget" if budget is None else f"of {format_bytes(budget)}"
-            words = f"{format_bytes(held)} {limit}, at most {format_bytes(self._peak[tier])}"
+        now = metrics.memory[-1]
+        held = [
+            (TIER_WORDS[Tier(tier)], now.managed_bytes[tier], now.budget_bytes[tier], peak)
+            for tier, peak in self._peak.items()
+            if peak
+        ]
+        held.append(("process", now.rss_bytes, setting.process_bytes, self._peak_rss))
+        for name, nbytes, budget, peak in held:
+            limit = "no limit" if budget is None else f"of {format_bytes(budget)}"
             bar = ProgressBar(
-                total=budget or self._peak[tier],
-                completed=held,
+                total=budget or peak,
+                completed=nbytes,
                 width=_BAR_WIDTH,
-                complete_style="cyan",
-                finished_style="cyan",
+                complete_style="default",
+                finished_style="default",
             )
-            grid.add_row(_WORDS[tier], bar, words)
+            grid.add_row(name, bar, f"{format_bytes(nbytes)} {limit}, at most {format_bytes(peak)}")
         grid.add_row("loss", Text(sparkline(self._losses)), f"{metrics.loss:.4f}")
         speed = f"{metrics.tokens_per_s:,.0f} tokens/s, {metrics.step_s:.3f} s per step"
         grid.add_row("speed", Text(sparkline(self._speeds)), speed)

@@ -45,13 +45,16 @@ def test_a_run_without_steps_has_a_dictionary() -> None:
 def test_table_tells_what_was_promised() -> None:
     table = dict(rows(make_result(3)))
     assert table["model"] == "tiny, 10,000,000 parameters"
-    assert table["model state, usual"].startswith("152.6 MiB")
-    assert table["managed peak, host"] == "200.0 MiB, budget 300.0 MiB"
-    assert "managed peak, device" not in table
-    assert table["step time, median"] == "2.000 s: forward 0.500, backward 1.000, optimizer 0.250"
+    assert table["plain PyTorch's model state"] == "152.6 MiB (16 bytes per parameter)"
+    assert table["model state in RAM"] == "at most 200.0 MiB, of a budget of 300.0 MiB"
+    assert "model state on the device" not in table
+    assert table["whole process (RSS)"] == "at most 900.0 MiB"
+    assert table["step time, median"] == (
+        "2.000 s: forward 0.500, backward 1.000, optimizer 0.250, rest 0.250"
+    )
     assert table["updates"].endswith("0.250 of them waited for: overlap saved 1.250 s per step")
     assert table["NVMe read"] == "18 B per step, 42 B in all by io_uring"
-    assert table["loss"] == "5.000 at first, 1.667 at last"
+    assert table["loss"] == "at first 5, at last 1.667"
     stopped = make_result(3)
     stopped.status = "interrupted"
     assert dict(rows(stopped))["steps"] == "3 of 3, interrupted"
