@@ -1,8 +1,11 @@
-"""The drawings of docs/how_it_works.md: python -m docs.site.drawings writes them."""
+"""The drawings of the documents: python docs/site/drawings.py writes them."""
 
 from __future__ import annotations
 
 from pathlib import Path
+
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 
 from hetero.reporting.palette import (
     FAINT,
@@ -12,6 +15,7 @@ from hetero.reporting.palette import (
     PHASE_COLOURS,
     QUIET,
     TIER_COLOURS,
+    TIER_WORDS,
     ink_on,
 )
 from hetero.reporting.run_record import MemoryKind
@@ -197,8 +201,31 @@ def step() -> Drawing:
     return drawing
 
 
+def card() -> Figure:
+    """The picture that other sites show with a link to these documents: 1200 x 630 pixels."""
+    figure = Figure(figsize=(12, 6.3), facecolor=GROUND)
+    figure.text(0.06, 0.76, "hetero", fontsize=76, fontweight="bold", color=INK)
+    words = "Trains PyTorch models that do not fit in memory:\nchunks on a device, in RAM and on NVMe"
+    figure.text(0.06, 0.53, words, fontsize=29, color=QUIET, linespacing=1.4)
+    axes = figure.add_axes((0.06, 0.08, 0.88, 0.36), xlim=(0, 12), ylim=(0, 3))
+    axes.axis("off")
+    counts = (3, 3, 0), (0, 5, 2), (0, 0, 11)  # chunks of each kind in each tier
+    for row, (tier, shares) in enumerate(zip(Tier, counts, strict=True)):
+        y = 2.15 - row
+        axes.text(0, y + 0.32, TIER_WORDS[tier], fontsize=22, color=INK, va="center")
+        colours = [
+            fill
+            for (fill, _), n in zip((PARAM, GRAD, OPTIM), shares, strict=True)
+            for _ in range(n)
+        ]
+        for place, colour in enumerate(colours):
+            axes.add_patch(Rectangle((1.5 + 0.95 * place, y), 0.85, 0.66, color=colour))
+    return figure
+
+
 DRAWINGS = {"chunks.svg": chunks_and_tiers, "step.svg": step}
 
 if __name__ == "__main__":
     for name, draw in DRAWINGS.items():
         (FOLDER / name).write_text(draw().text)
+    card().savefig(FOLDER / "card.png", dpi=100, metadata={"Software": None})
