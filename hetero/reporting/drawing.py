@@ -90,6 +90,12 @@ def step_axis(axes: Axes, first: int, last: int) -> None:
     axes.grid(axis="y")
 
 
+def byte_unit(most: int) -> tuple[int, str]:
+    """The unit of an axis of bytes: how many bytes it has, and its name."""
+    units = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
+    return next((each for each in units if most >= each[0]), (1, "bytes"))
+
+
 def as_svg(figure: Figure, name: str, words: str) -> str:
     """The figure as an <svg> element; `name` is unique on the page, `words` for who cannot see."""
     with mpl.rc_context({**_STYLE, "svg.hashsalt": name}):

@@ -57,6 +57,8 @@ def make_result(steps: int, host_budget: int | None = 300 * MIB, ranks: int = 1)
         budget_bytes=budgets,
         peak_rss_bytes=900 * MIB,
     )
+    facts = replace(record.facts, plain_bytes=setting.state_bytes)
+    record = replace(record, facts=facts)
     return TrainResult(
         setting,
         [

@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from hetero.reporting.drawing import FULL_WIDTH, HALF_WIDTH, key, new_figure, step_axis
+from hetero.reporting.drawing import FULL_WIDTH, HALF_WIDTH, byte_unit, key, new_figure, step_axis
 from hetero.reporting.palette import INK, KIND_COLOURS, QUIET, TIER_PLACES
 from hetero.reporting.run_record import MemoryKind, RunRecord
 from offload.memory.sizes import format_bytes
@@ -21,7 +21,6 @@ from offload.memory.tiers import Tier
 
 _MOST_DRAWN, _MOST_NARROW = 300, 120  # moments; of those between the one with most bytes
 _FAR = 3  # a line so many times above all that is held would flatten it: its number is enough
-_UNITS = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ def draw_memory(record: RunRecord, narrow: bool = False) -> Figure:
     """A panel for each tier that held anything; keys of a `narrow` one are below."""
     tiers = record.used_tiers
     if narrow:
-        figure = new_figure(HALF_WIDTH, 3.9 * len(tiers))
+        figure = new_figure(HALF_WIDTH, 4.4 * len(tiers))
         parts = figure.subfigures(len(tiers), 1, squeeze=False)[:, 0]
         panels = [part.add_subplot() for part in parts]
     else:
@@ -87,7 +86,7 @@ def draw_tier(axes: Axes, record: RunRecord, tier: Tier, narrow: bool = False) -
         shown = [Moment(0.0, shown[0].kinds, shown[0].beside, shown[0].budget), *shown]
     at = [m.at for m in shown]
     plain = record.facts.plain_bytes if tier is record.facts.plain_tier else 0
-    size, unit = _unit(max(plain, *(m.held for m in shown)))
+    size, unit = byte_unit(max(plain, *(m.held for m in shown)))
     entries: list[tuple[float, Artist]] = []
 
     def line(
@@ -159,7 +158,3 @@ def tier_finding(record: RunRecord, tier: Tier, gap: str = " ") -> str:
     if budget is None:
         return f"{words},{gap}without a budget"
     return f"{words}{gap}{record.limit_words(tier)} ({peak / budget:.0%})"
-
-
-def _unit(most: int) -> tuple[int, str]:
-    return next((each for each in _UNITS if most >= each[0]), (1, "bytes"))

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from hetero.reporting.drawing import HALF_WIDTH, new_figure, step_axis
+from hetero.reporting.drawing import HALF_WIDTH, byte_unit, new_figure, step_axis
 from hetero.reporting.palette import (
     INK,
     LINK_LINES,
@@ -110,12 +110,14 @@ def draw_traffic(axes: Axes, record: RunRecord, links: Sequence[str]) -> None:
     """Bytes per step on each of `links` that moved any."""
     points = fewer(record.points)
     steps = [p.last for p in points]
-    for link in links:
-        moved = [p.traffic_bytes[link] / p.steps / 1e9 for p in points]
+    moved = {link: [p.traffic_bytes[link] / p.steps for p in points] for link in links}
+    size, unit = byte_unit(int(max(max(each) for each in moved.values())))
+    for link, each in moved.items():
         colour, style = LINK_LINES[link]
-        axes.plot(steps, moved, color=colour, linestyle=style, label=LINK_WORDS[link])
+        heights = [nbytes / size for nbytes in each]
+        axes.plot(steps, heights, color=colour, linestyle=style, label=LINK_WORDS[link])
     axes.set_ylim(0, None)
-    axes.set_ylabel("moved per step (GB)")
+    axes.set_ylabel(f"moved per step ({unit})")
 
 
 def traffic_finding(record: RunRecord, links: Sequence[str]) -> str:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from hetero.cli.show.figure import draw_figure
 from hetero.cli.show.report import rows
+from hetero.reporting.page.page import make_page
+from tests.support.run_records import Page
 from tests.support.train_results import MIB, make_result
 
 
@@ -79,3 +82,29 @@ def test_figure_is_a_picture_of_some_size(tmp_path: Path, steps: int, budget: in
     width, height = struct.unpack(">II", content[16:24])
     assert width >= 1000
     assert height >= 800
+
+
+def test_picture_page_and_table_have_the_same_figures(tmp_path: Path) -> None:
+    result = make_result(40)
+    assert result.record is not None
+    limit = replace(result.record.facts, process_bytes=950 * MIB)
+    result.record = replace(result.record, facts=limit)
+    draw_figure(result, tmp_path / "figure.svg")
+    picture = " ".join(Page.of((tmp_path / "figure.svg").read_text()).text.values())
+    page = " ".join(Page.of(make_page(result.record)).text.values())
+    table = " ".join(f"{label}: {value}" for label, value in rows(result))
+    for words in (
+        "at first 2.604, at last 0.13 (means of 4 steps)",
+        "152.6 MiB",  # of plain PyTorch
+        "at most 900.0 MiB",  # the process, by the kernel
+        "950.0 MiB",  # its limit
+        "of a budget of 300.0 MiB",
+    ):
+        assert words in picture, words
+        assert words.removeprefix("at most ") in page, words
+        assert words in table, words
+    for name, share in (("forward", 25), ("backward", 50), ("optimizer", 12)):
+        (seconds,) = (each[name] for each in [result.record.part_s])
+        for text in (picture, page):
+            assert f"{name}: {seconds:.3g} s, {share}%" in text
+        assert f"{name} {seconds:.3f}" in table
