@@ -20,8 +20,7 @@ from offload.memory.sizes import format_bytes
 from offload.memory.tiers import Tier
 
 _BARS = "▁▂▃▄▅▆▇█"
-_SHOWN = 60  # steps of a sparkline
-_BAR_WIDTH = 40
+_WIDEST_BAR, _WORDS_WIDTH = 40, 60  # columns; the latter without a bar
 
 
 class LiveObserver:
@@ -34,8 +33,8 @@ class LiveObserver:
         self._setting: Setting | None = None
         self._peak = dict.fromkeys(TIERS, 0)
         self._peak_rss = 0
-        self._losses: deque[float] = deque(maxlen=_SHOWN)
-        self._speeds: deque[float] = deque(maxlen=_SHOWN)
+        self._losses: deque[float] = deque(maxlen=_WIDEST_BAR)
+        self._speeds: deque[float] = deque(maxlen=_WIDEST_BAR)
 
     def begin(self, setting: Setting) -> None:
         """Says what is trained."""
@@ -60,11 +59,13 @@ class LiveObserver:
         self._live.stop()
 
     def _draw(self, setting: Setting, metrics: StepMetrics) -> Panel:
+        # Each line fits a terminal of 80 columns.
+        width = max(10, min(_WIDEST_BAR, self._console.width - _WORDS_WIDTH))
         grid = Table.grid(padding=(0, 2))
         grid.add_column(style="bold", no_wrap=True)
         grid.add_column(no_wrap=True)
         grid.add_column()
-        steps = ProgressBar(total=setting.steps, completed=metrics.step, width=_BAR_WIDTH)
+        steps = ProgressBar(total=setting.steps, completed=metrics.step, width=width)
         grid.add_row("step", steps, f"{metrics.step} of {setting.steps}")
         now = metrics.memory[-1]
         held = [
@@ -78,14 +79,14 @@ class LiveObserver:
             bar = ProgressBar(
                 total=budget or peak,
                 completed=nbytes,
-                width=_BAR_WIDTH,
+                width=width,
                 complete_style="default",
                 finished_style="default",
             )
             grid.add_row(name, bar, f"{format_bytes(nbytes)} {limit}, at most {format_bytes(peak)}")
-        grid.add_row("loss", Text(sparkline(self._losses)), f"{metrics.loss:.4f}")
+        grid.add_row("loss", Text(sparkline(list(self._losses)[-width:])), f"{metrics.loss:.4f}")
         speed = f"{metrics.tokens_per_s:,.0f} tokens/s, {metrics.step_s:.3f} s per step"
-        grid.add_row("speed", Text(sparkline(self._speeds)), speed)
+        grid.add_row("speed", Text(sparkline(list(self._speeds)[-width:])), speed)
         moved = [
             f"{words} {format_bytes(metrics.traffic_bytes[link])}"
             for link, words in (

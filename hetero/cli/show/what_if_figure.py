@@ -43,7 +43,7 @@ def _draw_panel(axes: Axes, kind: str, cases: Sequence[Case], colour_of: dict[st
     seconds = [step.seconds for _, step in known]
     axes.plot(values, seconds, color=QUIET, linewidth=1.2, zorder=1)
     colours = [colour_of[step.bound] for _, step in known]
-    axes.scatter(values, seconds, c=colours, s=36, zorder=2)
+    axes.scatter(values, seconds, c=colours, s=36, zorder=2, clip_on=False)
     for case, step in known:
         if case.is_given:
             axes.axvline(case.value / _GIB, color=INK, linestyle="--", linewidth=1.2, zorder=0)
