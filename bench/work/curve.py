@@ -60,7 +60,15 @@ def draw_curve(points: Sequence[Mapping[str, Any]], params: int, path: str) -> N
         theory = [point["theory_bytes"] / 1e9 for point in points]
         axes.plot(budgets, theory, color=QUIET, label="theory: state in no buffer, moved twice")
         moved = [(point["read_bytes"] + point["written_bytes"]) / 1e9 for point in points]
-        axes.plot(budgets, moved, "o", color=INK, markersize=7, label="measured: read + written")
+        axes.plot(
+            budgets,
+            moved,
+            "o",
+            color=INK,
+            markersize=7,
+            clip_on=False,
+            label="measured: read + written",
+        )
         axes.set_title(f"Disk traffic of an optimizer step, {params / 1e6:.0f}M parameters")
         axes.set_xlabel("RAM for optimizer state (GB)")
         axes.set_ylabel("read and written per step (GB)")
