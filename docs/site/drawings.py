@@ -205,8 +205,11 @@ def card() -> Figure:
     """The picture that other sites show with a link to these documents: 1200 x 630 pixels."""
     figure = Figure(figsize=(12, 6.3), facecolor=GROUND)
     figure.text(0.06, 0.76, "hetero", fontsize=76, fontweight="bold", color=INK)
-    words = "Trains PyTorch models that do not fit in memory:\nchunks on a device, in RAM and on NVMe"
-    figure.text(0.06, 0.53, words, fontsize=29, color=QUIET, linespacing=1.4)
+    words = (
+        "Trains PyTorch models that do not fit in memory:",
+        "chunks on a device, in RAM and on NVMe",
+    )
+    figure.text(0.06, 0.53, "\n".join(words), fontsize=29, color=QUIET, linespacing=1.4)
     axes = figure.add_axes((0.06, 0.08, 0.88, 0.36), xlim=(0, 12), ylim=(0, 3))
     axes.axis("off")
     counts = (3, 3, 0), (0, 5, 2), (0, 0, 11)  # chunks of each kind in each tier

@@ -63,7 +63,6 @@ class Recorder:
         self._samples: list[MemorySample] = []
         self._phase: Phase | None = None
         self._phase_began_s = 0.0
-        self._parts_s = dict.fromkeys(PARTS, 0.0)
         self._made = 0
         self._placements: list[object] = []
         self._on_disk: Mapping[MemoryKind, int] = {}
@@ -73,6 +72,7 @@ class Recorder:
 
     def begin(self) -> None:
         """The first step begins now: what came before, as the load of a checkpoint, is none."""
+        self._parts_s = dict.fromkeys(PARTS, 0.0)
         self._before = self._counters()
         self.begin_s = self._began_s = time.perf_counter()
         self._samples.clear()
