@@ -19,7 +19,6 @@ import gc
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -303,8 +302,7 @@ def train(
                 overlap=options.overlap,
             )
             predictions.append(figures(plans))
-        begin_s = time.perf_counter()
-        steps = [one_step(job, step, begin_s) for step in range(1, options.steps + 1)]
+        steps = [one_step(job, step) for step in range(1, options.steps + 1)]
     steady = steps[SKIPPED_STEPS:]
 
     def median(name: str) -> float:

@@ -51,7 +51,6 @@ LARGE_CLASSES = {
     "hetero/planning/candidates.py:PlacementCandidates": Size(15, 15, 1),
     "hetero/planning/step_timeline.py:StepTimeline": Size(10, 14, 3),
     "hetero/ranks/peers.py:Peers": Size(31, 13, 6),
-    "hetero/reporting/recorder.py:Recorder": Size(11, 16, 2),
     "hetero/runtime/engine.py:Engine": Size(40, 30, 6),
     "hetero/runtime/recompute/block_calls.py:BlockCalls": Size(14, 14, 7),
     "hetero/runtime/relocation/budget_moves.py:BudgetMoves": Size(16, 17, 3),

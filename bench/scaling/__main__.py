@@ -41,7 +41,6 @@ from bench.harness.program import (
     run_program,
 )
 from bench.scaling.cases import LOCAL_RANKS, Case, two_level_means
-from bench.scaling.figures import draw_steps, draw_stragglers
 from bench.scaling.schedule import Schedule, schedule_of
 from bench.scaling.simulation import simulate
 from bench.scaling.stragglers import Stragglers
@@ -143,6 +142,8 @@ def run(arguments: argparse.Namespace, command: str) -> dict[str, Any]:
         "collectives": [found for n in nodes for found in _collectives(profile, n)],
     }
     if arguments.picture is not None:
+        from bench.scaling.figures import draw_steps, draw_stragglers
+
         picture = Path(arguments.picture)
         second = picture.with_stem(f"{picture.stem}-stragglers")
         draw_steps(result, picture)

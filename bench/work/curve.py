@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from bench.work.step_model import HeteroStep, curve_chunk_numel, make_plan
@@ -49,37 +50,31 @@ def buffer_counts(optim_states: int) -> list[int]:
 
 def draw_curve(points: Sequence[Mapping[str, Any]], params: int, path: str) -> None:
     """Writes the picture to `path`, in the format of its suffix."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    from hetero.reporting.drawing import new_figure, save, styled
+    from hetero.reporting.palette import INK, QUIET
 
     budgets = [point["host_memory"] / 1e9 for point in points]
-    figure = Figure(figsize=(7, 4.2), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    axes.plot(
-        budgets,
-        [point["theory_bytes"] / 1e9 for point in points],
-        color="0.55",
-        linewidth=1.5,
-        label="theory: what no buffer keeps, read and written once",
-    )
-    for key, label, marker, color in (
-        ("moved", "measured: read + written", "o", "#1f5fa8"),
-        ("read_bytes", "measured: read", "^", "#2f8f5b"),
-        ("written_bytes", "measured: written", "x", "#c0502a"),
-    ):
-        values = [
-            (p["read_bytes"] + p["written_bytes"] if key == "moved" else p[key]) / 1e9
-            for p in points
-        ]
-        axes.plot(budgets, values, marker, color=color, markersize=7, label=label)
-    axes.set_title(f"Disk traffic of one optimizer step, {params / 1e6:.0f}M parameters")
-    axes.set_xlabel("RAM for optimizer states (GB)")
-    axes.set_ylabel("disk traffic per step (GB)")
-    axes.margins(x=0.04, y=0.08)
-    axes.set_xlim(left=0)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(color="0.9", linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.legend(frameon=False)
-    figure.savefig(path, dpi=150)
+    with styled():
+        figure = new_figure(7, 4.2)
+        axes = figure.add_subplot()
+        theory = [point["theory_bytes"] / 1e9 for point in points]
+        axes.plot(budgets, theory, color=QUIET, label="theory: state in no buffer, moved twice")
+        moved = [(point["read_bytes"] + point["written_bytes"]) / 1e9 for point in points]
+        axes.plot(
+            budgets,
+            moved,
+            "o",
+            color=INK,
+            markersize=7,
+            clip_on=False,
+            label="measured: read + written",
+        )
+        axes.set_title(f"Disk traffic of an optimizer step, {params / 1e6:.0f}M parameters")
+        axes.set_xlabel("RAM for optimizer state (GB)")
+        axes.set_ylabel("read and written per step (GB)")
+        axes.margins(x=0.04, y=0.08)
+        axes.set_xlim(left=0)
+        axes.set_ylim(bottom=0)
+        axes.grid()
+        axes.legend()
+        save(figure, Path(path))

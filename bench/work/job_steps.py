@@ -30,7 +30,6 @@ class JobSteps:
         norms; None: those that the job's option clips."""
         self._job = job
         self._clipped = clipped
-        self._begin_s = time.perf_counter()
         self._made = 0
         # Of the disk's bytes of the last sample.
         self.read_share = 0.5
@@ -48,7 +47,7 @@ class JobSteps:
             clips = int(self._made * self._clipped) > int((self._made - 1) * self._clipped)
             norm = ALWAYS_CLIPS if clips else NEVER_CLIPS
             job = replace(job, options=replace(job.options, clip=norm))
-        return one_step(job, self._made, self._begin_s)
+        return one_step(job, self._made)
 
     def sample(self, steps: int) -> dict[str, float]:
         """Means of `steps` steps after one that is not counted; then all is written."""

@@ -1,7 +1,8 @@
-"""What mkdocs calls while it builds the site: pages that are not files of docs/."""
+"""Functions that mkdocs calls while it builds the site: pages from elsewhere, and versions."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,30 @@ _FROM_ROOT = {
     "changelog.md": "CHANGELOG.md",
     "security.md": "SECURITY.md",
 }
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """The site goes into a folder of its version, beside those of others that were built before."""
+    found = re.search(r'^__version__ = "(.+)"', (_ROOT / "hetero/__init__.py").read_text(), re.M)
+    assert found is not None
+    config.site_dir = str(Path(config.site_dir) / found[1])
+    return config
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """Lists the versions for the site's selector, and leads to this one from the folder above."""
+    folder = Path(config.site_dir).parent
+    names = sorted((path.parent.name for path in folder.glob("*/sitemap.xml")), key=_numbers)
+    versions = [{"version": name, "title": name, "aliases": []} for name in reversed(names)]
+    (folder / "versions.json").write_text(json.dumps(versions) + "\n")
+    to = f"{names[-1]}/index.html"
+    refresh = f'<meta http-equiv="refresh" content="0; url={to}">'
+    page = f'<!DOCTYPE html>\n{refresh}\n<a href="{to}">hetero</a>\n'
+    (folder / "index.html").write_text(page)
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(digits) for digits in re.findall(r"\d+", version)]
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

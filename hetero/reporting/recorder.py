@@ -63,15 +63,20 @@ class Recorder:
         self._samples: list[MemorySample] = []
         self._phase: Phase | None = None
         self._phase_began_s = 0.0
-        self._parts_s = dict.fromkeys(PARTS, 0.0)
         self._made = 0
         self._placements: list[object] = []
         self._on_disk: Mapping[MemoryKind, int] = {}
-        self._before = self._counters()
-        self.begin_s = self._began_s = time.perf_counter()
-        self._sample(0, self.begin_s)
+        self.begin()
         engine.tracer.step_clock.listeners.append(self._phase_changes)
         engine.last_step.listeners.append(self._note_update)
+
+    def begin(self) -> None:
+        """The first step begins now: what came before, as the load of a checkpoint, is none."""
+        self._parts_s = dict.fromkeys(PARTS, 0.0)
+        self._before = self._counters()
+        self.begin_s = self._began_s = time.perf_counter()
+        self._samples.clear()
+        self._sample(0, self.begin_s)
 
     def close(self) -> None:
         """Ends the listening; idempotent."""
@@ -240,15 +245,19 @@ def facts_of(
     title: str,
     rows: tuple[tuple[str, str], ...] = (),
     losses_are_means: bool = False,
+    chance_loss: float | None = None,
 ) -> RunFacts:
     """What an engine says of its model; the other arguments are as RunFacts has them."""
     layouts = [(group.layout, group.dtypes) for group in engine.chunk_groups]
     plain = params = 0
+    frozen_bytes = 4 if engine.config.dtypes.compute == "fp32" else 2
     for layout, dtypes in layouts:
         for chunk in layout.chunks:
             numel = sum(each.param.numel for each in chunk.slices)
             params += numel
-            per_element = _PLAIN_BYTES + 4 * _STATES[dtypes.rule] if chunk.trainable else 4
+            per_element = (
+                _PLAIN_BYTES + 4 * _STATES[dtypes.rule] if chunk.trainable else frozen_bytes
+            )
             plain += per_element * numel
     return RunFacts(
         title=title,
@@ -260,6 +269,7 @@ def facts_of(
         ranks=engine.world.size,
         rows=rows,
         losses_are_means=losses_are_means,
+        chance_loss=chance_loss,
         process_bytes=engine.config.process_bytes(engine.world.local_ranks),
     )
 

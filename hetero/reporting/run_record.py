@@ -10,8 +10,9 @@ Vocabulary of this package:
 from __future__ import annotations
 
 import enum
+import statistics
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +22,7 @@ from offload.timeline import Timeline
 
 LINKS = ("h2d", "d2h", "disk_read", "disk_write", "sent", "received")  # the last two: other ranks
 PARTS = ("forward", "backward", "optimizer")
+REST = "rest"  # of a step: data, the scheduler, what the loop logs and saves
 
 
 class MemoryKind(enum.Enum):
@@ -209,6 +211,7 @@ class RunFacts:
         rows: more of what is known, as label and value, for the table at the top.
         losses_are_means: over all ranks; else they are the first one's.
         process_bytes: limit of the whole process; None: it has none.
+        chance_loss: of guessing, in the unit of the losses; None: unknown.
     """
 
     title: str
@@ -221,6 +224,7 @@ class RunFacts:
     rows: tuple[tuple[str, str], ...] = ()
     losses_are_means: bool = False
     process_bytes: int | None = None
+    chance_loss: float | None = None
 
 
 @dataclass(frozen=True)
@@ -281,6 +285,11 @@ class RunRecord:
         return sum(point.steps for point in self.points)
 
     @property
+    def first_and_last(self) -> tuple[int, int]:
+        """The numbers of the first and the last step."""
+        return self.points[0].last - self.points[0].steps + 1, self.points[-1].last
+
+    @property
     def steady(self) -> list[StepPoint]:
         """The points without the first, which also touches memory for the first time.
 
@@ -290,10 +299,41 @@ class RunRecord:
         later = [p for p in self.points if p.last - p.steps > moved]
         return later or self.points[1:] or self.points
 
-    def per_step(self, link: str) -> float:
-        """Bytes of a steady step on one of LINKS, on average."""
-        count = sum(point.steps for point in self.steady)
-        return sum(point.traffic_bytes[link] for point in self.steady) / max(1, count)
+    @property
+    def step_s(self) -> float:
+        """The median of the steady steps."""
+        return max(1e-9, statistics.median(point.seconds / point.steps for point in self.steady))
+
+    @property
+    def part_s(self) -> dict[str, float]:
+        """Medians of the steady steps of each of PARTS, and what is left of step_s as REST."""
+        parts = {
+            name: statistics.median(point.parts_s[name] / point.steps for point in self.steady)
+            for name in PARTS
+        }
+        return {**parts, REST: max(0.0, self.step_s - sum(parts.values()))}
+
+    def mean(self, name: str) -> float:
+        """A figure of StepPoint, or bytes on one of LINKS, per steady step on average."""
+        found = (p.traffic_bytes[name] if name in LINKS else getattr(p, name) for p in self.steady)
+        return float(sum(found)) / sum(point.steps for point in self.steady)
+
+    def used_links(self, among: Sequence[str] = LINKS) -> list[str]:
+        """Those of `among` that moved anything."""
+        return [link for link in among if any(p.traffic_bytes[link] for p in self.points)]
+
+    @property
+    def loss_words(self) -> str:
+        """The loss at the beginning and at the end; "" if none was told."""
+        losses = [point.loss for point in self.points if point.loss is not None]
+        if not losses:
+            return ""
+        # One batch says little about the next one.
+        count = max(1, len(losses) // 10)
+        first, last = statistics.fmean(losses[:count]), statistics.fmean(losses[-count:])
+        steps = sum(point.steps for point in self.points[:count])
+        means = f" (means of {steps} steps)" if steps > 1 else ""
+        return f"at first {first:.4g}, at last {last:.4g}{means}"
 
     @property
     def tokens_per_s(self) -> float | None:

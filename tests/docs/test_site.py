@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import struct
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -30,6 +33,7 @@ class Links(HTMLParser):
         self.links: list[str] = []
         self.loaded: list[str] = []
         self.anchors: set[str] = set()
+        self.meta: dict[str, str] = {}
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -41,18 +45,22 @@ class Links(HTMLParser):
             self.loaded.append(values["src"])
         elif tag == "link" and values.get("rel") in ("stylesheet", "icon"):
             self.loaded.append(values["href"])
+        elif tag == "meta" and "property" in values:
+            self.meta[values["property"]] = values["content"]
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Links]:
     """The built pages."""
-    folder = tmp_path_factory.mktemp("site")
+    above = tmp_path_factory.mktemp("site")
+    folder = above / hetero.__version__
     done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)],
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(above)],
         cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=300,
+        env={**os.environ, "SITE_URL": "https://example.org/"},
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return {path: Links(path.read_text()) for path in sorted(folder.rglob("*.html"))}
@@ -88,6 +96,22 @@ def test_the_reference_has_all_public_names(site: dict[Path, Links]) -> None:
     assert sorted(named) == sorted(hetero.__all__)
     (page,) = (found for path, found in site.items() if path.name == "api.html")
     assert {f"hetero.{name}" for name in named} <= page.anchors
+
+
+def test_versions_stand_beside_one_another(site: dict[Path, Links]) -> None:
+    folder = next(path for path in site if path.name == "api.html").parent
+    assert folder.name == hetero.__version__
+    versions = json.loads((folder.parent / "versions.json").read_text())
+    assert [each["version"] for each in versions] == [hetero.__version__]
+    assert f"url={folder.name}/index.html" in (folder.parent / "index.html").read_text()
+
+
+def test_links_from_elsewhere_have_a_picture(site: dict[Path, Links]) -> None:
+    for path, found in site.items():
+        picture = found.meta["og:image"].removeprefix("https://example.org/")
+        content = (next(p for p in site if p.name == "api.html").parent / picture).read_bytes()
+        assert struct.unpack(">II", content[16:24]) == (1200, 630), path
+        assert found.meta["og:title"]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

@@ -49,7 +49,7 @@ def point(last: int, **changed: Any) -> StepPoint:
         "gather_wait_s": 0.0,
         "update_s": 0.5,
         "update_wait_s": 0.125,
-        "samples": (sample(2.0 * last), sample(2.0 * last + 1, 0)),
+        "samples": (sample(2.0 * last + 7), sample(2.0 * last + 8, 0)),
         "on_disk": {GRAD: 50 * MIB, OPTIM_STATE: 200 * MIB},
     }
     return StepPoint(**made | changed)

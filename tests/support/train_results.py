@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hetero.cli.job.metrics import MemorySample, StepMetrics
 from hetero.cli.job.result import Setting, TrainResult
+from offload.memory.tiers import Tier
+from tests.support.run_records import make_record, point, sample
 
 MIB = 1 << 20
 
@@ -12,6 +16,7 @@ def make_result(steps: int, host_budget: int | None = 300 * MIB, ranks: int = 1)
     setting = Setting(
         model="tiny",
         params=10_000_000,
+        state_bytes=160_000_000,
         vocab_size=256,
         dtype="bf16",
         policy="nvme",
@@ -28,19 +33,11 @@ def make_result(steps: int, host_budget: int | None = 300 * MIB, ranks: int = 1)
         ranks=ranks,
     )
     held = {"device": 0, "host": 200 * MIB, "disk": 95 * MIB}
-    return TrainResult(
-        setting,
-        [
-            StepMetrics(
-                step=number,
-                loss=5.0 / number,
-                grad_norm=1.0,
-                lr=1e-3,
-                step_s=10.0 if number == 1 else 2.0,
-                forward_s=0.5,
-                backward_s=1.0,
-                optimizer_s=0.25,
-                tokens=100,
+    budgets = {Tier(name): budget for name, budget in setting.budget_bytes.items()}
+    record = make_record(
+        points=[
+            point(
+                number,
                 traffic_bytes={
                     "h2d": 0,
                     "d2h": 0,
@@ -52,11 +49,37 @@ def make_result(steps: int, host_budget: int | None = 300 * MIB, ranks: int = 1)
                 gather_wait_s=0.5,
                 update_s=1.5,
                 update_wait_s=0.25,
-                memory=(MemorySample(2.0 * number, held, setting.budget_bytes, 800 * MIB),),
+                samples=(replace(sample(2.0 * number + 8), budget_bytes=budgets),),
             )
             for number in range(1, steps + 1)
+        ],
+        peak_bytes={Tier(name): nbytes for name, nbytes in held.items()},
+        budget_bytes=budgets,
+        peak_rss_bytes=900 * MIB,
+    )
+    facts = replace(record.facts, plain_bytes=setting.state_bytes)
+    record = replace(record, facts=facts)
+    return TrainResult(
+        setting,
+        [
+            StepMetrics(
+                step=made.last,
+                loss=made.loss or 0.0,
+                grad_norm=1.0,
+                lr=1e-3,
+                step_s=made.seconds,
+                **{f"{name}_s": seconds for name, seconds in made.parts_s.items()},
+                tokens=100,
+                traffic_bytes=dict(made.traffic_bytes),
+                gather_wait_s=made.gather_wait_s,
+                update_s=made.update_s,
+                update_wait_s=made.update_wait_s,
+                memory=(MemorySample(2.0 * made.last, held, setting.budget_bytes, 800 * MIB),),
+            )
+            for made in record.points
         ],
         peak_managed_bytes=held,
         peak_rss_bytes=900 * MIB,
         peak_rss_by_rank_bytes=[(900 + rank) * MIB for rank in range(ranks)],
+        record=record if steps else None,
     )

@@ -96,7 +96,8 @@ class Job:
         if setting.engine is not None:
             rows.append(("state file", f"in {setting.nvme_path}, by {setting.engine}"))
         rows.append(("run folder", setting.run_dir))
-        facts = facts_of(self.engine, setting.model, tuple(rows), losses_are_means=True)
+        chance = math.log(setting.vocab_size)
+        facts = facts_of(self.engine, setting.model, tuple(rows), True, chance)
         status = result.status if result.error is None else f"{result.status}: {result.error}"
         return self.recorder.record(facts, result.timeline, status, result.predicted)
 
@@ -143,6 +144,7 @@ def open_job(
             setting=Setting(
                 model=task.label,
                 params=params,
+                state_bytes=facts_of(engine, task.label).plain_bytes,
                 trained_params=trained,
                 vocab_size=task.vocab_size,
                 dtype=config.dtypes.compute,

@@ -81,11 +81,12 @@ def train(
             checkpoints.settle()
         finally:
             observer.end()
-        if result.steps and ranks.leads:
+        if result.steps:
             result.record = job.record(result)
         result.peak_managed_bytes = dict(job.engine.ledger.peak_bytes)
-        result.largest_budget_bytes = dict(job.engine.ledger.largest_budget_bytes)
-        result.peak_rss_bytes = peak_resident_bytes()
+        result.peak_rss_bytes = (
+            result.record.peak_rss_bytes if result.record else peak_resident_bytes()
+        )
         result.peak_rss_by_rank_bytes = result.peak_rss_by_rank_bytes or [result.peak_rss_bytes]
     return result
 
@@ -109,11 +110,11 @@ def _run_steps(
     checkpoints: Checkpoints,
     made: int,
 ) -> None:
-    start_s = time.perf_counter()
+    job.recorder.begin()
 
     def make(steps: range) -> None:
         for step in steps:
-            metrics = one_step(job, step, start_s)
+            metrics = one_step(job, step)
             result.steps.append(metrics)
             folder.append_metrics(metrics.as_dict())
             observer.step(metrics)

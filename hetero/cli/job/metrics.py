@@ -28,8 +28,8 @@ class StepMetrics:
     """Figures of one optimizer step; all times are wall-clock seconds, all bytes this step's.
 
     Times and bytes are those of this rank; loss, norm and tokens are of all ranks together.
-    `step_s` spans the whole step; what is not forward, backward or optimizer is the data, the
-    scheduler and the measuring itself.
+    `step_s` is the time since the step before; what is not forward, backward or optimizer is the
+    data, the scheduler, the measuring itself, and a checkpoint that was saved between the two.
     """
 
     step: int  # from 1

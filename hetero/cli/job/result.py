@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +25,7 @@ class Setting:
 
     model: str
     params: int
+    state_bytes: int  # of the model in plain PyTorch
     dtype: str
     policy: str
     threads: int
@@ -43,11 +43,6 @@ class Setting:
     trained_params: int | None = None  # the others are frozen; None: all are trained
     process_bytes: int | None = None  # limit of the whole process; None: it has none
 
-    @property
-    def state_bytes(self) -> int:
-        trained = self.params if self.trained_params is None else self.trained_params
-        return usual_state_bytes(self.params, trained)
-
 
 @dataclass
 class TrainResult:
@@ -59,8 +54,6 @@ class TrainResult:
     setting: Setting
     steps: list[StepMetrics] = field(default_factory=list)
     peak_managed_bytes: dict[str, int] = field(default_factory=dict)
-    # The most that each tier's budget ever was, by name: peaks are compared with these.
-    largest_budget_bytes: dict[str, int | None] = field(default_factory=dict)
     peak_rss_bytes: int = 0
     peak_rss_by_rank_bytes: list[int] = field(default_factory=list)
     status: str = "finished"  # "finished" | "interrupted" | "terminated" | "failed"
@@ -72,7 +65,7 @@ class TrainResult:
     placement: str | None = None  # at the end; None: the run failed
     changes: list[tuple[int, str]] = field(default_factory=list)  # of homes: after which step, why
     notes: list[str] = field(default_factory=list)  # fallbacks, changes, and what limits a step
-    record: RunRecord | None = None  # of all steps, for the page; None: none was made
+    record: RunRecord | None = None  # of all steps, by this rank; None: none was made
     timeline: Timeline | None = None  # of the last steps, if the run came there
     timeline_paths: list[str] = field(default_factory=list)  # picture and trace
 
@@ -81,41 +74,30 @@ class TrainResult:
         return None if self.failure is None else str(self.failure)
 
     @property
-    def steady_steps(self) -> list[StepMetrics]:
-        """The steps without the first, which also touches memory for the first time.
-
-        After homes have moved those that came then, without the first of them.
-        """
-        moved = max((step for step, _ in self.changes), default=0)
-        return self.steps[moved + 1 :] or self.steps[1:] or self.steps
-
-    @property
     def tokens_per_s(self) -> float:
-        seconds = sum(step.step_s for step in self.steady_steps)
-        return sum(step.tokens for step in self.steady_steps) / seconds if seconds else 0.0
+        """Of the steady steps, as all figures below: RunRecord.steady says which they are."""
+        return (self.record and self.record.tokens_per_s) or 0.0
 
     @property
     def bytes_per_step(self) -> dict[str, int]:
-        """Mean traffic of the steady steps."""
-        count = max(1, len(self.steady_steps))
-        return {link: round(n / count) for link, n in _moved(self.steady_steps).items()}
+        """Mean traffic."""
+        return {link: round(self.per_step(link)) for link in LINKS}
 
     @property
     def measured_over_predicted(self) -> float | None:
-        """The median steady step over what was predicted."""
-        if self.predicted is None or not self.steps:
+        """The median step over what was predicted."""
+        if self.predicted is None or self.record is None:
             return None
-        step_s = statistics.median(step.step_s for step in self.steady_steps)
-        return float(step_s / self.predicted["step_s"])
+        return float(self.record.step_s / self.predicted["step_s"])
 
     def per_step(self, figure: str) -> float:
-        """The mean of a figure of StepMetrics over the steady steps."""
-        steady = self.steady_steps
-        return float(sum(getattr(step, figure) for step in steady) / max(1, len(steady)))
+        """The mean of a figure of StepPoint, or of the bytes on one of LINKS."""
+        return 0.0 if self.record is None else self.record.mean(figure)
 
     @property
     def total_bytes(self) -> dict[str, int]:
-        return _moved(self.steps)
+        """What all steps moved."""
+        return {link: sum(step.traffic_bytes[link] for step in self.steps) for link in LINKS}
 
     def as_dict(self) -> dict[str, Any]:
         """The object that `--json` prints and summary.json holds."""
@@ -124,7 +106,6 @@ class TrainResult:
         seconds = ("step_s", "forward_s", "backward_s", "optimizer_s")
         return {
             **setting,
-            "state_bytes": self.setting.state_bytes,
             "status": self.status,
             "checkpoint": self.checkpoint,
             "model_folder": self.model_folder,
@@ -151,7 +132,3 @@ class TrainResult:
             "notes": self.notes,
             "timeline": self.timeline_paths,
         }
-
-
-def _moved(steps: list[StepMetrics]) -> dict[str, int]:
-    return {link: sum(step.traffic_bytes[link] for step in steps) for link in LINKS}

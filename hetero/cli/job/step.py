@@ -24,7 +24,7 @@ class DivergedError(RuntimeError):
 
 
 class Stopwatch:
-    """Starts when made; `span(name)` adds the time of its block to `seconds[name]`.
+    """Its `span(name)` adds the time of its block to `seconds[name]`.
 
     On a GPU the work of a block is over only when the device is idle, so it is waited for.
     """
@@ -32,7 +32,6 @@ class Stopwatch:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.seconds: defaultdict[str, float] = defaultdict(float)
-        self._start_s = self._now_s()
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
@@ -42,17 +41,14 @@ class Stopwatch:
         self.seconds[name] += end_s - start_s
         timeline.note("compute", start_s, end_s, name=name)
 
-    def total_s(self) -> float:
-        return self._now_s() - self._start_s
-
     def _now_s(self) -> float:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.perf_counter()
 
 
-def one_step(job: Job, step: int, start_s: float) -> StepMetrics:
-    """Makes step number `step` (from 1) of a run that began at `start_s`, and measures it."""
+def one_step(job: Job, step: int) -> StepMetrics:
+    """Makes step number `step` (from 1) of a run, and measures it."""
     options = job.options
     clock = Stopwatch(job.device)
     loss_sum = 0.0
@@ -88,7 +84,7 @@ def one_step(job: Job, step: int, start_s: float) -> StepMetrics:
         loss=loss_mean,
         grad_norm=grad_norm,
         lr=lr,
-        step_s=clock.total_s(),
+        step_s=made.seconds,
         forward_s=clock.seconds["forward"],
         backward_s=clock.seconds["backward"],
         optimizer_s=clock.seconds["optimizer"],
@@ -99,7 +95,7 @@ def one_step(job: Job, step: int, start_s: float) -> StepMetrics:
         update_wait_s=made.update_wait_s,
         memory=tuple(
             MemorySample(
-                time_s=sample.at_s - start_s,
+                time_s=sample.at_s - job.recorder.begin_s,
                 managed_bytes={tier.value: sample.total(tier) for tier in Tier},
                 budget_bytes={tier.value: sample.budget_bytes[tier] for tier in Tier},
                 rss_bytes=sample.rss_bytes,

@@ -15,12 +15,12 @@ from rich.text import Text
 from hetero.cli.job.metrics import TIERS, StepMetrics
 from hetero.cli.job.result import Setting
 from hetero.cli.show.progress import opening_lines
+from hetero.reporting.palette import TIER_WORDS
 from offload.memory.sizes import format_bytes
+from offload.memory.tiers import Tier
 
-_WORDS = {"device": "device", "host": "RAM", "disk": "NVMe"}
 _BARS = "▁▂▃▄▅▆▇█"
-_SHOWN = 60  # steps of a sparkline
-_BAR_WIDTH = 40
+_WIDEST_BAR, _WORDS_WIDTH = 40, 60  # columns; the latter without a bar
 
 
 class LiveObserver:
@@ -32,8 +32,9 @@ class LiveObserver:
         self._live = Live(console=console, auto_refresh=False, transient=False)
         self._setting: Setting | None = None
         self._peak = dict.fromkeys(TIERS, 0)
-        self._losses: deque[float] = deque(maxlen=_SHOWN)
-        self._speeds: deque[float] = deque(maxlen=_SHOWN)
+        self._peak_rss = 0
+        self._losses: deque[float] = deque(maxlen=_WIDEST_BAR)
+        self._speeds: deque[float] = deque(maxlen=_WIDEST_BAR)
 
     def begin(self, setting: Setting) -> None:
         """Says what is trained."""
@@ -48,6 +49,7 @@ class LiveObserver:
         for tier in TIERS:
             held = max((m.managed_bytes[tier] for m in metrics.memory), default=0)
             self._peak[tier] = max(self._peak[tier], held)
+        self._peak_rss = max(self._peak_rss, *(m.rss_bytes for m in metrics.memory))
         self._losses.append(metrics.loss)
         self._speeds.append(metrics.tokens_per_s)
         self._live.update(self._draw(self._setting, metrics), refresh=True)
@@ -57,30 +59,34 @@ class LiveObserver:
         self._live.stop()
 
     def _draw(self, setting: Setting, metrics: StepMetrics) -> Panel:
+        # Each line fits a terminal of 80 columns.
+        width = max(10, min(_WIDEST_BAR, self._console.width - _WORDS_WIDTH))
         grid = Table.grid(padding=(0, 2))
         grid.add_column(style="bold", no_wrap=True)
         grid.add_column(no_wrap=True)
         grid.add_column()
-        steps = ProgressBar(total=setting.steps, completed=metrics.step, width=_BAR_WIDTH)
+        steps = ProgressBar(total=setting.steps, completed=metrics.step, width=width)
         grid.add_row("step", steps, f"{metrics.step} of {setting.steps}")
-        for tier in TIERS:
-            now = metrics.memory[-1]
-            held, budget = now.managed_bytes[tier], now.budget_bytes[tier]
-            if not self._peak[tier]:
-                continue
-            limit = "no budget" if budget is None else f"of {format_bytes(budget)}"
-            words = f"{format_bytes(held)} {limit}, at most {format_bytes(self._peak[tier])}"
+        now = metrics.memory[-1]
+        held = [
+            (TIER_WORDS[Tier(tier)], now.managed_bytes[tier], now.budget_bytes[tier], peak)
+            for tier, peak in self._peak.items()
+            if peak
+        ]
+        held.append(("process", now.rss_bytes, setting.process_bytes, self._peak_rss))
+        for name, nbytes, budget, peak in held:
+            limit = "no limit" if budget is None else f"of {format_bytes(budget)}"
             bar = ProgressBar(
-                total=budget or self._peak[tier],
-                completed=held,
-                width=_BAR_WIDTH,
-                complete_style="cyan",
-                finished_style="cyan",
+                total=budget or peak,
+                completed=nbytes,
+                width=width,
+                complete_style="default",
+                finished_style="default",
             )
-            grid.add_row(_WORDS[tier], bar, words)
-        grid.add_row("loss", Text(sparkline(self._losses)), f"{metrics.loss:.4f}")
+            grid.add_row(name, bar, f"{format_bytes(nbytes)} {limit}, at most {format_bytes(peak)}")
+        grid.add_row("loss", Text(sparkline(list(self._losses)[-width:])), f"{metrics.loss:.4f}")
         speed = f"{metrics.tokens_per_s:,.0f} tokens/s, {metrics.step_s:.3f} s per step"
-        grid.add_row("speed", Text(sparkline(self._speeds)), speed)
+        grid.add_row("speed", Text(sparkline(list(self._speeds)[-width:])), speed)
         moved = [
             f"{words} {format_bytes(metrics.traffic_bytes[link])}"
             for link, words in (

@@ -2,40 +2,39 @@
 
 from __future__ import annotations
 
-import statistics
 import sys
 
 from rich.console import Console
 from rich.table import Table
 
-from hetero.cli.job.metrics import TIERS
 from hetero.cli.job.result import Setting, TrainResult
+from hetero.reporting.palette import TIER_PLACES
 from offload.memory.sizes import format_bytes
 
 
 def rows(result: TrainResult) -> list[tuple[str, str]]:
     """Label and value of every line of the table, in order. The result has at least one step."""
-    setting = result.setting
+    setting, record = result.setting, result.record
+    assert record is not None
     per_step, total = result.bytes_per_step, result.total_bytes
-    losses = [step.loss for step in result.steps]
     made = f"{len(result.steps)} of {setting.steps}"
     table = [
         ("model", f"{setting.model}, {_parameters(setting)}"),
-        ("model state, usual", f"{format_bytes(setting.state_bytes)} ({_bytes_each(setting)})"),
+        (
+            "plain PyTorch's model state",
+            f"{format_bytes(setting.state_bytes)}"
+            f" ({setting.state_bytes / setting.params:.3g} bytes per parameter)",
+        ),
         ("policy, compute", f"{setting.policy}, {setting.dtype}, {setting.isa}"),
     ]
     if setting.ranks > 1:
         table.append(("ranks", f"{setting.ranks}; bytes below are of rank 0"))
-    for tier in TIERS:
-        budget, peak = setting.budget_bytes[tier], result.peak_managed_bytes[tier]
-        if budget is not None or peak:
-            limit = "no budget" if budget is None else f"budget {format_bytes(budget)}"
-            largest = result.largest_budget_bytes.get(tier)
-            if budget is not None and largest is not None and largest != budget:
-                limit += f", at most {format_bytes(largest)}"
-            table.append((f"managed peak, {tier}", f"{format_bytes(peak)}, {limit}"))
+    for tier in record.used_tiers:
+        peak = f"at most {format_bytes(record.peak_bytes[tier])}, {record.limit_words(tier)}"
+        table.append((f"model state {TIER_PLACES[tier]}", peak))
+    limit = record.facts.process_bytes
     table += [
-        ("peak RSS of the process", format_bytes(result.peak_rss_bytes)),
+        ("whole process (RSS)", f"at most {format_bytes(record.peak_rss_bytes)}{_of(limit)}"),
         ("steps", made + ("" if result.status == "finished" else f", {result.status}")),
         *_step_rows(result),
         ("speed", f"{result.tokens_per_s:.0f} tokens/s"),
@@ -59,7 +58,7 @@ def rows(result: TrainResult) -> list[tuple[str, str]]:
             moved = f"{format_bytes(per_step[link])} per step, {format_bytes(total[link])} in all"
             table.append((f"NVMe {verb}", f"{moved} by {setting.engine}"))
     table += [
-        ("loss", f"{losses[0]:.3f} at first, {losses[-1]:.3f} at last"),
+        ("loss", record.loss_words),
         ("run folder", setting.run_dir),
         ("report", f"{setting.run_dir}/report.html, for a browser"),
     ]
@@ -72,26 +71,20 @@ def rows(result: TrainResult) -> list[tuple[str, str]]:
     return table
 
 
+def _of(limit: int | None) -> str:
+    return "" if limit is None else f", of process_memory {format_bytes(limit)}"
+
+
 def _parameters(setting: Setting) -> str:
     trained = setting.trained_params
     every = trained is None or trained == setting.params
     return f"{setting.params:,} parameters" + ("" if every else f", {trained:,} trained")
 
 
-def _bytes_each(setting: Setting) -> str:
-    every = setting.trained_params in (None, setting.params)
-    return f"16 bytes per {'' if every else 'trained '}parameter" + (
-        "" if every else ", 2 per other"
-    )
-
-
 def _step_rows(result: TrainResult) -> list[tuple[str, str]]:
     """The seconds of a step, where the state was, and what was predicted for that."""
-    parts = {
-        part: statistics.median(getattr(step, f"{part}_s") for step in result.steady_steps)
-        for part in ("step", "forward", "backward", "optimizer")
-    }
-    step_s = parts.pop("step")
+    assert result.record is not None
+    step_s, parts = result.record.step_s, result.record.part_s
     split = ", ".join(f"{name} {seconds:.3f}" for name, seconds in parts.items())
     table = [("step time, median", f"{step_s:.3f} s: {split}")]
     update_s, waited_s = result.per_step("update_s"), result.per_step("update_wait_s")

@@ -9,8 +9,9 @@ from hetero.cli.job.loop import PICTURED_STEPS
 from hetero.cli.job.options import TrainOptions
 from hetero.cli.job.ranks import Ranks
 from hetero.cli.job.result import TrainResult
-from offload.profile.timeline_figure import SUFFIXES, draw_timeline
 from offload.timeline import Timeline
+
+SUFFIXES = (".png", ".svg", ".pdf")  # of pictures
 
 
 def draw_steps(timeline: Timeline, picture: Path, title: str) -> Path:
@@ -18,6 +19,8 @@ def draw_steps(timeline: Timeline, picture: Path, title: str) -> Path:
 
     Returns the trace's path. Needs matplotlib; raises OSError.
     """
+    from hetero.reporting.timeline_chart import draw_timeline
+
     draw_timeline(timeline, picture, title)
     trace = trace_path(picture)
     timeline.save_trace(trace)
@@ -66,4 +69,4 @@ def last_steps_title(result: TrainResult) -> str:
     """Of the picture of a run's last steps."""
     *_, last = result.steps
     first = max(1, last.step - PICTURED_STEPS + 1)
-    return f"{result.setting.model}, policy {result.setting.policy}: steps {first} to {last.step}"
+    return f"{result.setting.model}, policy {result.setting.policy}, steps {first} to {last.step}"

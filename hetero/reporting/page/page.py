@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import html
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from matplotlib.figure import Figure
 
+from hetero.reporting.drawing import FULL_WIDTH, as_svg, styled
 from hetero.reporting.page.headline import cards, rows, summary
 from hetero.reporting.page.memory_chart import draw_memory, memory_finding
-from hetero.reporting.page.palette import TIER_WORDS
 from hetero.reporting.page.placement_chart import draw_placement, placement_finding
 from hetero.reporting.page.prediction_chart import (
     draw_prediction,
@@ -23,16 +25,16 @@ from hetero.reporting.page.progress_charts import (
     draw_step_time,
     draw_throughput,
     draw_traffic,
-    loss_finding,
+    half_figure,
     step_time_finding,
     throughput_finding,
     traffic_finding,
-    used_links,
 )
 from hetero.reporting.page.style import CSS
-from hetero.reporting.page.svg import FULL_WIDTH, as_svg, styled
+from hetero.reporting.palette import TIER_WORDS
 from hetero.reporting.run_record import RunRecord
-from offload.profile.timeline_figure import hidden_finding, make_figure
+from hetero.reporting.timeline_chart import hidden_finding, make_figure
+from offload.timeline import Timeline
 
 _LANE_HEIGHT = 0.42  # inches of a timeline's row
 _OTHER_RANKS = ("sent", "received")
@@ -68,26 +70,26 @@ def _body(record: RunRecord) -> Iterator[str]:
     yield _section(
         "memory",
         memory_finding(record),
-        draw_memory(record),
+        partial(draw_memory, record),
         "Model state that hetero holds, stacked by kind, after each forward, backward and step."
-        " Dashed: the budget. Dotted: what plain PyTorch would hold for parameters, gradients and"
-        " optimizer state in fp32. Grey: all that the process holds, activations and libraries"
-        " included. Figures beside the chart are the most at any of these moments.",
+        " Figures of kinds are the most at any of these moments. Dotted: parameters, gradients and"
+        " optimizer state of plain PyTorch in fp32, frozen parameters in the dtype of compute. The"
+        " whole process includes activations and libraries; its peak is the kernel's.",
     )
     if record.timeline is not None and record.timeline.intervals:
         yield _section(
             "timeline",
             f"A step by resource: {_lower(hidden_finding(record.timeline))}",
-            make_figure(record.timeline, FULL_WIDTH, _LANE_HEIGHT),
+            partial(_timeline, record.timeline),
             f"{_recorded(record)}. A bar is a time in which the resource was busy;"
-            " figures at the right are its share of the time, and the bytes that it moved.",
+            " bars below one another were busy at the same time. Figures at the right are the share"
+            " of the time, and the bytes that were moved.",
         )
     yield _section(
         "placement",
         f"Placement: {placement_finding(record)}",
-        draw_placement(record),
-        "At the end of the run. From left to right the model's chunks in order, as wide as their"
-        " bytes; some are named by their first parameter.",
+        partial(draw_placement, record),
+        "At the end of the run. Some chunks are named by their first parameter.",
     )
     yield from _prediction(record)
     yield _progress(record)
@@ -117,12 +119,27 @@ def _header(record: RunRecord) -> str:
     )
 
 
-def _section(name: str, finding: str, figure: Figure, caption: str, more: str = "") -> str:
+def _section(
+    name: str, finding: str, draw: Callable[..., Figure | None], caption: str, more: str = ""
+) -> str:
+    """A chart for wide pages, and as narrow=True for narrow ones, where the other is hidden."""
+    charts = []
+    for width in ("wide", "narrow"):
+        figure = draw(narrow=width == "narrow")
+        if figure is not None:
+            svg = as_svg(figure, f"{name}-{width}", finding)
+            charts.append(f'<div class="{width}">{svg}</div>')
+    scrolls = ' class="scrolls"' if len(charts) == 1 else ""
     return (
         f'<section id="{name}">\n<h2>{html.escape(finding)}</h2>\n'
-        f"<figure>{as_svg(figure, name, finding)}"
+        f"<figure{scrolls}>{''.join(charts)}"
         f"<figcaption>{html.escape(caption)}</figcaption></figure>{more}\n</section>"
     )
+
+
+def _timeline(timeline: Timeline, narrow: bool) -> Figure | None:
+    """None for narrow pages: thousands of bars are there once, and move sideways."""
+    return None if narrow else make_figure(timeline, FULL_WIDTH, _LANE_HEIGHT)
 
 
 def _recorded(record: RunRecord) -> str:
@@ -162,7 +179,7 @@ def _prediction(record: RunRecord) -> Iterator[str]:
     yield _section(
         "prediction",
         prediction_finding(record, predicted),
-        draw_prediction(record, predicted),
+        partial(draw_prediction, record, predicted),
         f"{by} Measured: of the steady steps, seconds as medians. Predicted bytes are of model"
         " state; measured ones have saved activations, too.",
         f'<table><thead><tr><th scope="col">of a step</th>{head}</tr></thead>'
@@ -173,16 +190,21 @@ def _prediction(record: RunRecord) -> Iterator[str]:
 def _progress(record: RunRecord) -> str:
     """Small charts, two in a row."""
     made: list[tuple[str, str, Figure]] = []
-    loss = draw_loss(record)
-    if loss is not None:
-        made.append(("loss", loss_finding(record), loss))
-    made.append(("speed", throughput_finding(record), draw_throughput(record)))
-    made.append(("step-time", step_time_finding(record), draw_step_time(record)))
+
+    def add(name: str, finding: str, draw: Callable[..., Any], *arguments: Any) -> None:
+        figure, axes = half_figure(record)
+        handles = draw(axes, record, *arguments) or axes.get_legend_handles_labels()[0]
+        if handles:
+            figure.legend(handles=handles, loc="outside upper left", ncols=2, columnspacing=1.2)
+        made.append((name, finding, figure))
+
+    if record.loss_words:
+        add("loss", f"Loss: {record.loss_words}", draw_loss)
+    add("speed", throughput_finding(record), draw_throughput)
+    add("step-time", step_time_finding(record), draw_step_time)
     for name, among in (("moved", _OWN_LINKS), ("ranks", _OTHER_RANKS)):
-        links = used_links(record, among)
-        if links:
-            finding = traffic_finding(record, links)
-            made.append((name, finding, draw_traffic(record, links)))
+        if links := record.used_links(among):
+            add(name, traffic_finding(record, links), draw_traffic, links)
     charts = "".join(
         f'<div id="{name}"><h2>{html.escape(finding)}</h2>'
         f"<figure>{as_svg(figure, name, finding)}</figure></div>\n"

@@ -8,61 +8,64 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from hetero.reporting.page.palette import PART_COLOURS
-from hetero.reporting.page.progress_charts import part_seconds, step_seconds
-from hetero.reporting.page.svg import FONT_SIZE, FULL_WIDTH, new_figure, quiet_grid
+from hetero.reporting.drawing import FULL_WIDTH, HALF_WIDTH, new_figure
+from hetero.reporting.palette import GROUND, PHASE_COLOURS, REST_COLOUR, ink_on
 from hetero.reporting.run_record import RunRecord
 from offload.memory.sizes import format_bytes
 
-_LEAST_NAMED = 0.09  # of the width
+_LEAST_NAMED = 0.7  # inches
+_LETTER = 0.085  # inches, about
 
 
-def draw_prediction(record: RunRecord, predicted: Mapping[str, Any]) -> Figure:
+def draw_prediction(
+    record: RunRecord, predicted: Mapping[str, Any], narrow: bool = False
+) -> Figure:
     """Two bars, one above the other, by phase."""
-    figure = new_figure(FULL_WIDTH, 1.5)
+    width = HALF_WIDTH if narrow else FULL_WIDTH
+    figure = new_figure(width, 1.5)
     axes = figure.add_subplot()
-    measured = part_seconds(record)
+    measured = record.part_s
     longest = max(sum(measured.values()), predicted["step_s"])
-    _draw_bar(axes, 0, predicted["phases_s"], longest)
-    _draw_bar(axes, 1, measured, longest)
+    inch = 1.25 * longest / width
+    _draw_bar(axes, 0, predicted["phases_s"], inch)
+    _draw_bar(axes, 1, measured, inch)
     axes.set_yticks([0, 1], ["predicted", "measured"])
     axes.set_ylim(1.5, -0.5)
-    axes.set_xlim(0, 1.08 * longest)
-    axes.set_xlabel("seconds of a step")
+    axes.set_xlim(0, longest + 0.7 * inch)
+    axes.set_xlabel("time of a step (s)")
     axes.tick_params(axis="y", length=0)
     axes.spines["left"].set_visible(False)
-    quiet_grid(axes, "x")
+    axes.grid(axis="x")
     return figure
 
 
-def _draw_bar(axes: Axes, row: int, seconds: Mapping[str, float], longest: float) -> None:
+def _draw_bar(axes: Axes, row: int, seconds: Mapping[str, float], inch: float) -> None:
+    """One bar; `inch` is so many seconds."""
     begin = 0.0
     for name, length in seconds.items():
-        colour, ink = _colours(name)
-        axes.barh(row, length, left=begin, height=0.7, color=colour, edgecolor="white")
-        if length > _LEAST_NAMED * longest:
+        colour = _colour(name)
+        axes.barh(row, length, left=begin, height=0.7, color=colour, edgecolor=GROUND)
+        if length > _LEAST_NAMED * inch:
             # A name may be longer than its part.
-            room = int(length / longest * 95)
-            words = (
-                name if len(name) <= room else f"{name[: max(1, room - 1)]}\N{HORIZONTAL ELLIPSIS}"
-            )
+            room = int(length / inch / _LETTER)
+            words = name if len(name) <= room else f"{name[: room - 1]}\N{HORIZONTAL ELLIPSIS}"
             middle = begin + length / 2
-            axes.text(middle, row, words, ha="center", va="center", color=ink)
+            axes.text(middle, row, words, ha="center", va="center", color=ink_on(colour))
         begin += length
-    axes.text(begin + 0.008 * longest, row, f"{begin:.3g} s", va="center", fontsize=FONT_SIZE)
+    axes.text(begin + 0.06 * inch, row, f"{begin:.3g} s", va="center")
 
 
-def _colours(name: str) -> tuple[str, str]:
-    """Of a phase, and of its name on it; of phases together that of the first."""
-    for part, colour in (*PART_COLOURS.items(), ("update", PART_COLOURS["optimizer"])):
+def _colour(name: str) -> str:
+    """Of a phase; of phases together that of the first."""
+    for part, colour in (*PHASE_COLOURS.items(), ("update", PHASE_COLOURS["optimizer"])):
         if name.startswith(part):
-            return colour, "white" if part == "backward" else "black"
-    return "#DDDDDD", "black"
+            return colour
+    return REST_COLOUR
 
 
 def prediction_finding(record: RunRecord, predicted: Mapping[str, Any]) -> str:
     """How far off it was, and what bounds the step."""
-    ratio = step_seconds(record) / predicted["step_s"] if predicted["step_s"] else 0.0
+    ratio = record.step_s / predicted["step_s"] if predicted["step_s"] else 0.0
     return f"A step took {ratio:.2f} times as long as predicted; {predicted['bound']} bounds it"
 
 
@@ -70,13 +73,13 @@ def prediction_rows(
     record: RunRecord, predicted: Mapping[str, Any]
 ) -> list[tuple[str, str, str, str]]:
     """What is compared, predicted, measured, and the ratio."""
-    rows = [_row("step", predicted["step_s"], step_seconds(record), lambda s: f"{s:.3f} s")]
+    rows = [_row("step", predicted["step_s"], record.step_s, lambda s: f"{s:.3f} s")]
     for words, key, link in (
         ("NVMe read per step", "nvme_read_bytes", "disk_read"),
         ("NVMe written per step", "nvme_written_bytes", "disk_write"),
     ):
-        if predicted[key] or record.per_step(link):
-            rows.append(_row(words, predicted[key], record.per_step(link), format_bytes))
+        if predicted[key] or record.mean(link):
+            rows.append(_row(words, predicted[key], record.mean(link), format_bytes))
     return rows
 
 

@@ -116,7 +116,13 @@ def test_table_on_stdout_and_a_new_run_folder(
 ) -> None:
     assert train("--policy", "nvme") == 0
     out, err = capsys.readouterr()
-    for label in ("managed peak, host", "peak RSS", "step time, median", "NVMe read", "loss"):
+    for label in (
+        "model state in RAM",
+        "whole process (RSS)",
+        "step time, median",
+        "NVMe read",
+        "loss",
+    ):
         assert label in out
     assert "state file in runs" in err
     assert len(list((tmp_path / "work" / "runs").iterdir())) == 1

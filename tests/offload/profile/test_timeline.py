@@ -1,4 +1,4 @@
-"""Timelines: what is recorded, sums over intervals, traces and pictures."""
+"""Timelines: what is recorded, sums over intervals, traces."""
 
 from __future__ import annotations
 
@@ -13,11 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.memory.tiers import Account, Tier
-from offload.profile.timeline_figure import draw_timeline, hidden_finding, hidden_spans
 from offload.timeline import (
     LANES,
     Interval,
-    LaneName,
     Sample,
     Timeline,
     note,
@@ -25,28 +23,8 @@ from offload.timeline import (
     sample,
     span,
 )
+from tests.support.timelines import TICKS, TIMELINE, ticks, timelines
 from tests.support.training.loops import batches, build
-
-TICKS = 12  # of random timelines: whole seconds, so that sums are exact
-
-intervals = st.builds(
-    lambda lane, begin, length, nbytes: Interval(lane, begin, begin + length, nbytes),
-    st.sampled_from(["update", "nvme_read", "h2d"]),
-    st.integers(0, TICKS - 1),
-    st.integers(1, 4),
-    st.integers(0, 100),
-)
-timelines = st.lists(intervals, max_size=12).map(lambda found: Timeline(0, TICKS, tuple(found)))
-
-
-def ticks(timeline: Timeline, *lanes: LaneName) -> set[int]:
-    """The seconds in which one of the lanes is busy, one by one."""
-    return {
-        tick
-        for tick in range(TICKS + 4)
-        for i in timeline.intervals
-        if i.lane in lanes and i.begin_s <= tick < i.end_s
-    }
 
 
 @given(timelines)
@@ -163,18 +141,6 @@ def test_training_shows_all_its_bytes(tmp_path: Path) -> None:
     engine.close()
 
 
-TIMELINE = Timeline(
-    10.0,
-    20.0,
-    (
-        Interval("compute", 10.0, 14.0, name="forward"),
-        Interval("compute", 14.0, 20.0, name="backward"),
-        Interval("nvme_read", 11.0, 13.0, 2000),
-        Interval("nvme_read", 12.0, 15.0, 1000),
-    ),
-)
-
-
 def test_trace_has_a_track_for_each_row(tmp_path: Path) -> None:
     TIMELINE.save_trace(tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
@@ -245,40 +211,3 @@ def test_a_step_shows_the_bytes_of_each_tier_by_account(tmp_path: Path) -> None:
     assert seen["NVMe, bytes held"][-1][1]["file"] > 0
     assert seen["NVMe read, bytes so far"][-1][1]["bytes"] > 0
     engine.close()
-
-
-def test_what_is_hidden_behind_forward_and_backward() -> None:
-    timeline = Timeline(
-        0.0,
-        10.0,
-        (
-            Interval("compute", 0.0, 4.0, name="forward"),
-            Interval("compute", 5.0, 8.0, name="backward"),
-            Interval("compute", 8.0, 10.0, name="optimizer"),
-            Interval("nvme_read", 3.0, 6.0, 1),
-            Interval("update", 5.5, 7.0, 1),
-            Interval("nvme_write", 9.0, 10.0, 1),
-        ),
-    )
-    assert hidden_spans(timeline) == [(3.0, 4.0), (5.0, 7.0)]
-    assert hidden_finding(timeline).startswith("60% of the 5 s of updates and transfers")
-    assert "Nothing" in hidden_finding(replace(timeline, intervals=timeline.intervals[:3]))
-    waits = (Interval("gather", 3.5, 5.5), Interval("activation", 6.0, 6.5))
-    waiting = replace(timeline, intervals=(*timeline.intervals, *waits))
-    assert hidden_spans(waiting) == [(3.0, 3.5), (5.5, 6.0), (6.5, 7.0)]
-
-
-@given(timelines)
-def test_what_is_hidden_is_what_both_share(timeline: Timeline) -> None:
-    computing = (Interval("compute", 2, 5), Interval("compute", 7, 9))
-    whole = replace(timeline, intervals=(*timeline.intervals, *computing))
-    spans = hidden_spans(whole)
-    shared = ticks(whole, "compute") & ticks(whole, "update", "nvme_read", "h2d")
-    assert sum(end - begin for begin, end in spans) == len(shared)
-    assert all(a[1] <= b[0] for a, b in pairwise(spans))
-
-
-@pytest.mark.parametrize("timeline", [TIMELINE, replace(TIMELINE, intervals=())])
-def test_picture(timeline: Timeline, tmp_path: Path) -> None:
-    draw_timeline(timeline, tmp_path / "picture.png", "two steps")
-    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")

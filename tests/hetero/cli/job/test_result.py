@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from hetero.cli.show.figure import draw_figure
 from hetero.cli.show.report import rows
+from hetero.reporting.page.page import make_page
+from tests.support.run_records import Page
 from tests.support.train_results import MIB, make_result
 
 
@@ -45,13 +48,16 @@ def test_a_run_without_steps_has_a_dictionary() -> None:
 def test_table_tells_what_was_promised() -> None:
     table = dict(rows(make_result(3)))
     assert table["model"] == "tiny, 10,000,000 parameters"
-    assert table["model state, usual"].startswith("152.6 MiB")
-    assert table["managed peak, host"] == "200.0 MiB, budget 300.0 MiB"
-    assert "managed peak, device" not in table
-    assert table["step time, median"] == "2.000 s: forward 0.500, backward 1.000, optimizer 0.250"
+    assert table["plain PyTorch's model state"] == "152.6 MiB (16 bytes per parameter)"
+    assert table["model state in RAM"] == "at most 200.0 MiB, of a budget of 300.0 MiB"
+    assert "model state on the device" not in table
+    assert table["whole process (RSS)"] == "at most 900.0 MiB"
+    assert table["step time, median"] == (
+        "2.000 s: forward 0.500, backward 1.000, optimizer 0.250, rest 0.250"
+    )
     assert table["updates"].endswith("0.250 of them waited for: overlap saved 1.250 s per step")
     assert table["NVMe read"] == "18 B per step, 42 B in all by io_uring"
-    assert table["loss"] == "5.000 at first, 1.667 at last"
+    assert table["loss"] == "at first 5, at last 1.667"
     stopped = make_result(3)
     stopped.status = "interrupted"
     assert dict(rows(stopped))["steps"] == "3 of 3, interrupted"
@@ -76,3 +82,29 @@ def test_figure_is_a_picture_of_some_size(tmp_path: Path, steps: int, budget: in
     width, height = struct.unpack(">II", content[16:24])
     assert width >= 1000
     assert height >= 800
+
+
+def test_picture_page_and_table_have_the_same_figures(tmp_path: Path) -> None:
+    result = make_result(40)
+    assert result.record is not None
+    limit = replace(result.record.facts, process_bytes=950 * MIB)
+    result.record = replace(result.record, facts=limit)
+    draw_figure(result, tmp_path / "figure.svg")
+    picture = " ".join(Page.of((tmp_path / "figure.svg").read_text()).text.values())
+    page = " ".join(Page.of(make_page(result.record)).text.values())
+    table = " ".join(f"{label}: {value}" for label, value in rows(result))
+    for words in (
+        "at first 2.604, at last 0.13 (means of 4 steps)",
+        "152.6 MiB",  # of plain PyTorch
+        "at most 900.0 MiB",  # the process, by the kernel
+        "950.0 MiB",  # its limit
+        "of a budget of 300.0 MiB",
+    ):
+        assert words in picture, words
+        assert words.removeprefix("at most ") in page, words
+        assert words in table, words
+    for name, share in (("forward", 25), ("backward", 50), ("optimizer", 12)):
+        (seconds,) = (each[name] for each in [result.record.part_s])
+        for text in (picture, page):
+            assert f"{name}: {seconds:.3g} s, {share}%" in text
+        assert f"{name} {seconds:.3f}" in table

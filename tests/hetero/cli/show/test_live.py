@@ -36,6 +36,7 @@ def test_memory_is_beside_its_budgets_and_loss_and_speed_are_there() -> None:
         "5 of 5",
         "200.0 MiB of 300.0 MiB, at most 200.0 MiB",
         "95.0 MiB of 1.0 TiB",
+        "800.0 MiB no limit, at most 800.0 MiB",
         "1.0000",
         "50 tokens/s, 2.000 s per step",
         "NVMe read 35 B, written 9 B",
@@ -45,9 +46,10 @@ def test_memory_is_beside_its_budgets_and_loss_and_speed_are_there() -> None:
 
 
 def test_a_narrow_terminal_gets_no_line_that_is_wider() -> None:
-    text = drawn(3, width=80)
-    last = text[text.rindex("hetero train tiny") :]
-    assert max(map(len, last.splitlines())) <= 80
+    text = drawn(50, width=80)
+    last = text[text.rindex("hetero train tiny") :].splitlines()
+    assert max(map(len, last)) <= 80
+    assert len([line for line in last if "at most" in line and "MiB" in line]) == 3, "one line each"
 
 
 def test_a_sparkline_goes_from_the_lowest_to_the_highest() -> None:

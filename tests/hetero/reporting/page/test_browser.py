@@ -87,7 +87,7 @@ def found_in(page: Path, width: int) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("width", [1280, 1024, 800])
+@pytest.mark.parametrize("width", [1280, 1024, 800, 420])
 def test_charts_are_whole_and_texts_apart(tmp_path: Path, width: int) -> None:
     page = tmp_path / "run.html"
     page.write_text(make_page(make_record()))

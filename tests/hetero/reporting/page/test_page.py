@@ -71,7 +71,14 @@ def test_sections_and_numbers() -> None:
     top = page.text[""]
     assert "tiny <net> & co" in top
     assert "within its budgets" in top
-    for words in ("160.0 MiB", "of a budget of 200.0 MiB", "310.0 MiB", "no budget", "50"):
+    for words in (
+        "160.0 MiB",
+        "of a budget of 200.0 MiB",
+        "310.0 MiB",
+        "no budget",
+        "450.0 MiB",
+        "50",
+    ):
         assert words in top, words
     facts = page.text["facts"]
     for words in ('a "text"', "10,000,000", "NVMe read 7.0 MiB, NVMe written 1.0 MiB", "a note"):
@@ -79,10 +86,10 @@ def test_sections_and_numbers() -> None:
     memory = page.text["memory"]
     for words in (
         "Memory stayed within its budget",
-        "RAM: at most 160.0 MiB of a budget of 200.0 MiB (80%)",
+        "Model state in RAM: at most 160.0 MiB of a budget of 200.0 MiB (80%)",
         "budget: 200.0 MiB",
-        "plain PyTorch's state:",
-        "whole process: 400.0 MiB",
+        "plain PyTorch's model state: 160.0 MiB",
+        "whole process (RSS): at most 450.0 MiB",
         "parameters: 100.0 MiB",
         "activations: 20.0 MiB",
         "optimizer state: 200.0 MiB",
@@ -97,7 +104,7 @@ def test_sections_and_numbers() -> None:
     prediction = page.text["prediction"]
     assert "2.00 times as long as predicted; NVMe bounds it" in prediction
     assert re.search(r"NVMe read per step\s*14.0 MiB\s*7.0 MiB\s*0.50", prediction)
-    assert "Loss fell from 5 to 1" in page.text["loss"]
+    assert "Loss: at first 5, at last 1" in page.text["loss"]
     assert "50 tokens per second" in page.text["speed"]
     assert "A step takes 2 s, 50% of it backward" in page.text["step-time"]
 

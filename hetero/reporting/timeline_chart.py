@@ -3,32 +3,18 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from pathlib import Path
 
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import PathPatch
+from matplotlib.path import Path as Shape
+
+from hetero.reporting.drawing import new_figure, save, styled
+from hetero.reporting.palette import GROUND, INK, LANE_COLOURS, PHASE_COLOURS, QUIET, ink_on
 from offload.timeline import LANES, Interval, LaneName, Timeline, union
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-# Okabe and Ito's colours, which people who see fewer colours can tell apart.
-_PART_COLOURS = {"forward": "#56B4E9", "backward": "#0072B2", "optimizer": "#E69F00"}
-_COLOURS: dict[LaneName, str] = {
-    "compute": "#999999",
-    "gather": "#D55E00",
-    "activation": "#D55E00",
-    "update": "#E69F00",
-    "nvme_read": "#009E73",
-    "nvme_write": "#CC79A7",
-    "h2d": "#56B4E9",
-    "d2h": "#0072B2",
-}
-# Of pictures' names.
-SUFFIXES = (".png", ".svg", ".pdf")
-
-_HIDDEN_COLOUR = "#222222"
 _WORKERS: tuple[LaneName, ...] = ("update", "nvme_read", "nvme_write", "h2d", "d2h")
 _WAITS: tuple[LaneName, ...] = ("gather", "activation")
 
@@ -41,11 +27,13 @@ _LEAST_EDGED = 0.004
 _NO_WAIT = 1 / 2000  # a chunk that was there: lines as thin as can be would show it as a wait
 
 
-def draw_timeline(timeline: Timeline, path: str | os.PathLike[str], title: str) -> None:
-    """Writes the picture, in the format of the path's suffix. Needs matplotlib."""
-    figure = make_figure(timeline, 12, 0.62)
-    figure.axes[0].set_title(title, loc="left", fontsize=12)
-    figure.savefig(path, dpi=140)
+def draw_timeline(timeline: Timeline, path: Path, title: str) -> None:
+    """Writes the picture, in the format of the path's suffix. Raises OSError."""
+    with styled():
+        figure = make_figure(timeline, 11, 0.58)
+        figure.axes[0].set_title(f"{title}. {hidden_finding(timeline)}")
+        figure.axes[0].set_xlabel("time (s); bars below one another in a row ran at the same time")
+        save(figure, path)
 
 
 def hidden_spans(timeline: Timeline) -> list[tuple[float, float]]:
@@ -91,15 +79,11 @@ def hidden_finding(timeline: Timeline) -> str:
 
 
 def make_figure(timeline: Timeline, width: float, lane_height: float) -> Figure:
-    """The picture without a title, so many inches wide, and per lane so high. Needs matplotlib."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
+    """The picture without a title, so many inches wide, and per lane so high."""
     lanes = timeline.lanes
     hidden = hidden_spans(timeline)
     rows = max(1, len(lanes) + bool(hidden))
-    figure = Figure(figsize=(width, 1.0 + lane_height * rows), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(width, 1.0 + lane_height * rows)
     axes = figure.add_subplot()
     names = [LANES[lane] for lane in lanes]
     if hidden:
@@ -111,11 +95,10 @@ def make_figure(timeline: Timeline, width: float, lane_height: float) -> Figure:
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(rows - 0.45, -0.55)
     axes.set_xlim(0, max(timeline.seconds, 1e-9))
-    axes.set_xlabel("seconds")
-    axes.tick_params(axis="y", length=0, labelsize=10)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.grid(axis="x", color="0.9", linewidth=0.8)
-    axes.set_axisbelow(True)
+    axes.set_xlabel("time (s)")
+    axes.tick_params(axis="y", length=0, labelcolor=INK)
+    axes.spines["left"].set_visible(False)
+    axes.grid(axis="x")
     return figure
 
 
@@ -123,7 +106,7 @@ def _draw_hidden(
     axes: Axes, timeline: Timeline, hidden: list[tuple[float, float]], place: int
 ) -> None:
     spans = [(begin - timeline.begin_s, end - timeline.begin_s) for begin, end in hidden]
-    _draw_spans(axes, spans, place - _BAND / 4, _BAND / 2, _HIDDEN_COLOUR)
+    _draw_spans(axes, spans, place - _BAND / 4, _BAND / 2, INK)
     seconds = sum(end - begin for begin, end in hidden)
     _annotate(axes, place, f"{seconds / timeline.seconds:.0%}" if timeline.seconds else "")
 
@@ -132,7 +115,7 @@ def _annotate(axes: Axes, place: int, text: str) -> None:
     """Beside the right end of a row."""
     at = (1.008, place)
     where = ("axes fraction", "data")
-    axes.annotate(text, at, xycoords=where, va="center", fontsize=9, color="#444444")
+    axes.annotate(text, at, xycoords=where, va="center", color=QUIET)
 
 
 def _draw_spans(
@@ -143,19 +126,16 @@ def _draw_spans(
     colour: str,
     edged: bool = False,
 ) -> None:
-    """Rectangles from `bottom` up, as one shape; `edged`: in white, to tell neighbours apart."""
-    from matplotlib.patches import PathPatch
-    from matplotlib.path import Path
-
+    """Rectangles from `bottom` up, as one shape; `edged`: told apart from neighbours."""
     top = bottom + height
     corners = [
         corner
         for begin, end in spans
         for corner in ((begin, bottom), (begin, top), (end, top), (end, bottom), (begin, bottom))
     ]
-    codes = [Path.MOVETO, Path.LINETO, Path.LINETO, Path.LINETO, Path.CLOSEPOLY] * len(spans)
-    edge, width = ("white", 0.4) if edged else (colour, 0.3)
-    shape = Path(corners, codes)
+    codes = [Shape.MOVETO, Shape.LINETO, Shape.LINETO, Shape.LINETO, Shape.CLOSEPOLY] * len(spans)
+    edge, width = (GROUND, 0.4) if edged else (colour, 0.3)
+    shape = Shape(corners, codes)
     axes.add_patch(PathPatch(shape, facecolor=colour, edgecolor=edge, linewidth=width))
 
 
@@ -178,17 +158,17 @@ def _draw_lane(axes: Axes, timeline: Timeline, lane: LaneName, place: int) -> No
         for i in row:
             if i.name and i.seconds > _LEAST_NAMED * timeline.seconds:
                 middle = (i.begin_s + i.end_s) / 2 - timeline.begin_s
-                colour = "white" if i.name == "backward" else "black"
-                at = (middle, bottom + height / 2)
-                axes.text(*at, i.name, ha="center", va="center", fontsize=10, color=colour)
+                at, ink = (middle, bottom + height / 2), ink_on(_colour(i))
+                axes.text(*at, i.name, ha="center", va="center", color=ink)
 
 
 def _colour(interval: Interval) -> str:
-    return _PART_COLOURS.get(interval.name, _COLOURS[interval.lane])
+    return PHASE_COLOURS.get(interval.name, LANE_COLOURS[interval.lane])
 
 
 def _figures(timeline: Timeline, lane: LaneName) -> str:
     """How much of the time the lane was busy, and the bytes that it moved."""
     share = timeline.busy_s(lane) / timeline.seconds if timeline.seconds else 0.0
     nbytes = timeline.nbytes(lane)
-    return f"{share:.0%}" + (f", {nbytes / 1e9:.2f} GB" if nbytes else "")
+    words = "<1%" if 0 < share < 0.005 else f"{share:.0%}"
+    return words + (f", {nbytes / 1e9:.2f} GB" if nbytes else "")

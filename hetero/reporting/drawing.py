@@ -1,0 +1,115 @@
+"""How all figures are drawn: sizes, axes, keys, and a figure as SVG inside an HTML page."""
+
+from __future__ import annotations
+
+import html
+import io
+import re
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from hetero.reporting.palette import FAINT, INK, QUIET
+
+# Inches. Drawn at these sizes text is 9.5 points on a wide page and on a narrow one.
+FULL_WIDTH = 9.0
+HALF_WIDTH = 4.4
+FONT_SIZE = 9.5
+
+_STYLE: dict[Any, Any] = {
+    # Text stays text: it can be searched and copied, and is sharp in print.
+    "svg.fonttype": "none",
+    "font.family": "sans-serif",
+    "font.size": FONT_SIZE,
+    "text.color": INK,
+    "axes.titlesize": FONT_SIZE + 0.5,
+    "axes.titlelocation": "left",
+    "axes.titleweight": "bold",
+    "axes.labelsize": FONT_SIZE,
+    "axes.labelcolor": INK,
+    "xtick.labelsize": FONT_SIZE - 0.5,
+    "ytick.labelsize": FONT_SIZE - 0.5,
+    "axes.edgecolor": QUIET,
+    "xtick.color": QUIET,
+    "ytick.color": QUIET,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "legend.frameon": False,
+    "legend.fontsize": FONT_SIZE - 0.5,
+    "legend.handlelength": 2.0,
+    "legend.borderaxespad": 0.0,
+    "grid.color": FAINT,
+    "grid.linewidth": 0.8,
+    "hatch.linewidth": 0.8,
+}
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """An empty figure of so many inches, whose parts are laid out without overlap."""
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def styled() -> AbstractContextManager[None]:
+    """Inside the block figures are made in the style of all pictures."""
+    return mpl.rc_context(_STYLE)
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Writes the picture, in the format of the path's suffix. Raises OSError."""
+    figure.savefig(path, dpi=140)
+
+
+def key(axes: Axes, entries: Sequence[tuple[float, Artist]], narrow: bool = False) -> None:
+    """Names what is drawn, by height from the top, to the right of the axes.
+
+    `narrow`: below them, because the figure has no room at the right.
+    """
+    handles = [handle for _, handle in sorted(entries, key=lambda e: e[0], reverse=True)]
+    if narrow:
+        axes.figure.legend(handles=handles, loc="outside lower left")
+    else:
+        axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.015, 1.0))
+
+
+def step_axis(axes: Axes, first: int, last: int) -> None:
+    """Steps to the right, from the beginning of the first to the end of the last."""
+    axes.set_xlabel("step")
+    axes.set_xlim(first - 0.5, last + 0.5)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8, min_n_ticks=1))
+    axes.grid(axis="y")
+
+
+def byte_unit(most: int) -> tuple[int, str]:
+    """The unit of an axis of bytes: how many bytes it has, and its name."""
+    units = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
+    return next((each for each in units if most >= each[0]), (1, "bytes"))
+
+
+def as_svg(figure: Figure, name: str, words: str) -> str:
+    """The figure as an <svg> element; `name` is unique on the page, `words` for who cannot see."""
+    with mpl.rc_context({**_STYLE, "svg.hashsalt": name}):
+        buffer = io.StringIO()
+        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+    text = buffer.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    # A hundredth of a point cannot be seen, and most of the text is digits.
+    text = re.sub(r' d="[^"]+"', lambda path: re.sub(r"(\.\d\d)\d+", r"\1", path[0]), text)
+    # Names of parts are unique within a figure only.
+    text = re.sub(r'\bid="', f'id="{name}-', text)
+    text = text.replace("url(#", f"url(#{name}-").replace('href="#', f'href="#{name}-')
+    # The page gives the width; the viewBox keeps the proportions.
+    head, rest = text.split(">", 1)
+    head = re.sub(r'\s(?:width|height)="[^"]*"', "", head)
+    return f'{head} role="img" aria-label="{html.escape(words)}">{rest}'

@@ -1,0 +1,147 @@
+"""hetero/reporting/palette: colours of one picture can be told apart, and no file has others."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+
+from hetero.reporting.palette import (
+    GROUND,
+    INK,
+    KIND_COLOURS,
+    LINK_LINES,
+    PHASE_COLOURS,
+    QUIET,
+    REST_COLOUR,
+    SERIES_COLOURS,
+    TIER_COLOURS,
+    ink_on,
+)
+
+ROOT = Path(__file__).resolve().parents[3]
+Triple = tuple[float, float, float]
+
+# How people see who have none of a kind of cones: matrices on linear RGB, from Machado, Oliveira
+# and Fernandes, "A Physiologically-based Model for Simulation of Color Vision Deficiency" (2009).
+SEEN = {
+    "all cones": ((1, 0, 0), (0, 1, 0), (0, 0, 1)),
+    "no red cones": (
+        (0.152286, 1.052583, -0.204868),
+        (0.114503, 0.786281, 0.099216),
+        (-0.003882, -0.048116, 1.051998),
+    ),
+    "no green cones": (
+        (0.367322, 0.860646, -0.227968),
+        (0.280085, 0.672501, 0.047413),
+        (-0.011820, 0.042940, 0.968881),
+    ),
+    "no blue cones": (
+        (1.255528, -0.076749, -0.178779),
+        (-0.078411, 0.930809, 0.147602),
+        (0.004733, 0.691367, 0.303900),
+    ),
+}
+TO_XYZ = (
+    (0.4124564, 0.3575761, 0.1804375),
+    (0.2126729, 0.7151522, 0.0721750),
+    (0.0193339, 0.1191920, 0.9503041),
+)
+WHITE = (0.95047, 1.0, 1.08883)
+
+TOGETHER = {
+    "kinds": list(KIND_COLOURS.values()),
+    "phases": [*PHASE_COLOURS.values(), REST_COLOUR],
+    "tiers": [*TIER_COLOURS.values(), GROUND],
+    "series": list(SERIES_COLOURS),
+    "drawing of a step": [
+        *list(KIND_COLOURS.values())[:3],
+        PHASE_COLOURS["forward"],
+        PHASE_COLOURS["backward"],
+        PHASE_COLOURS["optimizer"],
+    ],
+}
+
+
+def linear(colour: str) -> Triple:
+    red, green, blue = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
+
+    def one(c: float) -> float:
+        return c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4
+
+    return one(red), one(green), one(blue)
+
+
+def times(matrix: tuple[Triple, Triple, Triple], vector: Triple) -> Triple:
+    first, second, third = (sum(a * b for a, b in zip(row, vector, strict=True)) for row in matrix)
+    return first, second, third
+
+
+def lab(colour: str, cones: str) -> Triple:
+    """The colour as it is seen, in CIE L*a*b*."""
+    seen = tuple(min(1.0, max(0.0, c)) for c in times(SEEN[cones], linear(colour)))
+
+    def f(t: float) -> float:
+        return t ** (1 / 3) if t > 216 / 24389 else (24389 / 27 * t + 16) / 116
+
+    x, y, z = (f(c / w) for c, w in zip(times(TO_XYZ, seen), WHITE, strict=True))  # type: ignore[arg-type]
+    return 116 * y - 16, 500 * (x - y), 200 * (y - z)
+
+
+def distance(some: str, other: str, cones: str) -> float:
+    """CIE76: 2 is just seen between two fields that touch."""
+    pairs = zip(lab(some, cones), lab(other, cones), strict=True)
+    return float(sum((a - b) ** 2 for a, b in pairs) ** 0.5)
+
+
+def test_distances_are_those_of_the_literature() -> None:
+    assert distance("#FFFFFF", "#000000", "all cones") == pytest.approx(100, abs=0.1)
+    # Red and a green of the same lightness are one colour to who has no green cones.
+    far, near = (distance("#D06060", "#8C8C40", c) for c in ("all cones", "no green cones"))
+    assert near < 0.6 * far
+
+
+@pytest.mark.parametrize("cones", SEEN)
+@pytest.mark.parametrize("picture", TOGETHER)
+def test_colours_of_a_picture_can_be_told_apart(picture: str, cones: str) -> None:
+    least = min((distance(a, b, cones), a, b) for a, b in combinations(TOGETHER[picture], 2))
+    assert least[0] >= 20, least
+
+
+def test_hues_mean_one_thing() -> None:
+    kinds, phases = set(KIND_COLOURS.values()), set(PHASE_COLOURS.values())
+    assert not kinds & phases
+    tiers = [*TIER_COLOURS.values(), *(colour for colour, _ in LINK_LINES.values())]
+    assert all(len({c[1:3], c[3:5], c[5:7]}) == 1 for c in tiers), "tiers and links are grey"
+    assert not kinds & set(tiers)
+
+
+@pytest.mark.parametrize(
+    "ground", sorted({colour for some in TOGETHER.values() for colour in some})
+)
+def test_words_have_contrast(ground: str) -> None:
+    def light(colour: str) -> float:
+        return times(TO_XYZ, linear(colour))[1] + 0.05
+
+    some, other = light(ground), light(ink_on(ground))
+    assert max(some, other) / min(some, other) >= 4.5
+    assert light(GROUND) / light(QUIET) > 4.5
+    assert light(GROUND) / light(INK) > 7
+
+
+def lines_with_colours() -> Iterator[str]:
+    """Lines outside of the palette that name a colour."""
+    named = re.compile(r"#[0-9a-fA-F]{6}\b|colou?rs?=\"(?!none\")[\w.#]+\"|: #[0-9a-fA-F]{3}\b")
+    for tree in ("hetero", "offload", "bench", "docs/site", "docs/examples"):
+        for path in sorted((ROOT / tree).rglob("*.py")):
+            if path.name != "palette.py":
+                for number, line in enumerate(path.read_text().splitlines(), start=1):
+                    if named.search(line):
+                        yield f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+
+
+def test_no_other_file_names_a_colour() -> None:
+    assert list(lines_with_colours()) == []
