@@ -30,16 +30,18 @@ class Fsdp2Peer(TorchPeer):
     """A transformers model, sharded block by block, and torch's fused AdamW on the shards."""
 
     def __init__(self, workload: Workload) -> None:
-        super().__init__(_sharded(build_model(workload)), workload)
+        super().__init__(_sharded(build_model(workload), workload.shard_ranks), workload)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         self.model.set_requires_gradient_sync(self.exchanges)
         return super().forward(tokens)
 
 
-def _sharded(model: Any) -> Any:
+def _sharded(model: Any, shard_ranks: int | None) -> Any:
+    world_size = dist.get_world_size()
+    shape = (world_size,) if shard_ranks is None else (world_size // shard_ranks, shard_ranks)
     options: dict[str, Any] = {
-        "mesh": init_device_mesh("cpu", (dist.get_world_size(),)),
+        "mesh": init_device_mesh("cpu", shape),
         "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
         # Memory can be pinned only for an accelerator.
         "offload_policy": CPUOffloadPolicy(pin_memory=False),
