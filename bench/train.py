@@ -223,7 +223,8 @@ def _contenders(
     ranks = arguments.ranks
     contenders = [hetero_contender(options, name, folder, ranks) for name in variants]
     for peer in chosen_peers(arguments.peers, PEERS):
-        contenders += peer_contenders(peer, workload, folder, arguments.peer_python, ranks)
+        python = arguments.peer_python
+        contenders += peer_contenders(peer, workload, folder, python, ranks, options.dtype)
     return contenders
 
 

@@ -98,11 +98,17 @@ MODES = {
 
 
 def peer_contenders(
-    peer: str, workload: Path, folder: Path, python: str, ranks: int = 1
+    peer: str,
+    workload: Path,
+    folder: Path,
+    python: str,
+    ranks: int = 1,
+    dtype: str | None = None,
 ) -> list[Contender]:
     """The contenders that a name in --peers, one of PEERS, stands for.
 
-    `python` is the interpreter that has DeepSpeed. Raises ValueError as require_ranks() does.
+    `python` is the interpreter that has DeepSpeed. With the `dtype` fp32 PyTorch's compute in that,
+    too, else in bf16. Raises ValueError as require_ranks() does.
     """
     require_ranks(peer, ranks)
     deepspeed = peer == "deepspeed"
@@ -110,7 +116,7 @@ def peer_contenders(
     swap_folder = folder / "deepspeed-swap" if deepspeed else None
     return [
         _peer(f"{peer} {mode}", program, mode, workload, folder, swap_folder, ranks)
-        for mode in MODES[peer]
+        for mode in (("fp32",) if dtype == "fp32" and not deepspeed else MODES[peer])
     ]
 
 
