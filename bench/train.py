@@ -223,7 +223,8 @@ def _contenders(
     ranks = arguments.ranks
     contenders = [hetero_contender(options, name, folder, ranks) for name in variants]
     for peer in chosen_peers(arguments.peers, PEERS):
-        contenders += peer_contenders(peer, workload, folder, arguments.peer_python, ranks)
+        python = arguments.peer_python
+        contenders += peer_contenders(peer, workload, folder, python, ranks, options.dtype)
     return contenders
 
 
@@ -251,6 +252,7 @@ def write_workload(options: TrainOptions, path: Path, ranks: int = 1, lean: bool
         seed=options.seed,
         threads=options.threads or max(1, torch.get_num_threads() // ranks),
         ranks=ranks,
+        shard_ranks=options.shard_ranks,
         lean=lean,
     ).write(path)
 
@@ -361,7 +363,7 @@ def _ranks_table(finished: dict[str, dict[str, Any]]) -> Table:
     table = Table(title="ranks; sent, received and waited in a step of one", title_justify="left")
     table.add_column("contender", no_wrap=True)
     for heading in ("ranks", "threads each", "tokens/s of all", "peak RSS of one", "of all",
-                    "sent", "received", "waited for gathers s"):  # fmt: skip
+                    "sent", "received", "a host sent", "waited for gathers s"):  # fmt: skip
         table.add_column(heading, justify="right")
     for name, figures in finished.items():
         wait_s = figures["gather_wait_s_per_step"]
@@ -374,9 +376,15 @@ def _ranks_table(finished: dict[str, dict[str, Any]]) -> Table:
             format_bytes(figures["peak_rss_max_bytes"]),
             format_bytes(figures["peak_rss_sum_bytes"]),
             *("" if nbytes is None else format_bytes(nbytes) for nbytes in moved),
+            _per_step(figures.get("sent_bytes_per_host", ()), len(figures["step_s"])),
             "" if wait_s is None else f"{wait_s:.2f}",
         )
     return table
+
+
+def _per_step(sent_bytes: Sequence[int], steps: int) -> str:
+    """Bytes that the busiest host sent, its start included, for each step."""
+    return format_bytes(max(sent_bytes) // steps) if sent_bytes else ""
 
 
 if __name__ == "__main__":

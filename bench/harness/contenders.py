@@ -47,6 +47,8 @@ class Contender:
 class Outcome:
     """`status` is "finished", "missing" or "failed"; `figures` is empty unless finished.
 
+    In `figures` are "sent_bytes_per_host", of the whole run; none without hosts.
+
     `late`: it failed because it was not done in time.
     """
 
@@ -96,11 +98,17 @@ MODES = {
 
 
 def peer_contenders(
-    peer: str, workload: Path, folder: Path, python: str, ranks: int = 1
+    peer: str,
+    workload: Path,
+    folder: Path,
+    python: str,
+    ranks: int = 1,
+    dtype: str | None = None,
 ) -> list[Contender]:
     """The contenders that a name in --peers, one of PEERS, stands for.
 
-    `python` is the interpreter that has DeepSpeed. Raises ValueError as require_ranks() does.
+    `python` is the interpreter that has DeepSpeed. With the `dtype` fp32 PyTorch's compute in that,
+    too, else in bf16. Raises ValueError as require_ranks() does.
     """
     require_ranks(peer, ranks)
     deepspeed = peer == "deepspeed"
@@ -108,7 +116,7 @@ def peer_contenders(
     swap_folder = folder / "deepspeed-swap" if deepspeed else None
     return [
         _peer(f"{peer} {mode}", program, mode, workload, folder, swap_folder, ranks)
-        for mode in MODES[peer]
+        for mode in (("fp32",) if dtype == "fp32" and not deepspeed else MODES[peer])
     ]
 
 
@@ -144,6 +152,7 @@ def run_contender(
     }
     result_path = contender.result_path or contender.log_path.with_suffix(".out")
     stdout_path = result_path if contender.result_path is None else None
+    sent_before = _sent_bytes(hosts)
     try:
         run_ranks(
             contender.command,
@@ -164,4 +173,12 @@ def run_contender(
     finally:
         if contender.swap_folder is not None:
             shutil.rmtree(contender.swap_folder, ignore_errors=True)
-    return Outcome(contender.name, "finished", json.loads(result_path.read_text(encoding="utf-8")))
+    figures = json.loads(result_path.read_text(encoding="utf-8"))
+    if hosts is not None:
+        sent = zip(sent_before, _sent_bytes(hosts), strict=True)
+        figures["sent_bytes_per_host"] = [after - before for before, after in sent]
+    return Outcome(contender.name, "finished", figures)
+
+
+def _sent_bytes(hosts: Hosts | None) -> list[int]:
+    return [] if hosts is None else [hosts.sent_bytes(host) for host in range(hosts.count)]

@@ -1,8 +1,9 @@
 """Network namespaces of this machine as hosts, with links of a given rate between them.
 
-Each host has its own network, name, process numbers, shared memory and /dev/shm, so nothing that
-needs one machine works between two: no loopback, no other's memory. They share CPUs, disks and the
-filesystem. Needs root, and ip, tc, unshare and nsenter (Linux; iproute2 and util-linux).
+Each host has its own network, name, boot, process numbers, shared memory and /dev/shm, so nothing
+that needs one machine works between two: no loopback, no other's memory. They share CPUs, disks and
+the filesystem, but for folders that each is given for itself. Needs root, and ip, tc, unshare and
+nsenter (Linux; iproute2 and util-linux).
 
 A host lives as long as a process of it that waits for this one: whichever way this one ends, the
 hosts, their links and all that runs there end, too.
@@ -24,7 +25,9 @@ _PROGRAMS = ("ip", "tc", "unshare", "nsenter")
 _NAMESPACES = ("--net", "--uts", "--mount", "--ipc", "--pid")
 # Reads until the pipe from this process is closed.
 _HOST = """
-hostname "$1" && mount --bind "$2" /etc/hosts && mount -t tmpfs tmpfs /dev/shm || exit 1
+hostname "$1" && mount --bind "$2/hosts" /etc/hosts && mount -t tmpfs tmpfs /dev/shm || exit 1
+cat /proc/sys/kernel/random/uuid > "$2/$1" || exit 1
+mount --bind "$2/$1" /proc/sys/kernel/random/boot_id || exit 1
 echo ready
 exec cat > /dev/null
 """
@@ -77,13 +80,13 @@ class Hosts:
         with ExitStack() as undo:
             folder = Path(undo.enter_context(tempfile.TemporaryDirectory(prefix="hetero-hosts-")))
             lines = [f"{self.address(host)} {self.name(host)}" for host in range(self.count)]
-            names = folder / "hosts"
-            names.write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
-            switch = self._start(undo, "switch", names)
+            text = "\n".join(["127.0.0.1 localhost", *lines, ""])
+            (folder / "hosts").write_text(text)
+            switch = self._start(undo, "switch", folder)
             self._run(switch, "ip link add switch type bridge")
             self._run(switch, "ip link set switch up")
             for host in range(self.count):
-                self._pids.append(self._start(undo, self.name(host), names))
+                self._pids.append(self._start(undo, self.name(host), folder))
                 self._connect(host, switch)
             self._ends = undo.pop_all()
         return self
@@ -105,6 +108,19 @@ class Hosts:
         where = ["--target", str(self._pids[host]), *_NAMESPACES, f"--wdns={os.getcwd()}"]
         return ["nsenter", *where, *command]
 
+    def give_own(self, path: Path) -> list[Path]:
+        """Gives each host a folder of its own at `path`, which the others do not see.
+
+        Returns where this process sees them, beside `path`, by host.
+        """
+        folders = [path.with_name(f"{path.name}-{self.name(host)}") for host in range(self.count)]
+        path.mkdir()
+        for host, folder in enumerate(folders):
+            folder.mkdir()
+            bind = self.command(host, ["mount", "--bind", str(folder), str(path)])
+            subprocess.run(bind, check=True)
+        return folders
+
     def lose(self, host: int) -> None:
         """The host is gone, as without power: it says nothing to the others."""
         os.kill(self._pids[host], signal.SIGKILL)
@@ -116,11 +132,11 @@ class Hosts:
         (line,) = (each for each in out.stdout.splitlines() if each.strip().startswith(INTERFACE))
         return int(line.partition(":")[2].split()[8])
 
-    def _start(self, undo: ExitStack, name: str, names: Path) -> int:
+    def _start(self, undo: ExitStack, name: str, folder: Path) -> int:
         """Starts a host's first process; returns its number here."""
         command = ["unshare", *_NAMESPACES, "--fork", "--kill-child", "--mount-proc"]
         process = subprocess.Popen(
-            [*command, "sh", "-c", _HOST, "sh", name, str(names)],
+            [*command, "sh", "-c", _HOST, "sh", name, str(folder)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,

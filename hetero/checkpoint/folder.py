@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import stat
+from collections.abc import Iterable
 from pathlib import Path
 
 from hetero.checkpoint.manifest import NAME
@@ -109,6 +110,17 @@ class CheckpointFolder(NewFolder):
                     f"{self.path} is there already, and is no checkpoint; choose another path"
                 )
         super().begin()
+
+    def require_files(self, names: Iterable[str]) -> None:
+        """Raises CheckpointError unless the ranks' files are here: one that has another folder of
+        the same name has written its file there."""
+        missing = [name for name in names if not (self.incomplete / name).is_file()]
+        if missing:
+            raise CheckpointError(
+                f"{self.incomplete} on {os.uname().nodename} has no {missing[0]}, which its rank "
+                f"has written to another folder of that name; all ranks must write to the same "
+                f"folder, on a filesystem that all machines share"
+            )
 
     def commit(self, manifest: bytes) -> None:
         """Writes the manifest; then the checkpoint is at `path`, durable. Raises StoreError."""

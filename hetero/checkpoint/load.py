@@ -157,7 +157,10 @@ def load_from(
             loading = _Loading(open_source(), engine, optimizers, extra, what, resources)
         except Exception as error:
             failure = error
-        engine.world.all_or_none(failure, f"load {what}", (CheckpointError,))
+        whole = f"load {what}"
+        if engine.world.is_on_several_machines:
+            whole += ", which must be on a filesystem that all machines share"
+        engine.world.all_or_none(failure, whole, (CheckpointError,))
         return loading.load()
 
 

@@ -61,8 +61,8 @@ def save(
 
     Raises:
         ValueError: `extra` has something else, or at `path` is no checkpoint. Nothing is written.
-        CheckpointError: another process saves there, a parameter was written to meanwhile, or the
-            last save, which went on, has failed.
+        CheckpointError: another process saves there, a rank does not see the folder, a parameter
+            was written to meanwhile, or the last save, which went on, has failed.
         StoreError, NativeIoError: the files cannot be written; what was there before is as it was.
         HeteroError: another rank met one of these.
     """
@@ -244,6 +244,7 @@ def _save(
     """Writes everything; returns what it met."""
     failure: Exception | None = None
     try:
+        folder.require_seen(world.name)
         contents.write(folder.incomplete)
     except Exception as error:
         failure = error
@@ -255,6 +256,7 @@ def _save(
         failure = None
         if contents.rank == 0:
             try:
+                folder.require_files(manifest.files)
                 folder.commit(manifest.to_json())
                 if keep is not None:
                     folder.keep(keep)

@@ -8,7 +8,6 @@ looks after every collective that a device was given: if it is in vain, it is ab
 from __future__ import annotations
 
 import contextlib
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from typing import Any
 from hetero.ranks.communicator import Communicator
 from hetero.ranks.peers import Channel, Operation
 from hetero.ranks.process_groups import ProcessGroups
+from hetero.ranks.start.machine import machine_id
 from hetero.ranks.waiting import LOOK_S
 from offload.device.backend import Backend
 from offload.device.cuda_backend import CudaBackend, DeviceStreams
@@ -38,7 +38,7 @@ def can_gather_between_devices(world: ProcessGroups, backend: Backend) -> bool:
     if world.everyone is None:
         return False
     name = backend.collective_device()
-    mine = b"" if name is None else f"{socket.gethostname()}/{name}".encode()
+    mine = b"" if name is None else machine_id() + b"/" + name.encode()
     names = world.everyone.all_gather_bytes(mine, "hetero's start")
     return all(names) and len(set(names)) == len(names)
 

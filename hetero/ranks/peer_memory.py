@@ -18,7 +18,6 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from hashlib import blake2b
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -27,6 +26,7 @@ from hetero.ranks.collectives import Collectives
 from hetero.ranks.gathered_parts import GatheredParts
 from hetero.ranks.messages import as_bytes
 from hetero.ranks.peers import Channel
+from hetero.ranks.start.machine import boot_id
 from hetero.ranks.waiting import Job
 from offload import _native
 from offload.memory.operation import Worker
@@ -66,9 +66,8 @@ def connect_peer_memory(peers: Collectives) -> PeerMemory | None:
 
 def _place() -> int:
     """A number of this boot of this machine, and of the processes that this one can see."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
-    visible = os.stat("/proc/self/ns/pid").st_ino
-    return int.from_bytes(blake2b(boot + str(visible).encode(), digest_size=7).digest(), "little")
+    place = f"{boot_id()} {os.stat('/proc/self/ns/pid').st_ino}"
+    return int.from_bytes(blake2b(place.encode(), digest_size=7).digest(), "little")
 
 
 class Process(NamedTuple):

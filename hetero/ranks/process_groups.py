@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from hetero.ranks.communicator import Communicator
 from hetero.ranks.failed_ranks import FailedRanks, name_error
+from hetero.ranks.start.machine import choose_interface, machine_id
 from hetero.ranks.start.meeting import absent, meet
 from hetero.ranks.waiting import WhileWaiting
 from offload.errors import HeteroError, PeerError
@@ -57,8 +58,8 @@ class ProcessGroups:
             process_group: the ranks; None: all ranks, or those of `mesh`.
             mesh: one dimension shards; two replicate and shard.
 
-        Raises ValueError if both are given, this rank is not one of them, or the mesh has more
-        dimensions; PeerError if a rank did not come in time.
+        Raises ValueError if both are given, this rank is not one of them, the mesh has more
+        dimensions, or the network interface is not known; PeerError if a rank did not come in time.
         """
         if process_group is not None and mesh is not None:
             raise ValueError("give process_group or mesh, not both")
@@ -91,6 +92,11 @@ class ProcessGroups:
         return self.everyone.size if self.everyone is not None else 1
 
     @property
+    def is_on_several_machines(self) -> bool:
+        """Whether not all ranks run on this machine."""
+        return self.local_ranks < self.size
+
+    @property
     def name(self) -> str:
         """This rank's name as users know it: "rank 3" of the world."""
         return f"rank {_my_rank()}"
@@ -116,6 +122,7 @@ class ProcessGroups:
         if len(members.everyone) == 1:
             return ""
         with meet(members.everyone, self._timeout_s, before) as meeting:
+            choose_interface()  # the default process group may be NCCL's
 
             def connect(name: str, ranks: list[int]) -> Communicator | None:
                 if len(ranks) == 1:
@@ -179,7 +186,8 @@ class ProcessGroups:
         if failure is not None:
             number = next((i for i, c in enumerate(same_class) if isinstance(failure, c)), -1)
             is_effect = isinstance(failure, PeerError)
-            mine = f"{is_effect:d}\0{number}\0{type(failure).__name__}: {failure}"
+            where = f" on {socket.gethostname()}" if self.is_on_several_machines else ""
+            mine = f"{is_effect:d}\0{number}\0{where}\0{type(failure).__name__}: {failure}"
         flag = torch.tensor([bool(mine)], dtype=torch.uint8)
         if not self.everyone.any(flag, f"the agreement to {what}"):
             return
@@ -187,13 +195,13 @@ class ProcessGroups:
         failures = []
         for peer, theirs in enumerate(found):
             if theirs:
-                effect, number_text, text = theirs.decode().split("\0", 2)
-                failures.append((effect == "1", peer, int(number_text), text))
+                effect, number_text, where, text = theirs.decode().split("\0", 3)
+                failures.append((effect == "1", peer, int(number_text), where, text))
         # A PeerError is the effect of another rank's failure: causes first, in order of ranks.
-        only_effects, peer, number, text = min(failures)
+        only_effects, peer, number, where, text = min(failures)
         if failure is not None and (only_effects or not isinstance(failure, PeerError)):
             raise failure
-        name = self.everyone.name(peer)
+        name = f"{self.everyone.name(peer)}{where}"
         raise classes[number](f"{name} could not {what}, so no rank did: {text}")
 
     def require_equal(
@@ -236,8 +244,8 @@ class ProcessGroups:
     def _count_local(self) -> int:
         if self.everyone is None:
             return 1
-        host = socket.gethostname().encode()
-        return self.everyone.all_gather_bytes(host, "hetero's start").count(host)
+        mine = machine_id()
+        return self.everyone.all_gather_bytes(mine, "hetero's start").count(mine)
 
     @contextmanager
     def telling_failures(self, what: str) -> Iterator[None]:

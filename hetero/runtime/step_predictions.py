@@ -113,7 +113,7 @@ class StepPredictions:
     ) -> list[Plan]:
         made, network = self._tracer.latest, None
         if isinstance(rates, Profile):
-            several_machines = self._world.local_ranks < self._world.size
+            several_machines = self._world.is_on_several_machines
             network = rates.node_bytes_per_s if several_machines else rates.rank_bytes_per_s
         elif made is None:
             return []

@@ -80,6 +80,16 @@ class NewFolder:
                     f"remove that"
                 )
 
+    def require_seen(self, who: str) -> None:
+        """Raises CheckpointError if this process, `who`, does not see the folder that another one
+        has begun, as if it were on a filesystem of another machine."""
+        if not self.incomplete.is_dir():
+            raise CheckpointError(
+                f"{who} does not see {self.incomplete} on {os.uname().nodename}, which the first "
+                f"rank has made; all ranks must write to the same folder, on a filesystem that "
+                f"all machines share"
+            )
+
     def _refuse_working_folder(self) -> None:
         """Raises ValueError if the folder would replace the one that this process works in."""
         with contextlib.suppress(OSError):  # (of a working folder that was removed, say)

@@ -262,6 +262,13 @@ def test_two_ranks_train_as_one_with_twice_the_micro_batches(
     assert losses["fsdp2"] == pytest.approx(losses["torch"], rel=2e-3)
 
 
+@pytest.mark.parametrize("peer", ["ddp", "fsdp2"])
+def test_peers_compute_in_fp32_if_hetero_is_asked_to(peer: str, tmp_path: Path) -> None:
+    """Where the CPU has no bf16, computing in it takes many times as long."""
+    contenders = peer_contenders(peer, tmp_path, tmp_path, "python", 2, "fp32")
+    assert [contender.command[-1] for contender in contenders] == ["fp32"]
+
+
 def test_bad_options_are_one_line(inputs: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, message in (
         (["--peers", "torhc"], "unknown peer 'torhc' in --peers; did you mean torch?"),

@@ -1,6 +1,6 @@
 """PyTorch's DistributedDataParallel: every rank holds all state and averages the gradients.
 
-usage: python -m bench.peers.training.ddp_train WORKLOAD.json RESULT.json bf16|autocast
+usage: python -m bench.peers.training.ddp_train WORKLOAD.json RESULT.json bf16|autocast|fp32
 
 Runs as one of several ranks. The modes, and the arithmetic of a rank, are torch_train's.
 """

@@ -1,11 +1,11 @@
 """PyTorch's FSDP2: sharded state; each block is gathered before its forward and backward.
 
-usage: python -m bench.peers.training.fsdp2_train WORKLOAD.json RESULT.json offload
+usage: python -m bench.peers.training.fsdp2_train WORKLOAD.json RESULT.json offload|fp32
 
 Runs as one of several ranks. fp32 shards in RAM under CPUOffloadPolicy, which on a machine that
-computes on the CPU copies nothing; bf16 compute, gradients reduced in fp32. Every rank builds the
-whole model before it is sharded, so that all contenders begin with the same weights; a rank's
-training state is larger than that up to four ranks.
+computes on the CPU copies nothing; compute in bf16 (offload) or fp32, gradients reduced in fp32.
+Every rank builds the whole model before it is sharded, so that all contenders begin with the same
+weights; a rank's training state is larger than that up to four ranks.
 """
 
 from __future__ import annotations
@@ -25,22 +25,27 @@ from bench.peers.training.torch_peer import TorchPeer, build_model
 from bench.peers.training.workload import Workload
 from bench.peers.world import joined
 
+_COMPUTE = {"offload": torch.bfloat16, "fp32": torch.float32}
+
 
 class Fsdp2Peer(TorchPeer):
     """A transformers model, sharded block by block, and torch's fused AdamW on the shards."""
 
-    def __init__(self, workload: Workload) -> None:
-        super().__init__(_sharded(build_model(workload)), workload)
+    def __init__(self, workload: Workload, mode: str) -> None:
+        model = _sharded(build_model(workload), workload.shard_ranks, _COMPUTE[mode])
+        super().__init__(model, workload)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         self.model.set_requires_gradient_sync(self.exchanges)
         return super().forward(tokens)
 
 
-def _sharded(model: Any) -> Any:
+def _sharded(model: Any, shard_ranks: int | None, compute: torch.dtype) -> Any:
+    world_size = dist.get_world_size()
+    shape = (world_size,) if shard_ranks is None else (world_size // shard_ranks, shard_ranks)
     options: dict[str, Any] = {
-        "mesh": init_device_mesh("cpu", (dist.get_world_size(),)),
-        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+        "mesh": init_device_mesh("cpu", shape),
+        "mp_policy": MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32),
         # Memory can be pinned only for an accelerator.
         "offload_policy": CPUOffloadPolicy(pin_memory=False),
     }
@@ -57,21 +62,22 @@ def _sharded(model: Any) -> Any:
 
 def main(argv: list[str]) -> int:
     workload_path, result_path, mode = argv
-    if mode != "offload":
-        raise ValueError(f"mode must be offload, got {mode!r}")
+    if mode not in _COMPUTE:
+        raise ValueError(f"mode must be one of {', '.join(_COMPUTE)}, got {mode!r}")
     workload = Workload.read(Path(workload_path))
     torch.set_num_threads(workload.threads)
     with joined():
-        write_result(Path(result_path), run(workload))
+        write_result(Path(result_path), run(workload, mode))
     return 0
 
 
-def run(workload: Workload) -> dict[str, Any]:
+def run(workload: Workload, mode: str) -> dict[str, Any]:
     """The figures of a training."""
-    peer = Fsdp2Peer(workload)
+    peer = Fsdp2Peer(workload, mode)
     result = measure(peer, workload)
     policy = "fp32 shards, CPUOffloadPolicy"
-    return result | {"params": peer.params, "dtype": "bf16", "policy": policy}
+    dtype = "fp32" if mode == "fp32" else "bf16"
+    return result | {"params": peer.params, "dtype": dtype, "policy": policy}
 
 
 if __name__ == "__main__":

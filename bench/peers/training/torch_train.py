@@ -1,6 +1,6 @@
 """Plain PyTorch with everything in memory.
 
-usage: python -m bench.peers.training.torch_train WORKLOAD.json RESULT.json bf16|autocast
+usage: python -m bench.peers.training.torch_train WORKLOAD.json RESULT.json bf16|autocast|fp32
 
 bf16 keeps weights and moments in bf16 and has no master; autocast keeps fp32 weights and moments
 and computes in bf16.
@@ -27,8 +27,8 @@ def model_in(mode: str, workload: Workload) -> Any:
 
 def require_mode(mode: str) -> None:
     """Raises ValueError for one that does not exist."""
-    if mode not in ("bf16", "autocast"):
-        raise ValueError(f"mode must be bf16 or autocast, got {mode!r}")
+    if mode not in ("bf16", "autocast", "fp32"):
+        raise ValueError(f"mode must be bf16, autocast or fp32, got {mode!r}")
 
 
 def main(argv: list[str]) -> int:

@@ -28,6 +28,7 @@ class Workload:
     seed: int
     threads: int  # of a rank
     ranks: int = 1
+    shard_ranks: int | None = None  # that share the model state; None: all
     # With as little memory as the contender can: activations recomputed, no larger buffers than the
     # model needs.
     lean: bool = False

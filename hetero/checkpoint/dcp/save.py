@@ -94,11 +94,7 @@ def save_dcp(
 
         def plan() -> bytes:
             nonlocal write
-            if not folder.incomplete.is_dir():
-                raise CheckpointError(
-                    f"{engine.world.name} does not see {folder.incomplete}, which the first rank "
-                    f"has made; all ranks must write to the same folder"
-                )
+            folder.require_seen(engine.world.name)
             contents = _Contents(engine, optimizers, rank, _torch_dtype(dtype), resources)
             write = DcpWrite(folder.incomplete, folder.path, contents.part(), rank)
             return write.plan()

@@ -103,11 +103,7 @@ def export_folder(
             _make(folder, files, write_small_files)
 
     def open_files() -> None:
-        if not new.is_dir():
-            raise CheckpointError(
-                f"{world.name} does not see {new}, which the first rank has made; all ranks must "
-                f"write to the same folder, on a filesystem that they share"
-            )
+        folder.require_seen(world.name)
         opened.append(ExportFiles(new, files))
 
     def replace() -> None:

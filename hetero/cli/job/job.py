@@ -6,10 +6,11 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim.lr_scheduler import LambdaLR
 
 import hetero
@@ -124,9 +125,12 @@ def open_job(
     config = memory_config(options, folder, state_bytes, ranks)
     # A budget that cannot work is refused with the one that can, before anything is built.
     bytes_of = config.host_bytes(), config.disk_bytes(), config.device_bytes
-    arrange_shape(shape, options, config, ranks, *bytes_of)
+    shard_ranks = options.shard_ranks or ranks.count
+    group = replace(ranks, rank=ranks.rank % shard_ranks, count=shard_ranks)
+    replicas = ranks.count // shard_ranks
+    arrange_shape(shape, options, config, group, *bytes_of, replicas=replicas)
     torch.manual_seed(options.seed)
-    with hetero.ZeroInitContext(config):
+    with hetero.ZeroInitContext(config, mesh=_mesh(options, ranks)):
         model = task.build()
     tiling = _tile_loss(options, config, model, task.vocab_size, ranks)
     model, optimizer = hetero.initialize(model, make_optimizer(options, model))
@@ -168,6 +172,13 @@ def open_job(
         )
 
 
+def _mesh(options: TrainOptions, ranks: Ranks) -> DeviceMesh | None:
+    """The ranks of --shard-ranks as rows; None: all share the state."""
+    if options.shard_ranks is None or ranks.count == 1:
+        return None
+    return init_device_mesh("cpu", (ranks.count // options.shard_ranks, options.shard_ranks))
+
+
 def _tile_loss(
     options: TrainOptions,
     config: hetero.Config,
@@ -183,7 +194,7 @@ def _tile_loss(
         if options.tiled_loss:
             hetero.tile_heads(model)
         return []
-    mine = config.process_bytes(ranks.count)
+    mine = config.process_bytes(ranks.local)
     limit = min(ranks.gather(math.inf if mine is None else mine))
     whole = _LOGIT_BYTES * options.batch_size * options.seq_len * vocab_size
     if whole <= limit / 4:
@@ -276,11 +287,16 @@ def memory_config(
 ) -> hetero.Config:
     """The engine's configuration, with this command's defaults for what was not given.
 
-    `state_bytes`: usual_state_bytes() of the model.
+    `state_bytes`: usual_state_bytes() of the model. Raises ValueError if --shard-ranks does not fit
+    the ranks.
     """
+    if ranks.count % (options.shard_ranks or 1):
+        raise ValueError(
+            f"--shard-ranks {options.shard_ranks} does not divide the {ranks.count} ranks"
+        )
     host_memory: str | int | None = options.host_memory
     if host_memory is None and options.policy == "nvme":
-        third = state_bytes // ranks.count // 3
+        third = state_bytes // (options.shard_ranks or ranks.count) // 3
         host_memory = max(third, LEAST_DEFAULT_HOST_BYTES)
     nvme_path = options.nvme_path
     others = options.commit_every, options.activation_memory

@@ -48,6 +48,10 @@ def train(
     Raises:
         ValueError, hetero.HeteroError: before the first step, for options that cannot work.
     """
+    if options.save_every is not None:
+        folder.require_shared("--save-every")
+    elif options.save_model and task is None:
+        folder.require_shared("the trained model (without it: --no-save-model)")
     resumption = agreed_resumption(options, folder, ranks)
     with open_job(options, folder, ranks, task) as job:
         notes = list(job.setting.notes)

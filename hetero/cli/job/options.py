@@ -162,6 +162,11 @@ class TrainOptions:
         " 3 parameters, too, which takes least memory and most traffic",
         3,
     )
+    shard_ranks: int | None = _option(
+        "so many ranks, neighbours by number, share the model state, and further ones have copies"
+        " of it: those of a machine, so that gradients alone go between machines (default: all)",
+        least=1,
+    )
     tiled_loss: bool | None = _option(
         "compute the loss from a part of the logits at a time, and never hold them whole, nor their"
         " gradient: much less memory with a large vocabulary or long sequences, for a third more"

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,13 +25,16 @@ TIMEOUT = timedelta(minutes=10)
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process is `rank` (from 0) of `count`, connected by torch.distributed's default group.
+    """This process is `rank` (from 0) of `count`, of which `local` run on this machine.
+
+    They are connected by torch.distributed's default group.
 
     All ranks must make the same calls in the same order, or HeteroError is raised after TIMEOUT.
     """
 
     rank: int = 0
     count: int = 1
+    local: int = 1
 
     @property
     def leads(self) -> bool:
@@ -65,6 +69,13 @@ class Ranks:
         if answer[1]:
             raise ValueError(answer[1])
         return answer[0]
+
+    def names(self) -> list[str]:
+        """Every rank's number and machine, as errors name it."""
+        found: list[Any] = [None] * self.count
+        with self._talking():
+            dist.all_gather_object(found, f"rank {self.rank} on {os.uname().nodename}")
+        return found
 
     @contextmanager
     def _talking(self) -> Iterator[None]:
@@ -101,10 +112,15 @@ def joined_ranks() -> Iterator[Ranks]:
         place = int(os.environ.get("LOCAL_RANK", "0"))
         torch.cuda.set_device(place % torch.cuda.device_count())
     try:
-        yield Ranks(dist.get_rank(), dist.get_world_size()) if _initialized() else ALONE
+        yield _default_group() if _initialized() else ALONE
     finally:
         if joins:
             dist.destroy_process_group()
+
+
+def _default_group() -> Ranks:
+    count = dist.get_world_size()
+    return Ranks(dist.get_rank(), count, int(os.environ.get("LOCAL_WORLD_SIZE", count)))
 
 
 def _initialized() -> bool:

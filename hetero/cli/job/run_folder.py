@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -53,6 +55,32 @@ class RunFolder:
     def __exit__(self, *error: object) -> None:
         if self._steps == 0:
             self._remove_created()
+
+    def require_shared(self, why: str) -> None:
+        """Raises ValueError, on all ranks, unless all see the folder that the first one has made.
+
+        `why` says what needs that.
+        """
+        if self._ranks.count == 1:
+            return
+        sign = self.path / self._ranks.from_first(self._make_sign)
+        seen = self._ranks.gather(sign.exists())
+        if self._ranks.leads:
+            sign.unlink()
+        if not all(seen):
+            names = self._ranks.names()
+            raise ValueError(
+                f"{names[seen.index(0)]} does not see --run-dir {self.path} of {names[0]}; {why} "
+                f"needs a folder on a filesystem that all machines share"
+            )
+
+    def _make_sign(self) -> str:
+        try:
+            descriptor, path = tempfile.mkstemp(dir=self.path)
+            os.close(descriptor)
+        except OSError as error:
+            raise ValueError(f"cannot write to --run-dir {self.path}: {error.strerror}") from error
+        return Path(path).name
 
     @staticmethod
     def has_run(path: Path) -> bool:

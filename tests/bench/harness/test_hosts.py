@@ -13,6 +13,7 @@ import pytest
 
 from bench.harness.hosts import INTERFACE, Hosts, parse_rate, why_no_hosts
 from bench.harness.ranks import run_ranks
+from hetero.cli.job.options import TrainOptions, to_arguments
 from tests.support.waiting import until
 
 WHY_NOT = why_no_hosts()
@@ -69,10 +70,14 @@ def losses(tmp_path: Path, name: str, ranks: int, hosts: Hosts | None) -> dict[s
     """What `hetero train` tells of three steps; each host has a folder of its own."""
     (tmp_path / name).mkdir()
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    options = "--steps 3 --seq-len 32 --batch-size 1 --json --no-save-model --threads 1"
-    options += f" --dtype fp32 --policy nvme --host-memory 4MiB --config {tmp_path}/config.json"
-    options += f" --nvme-path {tmp_path / name} --run-dir {tmp_path / name / 'run'}"
-    command = [sys.executable, "-m", "hetero.cli", "train", *options.split()]
+    small: dict[str, Any] = {"seq_len": 32, "batch_size": 1, "threads": 1, "host_memory": "4MiB"}
+    where: dict[str, Any] = {
+        "nvme_path": (str(tmp_path / name),),
+        "run_dir": str(tmp_path / name / "run"),
+    }
+    how: dict[str, Any] = {"steps": 3, "dtype": "fp32", "policy": "nvme", "save_model": False}
+    options = TrainOptions(config=f"{tmp_path}/config.json", json=True, **small, **where, **how)
+    command = [sys.executable, "-m", "hetero.cli", "train", *to_arguments(options)]
     log, out = tmp_path / f"{name}.log", tmp_path / f"{name}.out"
     run_ranks(command, ranks, os.environ, log, out, 300, hosts)
     found: dict[str, Any] = json.loads(out.read_text())

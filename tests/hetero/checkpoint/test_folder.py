@@ -443,3 +443,19 @@ def test_a_parent_that_takes_no_folders_is_no_race() -> None:
     """mkdir() says there that the parent is missing."""
     with pytest.raises(StoreError, match="cannot make a folder for the checkpoint: No such file"):
         save(Path("/proc/self/saved"), "new")
+
+
+def test_ranks_that_write_elsewhere_are_found(tmp_path: Path) -> None:
+    """As those of a machine that does not share the filesystem: by who writes, or else by who
+    completes the checkpoint."""
+    folder = CheckpointFolder(tmp_path / "saved")
+    folder.begin()
+    there = CheckpointFolder(tmp_path / "other" / "saved")
+    folder.require_seen("rank 0")
+    with pytest.raises(CheckpointError, match=r"rank 1 does not see .*/other/\.saved\.incomplete"):
+        there.require_seen("rank 1")
+    (folder.incomplete / "mine").touch()
+    folder.require_files(["mine"])
+    with pytest.raises(CheckpointError, match="has no theirs.*all machines share"):
+        folder.require_files(["mine", "theirs"])
+    folder.abandon()

@@ -26,8 +26,9 @@ def groups(others: list[bytes]) -> ProcessGroups:
         any=lambda flag, what: bool(flag) or any(others),
         all_gather_bytes=all_gather_bytes,
         name=lambda peer: f"rank {peer}",
+        size=1 + len(others),
     )
-    made.everyone = everyone
+    made.everyone, made.local_ranks = everyone, everyone.size
     return made
 
 
@@ -47,6 +48,13 @@ def sent(failure: BaseException) -> bytes:
 
 
 NOTHING = b""
+
+
+def test_of_several_machines_the_failed_one_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: "node7")
+    monkeypatch.setattr(ProcessGroups, "is_on_several_machines", True)
+    with pytest.raises(HeteroError, match="rank 1 on node7 could not move homes, so no rank did"):
+        groups([sent(BudgetError("too small"))]).all_or_none(None, "move homes")
 
 
 def test_nothing_is_raised_if_no_rank_failed() -> None:

@@ -10,9 +10,11 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch
 
 from bench.harness.peer_process import import_environment
 from bench.harness.ranks import RankError, rank_log, run_ranks
+from hetero.cli.job.job import memory_config
 from hetero.cli.job.loop import train
 from hetero.cli.job.options import TrainOptions, add_train_arguments
 from hetero.cli.job.ranks import ALONE, Ranks, joined_ranks
@@ -69,6 +71,25 @@ def test_ranks_that_cannot_be_joined_are_refused(monkeypatch: pytest.MonkeyPatch
         pass
 
 
+def test_ranks_that_share_the_state_divide_all(tmp_path: Path) -> None:
+    options, folder = TrainOptions(policy="cpu", shard_ranks=2), RunFolder(str(tmp_path / "run"))
+    assert memory_config(options, folder, 0, Ranks(0, 4)).host_memory is None
+    with pytest.raises(ValueError, match="--shard-ranks 2 does not divide the 3 ranks"):
+        memory_config(options, folder, 0, Ranks(0, 3))
+
+
+def test_ranks_of_other_machines_have_no_share_of_this_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """So a limit that holds for two ranks here is not divided by all four."""
+    monkeypatch.setattr("hetero.cli.job.ranks._initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 2)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with joined_ranks() as ranks:
+        assert ranks == Ranks(2, 4, local=2)
+
+
 def test_what_ranks_tell_each_other_and_the_first_alone_writes(tmp_path: Path) -> None:
     body = """
     assert ranks.count == 2
@@ -90,6 +111,17 @@ def test_what_ranks_tell_each_other_and_the_first_alone_writes(tmp_path: Path) -
         for _ in range(2):
             folder.append_metrics({"rank": ranks.rank})
         folder.write_json("summary.json", {"rank": ranks.rank})
+        before = sorted(pathlib.Path(path).iterdir())
+        folder.require_shared("it")
+        if not ranks.leads:
+            folder.path = pathlib.Path("elsewhere")
+        try:
+            folder.require_shared("it")
+        except ValueError as error:
+            assert str(error).startswith("rank 1 on ") and "does not see --run-dir" in str(error)
+        else:
+            raise AssertionError("not refused")
+        assert not ranks.leads or sorted(pathlib.Path(path).iterdir()) == before
     try:
         with RunFolder(path, ranks):
             raise AssertionError("not refused")
