@@ -205,7 +205,13 @@ class AnyStarts(RuleBasedStateMachine):
         except hetero.CheckpointError as error:
             assert "discard_state=True" in str(error)  # noqa: PT017
             assert both or how in ("version", "order", "flip")
-            assert content(self.root) == before
+            after = content(self.root)
+            assert set(after) == set(before)
+            for changed in [each for each in before if after[each] != before[each]]:
+                # A copy of the set that a killed start has not written to its end is made again.
+                copy = f"{changed[:-1]}{1 - int(changed[-1])}"
+                assert changed[:-1].endswith("set-")
+                assert after[changed] == before[copy]
             for each, old in kept.items():
                 each.write_bytes(old)
             training.start(self.paths(training.directories), 1)
@@ -214,7 +220,7 @@ class AnyStarts(RuleBasedStateMachine):
 def damaged(old: bytes, how: str, at: float) -> bytes:
     """The content with one kind of damage."""
     place = int(at * len(old))
-    if how == "flip":
+    if how == "flip" and old:
         return old[:place] + bytes([old[place] ^ 8]) + old[place + 1 :]
     if how == "zero":
         return bytes(len(old))
