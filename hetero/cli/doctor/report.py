@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import textwrap
 from collections import Counter
 from collections.abc import Sequence
 
@@ -19,9 +17,10 @@ from hetero.cli.doctor.memory_checks import (
     check_numa,
 )
 from hetero.cli.doctor.software_checks import check_extras, check_versions
+from hetero.text_table import columns, terminal_width
 
 _COLOURS = {Level.OK: "green", Level.NOTE: "yellow", Level.PROBLEM: "bold red"}
-_LEVEL_WIDTH = 9
+_LEVEL_WIDTH = 7
 
 
 def examine(facts: Facts) -> list[Finding]:
@@ -55,33 +54,17 @@ def summary(findings: Sequence[Finding]) -> str:
 
 def lines(findings: Sequence[Finding], width: int) -> list[str]:
     """Plain text of at most `width` columns, as far as words allow."""
-    column = max(len(finding.name) for finding in findings) + 2
-    begin = " " * _LEVEL_WIDTH
-    text = []
+    rows = []
     for finding in findings:
-        text += textwrap.wrap(
-            f"{finding.level.value.ljust(_LEVEL_WIDTH)}{finding.name.ljust(column)}{finding.fact}",
-            width,
-            subsequent_indent=begin + " " * column,
-            break_long_words=False,
-            break_on_hyphens=False,
-            drop_whitespace=True,
-        )
+        rows.append((finding.level.value.ljust(_LEVEL_WIDTH), finding.name, finding.fact))
         if finding.fix:
-            text += textwrap.wrap(
-                f"-> {finding.fix}",
-                width,
-                initial_indent=begin + " " * column,
-                subsequent_indent=begin + " " * (column + 3),
-                break_long_words=False,
-                break_on_hyphens=False,
-            )
-    return [*text, "", summary(findings)]
+            rows.append(("", "", f"-> {finding.fix}"))
+    return [*columns(rows, width), "", summary(findings)]
 
 
 def show(findings: Sequence[Finding]) -> None:
     """Prints them on stdout, in colours where rich is installed and stdout is a terminal."""
-    text = lines(findings, max(60, shutil.get_terminal_size().columns))
+    text = lines(findings, terminal_width())
     try:
         from rich.console import Console
         from rich.text import Text
