@@ -46,7 +46,10 @@ def test_the_help_fits_a_screen(
         assert sum(line.startswith(f"  {name} ") for line in lines) == 1
 
 
-@pytest.mark.parametrize("given", ["--version", "--help", "train --help", "plan --help", "trian"])
+@pytest.mark.parametrize(
+    "given",
+    ["--version", "--help", "train --help-all", "plan --help", "trian", "train --config none.json"],
+)
 def test_help_and_mistakes_do_not_wait_for_torch(given: str) -> None:
     """Importing torch takes seconds."""
     program = f"""
