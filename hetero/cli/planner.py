@@ -195,7 +195,7 @@ class _Planner:
             raise ValueError("--policy nvme needs --nvme-path, a folder on the NVMe disk")
         self.machine = machine
         self._options = options
-        self._config = Config(
+        self._config = Config.make(
             host_memory=machine.host_bytes,
             process_memory=options.process_memory,
             activation_memory=options.activation_memory,

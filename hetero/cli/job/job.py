@@ -272,8 +272,8 @@ def _predicted(
                 engine.budget_moves.group_plans(),
                 profile,
                 Work(options.batch_size * options.seq_len, options.accumulate),
-                prefetch=config.prefetch,
-                overlap=config.overlap,
+                prefetch=config.debugging.prefetch,
+                overlap=config.debugging.overlap,
                 grad_factors=clips,
             )
     except ValueError as error:  # of another version, or without what this run uses
