@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Sequence
 
@@ -19,7 +20,7 @@ from hetero.cli.doctor.memory_checks import (
 from hetero.cli.doctor.software_checks import check_extras, check_versions
 from hetero.text_table import columns, terminal_width
 
-_COLOURS = {Level.OK: "green", Level.NOTE: "yellow", Level.PROBLEM: "bold red"}
+_COLOURS = {Level.OK: "32", Level.NOTE: "33", Level.PROBLEM: "1;31"}  # of ECMA-48
 _LEVEL_WIDTH = 7
 
 
@@ -63,20 +64,11 @@ def lines(findings: Sequence[Finding], width: int) -> list[str]:
 
 
 def show(findings: Sequence[Finding]) -> None:
-    """Prints them on stdout, in colours where rich is installed and stdout is a terminal."""
-    text = lines(findings, terminal_width())
-    try:
-        from rich.console import Console
-        from rich.text import Text
-    except ModuleNotFoundError:
-        print("\n".join(text))
-        return
-    console = Console(soft_wrap=True, highlight=False)
-    for line in text:
-        shown = Text(line)
-        for level, colour in _COLOURS.items():
-            if line.startswith(level.value.ljust(_LEVEL_WIDTH)):
-                shown.stylize(colour, 0, _LEVEL_WIDTH)
-        if line.lstrip().startswith("-> "):
-            shown.stylize("cyan")
-        console.print(shown)
+    """Prints them on stdout, in colours where that is a terminal."""
+    for line in lines(findings, terminal_width()):
+        colour = next(
+            (c for level, c in _COLOURS.items() if line.startswith(f"{level.value} ")), ""
+        )
+        if colour and sys.stdout.isatty():
+            line = f"\033[{colour}m{line[:_LEVEL_WIDTH]}\033[0m{line[_LEVEL_WIDTH:]}"
+        print(line)
