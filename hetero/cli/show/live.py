@@ -19,8 +19,8 @@ from offload.memory.sizes import format_bytes
 
 _WORDS = {"device": "device", "host": "RAM", "disk": "NVMe"}
 _BARS = "▁▂▃▄▅▆▇█"
-_SHOWN = 60  # steps of a sparkline
-_BAR_WIDTH = 40
+_BAR_WIDTHS = 10, 40
+_WORDS_WIDTH = 56  # of all beside the bars
 
 
 class LiveObserver:
@@ -32,8 +32,10 @@ class LiveObserver:
         self._live = Live(console=console, auto_refresh=False, transient=False)
         self._setting: Setting | None = None
         self._peak = dict.fromkeys(TIERS, 0)
-        self._losses: deque[float] = deque(maxlen=_SHOWN)
-        self._speeds: deque[float] = deque(maxlen=_SHOWN)
+        least, most = _BAR_WIDTHS
+        self._width = min(most, max(least, console.width - _WORDS_WIDTH))
+        self._losses: deque[float] = deque(maxlen=self._width)
+        self._speeds: deque[float] = deque(maxlen=self._width)
 
     def begin(self, setting: Setting) -> None:
         """Says what is trained."""
@@ -60,8 +62,8 @@ class LiveObserver:
         grid = Table.grid(padding=(0, 2))
         grid.add_column(style="bold", no_wrap=True)
         grid.add_column(no_wrap=True)
-        grid.add_column()
-        steps = ProgressBar(total=setting.steps, completed=metrics.step, width=_BAR_WIDTH)
+        grid.add_column(overflow="fold")
+        steps = ProgressBar(total=setting.steps, completed=metrics.step, width=self._width)
         grid.add_row("step", steps, f"{metrics.step} of {setting.steps}")
         for tier in TIERS:
             now = metrics.memory[-1]
@@ -73,7 +75,7 @@ class LiveObserver:
             bar = ProgressBar(
                 total=budget or self._peak[tier],
                 completed=held,
-                width=_BAR_WIDTH,
+                width=self._width,
                 complete_style="cyan",
                 finished_style="cyan",
             )
