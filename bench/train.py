@@ -50,7 +50,7 @@ from bench.peers.training.workload import Workload
 from hetero.cli.job.data import load_corpus
 from hetero.cli.job.models import model_config
 from hetero.cli.job.optimization import ADAM_BETAS, lr_factor
-from hetero.cli.job.options import TrainOptions, add_train_arguments
+from hetero.cli.job.options import TrainOptions, add_train_arguments, config_path
 from offload.errors import HeteroError
 from offload.memory.sizes import format_bytes
 
@@ -154,7 +154,7 @@ def _options(arguments: argparse.Namespace) -> tuple[TrainOptions, list[str]]:
     if not variants:
         raise ValueError("--variants names no policy")
     arguments.policy = given if given in variants else variants[-1]
-    if arguments.config is None and arguments.vocab_size is None:
+    if config_path(arguments.model, arguments.config) is None and arguments.vocab_size is None:
         arguments.vocab_size = VOCAB_SIZE
     options = TrainOptions.from_namespace(arguments)
     if options.threads is None:

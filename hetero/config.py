@@ -14,6 +14,8 @@ import psutil
 
 from hetero.chunks.dtypes import Dtypes, check_dtype, default_dtype
 from hetero.chunks.layout import pack
+from hetero.debug import NAMES as DEBUG_NAMES
+from hetero.debug import DebugOptions
 from hetero.option_checks import (
     check_choice,
     check_integer,
@@ -22,7 +24,6 @@ from hetero.option_checks import (
     options_by_name,
     options_from_file,
 )
-from hetero.overlap import OverlapUpdates
 from offload.device.backend import Backend, CpuBackend, EmulatedBackend
 from offload.device.cuda_backend import CudaBackend, cuda_available, default_device_bytes
 from offload.disk.directories import check_directories, ram_filesystem, total_free_bytes
@@ -32,10 +33,8 @@ from offload.memory.tiers import Tier
 
 Policy = Literal["cuda", "cpu", "nvme", "auto"]
 BackendName = Literal["cpu", "cuda", "emulated", "auto"]
-StrategyName = Literal["chunk", "tensor", "bucket"]
 # Of what process_memory leaves; before a step was seen, the rest is kept for what steps need.
 FIRST_STATE_SHARE = Fraction(3, 4)
-DEFAULT_LINK_GBPS = 16.0  # of PCIe 4.0 x8, or of a shared x16 slot
 _MEMORY_OPTIONS = (
     "host_memory",
     "reserve_memory",
@@ -70,8 +69,6 @@ class Config:
             device. "auto": on a CUDA device if there is one, else in RAM. "emulated": on the CPU,
             as if it had memory of its own that copies reach in the background, to try out what a
             device brings. Needs device_memory.
-        link_gbps: GB/s of each direction of the emulated device's link; for "emulated" only.
-            Default: 16, as PCIe 4.0 x8 has.
         host_memory: hard limit of RAM for model state. Default: 80 % of what is available now, of
             which nothing is used without need. If it is given, what is left of it keeps optimizer
             state between steps, which saves NVMe traffic. It does not count activations, unless
@@ -99,10 +96,6 @@ class Config:
             bandwidth. The files have no names and end with the process. Default: none.
         nvme_capacity: hard limit of the bytes in all directories together. Default: 95 % of what
             is free now.
-        allow_ram_filesystem: nvme_path may be on a filesystem whose files are RAM (tmpfs, as
-            /dev/shm and many a /tmp are), for trials. Default: False, such a path is refused: what
-            goes there frees no RAM, and no budget would count it. True takes nvme_capacity, by
-            default half, from host_memory. Not with process_memory or durable=True.
         dtype: of parameters in forward and backward. "bf16" (default); "fp16", with dynamic loss
             scaling; "fp32", which doubles their memory and traffic. None: bf16 where the compute
             device multiplies it in hardware, else fp32. Optimizer updates are in fp32 always.
@@ -113,22 +106,6 @@ class Config:
             twice the memory, and are a chunk group of their own.
         chunk_numel: elements per slot, the unit of placement and of transfers. Default: the size
             that wastes least. Smaller ones fit tighter budgets, larger ones move faster.
-        io_engine: what reads and writes scratch files: "io_uring", "threads", or "auto" (default):
-            io_uring where the kernel allows it. Threads are slower and work everywhere.
-        prefetch: read what is on NVMe ahead of its use: parameters, and, while backward runs, the
-            optimizer state that step() needs first. Default: True. False is for measurements.
-        overlap_updates: when parameters are updated, and what waits for it; the same bits in all
-            cases, with clipping, loss scaling and several ranks, too. "auto" (default): a chunk
-            whose optimizer state is on NVMe is updated while backward still runs, as soon as its
-            gradients are final (from the second step on, and where recent steps say what step()
-            will multiply gradients by), and step() returns while updates go on: whatever uses a
-            parameter waits for its chunk alone. optimizer.engine.synchronize() waits for all. An
-            update that step() does not confirm is made again, and whoever uses a value or changes
-            a gradient before step() has it taken back first. That takes the room of optimizer
-            state on NVMe twice; without so much room chunks are updated in step(). "none": in
-            step(), which waits. "forward": step() submits all updates and does not wait.
-            "backward": as early as with "auto", and step() waits. "both": as early, whatever
-            recent steps were like, and step() does not wait.
         undoable_steps: optimizer.undo_last_step() can bring back what the last step has changed.
             Default: False. True needs nvme_path, where the state from before a step is kept: in
             bf16 with Adam 12 bytes per trained element. A step writes as many, instead of 10 where
@@ -155,15 +132,8 @@ class Config:
         zero_stage: what the ranks share out. 1: optimizer state. 2: gradients too. 3 (default):
             parameters too. A lower stage needs more memory; 1 and 2 gather parameters once, at
             the end of step(), and not in forward and backward.
-        shard_strategy: what a chunk holds. "chunk" (default): tensors in the model's order, packed
-            tightly. "tensor": one tensor. "bucket": the tensors of one module. Also an object of
-            TensorShardStrategy or BucketTensorShardStrategy. The last two waste the rest of a slot.
         reduce_dtype: dtype in which gradients travel between ranks. Default: grad_dtype; in stage
             1 it must be that. Sums are made in fp32 anyway; "bf16" halves the traffic of fp32.
-        grad_reduce: "exact": ranks exchange parts of gradients and sum them in fp32, in rank order,
-            rounded once, so the bits do not depend on the network. "backend": the process group's
-            reduce-scatter sums, in reduce_dtype and an order of its own; gloo's moves twice the
-            bytes and takes many times as long.
         rank_timeout_s: seconds for which a rank waits for another before it gives it up with a
             PeerError that names it. Default: 600. Raise it if one rank may be that much slower.
         process_memory: limit of the whole process (RSS), activations and libraries included, or
@@ -174,6 +144,7 @@ class Config:
             None: hetero does not scale the loss, for loops that use torch.amp.GradScaler.
         loss_scale_window: steps without overflow after which the loss scale is doubled. Default:
             2000. Every overflow halves it and skips a step.
+        debug: a DebugOptions of hetero.debug, or a mapping of its names: what no training needs.
 
     Raises:
         ValueError: an option has a wrong type or value, or does not fit another one.
@@ -182,7 +153,6 @@ class Config:
 
     placement_policy: Policy = "auto"
     backend: BackendName = "cpu"
-    link_gbps: float | None = None
     host_memory: int | str | None = None
     reserve_memory: int | str | None = None
     activation_memory: int | str | None = None
@@ -190,31 +160,27 @@ class Config:
     device_memory: int | str | None = None
     nvme_path: str | PathLike[str] | Sequence[str | PathLike[str]] | None = None
     nvme_capacity: int | str | None = None
-    allow_ram_filesystem: bool = False
     dtype: str | None = "bf16"
     grad_dtype: str | None = None
     keep_fp32: Sequence[str] = ()
     chunk_numel: int | None = None
-    io_engine: Literal["auto", "io_uring", "threads"] = "auto"
-    prefetch: bool = True
-    overlap_updates: OverlapUpdates | str = OverlapUpdates.AUTO
     undoable_steps: bool = False
     durable: bool = False
     commit_every: int = 1
     discard_state: bool = False
     verify_reads: bool = False
     zero_stage: int = 3
-    shard_strategy: Any = "chunk"
     reduce_dtype: str | None = None
-    grad_reduce: Literal["exact", "backend"] = "exact"
     rank_timeout_s: float = 600.0
     initial_loss_scale: float | None = 65536.0
     loss_scale_window: int = 2000
     process_memory: int | str | None = None
+    debug: DebugOptions | Mapping[str, Any] = dataclasses.field(default_factory=DebugOptions)
 
     def __post_init__(self) -> None:
         check_choice("placement_policy", self.placement_policy, get_args(Policy))
-        check_choice("io_engine", self.io_engine, ("auto", "io_uring", "threads"))
+        if not isinstance(self.debug, DebugOptions):
+            self._set("debug", DebugOptions(**options_by_name(self.debug, DEBUG_NAMES, {})))
         for name in _MEMORY_OPTIONS:
             value = getattr(self, name)
             if name == "device_memory" and value == "auto":
@@ -237,10 +203,6 @@ class Config:
         if self.grad_dtype is not None:
             self._set("grad_dtype", check_dtype(self.grad_dtype, "grad_dtype"))
         check_choice("zero_stage", self.zero_stage, (1, 2, 3))
-        strategy = getattr(self.shard_strategy, "name", self.shard_strategy)
-        check_choice("shard_strategy", strategy, get_args(StrategyName))
-        self._set("shard_strategy", strategy)
-        check_choice("grad_reduce", self.grad_reduce, ("exact", "backend"))
         if self.reduce_dtype is not None:
             reduce = check_dtype(self.reduce_dtype, "reduce_dtype")
             self._set("reduce_dtype", reduce)
@@ -273,18 +235,14 @@ class Config:
                 f"not {scale!r}"
             )
         check_integer("commit_every", self.commit_every, at_least=0)
-        flags = ("prefetch", "undoable_steps", "durable", "discard_state", "verify_reads")
-        for name in (*flags, "allow_ram_filesystem"):
+        for name in ("undoable_steps", "durable", "discard_state", "verify_reads"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, not {getattr(self, name)!r}")
-        overlaps = [overlap.value for overlap in OverlapUpdates]
-        check_choice("overlap_updates", self.overlap_updates, overlaps)
-        self._set("overlap_updates", OverlapUpdates(self.overlap_updates))
         self._check_backend()
         if self.discard_state and not self.durable:
             raise ValueError("discard_state=True is of no use without durable=True; give it too")
         if self.nvme_path is not None:
-            found = check_directories(_paths(self.nvme_path), self.allow_ram_filesystem)
+            found = check_directories(_paths(self.nvme_path), self.debugging.allow_ram_filesystem)
             self._set("nvme_path", found[0] if len(found) == 1 else found)
             self._check_files_in_ram()
         elif self.placement_policy == "nvme":
@@ -334,7 +292,7 @@ class Config:
     @property
     def files_are_ram(self) -> bool:
         """Whether some directory of nvme_path is on a RAM filesystem, which is allowed then."""
-        return self.allow_ram_filesystem and any(map(ram_filesystem, self.nvme_paths))
+        return self.debugging.allow_ram_filesystem and any(map(ram_filesystem, self.nvme_paths))
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
@@ -346,23 +304,12 @@ class Config:
                 "CUDA or for one before CUDA 12, no driver, or CUDA_VISIBLE_DEVICES); use 'auto', "
                 "which then is 'cpu'"
             )
-        if self.backend == "emulated":
-            if self.device_memory is None:
-                raise ValueError(
-                    "backend='emulated' needs device_memory, the bytes that the emulated device has"
-                )
-            gbps = DEFAULT_LINK_GBPS if self.link_gbps is None else self.link_gbps
-            if not is_number(gbps) or not 1e-6 <= gbps < math.inf:
-                raise ValueError(
-                    f"link_gbps must be a number of GB/s of at least 1e-6, such as 16, not {gbps!r}"
-                )
-            self._set("link_gbps", float(gbps))
-        elif self.link_gbps is not None:
+        if self.backend == "emulated" and self.device_memory is None:
             raise ValueError(
-                f"link_gbps is of no use with backend={self.backend!r}, which has no link; leave "
-                f"it out, or give backend='emulated'"
+                "backend='emulated' needs device_memory, the bytes that the emulated device has"
             )
-        elif self.placement_policy == "cuda" and self.backend == "cpu":
+        self._set("debug", self.debugging.for_backend(self.backend))
+        if self.placement_policy == "cuda" and self.backend == "cpu":
             raise ValueError(_no_cuda())
 
     @property
@@ -371,9 +318,10 @@ class Config:
         return self.durable or self.verify_reads
 
     @property
-    def overlap(self) -> OverlapUpdates:
-        """overlap_updates, checked."""
-        return OverlapUpdates(self.overlap_updates)
+    def debugging(self) -> DebugOptions:
+        """The option `debug`, checked."""
+        assert isinstance(self.debug, DebugOptions)
+        return self.debug
 
     @property
     def device_bytes(self) -> int | None:
@@ -393,8 +341,8 @@ class Config:
             return CpuBackend()
         if self.backend == "cuda":
             return CudaBackend()
-        assert self.link_gbps is not None
-        return EmulatedBackend(self.link_gbps * 1e9)
+        assert self.debugging.link_gbps is not None
+        return EmulatedBackend(self.debugging.link_gbps * 1e9)
 
     @property
     def dtypes(self) -> Dtypes:
@@ -496,7 +444,7 @@ class Config:
             config: a Config, a mapping of options, or the path of a JSON file with an object of
                 options; None: all defaults.
             **options: single options, which replace those in `config`. tensor_placement_policy is
-                another name of placement_policy.
+                another name of placement_policy, and options of `debug` have names here, too.
 
         Returns:
             a new, checked Config.
@@ -505,7 +453,7 @@ class Config:
             ValueError: an option is unknown (the message has the nearest names) or wrong.
             StoreError: nvme_path cannot be used.
         """
-        known = [field.name for field in dataclasses.fields(cls)]
+        known = option_names()
         values: dict[str, Any] = {}
         if isinstance(config, (str, PathLike)):
             config = options_from_file(config)
@@ -513,7 +461,18 @@ class Config:
             values = dict(vars(config))
         elif config is not None:
             values = options_by_name(config, known, _ALIASES)
-        return cls(**{**values, **options_by_name(options, known, _ALIASES)})
+        values |= options_by_name(options, known, _ALIASES)
+        apart = {name: values.pop(name) for name in DEBUG_NAMES if name in values}
+        if apart:
+            given = values.get("debug", {})
+            before = vars(given) if isinstance(given, DebugOptions) else given
+            values["debug"] = {**before, **apart}
+        return cls(**values)
+
+
+def option_names() -> list[str]:
+    """All options by which Config.make() knows them."""
+    return [field.name for field in dataclasses.fields(Config)] + list(DEBUG_NAMES)
 
 
 def _paths(value: object) -> list[str | PathLike[str]]:

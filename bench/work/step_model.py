@@ -100,7 +100,7 @@ def make_plan(numel: int, buffer_budget: int, directory: str, chunk_numel: int |
         model = Parameters(numel)
     resident = sum(p.numel() for p in model.parameters()) * RESIDENT_BYTES
     for _ in range(2):  # the second time with the chunks' padding, which the first finds out
-        config = Config(
+        config = Config.make(
             overlap_updates="none",
             placement_policy="nvme",
             host_memory=buffer_budget + resident,

@@ -61,7 +61,7 @@ def build_activation_store(
 
         arena = HostArena(_ADDRESSES * slots, slot_bytes, ledger, Account.ACTIVATION)
         ram = RamCopies(RunPool(arena, room), room, file, unwritten_bytes=0)
-        movement = InRam(limits, kept, ram, file, config.prefetch, excess)
+        movement = InRam(limits, kept, ram, file, config.debugging.prefetch, excess)
     else:
         arena = backend.host_arena(slots, slot_bytes, ledger, Account.ACTIVATION)
 
@@ -77,5 +77,5 @@ def build_activation_store(
         )
         unwritten_bytes = int(slots * slot_bytes * _UNWRITTEN_SHARE)
         ram = RamCopies(pool, behind_link, file, unwritten_bytes, devices.wait_for_one)
-        movement = ByLink(limits, kept, ram, file, config.prefetch, backend, devices)
+        movement = ByLink(limits, kept, ram, file, config.debugging.prefetch, backend, devices)
     return ActivationStore(limits, kept, movement, notes)

@@ -48,7 +48,7 @@ class Contents:
         everyone = engine.world.everyone
         self.rank, ranks = (0, 1) if everyone is None else (everyone.rank, everyone.size)
         self._file_name = f"rank-{self.rank:04}-of-{ranks:04}.safetensors"
-        self._io_engine = engine.config.io_engine
+        self._io_engine = engine.config.debugging.io_engine
         self._chunk_groups = list(engine.chunk_groups)
         model = ModelTensors.of(engine)
         own: list[torch.Tensor] = []

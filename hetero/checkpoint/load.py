@@ -104,7 +104,7 @@ def load(
         manifest = read_manifest(found)
 
         def open_reader() -> DataReader:
-            engine_name = engine.config.io_engine
+            engine_name = engine.config.debugging.io_engine
             try:
                 return DataReader(found, manifest.files, manifest.tensors, engine_name)
             except StoreError as error:

@@ -111,7 +111,7 @@ class _ChunkGroupBuilder:
         device = self._make_device_parts(file)
         grad_offload = None if device is None else device.grad_offload
         updater = None if device is None else device.updater
-        overlap = self.shared.config.overlap
+        overlap = self.shared.config.debugging.overlap
         spare = SpareExtents(self._layout, self._dtypes, homes, file)
         committed: CommittedState | None = None
         if file.is_durable:
@@ -284,7 +284,7 @@ class _ChunkGroupBuilder:
             homes,
             shards,
             copies,
-            config.prefetch,
+            config.debugging.prefetch,
             versions,
             gathering,
             news,

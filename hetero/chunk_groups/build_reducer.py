@@ -53,7 +53,7 @@ class GradReducerBuilder:
             self.resources.callback(made.close)  # also if there is no room for its slots
             return made
 
-        by_backend = self.shared.config.grad_reduce == "backend"
+        by_backend = self.shared.config.debugging.grad_reduce == "backend"
         dtype, received = self.plan.dtypes.torch_reduce, placement.receive_slots
         if self.plan.spec.averages_on_device and placement.longest_trained:
             device_buckets: DevicePool | None = None

@@ -9,6 +9,9 @@ import textwrap
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
+from hetero.cli.extras import missing_extra
+from hetero.cli.job_file import with_job_files
+
 _EXAMPLES = "examples:\n"
 _EXIT_CODE = 2  # EXIT_USAGE of hetero/cli/commands/outcome.py, and what argparse has for errors
 
@@ -37,6 +40,20 @@ class HelpFormatter(argparse.HelpFormatter):
             return "".join(map(super()._format_action, action._get_subactions()))
         return super()._format_action(action)
 
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if isinstance(action, argparse.BooleanOptionalAction) and action.default is False:
+            return action.option_strings[0]  # --no-NAME changes nothing, unless a job file has NAME
+        return super()._format_action_invocation(action)
+
+
+class _HelpAll(argparse.Action):
+    """Prints the help with the advanced options, and exits."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        assert isinstance(parser, Parser)
+        parser.print_help_all()
+        parser.exit()
+
 
 class Parser(argparse.ArgumentParser):
     """A parser whose commands have parsers of its own class, and whose errors are one line."""
@@ -44,6 +61,44 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **options: Any) -> None:
         # A prefix that is unique today is another option's, too, when one is added.
         super().__init__(**{"formatter_class": HelpFormatter, "allow_abbrev": False, **options})
+        self._advanced: list[argparse.Action] = []
+        self._takes_job_file = False
+
+    def take_job_file(self) -> None:
+        """Adds --config, and --help-all for the options that hide() was called with."""
+        self.add_argument(
+            "--help-all",
+            action=_HelpAll,
+            nargs=0,
+            help="show all options, advanced ones too, and exit",
+        )
+        self.add_argument(
+            "--config",
+            dest="job_file",
+            metavar="FILE",
+            help="YAML or JSON file of options (max_steps: 20), or the folder of an earlier run;"
+            " flags of the command line win",
+        )
+        self._takes_job_file = True
+
+    def hide(self, action: argparse.Action) -> None:
+        """Has only --help-all show an option."""
+        self._advanced.append(action)
+
+    def format_help(self) -> str:
+        """The help without the options that are advanced."""
+        helps = [action.help for action in self._advanced]
+        for action in self._advanced:
+            action.help = argparse.SUPPRESS
+        try:
+            return super().format_help()
+        finally:
+            for action, text in zip(self._advanced, helps, strict=True):
+                action.help = text
+
+    def print_help_all(self) -> None:
+        """Prints the help with all options."""
+        print(super().format_help(), end="")
 
     def error(self, message: str) -> NoReturn:
         """Exits, naming the choice that is nearest."""
@@ -53,6 +108,13 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As error(), for options that there are not: none is left for anybody else."""
+        if self._takes_job_file and args:
+            try:
+                args = with_job_files(self, args)
+            except ModuleNotFoundError as error:
+                self.exit(_EXIT_CODE, f"{self.prog}: error: {missing_extra(error) or error}\n")
+            except ValueError as error:
+                self.exit(_EXIT_CODE, f"{self.prog}: error: {error}\n")
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
             given = unknown[0].partition("=")[0]

@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -23,11 +24,15 @@ from hetero.planning.profiles import find_profile, listing, shipped_profiles
 from hetero.planning.report import as_dict, explain, state_by_tier
 from hetero.planning.step_cost import StepCost
 from hetero.planning.trace import Work
+from hetero.text_table import terminal_width, wrapped
 from offload.disk.directories import check_directories, total_free_bytes
+from offload.memory.process_memory import resident_bytes
 from offload.memory.sizes import format_bytes, parse_bytes
 from offload.profile.machine_profile import Profile, default_path
 
 if TYPE_CHECKING:
+    import torch
+
     from hetero.planning.group_plans import Arrangement, ChunkGroupPlan
 
 
@@ -49,24 +54,29 @@ def plan(arguments: argparse.Namespace) -> bool:
 
         check_picture("--what-if", picture)
     with contextlib.redirect_stdout(sys.stderr):
-        planner = _Planner(options, machine, arguments.checkpointing)
-        groups = planner.arrange_within(machine.host_bytes, machine.device_bytes).chunk_groups
+        planner = _Planner(options, machine, arguments.lora_rank)
+        groups = planner.arrange_within(planner.host_bytes, machine.device_bytes).chunk_groups
         plans = planner.predict(groups)
         least = smallest_budgets(planner.arrange_within, machine.device_bytes)
         cases = [] if picture is None else _what_if(planner, plans, least)
     facts = {"model": model_label(options), **_facts(planner, groups)}
-    excess = planner.excess(groups)
+    excess = planner.excess(groups, least)
     if options.json:
         others = {"what_if": [case.as_dict() for case in cases]} if cases else {}
         print(json.dumps(facts | as_dict(plans, least) | others))
     else:
-        print(f"{_title(facts)} ({machine.profile.date})\n\n{explain(plans, least)}")
+        width = terminal_width()
+        print(*wrapped(f"{_title(facts)} ({machine.profile.date})", width), "", sep="\n")
+        print(explain(plans, least, width))
         if planner.activations is not None:
-            print(_activation_words(planner.activations))
+            print(*wrapped(_activation_words(planner.activations), width), sep="\n")
         if cases:
-            print(f"\n{explain_cases(cases)}")
+            print(f"\n{explain_cases(cases, width)}")
     if excess:
-        print(f"does not fit: {excess}", file=sys.stderr if options.json else sys.stdout)
+        lines = [f"does not fit: {excess}"]
+        if not options.json:
+            lines = wrapped(lines[0], terminal_width())
+        print(*lines, sep="\n", file=sys.stderr if options.json else sys.stdout)
     if picture is not None:
         from hetero.cli.show.what_if_figure import draw_what_if
 
@@ -77,7 +87,8 @@ def plan(arguments: argparse.Namespace) -> bool:
 def _activation_words(estimate: ActivationEstimate) -> str:
     return (
         f"Activations (estimated, beside the budgets): {format_bytes(estimate.kept_bytes)} a rank, "
-        f"{format_bytes(estimate.checkpointed_bytes)} with --checkpointing; logits are not in it."
+        f"{format_bytes(estimate.checkpointed_bytes)} with --gradient-checkpointing; logits are "
+        f"not in it."
     )
 
 
@@ -90,7 +101,8 @@ def _what_if(planner: _Planner, plans: list[Plan], least: SmallestBudgets) -> li
             planner.predict(planner.arrange_within(host_bytes, device_bytes).chunk_groups)
         )
 
-    found = other_budgets(step_with, (machine.host_bytes, machine.device_bytes), least, state_bytes)
+    given = planner.host_bytes, machine.device_bytes
+    found = other_budgets(step_with, given, least, state_bytes)
     traffic = whole_step(plans).traffic
     if traffic["nvme_read"] or traffic["nvme_written"]:
         groups = [plan.group for plan in plans]
@@ -145,6 +157,13 @@ class _Machine:
                 f"--nodes {nodes}: the profile {profile.name!r} says nothing about a network "
                 f"between machines; use one that does: --machine {' or '.join(connected)}"
             )
+        if arguments.lora_rank < 0:
+            raise ValueError(f"--lora-rank must be 0 or more, got {arguments.lora_rank}")
+        if arguments.process_memory is not None and profile.separate:
+            raise ValueError(
+                f"--process-memory: on the machine of the profile {profile.name!r} activations are "
+                f"on devices; use --device-memory and --host-memory"
+            )
         mine = profile.share(ranks // nodes)
         host = _size(arguments.host_memory, "--host-memory")
         device = _size(arguments.device_memory, "--device-memory")
@@ -168,7 +187,7 @@ class _Machine:
 class _Planner:
     """Arranges and predicts what was asked for, within budgets and by profiles that may change."""
 
-    def __init__(self, options: TrainOptions, machine: _Machine, checkpointing: bool) -> None:
+    def __init__(self, options: TrainOptions, machine: _Machine, lora_rank: int) -> None:
         """Nothing is placed yet. Raises ValueError for what cannot be."""
         from hetero.cli.job.models import build_shape, model_config
 
@@ -176,8 +195,9 @@ class _Planner:
             raise ValueError("--policy nvme needs --nvme-path, a folder on the NVMe disk")
         self.machine = machine
         self._options = options
-        self._config = Config(
+        self._config = Config.make(
             host_memory=machine.host_bytes,
+            process_memory=options.process_memory,
             activation_memory=options.activation_memory,
             dtype=options.dtype,
             chunk_numel=options.chunk_numel,
@@ -185,8 +205,10 @@ class _Planner:
             overlap_updates=options.overlap_updates,
         )
         self.shape = build_shape(model_config(options))
+        if lora_rank:
+            self.shape = _with_adapter(self.shape, lora_rank)
         tokens = options.batch_size * options.seq_len
-        self._work = Work(tokens, options.accumulate, checkpointing)
+        self._work = Work(tokens, options.accumulate, options.gradient_checkpointing)
         shape = getattr(self.shape, "config", None)
         layers, width = (getattr(shape, n, None) for n in ("num_hidden_layers", "hidden_size"))
         self.activations: ActivationEstimate | None = None  # of models that say their sizes
@@ -194,13 +216,30 @@ class _Planner:
             element_bytes = self._config.dtypes.param_bytes
             self.activations = ActivationEstimate.of(layers, width, tokens, element_bytes)
 
-    def excess(self, groups: Sequence[ChunkGroupPlan]) -> str:
+    @property
+    def host_bytes(self) -> int:
+        """Of model state; less than the machine's budget if the process has a limit."""
+        return self._config.host_bytes()
+
+    def excess(self, groups: Sequence[ChunkGroupPlan], least: SmallestBudgets) -> str:
         """Why state and activations together do not fit the memory where compute happens; empty if
-        they do."""
+        they do. `least`: the smallest budgets of state that work."""
         if self.activations is None:
             return ""
         estimate, machine = self.activations, self.machine
         checkpointing = self._work.checkpointing
+        process, state_bytes = self._config.process_bytes(), least["host"] or 0
+        if process is not None:
+            # Blocks are computed again, and state leaves RAM, as far as they must.
+            needed = resident_bytes() + state_bytes + estimate.checkpointed_bytes
+            if needed <= process:
+                return ""
+            return (
+                f"a process without model state holds about {format_bytes(resident_bytes())}, the "
+                f"least state {format_bytes(state_bytes)}, and activations an estimated "
+                f"{format_bytes(estimate.checkpointed_bytes)} if all blocks are computed again; "
+                f"use a smaller --batch-size or --seq-len, or --process-memory {needed} at least"
+            )
         beside = estimate.checkpointed_bytes if checkpointing else estimate.kept_bytes
         limits = self._config.activation_memory is not None  # what passes it goes elsewhere
         device = machine.rank_profile.device_bytes
@@ -213,7 +252,7 @@ class _Planner:
             return ""
         fix = "a smaller --batch-size or --seq-len"
         if not checkpointing:
-            fix += f", or --checkpointing ({format_bytes(estimate.checkpointed_bytes)})"
+            fix += f", or --gradient-checkpointing ({format_bytes(estimate.checkpointed_bytes)})"
         name = "--host-memory" if what == "RAM" else "--device-memory"
         if beside < there:
             fix += f", or {name} {there - beside} at most"
@@ -245,6 +284,18 @@ class _Planner:
         return predict(groups, rates, self._work, overlap=overlap, network=network)
 
 
+def _with_adapter(shape: torch.nn.Module, rank: int) -> torch.nn.Module:
+    """The model on the meta device with a LoRA adapter, which alone is trained."""
+    import peft
+    import torch
+
+    adapter = peft.LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about weights that are stored transposed
+        adapted: torch.nn.Module = peft.get_peft_model(shape, adapter)
+    return adapted
+
+
 def _facts(planner: _Planner, groups: Sequence[ChunkGroupPlan]) -> dict[str, Any]:
     """What was asked for, and what came of it."""
     machine = planner.machine
@@ -259,7 +310,7 @@ def _facts(planner: _Planner, groups: Sequence[ChunkGroupPlan]) -> dict[str, Any
         "nodes": machine.nodes,
         "budget_bytes": {
             "device": machine.device_bytes,
-            "host": machine.host_bytes,
+            "host": planner.host_bytes,
             "disk": machine.disk_bytes,
         },
         "chunks": [

@@ -37,7 +37,7 @@ from hetero.compat.key_table import (
 )
 from hetero.compat.late_start import start
 from hetero.compat.ranks import ranks
-from hetero.config import Config
+from hetero.config import Config, option_names
 from hetero.runtime.engine import Engine
 from hetero.runtime.modules.model_hook import ModelHook
 from hetero.state.managed_param import ManagedParam
@@ -291,8 +291,7 @@ def fully_shard(
     Raises:
         ValueError: for arguments that are refused, and for unknown ones, with the nearest name.
     """
-    fields = [field.name for field in dataclasses.fields(Config)]
-    refuse_unknown("fully_shard", options, [*ARGUMENTS.keys, *fields])
+    refuse_unknown("fully_shard", options, [*ARGUMENTS.keys, *option_names()])
     ARGUMENTS.read({"ignored_params": ignored_params or None, "dp_mesh_dims": dp_mesh_dims})
     if shard_placement_fn is not None:
         ARGUMENTS.read({"shard_placement_fn": shard_placement_fn})

@@ -136,7 +136,8 @@ def start(
                 f"it, to the context that builds the model"
             )
     made = construction.config
-    others = [name for name in _USED_OPTIONS if getattr(config, name) != getattr(made, name)]
+    new, old = ({**vars(each), **vars(each.debugging)} for each in (config, made))
+    others = [name for name in _USED_OPTIONS if new[name] != old[name]]
     if not others:
         construction.take_options(config)
         initialize(model, optimizer)

@@ -25,7 +25,9 @@ def restore(
         path = Path(folder.folders[0])
         manifest = merged_manifest(folder.last)
         return Source(
-            path, manifest, lambda: CommitReader(folder.last, path, engine.config.io_engine)
+            path,
+            manifest,
+            lambda: CommitReader(folder.last, path, engine.config.debugging.io_engine),
         )
 
     try:

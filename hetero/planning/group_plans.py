@@ -121,7 +121,7 @@ def arrange(
     """
     specs: list[ParamSpec] = []
     params: list[torch.nn.Parameter] = []
-    group_of = groups_of(model, config.shard_strategy)
+    group_of = groups_of(model, config.debugging.shard_strategy)
     for name, param in model.named_parameters():
         if is_manageable(param, name) and param.numel():
             trains = param.requires_grad and (optimized is None or id(param) in optimized)
@@ -394,7 +394,7 @@ def plan_chunk_groups(
                     replace(left, waiting=waiting),
                     concurrent_slots(_gathered_together(model, chunk_of)),
                     reduce_at_end=number != reducing,
-                    overlaps_updates=config.overlap.repeats,
+                    overlaps_updates=config.debugging.overlap.repeats,
                     checksums=file_checksums(config),
                 )
 

@@ -23,7 +23,7 @@ def saved_profile(
     profile = profile.share(local_ranks)
     profile.check_backend(config.backend)
     if config.backend == "emulated":
-        assert config.link_gbps is not None
+        assert config.debugging.link_gbps is not None
         assert config.device_bytes is not None
-        return profile.with_link(config.link_gbps * 1e9, config.device_bytes)
+        return profile.with_link(config.debugging.link_gbps * 1e9, config.device_bytes)
     return profile

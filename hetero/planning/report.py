@@ -10,6 +10,7 @@ from hetero.planning.group_plans import ChunkGroupPlan
 from hetero.planning.placement import Placement, PlacementError
 from hetero.planning.predict import Plan, whole_step
 from hetero.planning.step_cost import TRAFFIC, CostModel, StepCost
+from hetero.text_table import table, wrapped
 from offload.memory.sizes import format_bytes
 from offload.memory.tiers import Tier
 
@@ -18,22 +19,32 @@ _STEPS = 1000  # for the wear of NVMe
 _KINDS = ("PARAM", "GRAD", "OPTIM_STATE", "pools")
 
 
-def explain(plans: Sequence[Plan], least: SmallestBudgets | None = None) -> str:
+def explain(
+    plans: Sequence[Plan], least: SmallestBudgets | None = None, width: int | None = None
+) -> str:
     """The table of a model: bytes by tier, seconds of a step, what bounds it, and what would help,
     which takes a few placements' time.
 
     Args:
         plans: of all chunk groups, the main one first. Bytes are of one rank.
         least: the smallest budgets that work; None: those of these layouts.
+        width: columns that lines may have; None: as many as they take.
     """
     groups, step = [plan.group for plan in plans], whole_step(plans)
     budgets = groups[0].spec.budgets
     limits = {Tier.DEVICE: budgets.device, Tier.HOST: budgets.host, Tier.DISK: budgets.disk}
-    sections = [explain_bytes(groups, limits), _time(step), _larger(plans, step.seconds)]
-    return "\n\n".join([*sections, _notes(plans, step, least or _smallest(plans))])
+    sections = [
+        explain_bytes(groups, limits, width),
+        _time(step, width),
+        _larger(plans, step.seconds),
+        "\n".join(wrapped(_notes(plans, step, least or _smallest(plans)), width)),
+    ]
+    return "\n\n".join(sections)
 
 
-def explain_bytes(groups: Sequence[ChunkGroupPlan], limits: Mapping[Tier, int | None]) -> str:
+def explain_bytes(
+    groups: Sequence[ChunkGroupPlan], limits: Mapping[Tier, int | None], width: int | None = None
+) -> str:
     """The bytes alone, where nothing is known of a step's seconds; `limits`: budgets by tier."""
     found = _bytes(groups)
     rows: list[tuple[str, ...]] = [("bytes of a rank", *_KINDS, "total", "budget")]
@@ -42,7 +53,7 @@ def explain_bytes(groups: Sequence[ChunkGroupPlan], limits: Mapping[Tier, int | 
             cells = [format_bytes(n) if n else "-" for n in found[tier].values()]
             total = format_bytes(sum(found[tier].values()))
             rows.append((tier.name, *cells, total, format_bytes(limit)))
-    return table(rows)
+    return table(rows, width)
 
 
 def as_dict(plans: Sequence[Plan], least: SmallestBudgets | None = None) -> dict[str, object]:
@@ -124,7 +135,7 @@ def _bytes(groups: Sequence[ChunkGroupPlan]) -> dict[Tier, dict[str, int]]:
     return found
 
 
-def _time(step: StepCost) -> str:
+def _time(step: StepCost, width: int | None) -> str:
     total = step.busy_s
     rows: list[tuple[str, ...]] = [("seconds", "expected", *total)]
     for phase in step.phases:
@@ -133,7 +144,7 @@ def _time(step: StepCost) -> str:
         rows.append((phase.name, seconds_text(phase.seconds), *cells))
     rows.append(("step", seconds_text(step.seconds), *map(seconds_text, total.values())))
     share = total.get(step.bound, 0.0) / step.seconds if step.seconds else 0.0
-    return f"{table(rows)}\nThe step is bound by: {step.bound} (busy {share:.0%} of it)."
+    return f"{table(rows, width)}\nThe step is bound by: {step.bound} (busy {share:.0%} of it)."
 
 
 def _larger(plans: Sequence[Plan], step_s: float) -> str:
@@ -172,14 +183,3 @@ def _notes(plans: Sequence[Plan], step: StepCost, least: SmallestBudgets) -> str
 def seconds_text(value: float) -> str:
     """Three decimals, and of little two digits."""
     return f"{value:.3f}" if value >= 0.01 else f"{value:.2g}" if value else "0"
-
-
-def table(rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as they must be; the first to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for first, *others in rows:
-        cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
-        lines.append("  ".join([first.ljust(widths[0]), *cells]).rstrip())
-    lines.insert(1, "-" * max(map(len, lines)))
-    return "\n".join(lines)

@@ -67,13 +67,13 @@ class UpdateSchedule:
         optimizers: Sequence[OptimizerView],
     ) -> None:
         self._params = params
-        self.overlap = config.overlap
+        self.overlap = config.debugging.overlap
         self._loss_scale = loss_scale
         self._counts = GradCounts()
         self._optimizers = optimizers
         self._prediction = FactorPrediction(always=self.overlap is not OverlapUpdates.AUTO)
         self._guess: float | None = None  # of this step's factor
-        self._reads_ahead = config.prefetch
+        self._reads_ahead = config.debugging.prefetch
         self._in_backward = False  # a gradient has come in this step
         self._group_of: dict[int, int] = {}  # by id(param): index of its param group
 

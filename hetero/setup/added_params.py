@@ -247,7 +247,7 @@ def _specs(
     Raises ValueError for one that is not the model's, HeteroError for one that cannot be managed.
     """
     names = {id(p): name for name, p in model.named_parameters()}
-    group_of = groups_of(model, engine.config.shard_strategy)
+    group_of = groups_of(model, engine.config.debugging.shard_strategy)
     found = []
     next_index = len(engine.first_number)
     for param in dict.fromkeys(params):

@@ -297,7 +297,7 @@ def test_loads_are_after_their_pages_were_dropped(
         (["--peers", "tourch"], "did you mean torch"),
         (["--path", "/nonexistent"], "--path /nonexistent is not a directory"),
         (["--io-size", "1MiB"], "is too small"),
-        (["--config", "/nonexistent.json"], "cannot read --config /nonexistent.json"),
+        (["--config", "/nonexistent.json"], "configuration /nonexistent.json"),
         (["--host-memory", "lots"], "lots"),
         (["--seq-len", "1"], "--seq-len must be at least 2"),
         (["--host-memory", "4KiB"], "host_memory"),

@@ -10,6 +10,7 @@ import torch
 
 from hetero.chunks.dtypes import Dtypes, check_dtype, default_dtype
 from hetero.config import Config
+from hetero.debug import DebugOptions
 from offload.errors import StoreError
 from offload.memory.tiers import Tier
 
@@ -35,7 +36,7 @@ def test_sizes_become_bytes(tmp_path):
 @pytest.mark.parametrize("bad", ["4 apples", "", "-1g", 0, -5, 1.5, True])
 def test_bad_sizes_name_the_option(option, bad):
     with pytest.raises(ValueError, match=f"^{option}: ") as refusal:
-        Config(**{option: bad})
+        Config.make(**{option: bad})
     assert repr(bad) in str(refusal.value)
 
 
@@ -54,7 +55,7 @@ def test_bad_sizes_name_the_option(option, bad):
 )
 def test_bad_choices_list_the_good_ones(option, bad, nearest):
     with pytest.raises(ValueError, match=f"{option} must be one of ") as refusal:
-        Config(**{option: bad})
+        Config.make(**{option: bad})
     message = str(refusal.value)
     assert repr(bad) in message
     assert "auto" in message
@@ -66,7 +67,7 @@ def test_bad_choices_list_the_good_ones(option, bad, nearest):
 @pytest.mark.parametrize("bad", ["fp8", "float64", torch.float64, torch.int8, "", 16])
 def test_bad_dtypes_list_the_good_ones(option, bad):
     with pytest.raises(ValueError, match=f"{option} must be one of bf16, fp16, fp32") as refusal:
-        Config(**{option: bad})
+        Config.make(**{option: bad})
     assert repr(bad) in str(refusal.value)
 
 
@@ -140,7 +141,7 @@ def test_bad_chunk_sizes_come_with_one_that_works(bad):
 )
 def test_other_bad_values_are_refused_by_name(option, bad):
     with pytest.raises(ValueError, match=option) as refusal:
-        Config(**{option: bad})
+        Config.make(**{option: bad})
     assert str(bad) in str(refusal.value)
 
 
@@ -223,7 +224,9 @@ def test_a_directory_given_twice_is_refused(tmp_path):
 
 def test_a_config_does_not_change():
     with pytest.raises(dataclasses.FrozenInstanceError):
-        Config().prefetch = False
+        Config().durable = True
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Config().debugging.prefetch = False
 
 
 class TestMake:
@@ -253,7 +256,23 @@ class TestMake:
 
     def test_keywords_win_over_a_mapping(self):
         made = Config.make({"host_memory": "1g", "prefetch": False}, host_memory="2g")
-        assert (made.host_memory, made.prefetch) == (2 << 30, False)
+        assert (made.host_memory, made.debugging.prefetch) == (2 << 30, False)
+
+    def test_options_for_debugging_are_apart(self):
+        wanted = Config(debug=DebugOptions(prefetch=False, io_engine="threads"))
+        assert wanted == Config(debug={"prefetch": False, "io_engine": "threads"})
+        assert wanted == Config.make(debug={"prefetch": False}, io_engine="threads")
+        assert wanted == Config.make(Config(debug={"prefetch": False}), io_engine="threads")
+        assert Config.make(wanted) == dataclasses.replace(wanted) == wanted
+        assert Config.make(wanted, prefetch=True).debugging == DebugOptions(io_engine="threads")
+        with pytest.raises(ValueError, match="unknown option 'prefetsh'; did you mean prefetch"):
+            Config(debug={"prefetsh": False})
+        with pytest.raises(ValueError, match="io_engine must be one of"):
+            Config(debug={"io_engine": "slow"})
+
+    def test_there_are_fewer_options_than_before(self):
+        """33 in 0.1; what no training needs is in one of them."""
+        assert len(dataclasses.fields(Config)) <= 26
 
     def test_tensor_placement_policy_is_placement_policy(self):
         wanted = Config(placement_policy="cpu")

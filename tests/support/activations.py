@@ -93,7 +93,7 @@ def open_store(
     At the end everything that it had is free.
     """
     backend = CpuBackend() if backend is None else backend
-    config = Config(nvme_path=None if path is None else str(path), **options)
+    config = Config.make(nvme_path=None if path is None else str(path), **options)
     budgets = {Tier.HOST: host, Tier.DEVICE: device, Tier.DISK: GENEROUS}
     ledger, notes = Ledger(budgets), []
     limits = ActivationLimits(host, device, strict)

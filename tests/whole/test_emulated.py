@@ -428,11 +428,11 @@ def test_two_ranks(
 )
 def test_options_are_checked(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        hetero.Config(**options)
+        hetero.Config.make(**options)
 
 
 def test_defaults() -> None:
     config = hetero.Config(backend="emulated", device_memory="1MiB")
-    assert config.link_gbps == 16.0
+    assert config.debugging.link_gbps == 16.0
     assert config.device_bytes == 1 << 20
     assert hetero.Config(device_memory="1MiB").device_bytes is None

@@ -134,7 +134,7 @@ class ActivationFile:
             io_notes: Sequence[str] = ()
             if io is None:
                 directories = len(self._config.nvme_paths)
-                io, io_notes = make_io_engine(self._config.io_engine, directories)
+                io, io_notes = make_io_engine(self._config.debugging.io_engine, directories)
                 resources.callback(io.close)
                 self._own_io = io
             scratch = ScratchFile(self._config.nvme_paths, self._ledger, Account.ACTIVATION)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import hetero
 from hetero.cli.commands.outcome import EXIT_OK
 from hetero.cli.parser import examples
+from hetero.text_table import columns, terminal_width
 
 if TYPE_CHECKING:
     from hetero.cli.commands import Commands
@@ -107,5 +108,5 @@ def _runs_alone(node: ast.stmt) -> bool:
 
 def listing(known: dict[str, Program]) -> list[str]:
     """A line for each benchmark."""
-    width = max(map(len, known), default=0)
-    return [f"{name.ljust(width)}  {program.summary}" for name, program in known.items()]
+    rows = [(name, program.summary) for name, program in known.items()]
+    return columns(rows, terminal_width())

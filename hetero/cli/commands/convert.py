@@ -25,7 +25,7 @@ def add_command(commands: Commands) -> None:
         " go along; to Hugging Face's go parameters and buffers.",
         epilog=examples(
             (
-                "hetero convert runs/first exported --to hf --dtype bf16 --config config.json",
+                "hetero convert runs/first exported --to hf --model-config config.json",
                 "for transformers' from_pretrained()",
             ),
             ("hetero convert runs/first resharded --to dcp", "for torch.distributed.checkpoint"),
@@ -46,8 +46,12 @@ def add_command(commands: Commands) -> None:
         help="of parameters (default: as they are stored; masters are fp32); with --to hetero,"
         " of those that are not trained",
     )
+    command.add_argument(  # the name of 0.1
+        "--config", dest="config", help=argparse.SUPPRESS, default=argparse.SUPPRESS
+    )
     command.add_argument(
-        "--config",
+        "--model-config",
+        dest="config",
         metavar="PATH",
         help="with --to hf: a config.json, or a folder that has one, which is copied",
     )

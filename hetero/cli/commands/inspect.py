@@ -56,6 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
     # Late, because other commands need none of it.
     from hetero.cli.show.contents import as_dict, lines
     from hetero.cli.trained.stored import open_left
+    from hetero.text_table import terminal_width
 
     with open_left(Path(arguments.path)) as stored:
         verified = _verify(stored) if arguments.verify else None
@@ -63,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
             found = as_dict(stored)
             print(json.dumps(found if verified is None else {**found, "verified": verified}))
         else:
-            print("\n".join(lines(stored)))
+            print("\n".join(lines(stored, terminal_width())))
     if verified is None:
         return EXIT_OK
     damaged: list[str] = verified["damaged"]

@@ -17,11 +17,10 @@ if TYPE_CHECKING:
 # The options that are those of `hetero train`, and their help where it is another one here.
 _DEFAULT_BYTES = f"for model state (default: {DEFAULT_SHARE:.0%}% of what there is)"
 _TRAIN_OPTIONS = {
-    "model": "by name",
-    "config": "JSON file with the configuration of any Hugging Face causal language model",
     "vocab_size": "of a model by name (default: as published)",
     "host_memory": f"RAM, {_DEFAULT_BYTES}",
-    "activation_memory": "part of it for what autograd saves, as `hetero train` says",
+    "process_memory": "of the whole process, where compute happens in RAM (default: no limit)",
+    "activation_memory": "part of --host-memory for what autograd saves, as `hetero train` says",
     "device_memory": "memory of a device, where the profile has one that is not RAM,"
     f" {_DEFAULT_BYTES}",
     "nvme_path": "folder on NVMe, once per disk; with --profile it need not exist (default: none)",
@@ -31,7 +30,8 @@ _TRAIN_OPTIONS = {
     "accumulate": "micro-batches of a rank per step",
     "zero_stage": "what ranks share, as `hetero train` says",
     "overlap_updates": "what updates overlap with, as `hetero train` says",
-    **dict.fromkeys(("policy", "state_dtype", "chunk_numel", "seq_len", "optimizer", "json")),
+    **dict.fromkeys(("model", "config", "policy", "state_dtype", "chunk_numel", "seq_len")),
+    **dict.fromkeys(("gradient_checkpointing", "optimizer", "json")),
 }
 
 
@@ -39,6 +39,7 @@ def add_command(commands: Commands) -> None:
     """Adds `plan`."""
     command = commands.add_parser(
         "plan",
+        usage="hetero plan [OPTION ...]",
         help="say where a model's state would live, and what a step would take",
         description="Places a model's state without building it, and predicts a step by a machine's"
         " profile: this one's, as `hetero profile` measured it, or another's. Budgets are of one"
@@ -73,8 +74,20 @@ def add_command(commands: Commands) -> None:
     command.add_argument(
         "--share-gpu", action="store_true", help="a machine may have more ranks than GPUs"
     )
+    command.add_argument(  # the name of 0.1
+        "--checkpointing",
+        dest="gradient_checkpointing",
+        action="store_true",
+        help=argparse.SUPPRESS,
+        default=argparse.SUPPRESS,
+    )
     command.add_argument(
-        "--checkpointing", action="store_true", help="backward computes forward once more"
+        "--lora-rank",
+        type=int,
+        default=0,
+        metavar="N",
+        help="a LoRA adapter of this rank on all linear layers but the head is trained, and the"
+        " rest is frozen, as `hetero finetune` does it (default: all is trained)",
     )
     command.add_argument(
         "--machine",

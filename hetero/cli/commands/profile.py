@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from hetero.cli.commands.outcome import EXIT_OK
 from hetero.cli.folders import make_writable
 from hetero.cli.parser import examples
+from hetero.text_table import columns, terminal_width
 from offload.memory.sizes import format_bytes
 from offload.profile.machine_profile import Profile, default_path
 
@@ -111,5 +112,4 @@ def lines(profile: Profile) -> list[str]:
     ]
     if profile.nvme_bytes is not None:
         rows.append(("NVMe, free", format_bytes(profile.nvme_bytes)))
-    width = max(len(name) for name, _ in rows)
-    return [f"{name.ljust(width)}  {value}" for name, value in rows]
+    return columns(rows, terminal_width())

@@ -33,9 +33,9 @@ def add_command(commands: Commands) -> None:
         help="train a language model within budgets of RAM and device memory",
         description="Trains a language model on the bytes of a text. Without options: 304M"
         " parameters, four minutes on two CPU cores, on the source text of Python's standard"
-        " library, with the optimizer states on NVMe. Sizes are bytes, or like 600MiB and 4GiB;"
-        " budgets are never exceeded, and one that is too small is refused with the smallest that"
-        " works. Under torchrun the ranks shard the model state.",
+        " library. Sizes are bytes, or like 600MiB and 4GiB; budgets are never exceeded, and one"
+        " that is too small is refused with the smallest that works. Under torchrun the ranks shard"
+        " the model state.",
         epilog=examples(
             ("hetero train --max-steps 20", "two minutes of the model of 304M parameters"),
             (
@@ -49,6 +49,10 @@ def add_command(commands: Commands) -> None:
             (
                 "hetero train --policy cpu --process-memory auto",
                 "all in RAM, and within what a container allows",
+            ),
+            (
+                "hetero train --config runs/first --max-steps 80",
+                "the options of an earlier run, or of a YAML file, and more steps",
             ),
             (
                 "torchrun --nproc-per-node 2 -m hetero.cli train --max-steps 20",

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
-import textwrap
+import sys
 from collections import Counter
 from collections.abc import Sequence
 
@@ -19,9 +18,10 @@ from hetero.cli.doctor.memory_checks import (
     check_numa,
 )
 from hetero.cli.doctor.software_checks import check_extras, check_versions
+from hetero.text_table import columns, terminal_width
 
-_COLOURS = {Level.OK: "green", Level.NOTE: "yellow", Level.PROBLEM: "bold red"}
-_LEVEL_WIDTH = 9
+_COLOURS = {Level.OK: "32", Level.NOTE: "33", Level.PROBLEM: "1;31"}  # of ECMA-48
+_LEVEL_WIDTH = 7
 
 
 def examine(facts: Facts) -> list[Finding]:
@@ -55,45 +55,20 @@ def summary(findings: Sequence[Finding]) -> str:
 
 def lines(findings: Sequence[Finding], width: int) -> list[str]:
     """Plain text of at most `width` columns, as far as words allow."""
-    column = max(len(finding.name) for finding in findings) + 2
-    begin = " " * _LEVEL_WIDTH
-    text = []
+    rows = []
     for finding in findings:
-        text += textwrap.wrap(
-            f"{finding.level.value.ljust(_LEVEL_WIDTH)}{finding.name.ljust(column)}{finding.fact}",
-            width,
-            subsequent_indent=begin + " " * column,
-            break_long_words=False,
-            break_on_hyphens=False,
-            drop_whitespace=True,
-        )
+        rows.append((finding.level.value.ljust(_LEVEL_WIDTH), finding.name, finding.fact))
         if finding.fix:
-            text += textwrap.wrap(
-                f"-> {finding.fix}",
-                width,
-                initial_indent=begin + " " * column,
-                subsequent_indent=begin + " " * (column + 3),
-                break_long_words=False,
-                break_on_hyphens=False,
-            )
-    return [*text, "", summary(findings)]
+            rows.append(("", "", f"-> {finding.fix}"))
+    return [*columns(rows, width), "", summary(findings)]
 
 
 def show(findings: Sequence[Finding]) -> None:
-    """Prints them on stdout, in colours where rich is installed and stdout is a terminal."""
-    text = lines(findings, max(60, shutil.get_terminal_size().columns))
-    try:
-        from rich.console import Console
-        from rich.text import Text
-    except ModuleNotFoundError:
-        print("\n".join(text))
-        return
-    console = Console(soft_wrap=True, highlight=False)
-    for line in text:
-        shown = Text(line)
-        for level, colour in _COLOURS.items():
-            if line.startswith(level.value.ljust(_LEVEL_WIDTH)):
-                shown.stylize(colour, 0, _LEVEL_WIDTH)
-        if line.lstrip().startswith("-> "):
-            shown.stylize("cyan")
-        console.print(shown)
+    """Prints them on stdout, in colours where that is a terminal."""
+    for line in lines(findings, terminal_width()):
+        colour = next(
+            (c for level, c in _COLOURS.items() if line.startswith(f"{level.value} ")), ""
+        )
+        if colour and sys.stdout.isatty():
+            line = f"\033[{colour}m{line[:_LEVEL_WIDTH]}\033[0m{line[_LEVEL_WIDTH:]}"
+        print(line)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -87,7 +87,8 @@ class Job:
         result.placement = _chunk_counts(engine)
         result.predicted = _predicted(self.options, engine, [])
         result.changes = [(change.step, change.words()) for change in engine.changes]
-        result.notes = list(dict.fromkeys((*result.notes, *engine.notes)))
+        again = list(filter(None, [engine.recompute.words()]))
+        result.notes = list(dict.fromkeys((*result.notes, *engine.notes, *again)))
 
     def record(self, result: TrainResult) -> RunRecord:
         """What the page shows of the run, of which at least one step was made."""
@@ -123,6 +124,8 @@ def open_job(
     trained = sum(parameter.numel() for parameter in shape.parameters() if parameter.requires_grad)
     state_bytes = usual_state_bytes(params, trained)
     config = memory_config(options, folder, state_bytes, ranks)
+    if options.gradient_checkpointing and config.activation_limit is not None:
+        config = replace(config, recompute="all")
     # A budget that cannot work is refused with the one that can, before anything is built.
     bytes_of = config.host_bytes(), config.disk_bytes(), config.device_bytes
     shard_ranks = options.shard_ranks or ranks.count
@@ -131,11 +134,15 @@ def open_job(
     arrange_shape(shape, options, config, group, *bytes_of, replicas=replicas)
     torch.manual_seed(options.seed)
     with hetero.ZeroInitContext(config, mesh=_mesh(options, ranks)):
-        model = task.build()
-    tiling = _tile_loss(options, config, model, task.vocab_size, ranks)
+        model: Any = task.build()
+    if options.gradient_checkpointing and config.activation_limit is None:
+        names = "activation_checkpointing_enable", "gradient_checkpointing_enable"  # new and old
+        enable = next(getattr(model, name) for name in names if hasattr(model, name))
+        enable({"use_reentrant": False})
+    chosen = choose_for_memory(options, config, model, task.vocab_size, ranks)
     model, optimizer = hetero.initialize(model, make_optimizer(options, model))
     with closing(optimizer.engine) as engine, closing(Recorder(engine)) as recorder:
-        notes = [*tiling, *engine.notes]
+        notes = [*chosen, *engine.notes]
         predicted = _predicted(options, engine, notes)
         yield Job(
             options=options,
@@ -179,7 +186,7 @@ def _mesh(options: TrainOptions, ranks: Ranks) -> DeviceMesh | None:
     return init_device_mesh("cpu", (ranks.count // options.shard_ranks, options.shard_ranks))
 
 
-def _tile_loss(
+def choose_for_memory(
     options: TrainOptions,
     config: hetero.Config,
     model: torch.nn.Module,
@@ -188,25 +195,31 @@ def _tile_loss(
 ) -> list[str]:
     """Tiles the model's loss if that was asked for, or if the limit of the process needs it.
 
-    Returns a note if nobody has asked. Raises ValueError if it was asked for and cannot be.
+    Returns a note for each thing that nobody has asked for and that the limit brings. Raises
+    ValueError if tiles were asked for and cannot be.
     """
-    if options.tiled_loss is not None:
-        if options.tiled_loss:
-            hetero.tile_heads(model)
-        return []
     mine = config.process_bytes(ranks.local)
     limit = min(ranks.gather(math.inf if mine is None else mine))
+    notes = []
+    if math.isfinite(limit) and options.activation_memory is None and options.recompute == "auto":
+        elsewhere = " or goes to NVMe, whichever is faster" if config.nvme_paths else ""
+        notes.append(
+            f"activations are part of the {format_bytes(limit)} of the process: what finds no room "
+            f"is computed again in backward{elsewhere} (--recompute none: never)"
+        )
     whole = _LOGIT_BYTES * options.batch_size * options.seq_len * vocab_size
-    if whole <= limit / 4:
-        return []
-    try:
+    if options.tiled_loss is None and whole > limit / 4:
+        # (A head of another kind cannot; if it does not fit, that is said.)
+        with suppress(ValueError):
+            hetero.tile_heads(model)
+            notes.append(
+                f"the loss is computed in tiles, because whole logits and their gradients would "
+                f"take {format_bytes(whole)} of a process of {format_bytes(limit)} "
+                f"(--no-tiled-loss: whole)"
+            )
+    elif options.tiled_loss:
         hetero.tile_heads(model)
-    except ValueError:  # a head of another kind; if it does not fit, that is said
-        return []
-    return [
-        f"the loss is computed in tiles, because whole logits and their gradients would take "
-        f"{format_bytes(whole)} of a process of {format_bytes(limit)} (--no-tiled-loss: whole)"
-    ]
+    return notes
 
 
 def arrange_shape(
@@ -272,8 +285,8 @@ def _predicted(
                 engine.budget_moves.group_plans(),
                 profile,
                 Work(options.batch_size * options.seq_len, options.accumulate),
-                prefetch=config.prefetch,
-                overlap=config.overlap,
+                prefetch=config.debugging.prefetch,
+                overlap=config.debugging.overlap,
                 grad_factors=clips,
             )
     except ValueError as error:  # of another version, or without what this run uses

@@ -11,7 +11,7 @@ import torch
 
 import hetero
 from hetero.cli.job.data import Corpus, load_corpus
-from hetero.cli.job.options import TrainOptions
+from hetero.cli.job.options import TrainOptions, config_path
 from hetero.cli.job.ranks import Ranks
 from hetero.cli.job.run_folder import RunFolder
 
@@ -79,11 +79,11 @@ MODEL_NAMES = tuple(SHAPES)
 
 
 def wanted_vocab_size(model: str, config: str | None, given: int | None) -> int | None:
-    """What was given, else as published for a model by name; a `config` file has its own.
+    """What was given, else as published for a model by name; the configuration of another says.
 
     Raises ValueError for an unknown name.
     """
-    if config is not None or given is not None:
+    if config_path(model, config) is not None or given is not None:
         return given
     vocab_size: int = _shape(model)[1]["vocab_size"]
     return vocab_size
@@ -98,8 +98,8 @@ def model_config(options: TrainOptions) -> PretrainedConfig:
 
     # Its warnings are about generation and special tokens, which bytes do not have.
     logging.set_verbosity_error()
-    if options.config is not None:
-        config = _config_from_file(Path(options.config))
+    if options.config_path is not None:
+        config = _config_from_file(options.config_path)
     else:
         config = _config_from_name(options.model, options.vocab_size or BYTE_VALUES)
     positions = getattr(config, "max_position_embeddings", None)
@@ -112,7 +112,10 @@ def model_config(options: TrainOptions) -> PretrainedConfig:
 
 def model_label(options: TrainOptions) -> str:
     """How the model is called in tables and figures."""
-    return options.model if options.config is None else Path(options.config).stem
+    path = options.config_path
+    if path is None:
+        return options.model
+    return path.resolve().parent.name if path.name == "config.json" else path.stem
 
 
 class BytesTask:
@@ -178,7 +181,7 @@ def _shape(name: str) -> Shape:
     if name not in SHAPES:
         near = difflib.get_close_matches(name, MODEL_NAMES, n=3, cutoff=0.4)
         hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(MODEL_NAMES)}"
-        raise ValueError(f"unknown model {name!r}; {hint}")
+        raise ValueError(f"unknown model {name!r}; {hint} Or give a config.json, or its folder")
     return SHAPES[name]
 
 
@@ -189,11 +192,13 @@ def _config_from_file(path: Path) -> PretrainedConfig:
     try:
         content: Any = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ValueError(f"cannot read --config {path}: {error.strerror}") from error
+        raise ValueError(
+            f"cannot read the model's configuration {path}: {error.strerror}"
+        ) from error
     except ValueError as error:
-        raise ValueError(f"--config {path} is not JSON: {error}") from error
+        raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(content, dict) or not isinstance(content.get("model_type"), str):
-        raise ValueError(f'--config {path} must be an object with a "model_type", like "llama"')
+        raise ValueError(f'{path} must be an object with a "model_type", like "llama"')
     model_type = content.pop("model_type")
     # Weights start in fp32, where the master is; the compute dtype is the engine's business.
     for key in ("dtype", "torch_dtype"):
@@ -202,14 +207,12 @@ def _config_from_file(path: Path) -> PretrainedConfig:
     if model_type not in known:
         near = difflib.get_close_matches(model_type, known, n=3)
         hint = f"; did you mean {' or '.join(near)}?" if near else ""
-        raise ValueError(f"--config {path}: unknown model_type {model_type!r}{hint}")
+        raise ValueError(f"{path}: unknown model_type {model_type!r}{hint}")
     try:
         config = AutoConfig.for_model(model_type, **content)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"--config {path}: {error}") from error
+        raise ValueError(f"{path}: {error}") from error
     vocab_size = getattr(config, "vocab_size", None)
     if vocab_size is None or vocab_size < BYTE_VALUES:
-        raise ValueError(
-            f"--config {path}: vocab_size must be at least {BYTE_VALUES}, got {vocab_size}"
-        )
+        raise ValueError(f"{path}: vocab_size must be at least {BYTE_VALUES}, got {vocab_size}")
     return config

@@ -5,10 +5,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
+from hetero.cli.parser import Parser
 from hetero.overlap import OverlapUpdates
 
 DEFAULT_MODEL = "gpt2-medium"
@@ -31,7 +34,12 @@ OVERLAPS = tuple(overlap.value for overlap in OverlapUpdates)
 
 # Options whose flag is the Trainer's of Hugging Face. Their own names are flags, too, that the help
 # does not show: they were the only ones in 0.1, and go with 0.2.
-_FLAGS = {"steps": "--max-steps", "accumulate": "--grad-accum", "clip": "--max-grad-norm"}
+_FLAGS = {
+    "config": "--model-config",
+    "steps": "--max-steps",
+    "accumulate": "--grad-accum",
+    "clip": "--max-grad-norm",
+}
 
 # Titles and descriptions of the groups that the help shows, by the first option of each.
 GROUPS: dict[str, tuple[str, str | None]] = {
@@ -40,11 +48,6 @@ GROUPS: dict[str, tuple[str, str | None]] = {
     "backend": ("speed", None),
     "steps": ("training", None),
     "run_dir": ("output", None),
-    "link_gbps": (
-        "emulated device (--backend emulated)",
-        "For tests and experiments without a GPU: the CPU computes as if it had --device-memory of"
-        " its own, behind a link to RAM.",
-    ),
 }
 
 
@@ -57,13 +60,16 @@ def _option(
     choices: tuple[str, ...] | None = None,
     alone: str | None = None,
     other_words: Mapping[str, str] | None = None,
+    advanced: bool = False,
 ) -> Any:
     """A field that is also a command-line option `--its-name`.
 
     `alone`: its value without one. `other_words` for its values are understood on the command line.
+    An `advanced` one is shown by --help-all alone.
     """
     about = {"help": help, "metavar": metavar, "limits": (least, choices), "alone": alone}
-    return field(default=default, metadata={**about, "other_words": other_words or {}})
+    others = {"other_words": other_words or {}, "advanced": advanced}
+    return field(default=default, metadata={**about, **others})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,17 +81,15 @@ class TrainOptions:
 
     model: str = _option(
         "built-in shape: gpt2-100m, gpt2, gpt2-medium, gpt2-large, gpt2-xl, gpt2-1.3b, opt-1.3b to"
-        " opt-66b, llama-7b, llama-13b or llama-70b; weights start at random",
+        " opt-66b, llama-7b, llama-13b or llama-70b; or the config.json of a Hugging Face causal"
+        " language model, or its folder. Weights start at random",
         DEFAULT_MODEL,
     )
-    config: str | None = _option(
-        "JSON file with the configuration of a Hugging Face causal language model, instead of"
-        " --model",
-        metavar="FILE",
-    )
+    # Another flag for the path of --model; it was the only one in 0.1, and goes with 0.2.
+    config: str | None = _option(argparse.SUPPRESS, metavar="FILE")
     vocab_size: int | None = _option(
-        "vocabulary of --model, at least 256; larger to measure a model as it was published"
-        " (default: 256, one token per byte value)"
+        "vocabulary of a built-in shape, at least 256; larger to measure a model as it was"
+        " published (default: 256, one token per byte value)"
     )
     data: str | None = _option(
         "text file, or folder of text files, to train on (default: the source text of Python's"
@@ -123,12 +127,19 @@ class TrainOptions:
         " the budget)",
         metavar="BYTES",
     )
+    gradient_checkpointing: bool = _option(
+        "compute the forward of all layers again in backward, so that only their inputs are kept"
+        " (activation checkpointing); --process-memory and --activation-memory have as many"
+        " computed again as they need, without being asked",
+        False,
+    )
     recompute: str = _option(
         "which of the model's layers compute their forward again in backward, so that less of it"
         " is kept or goes to NVMe, where --activation-memory or --process-memory limits that: auto"
         " (as many as make a step shortest), none or all. The same bits in all cases",
         RECOMPUTE[0],
         choices=RECOMPUTE,
+        advanced=True,
     )
     nvme_path: tuple[str, ...] = _option(
         "existing folder on the NVMe disk for the state file; give it once per disk to spread the"
@@ -140,11 +151,13 @@ class TrainOptions:
         "budget of the state file; what does not fit is refused before training begins"
         " (default: no limit)",
         metavar="BYTES",
+        advanced=True,
     )
     allow_ram_filesystem: bool = _option(
         "--nvme-path may be on a filesystem whose files are RAM, like /dev/shm, for trials: the"
         " budget of the state file (default: half) is then taken from --host-memory",
         False,
+        advanced=True,
     )
     dtype: str | None = _option(
         "dtype of parameters and gradients: bf16, fp16 or fp32; the optimizer's master weights"
@@ -175,9 +188,9 @@ class TrainOptions:
     )
 
     backend: str = _option(
-        "where forward and backward run: auto, the GPU if there is one; cpu; cuda (or gpu); or"
-        " emulated, see below",
+        "where forward and backward run: auto, the GPU if there is one; cpu; or cuda (or gpu)",
         "auto",
+        metavar="{auto,cpu,cuda}",
         choices=BACKENDS,
         other_words={"gpu": "cuda"},
     )
@@ -190,11 +203,13 @@ class TrainOptions:
         "fetch parameters and optimizer states before they are needed; without it compute waits"
         " for each of them (default: on)",
         True,
+        advanced=True,
     )
     verify_reads: bool = _option(
         "compare what is read from NVMe with checksums of what was written there: a bit that the"
         " disk has changed is an error; always so with --commit-every",
         False,
+        advanced=True,
     )
     overlap_updates: str = _option(
         "what optimizer updates overlap with: none (step() waits); forward (step() returns at once,"
@@ -204,17 +219,26 @@ class TrainOptions:
         " bits in all cases",
         OverlapUpdates.AUTO.value,
         choices=OVERLAPS,
+        advanced=True,
     )
     chunk_numel: int | None = _option(
         "elements per chunk, the unit that moves between tiers; larger chunks transfer faster and"
         " need larger budgets (default: the size that wastes least)",
         least=1,
+        advanced=True,
     )
     io_engine: str = _option(
         "how files are read and written: io_uring; threads, where the kernel has no io_uring; or"
         " auto",
         "auto",
         choices=IO_ENGINES,
+        advanced=True,
+    )
+    link_gbps: float | None = _option(
+        "with --backend emulated, which is for trials without a GPU: the CPU computes as if it had"
+        " --device-memory of its own, behind a link to RAM of so many GB/s in each direction"
+        " (default: 16)",
+        advanced=True,
     )
 
     steps: int = _option("optimizer steps", 40, least=1)
@@ -257,14 +281,18 @@ class TrainOptions:
         "steps between commits: the state stays in files in --nvme-path, and after a crash --resume"
         " goes on from the last commit; costs less than checkpoints that often (default: none)",
         least=1,
+        advanced=True,
     )
     discard_state: bool = _option(
         "with --commit-every: a state in --nvme-path that cannot be gone on from, because it is"
         " damaged, incomplete or of another version, is removed, and the run begins anew; without"
         " it that is an error",
         False,
+        advanced=True,
     )
-    keep: int = _option("so many checkpoints of the run stay, the last ones", 2, least=1)
+    keep: int = _option(
+        "so many checkpoints of the run stay, the last ones", 2, least=1, advanced=True
+    )
     resume: str | None = _option(
         "go on from a checkpoint, or from the last one in a run folder, with any number of ranks"
         " and any memory; without PATH from the last checkpoint or commit of --run-dir, or else of"
@@ -285,11 +313,10 @@ class TrainOptions:
         False,
     )
     log_every: int = _option(
-        "steps between lines of progress where there is no terminal", 10, least=1
-    )
-
-    link_gbps: float | None = _option(
-        "bandwidth of the link to the emulated device, GB/s in each direction (default: 16)"
+        "steps between lines of progress where there is no terminal",
+        10,
+        least=1,
+        advanced=True,
     )
 
     def __post_init__(self) -> None:
@@ -308,16 +335,21 @@ class TrainOptions:
         if self.recompute == "all" and not has_budget:
             raise ValueError(
                 "--recompute all is for what --activation-memory limits; give it, too (auto is "
-                "enough)"
+                "enough), or --gradient-checkpointing instead"
             )
-        if self.config is not None and self.vocab_size is not None:
+        if self.vocab_size is not None and self.config_path is not None:
             raise ValueError(
-                "--vocab-size is for models by name; with --config set vocab_size in the file"
+                f"--vocab-size is for models by name; set vocab_size in {self.config_path}"
             )
 
     def _require(self, name: str, holds: bool, expected: str) -> None:
         if not holds:
             raise ValueError(f"{flag(name)} must be {expected}, got {getattr(self, name)}")
+
+    @property
+    def config_path(self) -> Path | None:
+        """The configuration of the model; None: --model is the name of a built-in shape."""
+        return config_path(self.model, self.config)
 
     @property
     def overlap(self) -> OverlapUpdates:
@@ -342,7 +374,18 @@ class TrainOptions:
         return cls(**values | {"nvme_path": tuple(values["nvme_path"] or ())})
 
     def as_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        """The command and its options, as a job file has them."""
+        command = type(self).__name__.removesuffix("Options").lower()
+        return {"command": command, **dataclasses.asdict(self)}
+
+
+def config_path(model: str, config: str | None) -> Path | None:
+    """The configuration that `config` or else `model` is the path of, or the folder of; None if
+    `model` is a name."""
+    path = Path(model if config is None else config)
+    if config is None and not (os.sep in model or path.suffix == ".json" or path.is_dir()):
+        return None
+    return path / "config.json" if path.is_dir() else path
 
 
 def _reader(words: Mapping[str, str]) -> Callable[[str], str]:
@@ -357,7 +400,7 @@ def flag(name: str) -> str:
 def to_arguments(options: TrainOptions) -> list[str]:
     """The command line that says the same as `options`."""
     arguments = []
-    for name, value in options.as_dict().items():
+    for name, value in dataclasses.asdict(options).items():
         if isinstance(value, bool):
             if value != getattr(TrainOptions, name):
                 arguments.append(flag(name) if value else "--no-" + flag(name).removeprefix("--"))
@@ -383,6 +426,8 @@ def add_train_arguments(
         helps: the options to add; None: all. A text replaces an option's help.
         options: the class that has them as fields.
     """
+    if isinstance(parser, Parser):
+        parser.take_job_file()
     groups: dict[str, argparse._ArgumentGroup] = {}
     title, description = "", None
     for option in dataclasses.fields(options):
@@ -393,11 +438,11 @@ def add_train_arguments(
             groups[title] = parser.add_argument_group(title, description)
         kind = str(option.type).removesuffix(" | None")
         default: Any = (defaults or {}).get(option.name, option.default)
+        text = (helps or {}).get(option.name) or option.metadata["help"]
         arguments: dict[str, Any] = {"default": default}
-        arguments["help"] = (helps or {}).get(option.name) or option.metadata["help"]
+        names = [flag(option.name)]
         if kind == "bool":
-            is_off = default is False
-            arguments["action"] = "store_true" if is_off else argparse.BooleanOptionalAction
+            arguments["action"] = argparse.BooleanOptionalAction
         else:
             _, choices = option.metadata["limits"]
             metavar = {"int": "N", "float": "X"}.get(kind, "NAME") if choices is None else None
@@ -411,10 +456,15 @@ def add_train_arguments(
                 # argparse appends to a list, or to a new one in place of None.
                 arguments |= {"action": "append", "default": list(default) or None}
             # Options whose default is computed explain it in words.
-            if default not in (None, ()):
-                arguments["help"] += " (default: %(default)s)"
-        added = groups[title].add_argument(flag(option.name), dest=option.name, **arguments)
-        if option.name in _FLAGS:
+            if default not in (None, ()) and text != argparse.SUPPRESS:
+                text += " (default: %(default)s)"
+        if option.name == "config" and not isinstance(parser, Parser):
+            names.append("--config")  # of a benchmark, which takes no job file
+        added = groups[title].add_argument(*names, dest=option.name, **arguments)
+        added.help = text  # here, because argparse adds to that of a switch
+        if option.metadata["advanced"] and isinstance(parser, Parser):
+            parser.hide(added)
+        if option.name in _FLAGS and option.name != "config":
             hidden: dict[str, Any] = {
                 "type": added.type,
                 "help": argparse.SUPPRESS,

@@ -11,6 +11,7 @@ from hetero.checkpoint.formats.stored_checkpoint import StoredCheckpoint
 from hetero.checkpoint.manifest import Manifest, TensorRecord, dtype_name
 from hetero.checkpoint.model_tensors import master_key
 from hetero.checkpoint.plain_data import unpack
+from hetero.text_table import columns
 from offload.memory.sizes import format_bytes
 
 _ROWS = 12  # of the table of modules
@@ -98,7 +99,7 @@ def _type(packed: Any) -> str:
     return f"dict of {', '.join(list(packed)[:4])}{', ...' if len(packed) > 4 else ''}"
 
 
-def lines(stored: StoredCheckpoint) -> list[str]:
+def lines(stored: StoredCheckpoint, width: int) -> list[str]:
     """A page for people, however many parameters there are."""
     manifest = stored.manifest
     total = sum(stored.files.values())
@@ -136,7 +137,7 @@ def lines(stored: StoredCheckpoint) -> list[str]:
         rows.append(("loss scale", scale))
     rows += [(f"extra {name!r}", kind) for name, kind in extra_types(manifest).items()]
     rows += [("note", note) for note in stored.notes]
-    return [*_columns(rows), *_table(params)]
+    return [*columns(rows, width), *_table(params, width)]
 
 
 def _counted(count: int, noun: str) -> str:
@@ -156,7 +157,7 @@ def _dtypes(records: Iterable[TensorRecord]) -> str:
     return ", ".join(name for name, _ in numels.most_common()) or "none"
 
 
-def _table(params: Mapping[str, TensorRecord]) -> list[str]:
+def _table(params: Mapping[str, TensorRecord], width: int) -> list[str]:
     """Parameters by module, those of repeated layers together, and the largest ones."""
     if not params:
         return []
@@ -170,7 +171,8 @@ def _table(params: Mapping[str, TensorRecord]) -> list[str]:
         (name, " x ".join(map(str, params[name].shape)) or "scalar", dtype_name(params[name].dtype))
         for name in largest
     ]
-    return ["", *_columns(rows), "", "largest:", *(f"  {line}" for line in _columns(shown))]
+    indented = [f"  {line}" for line in columns(shown, width - 2)]
+    return ["", *columns(rows, width), "", "largest:", *indented]
 
 
 def by_module(names: Sequence[str]) -> dict[str, list[str]]:
@@ -190,15 +192,3 @@ def by_module(names: Sequence[str]) -> dict[str, list[str]]:
         rest = [name for module in list(found)[_ROWS - 1 :] for name in found[module]]
         found = {**{module: found[module] for module in kept}, "(others)": rest}
     return found
-
-
-def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    if not rows:
-        return []
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
-    return [
-        "  ".join(
-            [*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[-1]]
-        ).rstrip()
-        for row in rows
-    ]

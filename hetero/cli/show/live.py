@@ -20,7 +20,8 @@ from offload.memory.sizes import format_bytes
 from offload.memory.tiers import Tier
 
 _BARS = "▁▂▃▄▅▆▇█"
-_WIDEST_BAR, _WORDS_WIDTH = 40, 60  # columns; the latter without a bar
+_BAR_WIDTHS = 10, 40  # columns, by those of the terminal
+_WORDS_WIDTH = 60  # of all but the bars
 
 
 class LiveObserver:
@@ -33,8 +34,10 @@ class LiveObserver:
         self._setting: Setting | None = None
         self._peak = dict.fromkeys(TIERS, 0)
         self._peak_rss = 0
-        self._losses: deque[float] = deque(maxlen=_WIDEST_BAR)
-        self._speeds: deque[float] = deque(maxlen=_WIDEST_BAR)
+        least, most = _BAR_WIDTHS
+        self._width = min(most, max(least, console.width - _WORDS_WIDTH))
+        self._losses: deque[float] = deque(maxlen=self._width)
+        self._speeds: deque[float] = deque(maxlen=self._width)
 
     def begin(self, setting: Setting) -> None:
         """Says what is trained."""
@@ -59,13 +62,11 @@ class LiveObserver:
         self._live.stop()
 
     def _draw(self, setting: Setting, metrics: StepMetrics) -> Panel:
-        # Each line fits a terminal of 80 columns.
-        width = max(10, min(_WIDEST_BAR, self._console.width - _WORDS_WIDTH))
         grid = Table.grid(padding=(0, 2))
         grid.add_column(style="bold", no_wrap=True)
         grid.add_column(no_wrap=True)
-        grid.add_column()
-        steps = ProgressBar(total=setting.steps, completed=metrics.step, width=width)
+        grid.add_column(overflow="fold")
+        steps = ProgressBar(total=setting.steps, completed=metrics.step, width=self._width)
         grid.add_row("step", steps, f"{metrics.step} of {setting.steps}")
         now = metrics.memory[-1]
         held = [
@@ -79,14 +80,14 @@ class LiveObserver:
             bar = ProgressBar(
                 total=budget or peak,
                 completed=nbytes,
-                width=width,
+                width=self._width,
                 complete_style="default",
                 finished_style="default",
             )
             grid.add_row(name, bar, f"{format_bytes(nbytes)} {limit}, at most {format_bytes(peak)}")
-        grid.add_row("loss", Text(sparkline(list(self._losses)[-width:])), f"{metrics.loss:.4f}")
+        grid.add_row("loss", Text(sparkline(self._losses)), f"{metrics.loss:.4f}")
         speed = f"{metrics.tokens_per_s:,.0f} tokens/s, {metrics.step_s:.3f} s per step"
-        grid.add_row("speed", Text(sparkline(list(self._speeds)[-width:])), speed)
+        grid.add_row("speed", Text(sparkline(self._speeds)), speed)
         moved = [
             f"{words} {format_bytes(metrics.traffic_bytes[link])}"
             for link, words in (

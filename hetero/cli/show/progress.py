@@ -62,6 +62,9 @@ class LineObserver:
         self._stream.flush()
 
 
+_BAR_AND_TIME = 40  # columns for steps, a bar and the time that is left
+
+
 class BarObserver:
     """A progress bar with the newest figures."""
 
@@ -85,9 +88,11 @@ class BarObserver:
         self._progress.start_task(self._task)
 
     def step(self, metrics: StepMetrics) -> None:
-        figures = (
-            f"loss [bold]{metrics.loss:.3f}[/]  {metrics.tokens_per_s:.0f} tok/s  {_tiers(metrics)}"
-        )
+        figures = f"loss [bold]{metrics.loss:.3f}[/]  {metrics.tokens_per_s:.0f} tok/s"
+        tiers = _tiers(metrics)
+        # What finds no room would be cut.
+        if len(tiers) + len(figures) <= self._console.width - _BAR_AND_TIME:
+            figures += f"  {tiers}"
         self._progress.update(self._task, completed=metrics.step, figures=figures)
 
     def end(self) -> None:

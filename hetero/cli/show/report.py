@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-
-from rich.console import Console
-from rich.table import Table
-
 from hetero.cli.job.result import Setting, TrainResult
 from hetero.reporting.palette import TIER_PLACES
+from hetero.text_table import columns, terminal_width
 from offload.memory.sizes import format_bytes
 
 
@@ -109,11 +105,4 @@ def _step_rows(result: TrainResult) -> list[tuple[str, str]]:
 
 def print_report(result: TrainResult, command: str) -> None:
     """Prints the table of a run of the command on stdout."""
-    table = Table(title=f"hetero {command}", title_justify="left", show_header=False)
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    for label, value in rows(result):
-        table.add_row(label, value)
-    # Where there is no terminal rich would squeeze the table into 80 columns.
-    console = Console(width=None if sys.stdout.isatty() else 120)
-    console.print(table, highlight=False, markup=False)
+    print("\n".join([f"hetero {command}", *columns(rows(result), terminal_width())]))

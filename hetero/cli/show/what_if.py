@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 
 from hetero.planning.candidates import SmallestBudgets
 from hetero.planning.placement import PlacementError
-from hetero.planning.report import seconds_text, table
+from hetero.planning.report import seconds_text
 from hetero.planning.step_cost import StepCost
+from hetero.text_table import table
 from offload.memory.sizes import format_bytes
 from offload.profile.machine_profile import Profile
 
@@ -88,11 +89,7 @@ def other_disks(step_with: Callable[[Profile], StepCost], profile: Profile) -> l
     for factor in _DISK_FACTORS:
         rates = {
             name: rate * factor
-            for name in (
-                "nvme_read_bytes_per_s",
-                "nvme_write_bytes_per_s",
-                "nvme_mixed_bytes_per_s",
-            )
+            for name in _NVME_RATES
             if (rate := getattr(profile, name)) is not None
         }
         step = step_with(replace(profile, **rates))
@@ -100,7 +97,7 @@ def other_disks(step_with: Callable[[Profile], StepCost], profile: Profile) -> l
     return found
 
 
-def explain_cases(cases: Sequence[Case]) -> str:
+def explain_cases(cases: Sequence[Case], width: int | None = None) -> str:
     """A table for people; the steps are compared with the given one."""
     rows: list[tuple[str, ...]] = [
         ("what if there were", "", "expected step", "compared", "bound by", "NVMe read", "written")
@@ -125,7 +122,7 @@ def explain_cases(cases: Sequence[Case]) -> str:
                 *(format_bytes(n) if n else "-" for n in moved),
             )
         )
-    return table(rows)
+    return table(rows, width)
 
 
 def _ladder(least: int, most: int, given: int) -> list[int]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hetero.compat.key_table import KeyTable, honoured, mapped, not_needed, refused
-from hetero.config import Config
+from hetero.config import option_names
 
 _SEARCHED = "sizes of chunks and slots are searched (hetero: chunk_numel sets them)"
 _EXACT = "ranks exchange parts and sum them in fp32, which needs no scaling and has fixed bits"
@@ -186,6 +185,6 @@ def read_arguments(
 
     Raises ValueError for an unknown argument, with the nearest name, and for a refused one.
     """
-    fields = {field.name for field in dataclasses.fields(Config)} - set(table.keys)
+    fields = set(option_names()) - set(table.keys)
     own = {name: value for name, value in given.items() if name in fields}
     return table.read({name: v for name, v in given.items() if name not in own}), own

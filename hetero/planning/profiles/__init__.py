@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import difflib
 import os
-import textwrap
 from pathlib import Path
 
+from hetero.text_table import terminal_width, wrapped
 from offload.memory.sizes import format_bytes
 from offload.profile.machine_profile import Profile
 
@@ -28,7 +28,7 @@ def find_profile(name: str) -> Profile:
 
 def listing() -> list[str]:
     """A line for each profile that comes with hetero, and under it where its figures are from."""
-    lines = []
+    lines, width = [], terminal_width()
     for name in shipped_profiles():
         profile = find_profile(name)
         parts = [f"{format_bytes(profile.host_bytes)} of RAM"]
@@ -37,8 +37,8 @@ def listing() -> list[str]:
             parts.insert(0, f"{gpus} of {format_bytes(profile.device_bytes)}")
         if profile.nvme_read_bytes_per_s is not None:
             parts.append(f"NVMe at {profile.nvme_read_bytes_per_s / 1e9:g} GB/s")
-        lines.append(f"{name}: {', '.join(parts)}")
-        lines += textwrap.wrap(profile.source, 96, initial_indent="    ", subsequent_indent="    ")
+        lines += wrapped(f"{name}: {', '.join(parts)}", width)
+        lines += [f"    {line}" for line in wrapped(profile.source, width - 4)]
     return lines
 
 

@@ -306,7 +306,7 @@ class BudgetMoves:
             budgets,
             chunk_group.plan.spec.min_gathered_slots,
             reduce_at_end=chunk_group.reduce_at_end,
-            overlaps_updates=self._config.overlap.repeats,
+            overlaps_updates=self._config.debugging.overlap.repeats,
             checksums=file_checksums(self._config, chunk_group.memory.scratch_space.checksum_bytes),
         )
         return [spec]

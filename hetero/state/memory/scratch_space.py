@@ -147,7 +147,9 @@ class ScratchSpace:
 
     def _open(self, nbytes: int) -> DiskParts:
         with ExitStack() as resources:
-            io, io_notes = make_io_engine(self._config.io_engine, len(self._config.nvme_paths))
+            io, io_notes = make_io_engine(
+                self._config.debugging.io_engine, len(self._config.nvme_paths)
+            )
             resources.callback(io.close)
             directories: Sequence[str] = self._config.nvme_paths
             name: str | None = None

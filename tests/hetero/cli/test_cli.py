@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from hetero.cli.job.job import _tile_loss
+from hetero.cli.job.job import choose_for_memory
 from hetero.cli.job.metrics import LINKS
 from hetero.cli.job.options import TrainOptions
 from hetero.cli.job.ranks import ALONE
@@ -211,7 +211,7 @@ def test_a_tiled_loss_is_the_same_loss(
 
 
 def _limited(process_bytes: int | None) -> Any:
-    return SimpleNamespace(process_bytes=lambda ranks: process_bytes)
+    return SimpleNamespace(process_bytes=lambda ranks: process_bytes, nvme_paths=("disk",))
 
 
 @pytest.mark.parametrize(
@@ -230,10 +230,39 @@ def test_the_loss_is_tiled_where_whole_logits_would_take_a_quarter(
     made: list[torch.nn.Module] = []
     monkeypatch.setattr("hetero.tile_heads", made.append)
     options = TrainOptions(tiled_loss=wanted, batch_size=2, seq_len=32)  # 256 KiB in whole
-    notes = _tile_loss(options, _limited(limit), torch.nn.Identity(), 256, ALONE)
+    notes = choose_for_memory(options, _limited(limit), torch.nn.Identity(), 256, ALONE)
     assert bool(made) == tiled
-    assert bool(notes) == (tiled and wanted is None)
-    assert all("256.0 KiB" in note and "--no-tiled-loss" in note for note in notes)
+    assert ["--recompute" in note for note in notes[:1]] == [True] * (limit is not None)
+    assert bool(notes[1:]) == (tiled and wanted is None)
+    assert all("256.0 KiB" in note and "--no-tiled-loss" in note for note in notes[1:])
+
+
+def test_what_a_limit_of_the_process_brings_is_said(
+    train: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With that limit alone activations are counted, and blocks may be computed again."""
+    assert train("--json", "--process-memory", "16GiB", "--policy", "cpu") == 0
+    out, err = capsys.readouterr()
+    assert "note: activations are part of the 16.0 GiB of the process: what finds no room" in err
+    (words,) = (note for note in json.loads(out)["notes"] if "calls of blocks" in note)
+    assert "Of 2 calls of blocks 0 are computed again in backward" in words
+
+
+def test_gradient_checkpointing_is_the_same_training(
+    train: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for more in (
+        (),
+        ("--gradient-checkpointing",),
+        ("--gradient-checkpointing", "--activation-memory", "auto"),
+    ):
+        assert train("--json", "--policy", "cpu", *more) == 0
+        summary = json.loads(capsys.readouterr().out)
+        found.append(summary["losses"] + summary["grad_norms"])
+        again = any("Of 2 calls of blocks 2" in note for note in summary["notes"])
+        assert again == ("auto" in more)
+    assert found[1] == found[2] == found[0]
 
 
 def test_no_clipping_has_no_norms(train: Run, capsys: pytest.CaptureFixture[str]) -> None:

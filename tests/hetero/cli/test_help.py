@@ -46,7 +46,10 @@ def test_the_help_fits_a_screen(
         assert sum(line.startswith(f"  {name} ") for line in lines) == 1
 
 
-@pytest.mark.parametrize("given", ["--version", "--help", "train --help", "plan --help", "trian"])
+@pytest.mark.parametrize(
+    "given",
+    ["--version", "--help", "train --help-all", "plan --help", "trian", "train --config none.json"],
+)
 def test_help_and_mistakes_do_not_wait_for_torch(given: str) -> None:
     """Importing torch takes seconds."""
     program = f"""
@@ -89,7 +92,10 @@ def test_every_command_has_examples() -> None:
 
 
 @pytest.mark.parametrize(("name", "words"), list(examples()), ids=lambda each: str(each))
-def test_an_example_is_understood(name: str, words: list[str]) -> None:
+def test_an_example_is_understood(
+    name: str, words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hetero.cli.parser.with_job_files", lambda parser, given: list(given))
     if words[0] == "torchrun":
         words = words[words.index("hetero.cli") :]
     assert words[1] == name
@@ -174,6 +180,9 @@ def test_a_reader_that_has_gone_is_no_error() -> None:
     [
         (("hetero", "doc"), "doctor"),
         (("hetero", "train", "--overlap-u"), "--overlap-updates"),
+        (("hetero", "train", "--policy", "n"), "nvme"),
+        (("hetero", "plan", "--dtype", "b"), "bf16"),
+        (("hetero", "finetune", "--backend", "c"), "cuda"),
         (("hetero", "convert", "--to", "dc"), "dcp"),
     ],
 )

@@ -15,6 +15,7 @@ import hetero
 from hetero.cli.job.models import MODEL_NAMES, count_parameters, model_config
 from hetero.cli.job.options import TrainOptions
 from hetero.cli.main import main
+from offload.memory.process_memory import resident_bytes
 from offload.profile import measure
 from offload.profile.machine_profile import Profile
 from tests.support.training.planning import make_profile
@@ -364,10 +365,11 @@ def test_activations_are_counted(here: Path, capsys: pytest.CaptureFixture[str])
     assert on_gpu("--seq-len", str(1 << 19)) == 2
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith("Activations (estimated") for line in lines)
-    (said,) = (line for line in lines if line.startswith("does not fit: "))
-    assert "--checkpointing" in said
-    assert on_gpu("--seq-len", str(1 << 19), "--checkpointing") == 0
-    assert "does not fit" not in capsys.readouterr().out
+    (begin,) = (number for number, line in enumerate(lines) if line.startswith("does not fit: "))
+    assert "--gradient-checkpointing" in " ".join(lines[begin:])
+    for flag in ("--gradient-checkpointing", "--checkpointing"):  # now, and in 0.1
+        assert on_gpu("--seq-len", str(1 << 19), flag) == 0
+        assert "does not fit" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -387,3 +389,55 @@ def test_a_machine_that_is_not_there_is_refused(
 
 def test_ranks_may_share_a_gpu(here: Path) -> None:
     assert on_gpu("--seq-len", "16", "--ranks", "2", "--share-gpu") == 0
+
+
+def test_a_limit_of_the_process_leaves_less_for_state(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """State and what steps need share what a process without state leaves."""
+    held = resident_bytes()
+    found = planned(capsys, "--process-memory", str(held + (1 << 30)), "--nvme-path", "/nowhere")
+    assert 0.5 * (1 << 30) < found["budget_bytes"]["host"] < 0.9 * (1 << 30)
+    most = planned(capsys, "--process-memory", str(held + (1 << 30)), "--host-memory", "64MiB")
+    assert most["budget_bytes"]["host"] == 64 << 20
+    # 2^17 tokens of 3 layers of width 64 keep 0.8 GiB, checkpointed 0.3 GiB.
+    given = ("--batch-size", "8", "--seq-len", str(1 << 14))
+    assert plan(*given, "--process-memory", str(held + (1 << 29)), "--nvme-path", "/x") == 0
+    capsys.readouterr()
+    assert plan(*given, "--process-memory", str(held + (1 << 28)), "--nvme-path", "/x") == 2
+    said = " ".join(capsys.readouterr().out.split())
+    assert "does not fit: a process without model state holds about" in said
+    needed = re.search(r"--process-memory (\d+) at least", said)
+    assert needed is not None
+    assert (
+        plan(*given, "--process-memory", str(int(needed[1]) + (1 << 26)), "--nvme-path", "/x") == 0
+    )
+
+
+def test_an_adapter_alone_has_optimizer_state(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = planned(capsys)
+    adapter = planned(capsys, "--lora-rank", "2")
+    assert adapter["params"] > whole["params"]
+    state, frozen = (found["bytes"]["host"]["OPTIM_STATE"] for found in (whole, adapter))
+    assert 0 < frozen < state / 4
+    assert adapter["bytes"]["host"]["PARAM"] >= whole["bytes"]["host"]["PARAM"]
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_a_narrow_terminal_has_all_figures(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    arguments = ("--host-memory", "1MiB", "--nvme-path", "/nowhere", "--what-if", "what.svg")
+    commands = [["plan", "--config", "model.json", *SHORT, "--machine", "cpu.json", *arguments]]
+    commands += [["plan", "--machine", "list"], ["bench"]]
+    for command in commands:
+        words = []
+        for columns in (200, width):
+            monkeypatch.setenv("COLUMNS", str(columns))
+            assert main(command) == 0
+            out = capsys.readouterr().out
+            assert max(map(len, out.splitlines())) <= columns
+            words.append(set(re.findall(r"\S+", re.sub("-{9,}", "", out))))
+        assert words[0] == words[1]

@@ -123,7 +123,7 @@ class Steps:
         shared: Any = SimpleNamespace(
             ledger=SimpleNamespace(budget_bytes=dict.fromkeys(("device", "host", "disk"))),
             backend=SimpleNamespace(separate=False),
-            config=hetero.Config(overlap_updates="none"),
+            config=hetero.Config.make(overlap_updates="none"),
             notes=self.notes,
         )
         monkeypatch.setattr(step_predictions, "counters_of", lambda *_: self.counting.now)

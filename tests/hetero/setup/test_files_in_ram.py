@@ -71,7 +71,7 @@ def test_it_is_refused_by_name(in_ram: str) -> None:
 def test_a_link_to_it_is_refused(in_ram: str, tmp_path: Path) -> None:
     (tmp_path / "nvme").symlink_to(in_ram)
     with pytest.raises(hetero.StoreError, match="whose files are RAM"):
-        Config(nvme_path=tmp_path / "nvme")
+        Config.make(nvme_path=tmp_path / "nvme")
 
 
 @pytest.mark.parametrize(
@@ -116,19 +116,19 @@ def test_what_is_allowed_is_taken_from_host_memory(in_ram: str, tmp_path: Path) 
 
 
 def test_without_a_capacity_files_get_half(as_if_in_ram: str) -> None:
-    config = Config(nvme_path=as_if_in_ram, allow_ram_filesystem=True, host_memory="1MiB")
+    config = Config.make(nvme_path=as_if_in_ram, allow_ram_filesystem=True, host_memory="1MiB")
     assert config.disk_bytes() == config.host_bytes() == 1 << 19
     assert config.budget(Tier.DISK) is None
-    free = Config(nvme_path=as_if_in_ram, allow_ram_filesystem=True)
+    free = Config.make(nvme_path=as_if_in_ram, allow_ram_filesystem=True)
     assert free.disk_bytes() <= 1.1 * free.host_bytes()
 
 
 def test_one_of_several_folders_is_enough(as_if_in_ram: str, tmp_path: Path) -> None:
     folders = [str(tmp_path), as_if_in_ram]
     with pytest.raises(hetero.StoreError, match="whose files are RAM"):
-        Config(nvme_path=folders)
-    assert Config(nvme_path=folders, allow_ram_filesystem=True).files_are_ram
-    assert not Config(nvme_path=tmp_path, allow_ram_filesystem=True).files_are_ram
+        Config.make(nvme_path=folders)
+    assert Config.make(nvme_path=folders, allow_ram_filesystem=True).files_are_ram
+    assert not Config.make(nvme_path=tmp_path, allow_ram_filesystem=True).files_are_ram
 
 
 @pytest.mark.parametrize(
@@ -148,4 +148,4 @@ def test_what_files_in_ram_would_break(
     options: dict[str, Any], said: str, as_if_in_ram: str
 ) -> None:
     with pytest.raises(ValueError, match=said):
-        Config(**{"nvme_path": as_if_in_ram, "allow_ram_filesystem": True, **options})
+        Config.make(**{"nvme_path": as_if_in_ram, "allow_ram_filesystem": True, **options})

@@ -116,6 +116,8 @@ def _check_arguments(main: Callable[[list[str]], object], rest: list[str]) -> No
     said, parser = io.StringIO(), argparse.ArgumentParser
     with (
         mock.patch.object(parser, "parse_args", only(parser.parse_args)),
+        # Files of options are the reader's.
+        mock.patch("hetero.cli.parser.with_job_files", lambda parser, given: list(given)),
         mock.patch.object(parser, "parse_intermixed_args", only(parser.parse_intermixed_args)),
         contextlib.redirect_stderr(said),
     ):

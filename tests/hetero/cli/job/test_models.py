@@ -96,5 +96,5 @@ def test_bad_files_are_refused(tmp_path: Path, content: Any, message: str) -> No
 
 
 def test_missing_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="cannot read --config"):
+    with pytest.raises(ValueError, match="cannot read the model's configuration"):
         model_config(TrainOptions(config=str(tmp_path / "none.json")))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hetero.cli.show.figure import draw_figure
-from hetero.cli.show.report import rows
+from hetero.cli.show.report import print_report, rows
 from hetero.reporting.page.page import make_page
 from tests.support.run_records import Page
 from tests.support.train_results import MIB, make_result
@@ -61,6 +61,20 @@ def test_table_tells_what_was_promised() -> None:
     stopped = make_result(3)
     stopped.status = "interrupted"
     assert dict(rows(stopped))["steps"] == "3 of 3, interrupted"
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_the_table_fits_the_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    words = []
+    for columns in (200, width):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        print_report(make_result(3), "train")
+        out = capsys.readouterr().out
+        assert max(map(len, out.splitlines())) <= columns
+        words.append(out.split())
+    assert words[0] == words[1]
 
 
 def test_table_of_several_ranks_tells_what_they_exchanged() -> None:

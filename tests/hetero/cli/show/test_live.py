@@ -45,11 +45,31 @@ def test_memory_is_beside_its_budgets_and_loss_and_speed_are_there() -> None:
     assert "device" not in last, "nothing was there"
 
 
-def test_a_narrow_terminal_gets_no_line_that_is_wider() -> None:
-    text = drawn(50, width=80)
-    last = text[text.rindex("hetero train tiny") :].splitlines()
-    assert max(map(len, last)) <= 80
-    assert len([line for line in last if "at most" in line and "MiB" in line]) == 3, "one line each"
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_a_narrow_terminal_gets_no_line_that_is_wider(width: int) -> None:
+    text = drawn(250, width=width)
+    last = text[text.rindex("hetero train tiny") :]
+    assert max(map(len, last.splitlines())) <= width
+    assert "…" not in last, "no figure is cut"
+    assert "tokens/s" in last
+    if width >= 80:
+        held = [line for line in last.splitlines() if "at most" in line and "MiB" in line]
+        assert len(held) == 3, "one line each"
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_a_bar_has_figures_that_are_whole(width: int) -> None:
+    stream = io.StringIO()
+    console = Console(file=stream, force_terminal=True, width=width, color_system=None)
+    observer, result = BarObserver(console), make_result(3)
+    observer.begin(result.setting)
+    for metrics in result.steps:
+        observer.step(metrics)
+    observer.end()
+    text = stream.getvalue()
+    assert "50 tok/s" in text[text.rindex("loss") :]
+    assert ("read" in text[text.rindex("loss") :]) == (width == 120)
+    assert "…" not in text
 
 
 def test_a_sparkline_goes_from_the_lowest_to_the_highest() -> None:

@@ -42,7 +42,7 @@ def test_the_example_of_the_low_level_api(
     assert isinstance(optimizer.optim, hetero.HybridAdam)
     config = optimizer.engine.config
     assert (config.dtype, config.placement_policy, config.zero_stage) == ("fp16", "cpu", 3)
-    assert config.shard_strategy == "tensor"
+    assert config.debugging.shard_strategy == "tensor"
     assert list(model.state_dict()) == list(expected.state_dict())
     for found, master in zip(hetero.masters(model.parameters()), reference.masters, strict=True):
         assert torch.equal(found, master.weight)

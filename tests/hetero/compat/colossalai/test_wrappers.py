@@ -66,7 +66,7 @@ def test_sharded_models(strategy: Any, policy: str, nothing_left: None) -> None:
     assert_same(model, expected())
     config = optimizer.engine.config
     assert config.placement_policy == ("auto" if policy == "cuda" else policy)
-    assert (config.shard_strategy, config.zero_stage) == (strategy.name, 3)
+    assert (config.debugging.shard_strategy, config.zero_stage) == (strategy.name, 3)
     assert list(sharded.state_dict()) == list(model.state_dict())
     assert optimizer.loss_scale == 1.0
     optimizer.engine.close()

@@ -148,11 +148,11 @@ def test_further_keys() -> None:
     )
     assert (made.gradient_clipping, made.steps_per_print, made.drop_last) == (0.5, 10, True)
     assert made.config.activation_memory == "auto"
-    assert made.config.prefetch is False
+    assert made.config.debugging.prefetch is False
     assert made.shard_size == 4
     assert made.optimizer is not None
     assert (made.config.host_memory, made.config.zero_stage) == (1 << 30, 3)
-    assert zero(stage3_prefetch_bucket_size=1000).prefetch is True
+    assert zero(stage3_prefetch_bucket_size=1000).debugging.prefetch is True
 
 
 @pytest.mark.parametrize(

@@ -386,7 +386,7 @@ def test_close_with_updates_under_way(tmp_path: Path) -> None:
 @pytest.mark.parametrize("wrong", [True, "early", None])
 def test_the_option_is_checked(wrong: object) -> None:
     with pytest.raises(ValueError, match="overlap_updates must be one of auto, none, forward"):
-        hetero.Config(placement_policy="cpu", overlap_updates=wrong)
+        hetero.Config.make(placement_policy="cpu", overlap_updates=wrong)
 
 
 def test_fp16_overflow_leaves_a_step_out(tmp_path: Path) -> None:

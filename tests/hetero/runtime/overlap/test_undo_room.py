@@ -76,7 +76,9 @@ def test_a_step_writes_all_state_once_and_undoing_it_reads_what_is_in_ram(
         optimizer.undo_last_step()
         undone = engine.traffic
         assert undone.disk_write == after.disk_write
-        if not engine.config.overlap.in_forward:  # else the next step's state is read ahead
+        if (
+            not engine.config.debugging.overlap.in_forward
+        ):  # else the next step's state is read ahead
             in_ram = sum(slots(optimizer, kind, in_ram=True) * each[kind] for kind in each)
             assert undone.disk_read - after.disk_read == in_ram
     engine.close()
