@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import ceil, lcm
 
 from offload.memory.sizes import round_up
@@ -56,6 +57,10 @@ class Chunk:
     slices: tuple[ParamSlice, ...]
     trainable: bool
     group_index: int = 0  # of its chunk group in the engine; ids count within a chunk group
+
+    def __hash__(self) -> int:
+        """Of its place alone: chunks are keys of dictionaries on the path of a step."""
+        return hash((self.group_index, self.id))
 
     @property
     def name(self) -> str:
@@ -123,7 +128,7 @@ class Layout:
     chunks: tuple[Chunk, ...]
     shard: Shard = WHOLE
 
-    @property
+    @cached_property
     def tile_numel(self) -> int:
         """Elements of one slot's share of a shard; what is read, updated and written at once."""
         return self.shard.numel(self.slot_numel)

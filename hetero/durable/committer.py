@@ -29,8 +29,8 @@ from hetero.durable.record import Record, StoredChunk, StoredGroup, StoredSlice
 from hetero.durable.record_files import RecordFiles
 from hetero.durable.state_folder import StateFolder
 from hetero.runtime.engine import Engine
+from hetero.state.committed import CommitChunk, CommittedState
 from hetero.state.managed_param import ManagedParam
-from hetero.state.memory.committed import CommitChunk, CommittedState
 from hetero.state.memory.state_files import COPIES
 from hetero.state.snapshot import Snapshot
 from offload._native import IoOp
@@ -53,7 +53,7 @@ class _GroupCommit:
 
     @property
     def _committed(self) -> CommittedState:
-        committed = self.chunk_group.updates.committed
+        committed = self.chunk_group.updates.versions.committed
         assert committed is not None
         return committed
 
@@ -94,8 +94,7 @@ class _GroupCommit:
     def _finish(self, snapshot: Snapshot, each: CommitChunk, ops: list[IoOp]) -> None:
         """The chunk's state is in the file; it may change if all of it is copied."""
         updates = self.chunk_group.updates
-        for tile in range(each.chunk.slots):
-            updates.pipeline.flush(updates.key(each.chunk, tile))
+        updates.pipeline.flush(updates.chunks[each.chunk.id].first_key, each.chunk.slots)
         for op in ops:
             op.wait()
         for m, writes in self.writes.get(each.chunk, ()):
@@ -226,9 +225,9 @@ class Committer:
             engine.schedule.revoke_all()
             record, names = self._facts(engine, extra)
             by_group = [
-                (group, group.updates.committed.begin_commit())
+                (group, group.updates.versions.committed.begin_commit())
                 for group in engine.chunk_groups
-                if group.updates.committed is not None
+                if group.updates.versions.committed is not None
             ]
             changed = (e.chunk for _, chunks in by_group for e in chunks if e.changed)
             self._snapshot = snapshot = Snapshot(changed)
@@ -243,7 +242,7 @@ class Committer:
                 for index, (group, chunks) in enumerate(by_group)
             ]
             for group, _ in by_group:
-                group.updates.freeze(snapshot)
+                group.updates.versions.snapshots.add(snapshot)
         except Exception as error:
             failure = error
         self._last = made = Save(self._records.folder)

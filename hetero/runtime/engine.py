@@ -41,6 +41,7 @@ from hetero.state.managed_param import ManagedParam, can_train
 from offload.errors import ClosedError, NonFiniteError, UnmanagedParameterError
 from offload.interrupts import uninterrupted
 from offload.memory.operation import THREAD_PREFIX, in_background
+from offload.memory.tiers import StateKind
 
 
 class Engine:
@@ -157,7 +158,7 @@ class Engine:
             old = self.params.known(m.param)
             if old is not None:
                 old.retire()
-            m.place(chunk_group.params.home(m.chunk))
+            m.place(chunk_group.memory.homes[StateKind.PARAM].resident(m.chunk))
             self.params.managed[id(m.param)] = m
             if m.chunk.trainable:
                 m.let_change_grad(self.grad_factors)
@@ -367,7 +368,7 @@ class Engine:
         self.schedule.wait_copied()
         self.last_step.forget(OldState.MOVED)
         for chunk_group in self.chunk_groups:
-            chunk_group.updates.free_spare_extents()
+            chunk_group.updates.versions.free_all()
         self.params.take_in_written(self.params.managed.values())
 
     @property
@@ -411,7 +412,7 @@ class Engine:
     @property
     def update_wait_s(self) -> float:
         """Seconds that step(), or a use of a parameter, waited for updates."""
-        return sum(chunk_group.updates.wait_s for chunk_group in self.chunk_groups)
+        return sum(chunk_group.update_wait_s for chunk_group in self.chunk_groups)
 
     @property
     def io_engine(self) -> str | None:

@@ -298,7 +298,7 @@ def _budgets(engine: Engine, reduce_at_end: bool) -> Budgets:
     """
     chunk_groups = engine.chunk_groups
     for chunk_group in chunk_groups:
-        chunk_group.params.shrink()
+        chunk_group.params.copies.cache.shrink()
     in_use = engine.ledger.in_use_bytes
     placements = [
         chunk_group.placement_if_reducing_at_end() if reduce_at_end else chunk_group.placement

@@ -17,7 +17,7 @@ from hetero.runtime.modules.all_params import AllParams
 from hetero.runtime.modules.call_stack import is_in_checkpoint, is_recomputing
 from hetero.stand_ins.offloaded_tensor import OffloadedTensor
 from hetero.stand_ins.parameter_classes import AbsentParameter
-from hetero.state.params import SavedView
+from hetero.state.chunk_access import SavedView
 from offload.errors import HeteroError, StaleGraphError
 from offload.interrupts import uninterrupted
 

@@ -22,7 +22,7 @@ from hetero.runtime.modules.saved_tensors import SavedTensor, SavedTensors
 from hetero.runtime.recompute.arguments import Arguments, nest
 from hetero.runtime.recompute.fingerprint import Fingerprint, are_same
 from hetero.stand_ins.offloaded_tensor import OffloadedTensor
-from hetero.state.params import SavedView
+from hetero.state.chunk_access import SavedView
 from offload.errors import HeteroError
 
 Args = tuple[Any, ...]

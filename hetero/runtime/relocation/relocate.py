@@ -87,7 +87,8 @@ class Relocation:
         self._together(None)  # nobody asks for anything any more
         self._params.forget_gathers()
         for chunk_group in self.chunk_groups:
-            chunk_group.params.shrink()  # copies beyond the plan, of one rank perhaps, need RAM
+            # Copies beyond the plan, of one rank perhaps, need RAM.
+            chunk_group.params.copies.cache.shrink()
         for tier, nbytes in wanted.items():
             old = before[tier]
             if old is not None and nbytes > old:

@@ -62,7 +62,7 @@ class StepRecord:
 class AgreedGathers:
     """This rank's part in the all-gathers of one chunk group.
 
-    Callers hold the lock of the chunk group's Params; so does help().
+    Callers hold `lock`, which is that of the chunk group's ChunkAccess; so does help().
     """
 
     def __init__(
@@ -72,7 +72,6 @@ class AgreedGathers:
         is_resident: Callable[[Chunk], bool],
         cache: SlotCache,
         news: GatherNews,
-        lock: threading.RLock,
         prefetch: bool,
     ) -> None:
         """Nothing is agreed on before begin(): the rank gathers one-sided.
@@ -82,7 +81,6 @@ class AgreedGathers:
             is_resident: whether a chunk is used where its home is.
             cache: the slots of gathered copies.
             news: what other ranks have told.
-            lock: guards this object.
             prefetch: all-gathers are started ahead of their use.
         """
         self._layout = layout
@@ -90,7 +88,7 @@ class AgreedGathers:
         self._is_resident = is_resident
         self._cache = cache
         self._news = news
-        self._lock = lock
+        self.lock = threading.RLock()
         self._ahead = PREFETCH_CHUNKS if prefetch else 0
         self._slots = 0  # that every rank has at least
         self._kept: Collection[int] = frozenset(c.id for c in layout.chunks if not c.trainable)
@@ -193,12 +191,12 @@ class AgreedGathers:
         started = self._gathering.stream.started
         if self._news.wanted <= started or self._is_starting:
             return False
-        if self._cache.is_making_room or not self._lock.acquire(blocking=False):
+        if self._cache.is_making_room or not self.lock.acquire(blocking=False):
             return False
         try:
             self._catch_up(self._news.wanted - self._first)
         finally:
-            self._lock.release()
+            self.lock.release()
         return self._gathering.stream.started > started
 
     def _catch_up(self, started: int) -> None:

@@ -17,7 +17,7 @@ from hetero.ranks.gather_news import GatherNews
 from hetero.ranks.peers import Channel, Operation, PeerClosedError
 from hetero.ranks.shard_server import ShardServer, Versions
 from hetero.ranks.waiting import LOOK_S, SOON_S
-from hetero.state.gathering.param_shards import ParamShards
+from hetero.state.gathering.own_shards import OwnShards
 from hetero.state.gathering.transport import GatherTransport
 from offload.interrupts import deliver_signals
 from offload.memory.operation import Worker, cancelled
@@ -116,7 +116,7 @@ class GatherStream:
         self,
         peers: Communicator,
         server: ShardServer,
-        shards: ParamShards,
+        shards: OwnShards,
         versions: Versions,
         news: GatherNews,
         transport: GatherTransport,
