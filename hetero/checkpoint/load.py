@@ -316,7 +316,7 @@ def _check_model(manifest: Manifest, model: ModelTensors, with_states: bool) -> 
     tied = {name for others in model.aliases.values() for name in others}
     for name in sorted(stored - set(expected) - tied):
         shape = manifest.tensors[master_key(name)].shape
-        wrong.append(f"it has {name}, of shape {shape}, which the model has not")
+        wrong.append(f"it has {name}, of shape {shape}, which the model does not have")
     for name in sorted(stored & set(expected)):
         shape = manifest.tensors[master_key(name)].shape
         if shape != expected[name]:

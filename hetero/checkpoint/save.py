@@ -131,7 +131,7 @@ class Save:
         Raises what save() says, and TimeoutError.
         """
         if not self._done.wait(timeout_s):
-            raise TimeoutError(f"{self.path} is not saved after {timeout_s} s; it goes on")
+            raise TimeoutError(f"{self.path} is not saved after {timeout_s} s and continues")
         if self._failure is not None:
             self.was_told = True
             raise self._failure

@@ -208,7 +208,7 @@ class Committer:
         assert engine is not None
         if self.goes_on_from is not None:
             raise HeteroError(
-                f"the training goes on from {self.goes_on_from.path}, where "
+                f"the training continues from {self.goes_on_from.path}, where "
                 f"{self.goes_on_from.step} steps were made; call hetero.resume(model) before the "
                 f"first step, which says so, or remove that folder to begin anew"
             )

@@ -433,7 +433,7 @@ class Engine:
             HeteroError: an interruption has left values half changed.
         """
         if self._closed:
-            raise ClosedError("this model's engine was closed; build the model again to go on")
+            raise ClosedError("this model's engine was closed; build the model again to continue")
         self.params.check_open()
         self.unwind()
 

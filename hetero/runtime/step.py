@@ -160,5 +160,5 @@ def check_factors(members: Iterable[ManagedParam]) -> None:
             raise NonFiniteError(
                 f"the gradient of {m.name} is multiplied by {m.grad_factor}, because it was "
                 f"clipped or unscaled by a number that is not finite; look at the norm that "
-                f"clipping returned, and call optimizer.zero_grad() to go on without this step"
+                f"clipping returned, and call optimizer.zero_grad() to continue without this step"
             )

@@ -285,7 +285,7 @@ def _refuse_scaled(specs: Sequence[tuple[ParamSpec, torch.nn.Parameter]]) -> Non
     for spec, param in specs:
         if param.grad is not None:
             raise HeteroError(
-                f"{spec.name} got a gradient before hetero kept it, and with fp16 nobody knows "
+                f"{spec.name} got a gradient before hetero kept it, and with fp16 it is unknown "
                 f"whether that is times the loss scale; set its .grad to None and run a forward of "
                 f"the whole model before the backward"
             )

@@ -390,7 +390,7 @@ class ConstructionArena:
             )
         likely, model = self._likely_bytes(new), "a model with parameters like those so far"
         if unmanaged:
-            beside = f", beside {format_bytes(unmanaged)} of parameters that never move,"
+            beside = f", and {format_bytes(unmanaged)} of parameters that never move,"
             what, least = what + beside, least + unmanaged
             model, likely = model + beside, likely + unmanaged if likely else 0
         rest = "the rest of the model may need more"

@@ -96,8 +96,8 @@ class ChunkVersions:
             self._file.reserve(nbytes)
         except (BudgetError, StoreError, NativeIoError) as error:
             raise BudgetError(
-                f"{option} needs {format_bytes(nbytes)} on NVMe for the state from before a step, "
-                f"beside the state itself, and there is no room: {error}"
+                f"{option} needs another {format_bytes(nbytes)} on NVMe, for the state from before "
+                f"a step, and there is no room: {error}"
             ) from None
         for chunk in trained:
             self._spare(chunk).update(self._allocate(chunk))

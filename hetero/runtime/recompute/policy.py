@@ -193,9 +193,7 @@ class RecomputePolicy:
         if self._is_all:
             return lines[0]
         if self._rates is None:
-            lines.append(
-                "They were chosen by bytes: steps have not shown yet what seconds it takes."
-            )
+            lines.append("They were chosen by bytes: no step has measured the seconds yet.")
             return " ".join(lines)
         now = self._choose(self._costs, self._other_bytes)
         more = self._choose(self._costs, self._other_bytes, more_bytes=_MORE_BYTES)

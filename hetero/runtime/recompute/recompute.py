@@ -35,7 +35,7 @@ class Recompute:
         if activations is None and mode not in ("auto", "none"):
             raise ValueError(
                 f"recompute={mode!r} computes blocks again in backward only where what autograd "
-                f"saves has a budget; give activation_memory, too ('auto' is enough)"
+                f"saves has a budget; also give activation_memory ('auto' is enough)"
             )
         if activations is None or mode == "none":
             return

@@ -210,7 +210,7 @@ class Migration:
                         continue
                     raise BudgetError(
                         f"while homes move, the {move.state_kind.name} of {move.chunk.name} has no "
-                        f"room in RAM beside what is there, and there is no nvme_path: {error}"
+                        f"room in RAM, and there is no nvme_path: {error}"
                     ) from None
                 move.copied = True
 
