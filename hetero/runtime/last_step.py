@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from hetero.chunk_groups.shared import Shared
 from hetero.ranks.process_groups import ProcessGroups
-from hetero.runtime.modules.all_params import AllParams
+from hetero.runtime.modules.param_registry import ParamRegistry
 from hetero.runtime.update_schedule import OptimizerView, UpdateSchedule
 from hetero.state.loss_scale import LossScale
 from hetero.state.managed_param import ManagedParam
@@ -61,7 +61,7 @@ class LastStep:
     """
 
     def __init__(
-        self, params: AllParams, schedule: UpdateSchedule, shared: Shared, world: ProcessGroups
+        self, params: ParamRegistry, schedule: UpdateSchedule, shared: Shared, world: ProcessGroups
     ) -> None:
         """No step was made."""
         self._params = params

@@ -28,8 +28,8 @@ from hetero.overlap import OverlapUpdates
 from hetero.profiler_marks import marked
 from hetero.runtime.factor_prediction import FactorPrediction
 from hetero.runtime.grad_counts import GradCounts
-from hetero.runtime.modules.all_params import AllParams
 from hetero.runtime.modules.call_stack import inside_another_backward
+from hetero.runtime.modules.param_registry import ParamRegistry
 from hetero.state.chunk_state import Speculative
 from hetero.state.loss_scale import LossScale
 from hetero.state.managed_param import ManagedParam
@@ -61,7 +61,7 @@ class UpdateSchedule:
 
     def __init__(
         self,
-        params: AllParams,
+        params: ParamRegistry,
         config: Config,
         loss_scale: LossScale,
         optimizers: Sequence[OptimizerView],

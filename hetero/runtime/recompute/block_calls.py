@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from hetero.activations.store import ActivationStore
-from hetero.runtime.modules.all_params import AllParams
+from hetero.runtime.modules.param_registry import ParamRegistry
 from hetero.runtime.modules.saved_tensors import SavedTensors
 from hetero.runtime.recompute.arguments import Arguments, version_of
 from hetero.runtime.recompute.blocks import Block
@@ -46,7 +46,7 @@ class BlockCalls:
     def __init__(
         self,
         blocks: Sequence[Block],
-        params: AllParams,
+        params: ParamRegistry,
         saved_tensors: SavedTensors,
         activations: ActivationStore,
         policy: Decides,

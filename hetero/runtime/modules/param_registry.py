@@ -32,7 +32,7 @@ class AddsParams(Protocol):
         """Adds the parameters of a new param group."""
 
 
-class AllParams:
+class ParamRegistry:
     """The managed parameters of an engine and the chunk groups that have them; more may come."""
 
     def __init__(self) -> None:

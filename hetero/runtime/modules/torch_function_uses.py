@@ -15,8 +15,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from hetero.activations.store import ActivationStore
-from hetero.runtime.modules.all_params import AllParams
 from hetero.runtime.modules.call_stack import EnteredCalls
+from hetero.runtime.modules.param_registry import ParamRegistry
 from hetero.runtime.modules.saved_tensors import SavedTensors
 from hetero.stand_ins.noticed_views import with_noticed_writes
 from hetero.stand_ins.offloaded_tensor import (
@@ -38,7 +38,7 @@ from offload.interrupts import uninterrupted
 from offload.memory.sizes import format_bytes
 
 
-class ParamUses:
+class TorchFunctionUses:
     """Gives torch functions the values of parameters that are not in memory.
 
     Hooks on the owning module cannot see these uses: MultiheadAttention uses its projection's
@@ -46,7 +46,7 @@ class ParamUses:
     """
 
     def __init__(
-        self, params: AllParams, calls: EnteredCalls, activations: ActivationStore | None = None
+        self, params: ParamRegistry, calls: EnteredCalls, activations: ActivationStore | None = None
     ) -> None:
         """`calls` are the forwards of all threads; `activations` have what these save."""
         self._params = params
@@ -251,7 +251,7 @@ class ParamUses:
 class _ParamSource:
     """The values of one managed parameter."""
 
-    def __init__(self, uses: ParamUses, managed: ManagedParam) -> None:
+    def __init__(self, uses: TorchFunctionUses, managed: ManagedParam) -> None:
         self._uses = uses
         self.managed = managed
         self._version = managed.version
@@ -290,7 +290,7 @@ class ParamAlias(OffloadedTensor):
     _source: _ParamSource
 
     @staticmethod
-    def of(uses: ParamUses, managed: ManagedParam) -> ParamAlias:
+    def of(uses: TorchFunctionUses, managed: ManagedParam) -> ParamAlias:
         """Makes the alias of all of a parameter."""
         meta = torch.empty(managed.stand_in.shape, dtype=managed.dtype, device="meta")
         return ParamAlias._make(_ParamSource(uses, managed), meta, managed.device)
@@ -300,7 +300,7 @@ class ParamAlias(OffloadedTensor):
         """The parameter."""
         return self._source.managed
 
-    def is_of(self, uses: ParamUses) -> bool:
+    def is_of(self, uses: TorchFunctionUses) -> bool:
         """Whether `uses` has the values."""
         return self._source._uses is uses
 
