@@ -1,7 +1,7 @@
 """Placements that fit the budgets, in an order of preference; place() takes the first.
 
-Sizes and budgets alone decide, not the speed of a machine: docs/design.md says what a search for
-the least predicted step time would gain. Per byte kept in RAM parameters save most traffic, then
+Sizes and budgets alone decide, not the speed of a machine: docs/decisions.md says what a search
+for the least predicted step time gained. Per byte kept in RAM parameters save most traffic, then
 gradients, then optimizer states, so RAM is given out in this order, after the pools.
 """
 
