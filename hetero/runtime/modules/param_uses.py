@@ -1,4 +1,9 @@
-"""Uses of parameters outside their modules' forwards, wherever the values are."""
+"""Uses of parameters outside their modules' forwards, wherever the values are.
+
+A function whose parameters do not fit the slots together (`torch.cat`) gets copies that no budget
+counts, and so does a view in a graph outside of any forward. Functions over lists of tensors
+(`torch._foreach_*`) go through them one by one.
+"""
 
 from __future__ import annotations
 
