@@ -1,4 +1,9 @@
-"""Loading a checkpoint, whatever the ranks, the placement and the dtype that it was saved with."""
+"""Loading a checkpoint, whatever the ranks, the placement and the dtype that it was saved with.
+
+Each rank reads the ranges that its own shards need, whatever shards they were saved from. All that
+can be compared is compared before anything is changed. If a piece turns out to be damaged later,
+the model is half loaded, and every use of it is an error until another checkpoint is loaded.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,12 @@
-"""The updates of a chunk group's parameters as tasks of its step pipeline."""
+"""The updates of a chunk group's parameters as tasks of its step pipeline.
+
+Where updates go on after step(), what forward waits for first is made first. Backward submits the
+newest gradient last, and it belongs to what forward uses earliest; so it overtakes the others, and
+what the disk did not manage during backward is spread over the next forward. Gradients without a
+home in RAM hold slots that backward waits for, so their updates come before all. The buffers that
+do not stream keep what forward needs first; mostly that is a tied embedding, whose gradient comes
+last.
+"""
 
 from __future__ import annotations
 

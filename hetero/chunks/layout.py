@@ -1,4 +1,11 @@
-"""How parameters are packed into chunks: pure functions over sizes."""
+"""How parameters are packed into chunks: pure functions over sizes.
+
+Parameters are packed in the model's order, because steps use them in that order. A tensor is not
+divided over chunks: a larger one gets a chunk of several slots, so that it always is one piece of
+memory. The size of a slot is searched for little waste. It is a multiple of a page for every rank,
+so uneven tails are padding at a chunk's end, and nothing else knows of them. Several param groups
+of an optimizer may share a chunk.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,15 @@
-"""Commits: after a step, beside the next one, the state is made durable and a record says so."""
+"""Commits: after a step, beside the next one, the state is made durable and a record says so.
+
+Most of a large training's state is on NVMe anyway; a crash loses the knowledge of what lies where,
+and half made steps. So a commit copies nothing that has its home there: the first change of a chunk
+after a commit goes to its spare extents (ChunkVersions), later ones to the same place. A commit
+waits for the pipeline's buffers, flushes the files and writes a record, and the ranks agree; the
+record's second copy, over that of the commit before, and a second agreement follow. State that has
+its home in RAM and has changed is copied to one of two extents in turn, beside the next forward and
+backward. Homes may move between commits: what a commit refers to is freed only when the next one is
+there (ScratchSpace.take_freed()). A failed commit ends training, because a loop that went on would
+believe in a safety that is not there.
+"""
 
 from __future__ import annotations
 

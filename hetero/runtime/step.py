@@ -1,4 +1,9 @@
-"""What is checked, and agreed by all ranks, before an optimizer step changes anything."""
+"""What is checked, and agreed by all ranks, before an optimizer step changes anything.
+
+Each rank updates its own shards, so ranks that differ would train the shards differently. When all
+have come and are the same, no rank reads values that are about to change. (An update that began
+during backward is a guess of its rank alone: no other one reads its values before this.)
+"""
 
 from __future__ import annotations
 

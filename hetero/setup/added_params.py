@@ -1,4 +1,8 @@
-"""Parameters that get a chunk group after initialize(): unfrozen ones, and those of new groups."""
+"""Parameters that get a chunk group after initialize(): unfrozen ones, and those of new groups.
+
+Added parameters are taken in by all ranks or by none: they agree when room is made, and when values
+have moved.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,12 @@
 An update that must leave what it reads writes to the chunk's spare extents, and these are in use
 from then on. So a speculative update can be taken back, the last commit stays as it is, and a step
 can be undone. There are two extents of each kind and chunk, so one of these at a time.
+
+A speculative update (bf16, Adam) writes 12 bytes an element in place of 10: parameters in RAM
+change in place, and their old bits go to the spare extent. With undoable_steps each step writes
+optimizer state and parameters of all chunks that it updates exactly once, also what buffers or RAM
+would keep unwritten from step to step; reads stay as they are. Optimizer state in RAM is written
+before it is updated in place, and step() waits for that.
 """
 
 from __future__ import annotations

@@ -1,4 +1,10 @@
-"""What autograd saves for backward: views of gathered copies are made again, not kept."""
+"""What autograd saves for backward: views of gathered copies are made again, not kept.
+
+A view of a gathered copy is saved as chunk, version, size, stride and offset. torch does not check
+versions of tensors that pass through saved-tensor hooks, so these hooks do: a backward after an
+optimizer step raises StaleGraphError in place of giving a wrong number. Tensors that a reentrant
+checkpoint computes again are saved the same way.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,14 @@
-"""Uses of parameters outside their modules' forwards, wherever the values are."""
+"""Uses of parameters outside their modules' forwards, wherever the values are.
+
+A function whose parameters do not fit the slots together (`torch.cat`) gets copies that no budget
+counts, and so does a view in a graph outside of any forward. Functions over lists of tensors
+(`torch._foreach_*`) go through them one by one.
+
+Not noticed are: a write to a tensor of `model.state_dict()` where the parameter is absent, and one
+through `.data` of a view inside the forward that took it, which are lost; and a backward that was
+recorded over `p.detach()` outside of any forward and comes after an update, if the alias was read
+in between.
+"""
 
 from __future__ import annotations
 

@@ -5,6 +5,11 @@ that the first one saved. A fingerprint is kept of each of them, and the second 
 with these: whatever a forward depends on, other gradients cannot come of it.
 
 (torch's checkpoint compares shapes and dtypes alone, and gives each saved tensor once.)
+
+Random numbers, attributes of its modules and autocast are those that the first call found
+(surroundings.py), and afterwards all is as before. Parameters that an optimizer step or a write has
+changed since are an error, where torch's checkpoint would use the new values in silence. Lists and
+dicts among the arguments are copies as they were.
 """
 
 from __future__ import annotations

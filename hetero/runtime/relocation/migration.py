@@ -8,6 +8,10 @@ prepare    what leaves memory is written to the file, or copied to a second home
            of it is there nothing has changed, and abandon() makes it as it was.
 leave      second homes become homes; memory is given back: of homes that left, and all slots.
 arrive     what comes from the file to RAM is read; slots get their new sizes.
+
+Homes in use are not moved: pins show tensors that view a home, and the parameter's use count shows
+graphs that saved it. Homes that began in RAM keep their addresses, others get an arena each.
+Extents are allocated first fit, and the file does not shrink.
 """
 
 from __future__ import annotations

@@ -9,6 +9,10 @@ What the order does not expect (another module, a lone evaluation, values that s
 at) the rank reads one-sided. At the end of a step all ranks catch up with the one that has started
 most; a rank that waits before that asks the others to. So a rank may make other uses than the
 others, or more forwards and backwards, and goes on.
+
+Steps with more micro-batches than the order begin it again. For steps that take turns, as a GAN's
+two, the one that follows is remembered. A digest of chunks and versions proves at the end of a step
+that all ranks have made the same gathers.
 """
 
 from __future__ import annotations

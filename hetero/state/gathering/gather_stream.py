@@ -1,4 +1,11 @@
-"""All-gathers that all ranks of a shard group make, one after the other, in a thread."""
+"""All-gathers that all ranks of a shard group make, one after the other, in a thread.
+
+A rank that waits for a gather tells the others, after a tenth of a second, how many it has started,
+and each of them that waits for something else starts as many (AgreedGathers.help()). If they do not
+come within STALL_S they are in code of the user's, and the rank reads one-sided until they come. A
+gather whose chunk a rank does not need is made without memory: pieces that come are dropped, so
+slots are evicted as if there were no other ranks.
+"""
 
 from __future__ import annotations
 
