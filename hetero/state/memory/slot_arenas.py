@@ -56,8 +56,7 @@ class SlotArenas:
         self.unkept = backend.arena(0, self._slot.gathered, ledger, Account.GATHERED)
         resources.callback(self.unkept.close)
         self._pipeline: StepPipeline | None = None
-        # Changes whenever the pipeline has lost what it was told to read ahead.
-        self.is_reading_ahead = False  # for the next step, since expect()
+        self.is_reading_ahead = False  # for the next step; the pipeline keeps that until it is lost
         resources.callback(self._close_pipeline)
 
     @property
