@@ -8,6 +8,9 @@
 
 Transfers and updates themselves run in native threads, which torch's profiler does not see; the
 timeline (offload.timeline) does.
+
+The blocks exist while a profiler is active: one alone takes 15 us without a profiler, the look for
+one 0.1 us.
 """
 
 from __future__ import annotations

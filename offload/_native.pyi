@@ -396,21 +396,23 @@ class StepPipeline:
     def take_back(self, first: int, count: int) -> bool:
         """Drops the tasks of `count` keys from `first` on, one of each, if none has begun; whether
         it did. Raises the pipeline's failure."""
-    def keeps(self, key: int) -> bool:
-        """Whether the tile's optimizer state stays in its buffer from step to step, unwritten."""
-    def wait_updated(self, key: int = -1) -> None:
-        """Until every submitted update (or those of `key`) is computed: parameters in RAM are
-        final, gradients free. Raises the first failure, as all work after it does."""
-    def is_updated(self, key: int = -1) -> bool:
-        """Whether wait_updated(key) would return, or raise, at once."""
-    def is_written(self, key: int = -1) -> bool:
-        """Likewise of wait_written(key)."""
-    def wait_written(self, key: int = -1) -> None:
+    def keeps(self, key: int, count: int = 1) -> bool:
+        """Whether the optimizer state of one of `count` tiles, whose keys begin at `key`, stays in
+        its buffer from step to step, unwritten."""
+    def wait_updated(self, key: int = -1, count: int = 1) -> None:
+        """Until every submitted update (or those of `count` keys from `key` on) is computed:
+        parameters in RAM are final, gradients free. Raises the first failure, as all work after it
+        does."""
+    def is_updated(self, key: int = -1, count: int = 1) -> bool:
+        """Whether wait_updated(key, count) would return, or raise, at once."""
+    def is_written(self, key: int = -1, count: int = 1) -> bool:
+        """Whether wait_written(key, count) would return, or raise, at once."""
+    def wait_written(self, key: int = -1, count: int = 1) -> None:
         """Until no write (or none of `key`) is under way: parameters in the file are final. Raises
         like wait_updated."""
-    def flush(self, key: int = -1) -> None:
-        """Writes what only buffers have (of `key`), and waits. Raises like wait_updated."""
-    def forget(self, key: int = -1) -> None:
+    def flush(self, key: int = -1, count: int = 1) -> None:
+        """Writes what only buffers have (of the keys), and waits. Raises like wait_updated."""
+    def forget(self, key: int = -1, count: int = 1) -> None:
         """flush(), then drops the kept content and what is expected."""
     def give_up(self, why: str) -> None:
         """The caller's part of an update has failed: further work is refused with `why`."""

@@ -43,7 +43,7 @@ class _Uninterrupted(AbstractContextManager[None]):
     """
 
     def __init__(self) -> None:
-        self._depth = 0
+        self.depth = 0  # of the main thread's blocks
         self._handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
         self._waiting: dict[int, None] = {}  # in the order in which they came
         self.damages = 0  # blocks that something has ended in the middle
@@ -52,13 +52,13 @@ class _Uninterrupted(AbstractContextManager[None]):
     def __enter__(self) -> None:
         if threading.get_ident() != threading.main_thread().ident:
             return
-        if not self._depth:
+        if not self.depth:
             for number in _SIGNALS:
                 handler = _signal.getsignal(number)
                 if callable(handler) and handler != self._hold_back:
                     self._handlers[number] = handler
                     _signal.signal(number, self._hold_back)
-        self._depth += 1  # last: until then a signal that comes is delivered at once
+        self.depth += 1  # last: until then a signal that comes is delivered at once
 
     def __exit__(
         self,
@@ -72,15 +72,15 @@ class _Uninterrupted(AbstractContextManager[None]):
             self.damages += 1
         if threading.get_ident() != threading.main_thread().ident:
             return
-        self._depth -= 1  # first: from here on a signal that comes is delivered at once
-        if not self._depth:
+        self.depth -= 1  # first: from here on a signal that comes is delivered at once
+        if not self.depth:
             for number, handler in self._handlers.items():
                 if _signal.getsignal(number) == self._hold_back:
                     _signal.signal(number, handler)
             self.deliver()
 
     def _hold_back(self, number: int, frame: FrameType | None) -> None:
-        if self._depth and number not in self._waiting:
+        if self.depth and number not in self._waiting:
             self._waiting[number] = None
         else:
             self._handlers[number](number, frame)
@@ -101,6 +101,8 @@ def uninterrupted(function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if _block.depth and threading.get_ident() == threading.main_thread().ident:
+            return function(*args, **kwargs)  # inside of another one, which takes care of it
         with _block:
             return function(*args, **kwargs)
 

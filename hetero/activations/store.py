@@ -4,6 +4,13 @@ The bytes of an activation move down as room is needed, the earliest first, beca
 them in the reverse order of saving: from the tensors to slots in RAM, from there to the file. They
 come back in that reverse order, ahead of backward. What does not fit the prediction (graphs whose
 backwards cross, a graph that is kept for another backward) is right, and waited for.
+
+An activation dies with the last object that autograd has in its place. That may happen in any
+thread, in the middle of what has the lock; so it is noted, and the next one that has the lock drops
+it. Transfers under way are cancelled, and keep slots and extents until they have ended. A failed
+write leaves the bytes in slots, a failed read in the file, a failed copy over the link where they
+were; the one that waits is told, and can try again. (After an exception in backward torch itself
+keeps the nodes that were ready, with what they saved, until the thread's next backward.)
 """
 
 from __future__ import annotations

@@ -141,7 +141,7 @@ def check_state(
     for key in sorted({"step", *names} - set(state)):
         raise ValueError(f"{of} has no {key!r}")
     for key in sorted(set(state) - {"step", *names, "master"}, key=str):
-        raise ValueError(f"{of} has {key!r}, which {optimizer_name} has not")
+        raise ValueError(f"{of} has {key!r}, which {optimizer_name} does not have")
     _check_step(of, state["step"])
     for key in sorted(set(state) - {"step"}):
         _check_values(f"{of} has {key}", state[key], managed, key in _NEVER_NEGATIVE)

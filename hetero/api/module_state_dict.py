@@ -16,7 +16,7 @@ from hetero.runtime.engine import Engine
 from hetero.runtime.modules.call_stack import EnteredCalls, FramePlace, module_frame
 from hetero.runtime.modules.model_hook import ModelHook
 from hetero.runtime.modules.module_hooks import ModelHooks
-from hetero.runtime.modules.param_uses import ParamAlias
+from hetero.runtime.modules.torch_function_uses import ParamAlias
 from hetero.state.managed_param import ManagedParam, ParamState
 from offload.errors import HeteroError
 from offload.interrupts import uninterrupted

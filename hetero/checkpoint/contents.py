@@ -75,7 +75,7 @@ class Contents:
     def freeze(self) -> None:
         """From here on a chunk does not change before it is copied."""
         for chunk_group in self._chunk_groups:
-            chunk_group.updates.freeze(self._snapshot)
+            chunk_group.updates.versions.snapshots.add(self._snapshot)
 
     def release(self) -> None:
         """Training waits for nothing any more; idempotent."""

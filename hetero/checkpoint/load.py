@@ -1,4 +1,9 @@
-"""Loading a checkpoint, whatever the ranks, the placement and the dtype that it was saved with."""
+"""Loading a checkpoint, whatever the ranks, the placement and the dtype that it was saved with.
+
+Each rank reads the ranges that its own shards need, whatever shards they were saved from. All that
+can be compared is compared before anything is changed. If a piece turns out to be damaged later,
+the model is half loaded, and every use of it is an error until another checkpoint is loaded.
+"""
 
 from __future__ import annotations
 
@@ -319,7 +324,7 @@ def _check_model(manifest: Manifest, model: ModelTensors, with_states: bool) -> 
     tied = {name for others in model.aliases.values() for name in others}
     for name in sorted(stored - set(expected) - tied):
         shape = manifest.tensors[master_key(name)].shape
-        wrong.append(f"it has {name}, of shape {shape}, which the model has not")
+        wrong.append(f"it has {name}, of shape {shape}, which the model does not have")
     for name in sorted(stored & set(expected)):
         shape = manifest.tensors[master_key(name)].shape
         if shape != expected[name]:

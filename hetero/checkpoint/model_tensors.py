@@ -141,7 +141,7 @@ def tensor_records(engine: Engine, model: ModelTensors) -> dict[str, TensorRecor
             records[key] = TensorRecord(tuple(m.param.shape), dtype)
     for name, tensor in model.plain.items():
         if tensor.dtype not in STORED_DTYPES:
-            raise ValueError(f"{name} is of {tensor.dtype}, which safetensors files have not")
+            raise ValueError(f"{name} is of {tensor.dtype}, which safetensors files do not have")
         records[master_key(name)] = TensorRecord(tuple(tensor.shape), tensor.dtype)
     return records
 

@@ -108,7 +108,8 @@ class _Packing:
             raise ValueError(f"{at} is a tensor without plain memory; give a dense copy of it")
         if value.dtype not in STORED_DTYPES:
             raise ValueError(
-                f"{at} is a tensor of {value.dtype}, which safetensors files have not; convert it"
+                f"{at} is a tensor of {value.dtype}, which safetensors files do not have; "
+                f"convert it"
             )
         self._tensors.append(value)
         return {"$tensor": len(self._tensors) - 1}

@@ -1,4 +1,17 @@
-"""Saving a checkpoint, while training waits or beside it."""
+"""Saving a checkpoint, while training waits or beside it.
+
+Small things (param groups, loss scale, random numbers, buffers, `extra`) are copied at the call,
+after the updates under way. A thread then copies this rank's shards from their homes, past the
+slots that compute uses, and writes them past the page cache. Nothing else is copied at once: code
+that is about to change a chunk waits until the thread has it (Snapshot), and it is the next one
+then. So forward and backward wait for nothing, and a step for what the disk has not managed during
+them. Writes of user code to a resident parameter's memory cannot be held back; versions show them,
+and the save is an error that names the parameter. A save that is waited for is the same.
+
+Each rank writes one file, of replicas each a part of the chunks. The ranks agree that all have
+written, over connections of their own; then the first one writes the manifest and puts the folder
+in its place.
+"""
 
 from __future__ import annotations
 
@@ -131,7 +144,7 @@ class Save:
         Raises what save() says, and TimeoutError.
         """
         if not self._done.wait(timeout_s):
-            raise TimeoutError(f"{self.path} is not saved after {timeout_s} s; it goes on")
+            raise TimeoutError(f"{self.path} is not saved after {timeout_s} s and continues")
         if self._failure is not None:
             self.was_told = True
             raise self._failure

@@ -25,22 +25,26 @@ from hetero.ranks.gather_news import GatherNews
 from hetero.ranks.peers import Channel
 from hetero.ranks.process_groups import ProcessGroups
 from hetero.ranks.shard_server import ShardServer, Versions
+from hetero.state.chunk_access import ChunkAccess
+from hetero.state.chunk_state import chunk_states
 from hetero.state.chunk_updates import ChunkUpdates
+from hetero.state.chunk_versions import ChunkVersions
+from hetero.state.committed import CommittedState
+from hetero.state.copy_caches import CopyCache, CopyCaches
+from hetero.state.gathering.agreed_gathers import AgreedGathers
 from hetero.state.gathering.all_gather import Gathering
 from hetero.state.gathering.device_transport import DeviceGathers, DeviceTransport
 from hetero.state.gathering.gather_stream import GatherStream
-from hetero.state.gathering.param_shards import ParamShards
+from hetero.state.gathering.own_shards import OwnShards
 from hetero.state.gathering.transport import GatherTransport, RamTransport
 from hetero.state.grads import Grads
 from hetero.state.managed_param import ManagedParam
-from hetero.state.memory.committed import CommittedState
 from hetero.state.memory.file_layout import extent_size, map_file, name_of
 from hetero.state.memory.homes import Homes
 from hetero.state.memory.scratch_space import ScratchSpace
 from hetero.state.memory.slot_arenas import SlotArenas
-from hetero.state.memory.spare_extents import SpareExtents
 from hetero.state.optimizer_state import OptimizerState
-from hetero.state.params import CopyCache, ParamCopies, Params
+from hetero.state.param_updates import ParamUpdates
 from offload._native import UpdateKind
 from offload.cache.shared_cache import SharedCache
 from offload.cache.slot_cache import SlotCache
@@ -112,14 +116,15 @@ class _ChunkGroupBuilder:
         grad_offload = None if device is None else device.grad_offload
         updater = None if device is None else device.updater
         overlap = self.shared.config.debugging.overlap
-        spare = SpareExtents(self._layout, self._dtypes, homes, file)
+        chunks = chunk_states(self._layout.chunks, self.members)
         committed: CommittedState | None = None
         if file.is_durable:
-            committed = CommittedState(self._layout, self._dtypes, homes, file)
+            committed = CommittedState(self._layout, self._dtypes, homes, file, chunks)
             committed.reserve_copies()
+        versions = ChunkVersions(self._layout, self._dtypes, homes, file, arenas, chunks, committed)
         if file.is_durable or self.shared.config.undoable_steps:
-            spare.reserve_all("durable=True" if file.is_durable else "undoable_steps=True")
-        updates = ChunkUpdates(self._layout, homes, arenas, spare, overlap, committed)
+            versions.reserve_all("durable=True" if file.is_durable else "undoable_steps=True")
+        updates = ChunkUpdates(chunks, homes, arenas, versions, overlap)
         optim_states = OptimizerState(
             self._layout.tile_numel,
             self._dtypes,
@@ -127,12 +132,12 @@ class _ChunkGroupBuilder:
             homes[StateKind.OPTIM_STATE],
             arenas,
             file,
-            updates.begin_write,
+            versions.begin_write,
         )
         grads = Grads(
             self._layout,
             self._dtypes,
-            self._trained,
+            chunks,
             homes[StateKind.GRAD],
             lambda before_write: self._file_cache(
                 memory, arenas.grads, StateKind.GRAD, UseOrder(), before_write=before_write
@@ -241,7 +246,7 @@ class _ChunkGroupBuilder:
 
     def _make_params(
         self, memory: StateMemory, updates: ChunkUpdates, optim_states: OptimizerState
-    ) -> tuple[Params, Gathering | None]:
+    ) -> tuple[ChunkAccess, Gathering | None]:
         homes, arenas = memory.homes[StateKind.PARAM], memory.arenas
         order, versions, news = UseOrder(), Versions(len(self._layout.chunks)), GatherNews()
         chunks, dtype = self._layout.chunks, self._dtypes.torch_compute
@@ -255,8 +260,7 @@ class _ChunkGroupBuilder:
         # Shards on their way to ranks may take all the room for a while.
         peers, config = self.world.shard, self.shared.config
         patience_s = 0.0 if peers is None else config.rank_timeout_s
-        shared_shards = SharedCache(shard_cache, dtype, patience_s)
-        shards = ParamShards(homes, shared_shards, updates)
+        shards = OwnShards(homes, SharedCache(shard_cache, dtype, patience_s), updates)
         gathering: Gathering | None = None
 
         def serve(ranks: Communicator) -> ShardServer:
@@ -277,21 +281,16 @@ class _ChunkGroupBuilder:
             self.resources.callback(stream.close)
             in_ram = arenas.staged if self._backend.separate else arenas.gathered
             gathering = Gathering(self._layout, server, shards, stream, in_ram, dtype)
-        copies = self._make_copies(arenas, homes, shard_cache, shared_shards, gathering, order)
-        params = Params(
-            self._layout,
-            self.members,
-            homes,
-            shards,
-            copies,
-            config.debugging.prefetch,
-            versions,
-            gathering,
-            news,
-            updates,
-        )
-        if params.agreed_gathers is not None:
-            self.world.while_waiting.add(params.agreed_gathers)
+        copies = self._make_copies(arenas, homes, shard_cache, shards, gathering, order)
+        prefetch = config.debugging.prefetch
+        agreed: AgreedGathers | None = None
+        if gathering is not None and not homes.whole:
+            agreed = AgreedGathers(
+                self._layout, gathering, homes.is_resident, copies.cache, news, prefetch
+            )
+            self.world.while_waiting.add(agreed)
+        led = ParamUpdates(homes, copies, updates, versions, gathering)
+        params = ChunkAccess(homes, copies, updates, led, gathering, agreed, prefetch)
         return params, gathering
 
     def _make_transport(
@@ -310,10 +309,10 @@ class _ChunkGroupBuilder:
         arenas: SlotArenas,
         homes: Homes,
         shard_cache: SlotCache,
-        shared_shards: SharedCache,
+        shards: OwnShards,
         gathering: Gathering | None,
         order: UseOrder,
-    ) -> ParamCopies:
+    ) -> CopyCaches:
         """The copies that compute uses, and what fills their slots.
 
         If compute happens in RAM, the file fills them (one rank), or all ranks' shards do; if not,
@@ -330,7 +329,7 @@ class _ChunkGroupBuilder:
                 cache = self._cache(arenas.gathered, gathering, order, limit)
                 caches, drops = (cache,), (cache.drop,)
         else:
-            in_ram = shared_shards
+            in_ram = shards.slots
             if gathering is not None:
                 in_ram = SharedCache(self._cache(arenas.staged, gathering, order), dtype)
                 caches, drops = (in_ram,), (in_ram.drop,)
@@ -357,13 +356,14 @@ class _ChunkGroupBuilder:
             cache = self._cache(arenas.gathered, backing, order)
             caches = (cache, fetches, *caches)
             drops = (cache.drop, fetches.wait_home_read, *drops)
-        return ParamCopies(
+        return CopyCaches(
             arena=arenas.gathered,
             cache=cache,
             order=order,
             dtype=dtype,
-            clearable=(*caches, shared_shards),
+            clearable=(*caches, shards.slots),
             drops=drops,
+            shards=shards,
             has_soft_limit=gathering is not None and not self._backend.separate,
         )
 

@@ -12,6 +12,7 @@ from hetero.planning.group_plans import ChunkGroupPlan
 from hetero.planning.placement import Placement, SlotBytes
 from hetero.ranks.process_groups import ProcessGroups
 from hetero.ranks.shard_server import RequestKind, ShardServer
+from hetero.state.chunk_access import ChunkAccess
 from hetero.state.chunk_updates import ChunkUpdates
 from hetero.state.gathering.all_gather import Gathering
 from hetero.state.grads import Grads
@@ -20,7 +21,6 @@ from hetero.state.memory.homes import Homes
 from hetero.state.memory.scratch_space import DiskParts, ScratchSpace
 from hetero.state.memory.slot_arenas import SlotArenas
 from hetero.state.optimizer_state import OptimizerState, TileState
-from hetero.state.params import Params
 from hetero.state.reduction.grad_reduce import GradReducer
 from offload._native import StepPipeline
 from offload.cache.use_order import UseOrder
@@ -87,7 +87,7 @@ class ChunkGroup:
     plan: ChunkGroupPlan
     members: Sequence[ManagedParam]
     memory: StateMemory
-    params: Params
+    params: ChunkAccess
     grads: Grads
     optim_states: OptimizerState
     updates: ChunkUpdates
@@ -105,7 +105,7 @@ class ChunkGroup:
     @property
     def order(self) -> UseOrder:
         """The learned order in which steps gather chunks."""
-        return self.params.order
+        return self.params.copies.order
 
     @property
     def pipeline(self) -> StepPipeline:
@@ -120,8 +120,13 @@ class ChunkGroup:
     @property
     def wait_s(self) -> float:
         """Seconds for which compute has waited for transfers so far."""
-        waited = self.params.wait_s + self.grads.wait_s + self.updates.wait_s
+        waited = self.params.wait_s + self.grads.wait_s + self.update_wait_s
         return waited if self.ranks is None else waited + self.ranks.grad_reducer.wait_s
+
+    @property
+    def update_wait_s(self) -> float:
+        """Seconds for which updates, and changes for saves and commits, have been waited for."""
+        return self.updates.wait_s + self.updates.versions.snapshots.wait_s
 
     @property
     def trained_numel(self) -> int:
@@ -171,7 +176,7 @@ class ChunkGroup:
 
     def fail_waiting_ranks(self, why: str) -> None:
         """Tells the ranks that wait for values of this one that these will not come, and why."""
-        self.params.versions.end(why)
+        self.params.updates.versions.end(why)
 
     def answer_until_left(self) -> None:
         """Answers other ranks until they ask for nothing any more; this one does not, either."""

@@ -2,6 +2,13 @@
 
 The first pass leaves each matrix's momentum, and the second one moves each matrix along it as it is
 then. In between it is orthogonalised: all singular values of a matrix become about 1.
+
+The gradient stays as it is: directions are memory of their own, in the parameter's place in the
+first pass and in the gradient's in the second. Optimizer state passes the disk once each way as
+long as a chunk's tiles fit into the buffers, because no buffer is written between the passes. All
+ranks must run on one kind of machine: torch's matrix products, unlike hetero's kernels, have other
+bits with other instruction sets. In no budget are the directions of one chunk (2 bytes an element),
+the products of one matrix (about 10), and what is on its way between ranks.
 """
 
 from __future__ import annotations

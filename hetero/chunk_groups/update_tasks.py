@@ -1,4 +1,12 @@
-"""The updates of a chunk group's parameters as tasks of its step pipeline."""
+"""The updates of a chunk group's parameters as tasks of its step pipeline.
+
+Where updates go on after step(), what forward waits for first is made first. Backward submits the
+newest gradient last, and it belongs to what forward uses earliest; so it overtakes the others, and
+what the disk did not manage during backward is spread over the next forward. Gradients without a
+home in RAM hold slots that backward waits for, so their updates come before all. The buffers that
+do not stream keep what forward needs first; mostly that is a tied embedding, whose gradient comes
+last.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +20,12 @@ import torch
 from hetero.chunk_groups.muon_directions import MuonDirections
 from hetero.chunks.dtypes import Dtypes
 from hetero.chunks.layout import Chunk, Layout
+from hetero.overlap import STREAMING_BUFFERS
 from hetero.state.chunk_updates import ChunkUpdates
+from hetero.state.chunk_versions import TileOffsets
 from hetero.state.grads import Grads
 from hetero.state.managed_param import ManagedParam
 from hetero.state.memory.homes import Homes
-from hetero.state.memory.spare_extents import TileOffsets
 from hetero.state.optimizer_state import parts_of
 from offload._native import Hyper, Location, StepTask
 from offload.device.updater import DeviceTask, Updater
@@ -30,6 +39,7 @@ LrScaleOf = Callable[[dict[str, Any], torch.Size], float]
 HyperKey = tuple[int, int, float, float]  # the same, but the param group's index
 Groups = Sequence[tuple[dict[str, Any], list[ManagedParam]]]
 Tile = tuple[int, int]  # id of the chunk, number of the tile in its shard
+_NOT_USED_YET = 1 << 30  # comes after all chunks that forward has used
 
 
 class Segment(NamedTuple):
@@ -102,7 +112,7 @@ class UpdateTasks:
         none: the layout's, reversed from step to step (zig-zag). What the last step left in the
             buffers is what this one needs first.
         backward: the layout's reversed, in each step, also of what backward leaves to step().
-        forward, both: that in which forward will wait for chunks (ChunkUpdates.priority); during
+        forward, both: that in which forward will wait for chunks (priority()); during
             backward chunks come first whose gradients hold slots that backward needs.
     """
 
@@ -161,23 +171,24 @@ class UpdateTasks:
         another one, what was read stays until its buffer is needed. Gradients are not read: more
         may be added to them.
         """
-        if self._updates.is_expecting:
+        if self._updates.arenas.is_reading_ahead:
             return
         order = self._last
         if not self._updates.overlap.repeats:
             order = sorted(order, reverse=not self._ascending)
         chunks = self._layout.chunks
-        self._updates.expect(
+        self._updates.arenas.expect(
             [
                 (
-                    self._updates.key(chunks[c], tile),
+                    self._updates.chunks[c].first_key + tile,
                     self._params.location(chunks[c], tile),
                     self._optim_states.location(chunks[c], tile),
                     self.priority(chunks[c], self._speculated),
                 )
                 for c, tile in order
                 if chunks[c] not in self._params or chunks[c] not in self._optim_states
-            ]
+            ],
+            STREAMING_BUFFERS if self._updates.overlap.repeats else 0,
         )
 
     def prepare(self, groups: Groups, table: HyperTable, speculative: bool = False) -> Update:
@@ -198,7 +209,7 @@ class UpdateTasks:
                     segments.setdefault((managed.chunk.id, part.tile), []).append(segment)
         chunks = self._layout.chunks
         for c in by_chunk:
-            if self._updates.leaves_old_state(chunks[c]):
+            if self._updates.chunks[c].versions.holder is not None:
                 # What has no gradient goes with the rest of the chunk to where that is written.
                 for managed in self._grads.members(chunks[c]):
                     for part in parts_of(managed, self._layout):
@@ -225,13 +236,15 @@ class UpdateTasks:
         if self._directions is not None:
             self._submit_by_chunk(update, self._directions)
         if last:
-            self._updates.expect_nothing()  # all that comes is here
+            if self._updates.arenas.is_reading_ahead:
+                self._updates.arenas.expect([], 0)  # all that comes is here
         else:
             self._has_speculated = True
         if self._directions is None:
             self._submit_pass(0, update.tiles, update.hypers)
         if last:
-            self._updates.note_submitted()  # before what is read ahead, from where it is now
+            # Before what is read ahead, which is then read from where it is now.
+            self._updates.versions.note_submitted()
         self._updated += [(t.chunk.id, t.tile) for t in update.tiles if t.grad is not None]
         if last:
             for members in update.members:
@@ -253,9 +266,16 @@ class UpdateTasks:
                 self.read_ahead()
 
     def priority(self, chunk: Chunk, in_backward: bool) -> int:
-        """When something will wait for the chunk's update, which is submitted during backward or by
-        step() (ChunkUpdates.priority)."""
-        return self._updates.priority(chunk, in_backward and chunk not in self._grad_homes)
+        """When something will wait for the chunk's update: the smallest number is made first.
+
+        That is at once where step() waits for it, and, if it is submitted `in_backward`, where its
+        gradient holds slots, which backward needs before any forward.
+        """
+        backward_waits = in_backward and chunk not in self._grad_homes
+        if backward_waits or not self._updates.goes_on(chunk):
+            return 0
+        first_use = self._updates.chunks[chunk.id].first_use
+        return 1 + (_NOT_USED_YET + chunk.id if first_use is None else first_use)
 
     def _on_device(self, chunk: Chunk) -> bool:
         """Whether an updater of the device updates it, and not the pipeline."""
@@ -291,8 +311,8 @@ class UpdateTasks:
                 if address is not None:
                     places[number] = Location(address)
                 optim_state = self._optim_states.location(chunk, tile)
-                key = self._updates.key(chunk, tile)
-                offsets = self._updates.offsets(chunk, tile)
+                state = self._updates.chunks[chunk.id]
+                offsets = self._updates.versions.offsets(state, tile)
                 if directions is not None and number == 0:
                     offsets = TileOffsets(optim_state_to=offsets.optim_state_to)
                 elif directions is not None and offsets.optim_state_to >= 0:
@@ -300,6 +320,7 @@ class UpdateTasks:
                     optim_state = Location(file_offset=offsets.optim_state_to)
                     offsets = TileOffsets(param_to=offsets.param_to)
                 param, grad = places
+                key = state.first_key + tile
                 tasks.append(StepTask(key, param, grad, optim_state, segments, priority, *offsets))
         if device_tasks:
             self._updaters[number].update(device_tasks, hypers)

@@ -24,7 +24,7 @@ def keep_written(
     if values is not None:
         chunk_group.params.keep_written(managed, values)
     else:
-        chunk_group.updates.begin_write(managed.chunk)
+        chunk_group.updates.versions.begin_write(managed.chunk)
     if values is not None:
         with chunk_group.optim_states.lock:  # the pipeline may keep the parameter, too
             chunk_group.memory.arenas.forget_read_ahead()

@@ -1,9 +1,17 @@
-"""How parameters are packed into chunks: pure functions over sizes."""
+"""How parameters are packed into chunks: pure functions over sizes.
+
+Parameters are packed in the model's order, because steps use them in that order. A tensor is not
+divided over chunks: a larger one gets a chunk of several slots, so that it always is one piece of
+memory. The size of a slot is searched for little waste. It is a multiple of a page for every rank,
+so uneven tails are padding at a chunk's end, and nothing else knows of them. Several param groups
+of an optimizer may share a chunk.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import ceil, lcm
 
 from offload.memory.sizes import round_up
@@ -56,6 +64,10 @@ class Chunk:
     slices: tuple[ParamSlice, ...]
     trainable: bool
     group_index: int = 0  # of its chunk group in the engine; ids count within a chunk group
+
+    def __hash__(self) -> int:
+        """Of its place alone: chunks are keys of dictionaries on the path of a step."""
+        return hash((self.group_index, self.id))
 
     @property
     def name(self) -> str:
@@ -123,7 +135,7 @@ class Layout:
     chunks: tuple[Chunk, ...]
     shard: Shard = WHOLE
 
-    @property
+    @cached_property
     def tile_numel(self) -> int:
         """Elements of one slot's share of a shard; what is read, updated and written at once."""
         return self.shard.numel(self.slot_numel)

@@ -58,7 +58,7 @@ __all__ = [
 ARGUMENTS = KeyTable(
     "fully_shard",
     {
-        "mesh": mapped("`mesh` of hetero.initialize(): one dimension shards, two replicate, too"),
+        "mesh": mapped("`mesh` of hetero.initialize(): one dimension shards, two also replicate"),
         "reshard_after_forward": mapped("`zero_stage`: 2 if it is False, else 3"),
         "mp_policy": mapped(
             "`dtype`, `reduce_dtype`, `keep_fp32`; gradients are kept in fp32; output_dtype casts"
@@ -94,7 +94,7 @@ METHODS = KeyTable(
             ),
             not_needed(_ORDER),
         ),
-        "set_post_optim_event": not_needed("whoever needs a parameter waits for its update"),
+        "set_post_optim_event": not_needed("a use of a parameter waits for its update"),
         **dict.fromkeys(
             (
                 "set_allocate_memory_from_process_group_for_comm",
@@ -386,8 +386,8 @@ def _initialize(root: Any) -> None:
         if not owned.issuperset(_ids(each)):
             raise ValueError(
                 f"{type(each).__name__} has parameters outside of the fully sharded "
-                f"{type(root).__name__}, and one engine has all that it updates; call fully_shard()"
-                f" on the whole model, too"
+                f"{type(root).__name__}, and one engine has all that it updates; also call "
+                f"fully_shard() on the whole model"
             )
     if not optimizers:
         if root.training:
@@ -489,7 +489,7 @@ def _config(root: torch.nn.Module, policy: _Policy) -> Config:
         if dtype not in ("fp32", compute):
             raise ValueError(
                 f"mp_policy: param_dtype of {name} is {dtype}, and that of the whole model "
-                f"{compute}; parts may only keep fp32 beside it"
+                f"{compute}; a part may have the same one or fp32"
             )
     reduce_dtype = _dtype("reduce_dtype", policy.precision.reduce_dtype) or compute
     return Config.make(

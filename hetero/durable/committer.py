@@ -1,4 +1,15 @@
-"""Commits: after a step, beside the next one, the state is made durable and a record says so."""
+"""Commits: after a step, beside the next one, the state is made durable and a record says so.
+
+Most of a large training's state is on NVMe anyway; a crash loses the knowledge of what lies where,
+and half made steps. So a commit copies nothing that has its home there: the first change of a chunk
+after a commit goes to its spare extents (ChunkVersions), later ones to the same place. A commit
+waits for the pipeline's buffers, flushes the files and writes a record, and the ranks agree; the
+record's second copy, over that of the commit before, and a second agreement follow. State that has
+its home in RAM and has changed is copied to one of two extents in turn, beside the next forward and
+backward. Homes may move between commits: what a commit refers to is freed only when the next one is
+there (ScratchSpace.take_freed()). A failed commit ends training, because a loop that went on would
+believe in a safety that is not there.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +40,8 @@ from hetero.durable.record import Record, StoredChunk, StoredGroup, StoredSlice
 from hetero.durable.record_files import RecordFiles
 from hetero.durable.state_folder import StateFolder
 from hetero.runtime.engine import Engine
+from hetero.state.committed import CommitChunk, CommittedState
 from hetero.state.managed_param import ManagedParam
-from hetero.state.memory.committed import CommitChunk, CommittedState
 from hetero.state.memory.state_files import COPIES
 from hetero.state.snapshot import Snapshot
 from offload._native import IoOp
@@ -53,7 +64,7 @@ class _GroupCommit:
 
     @property
     def _committed(self) -> CommittedState:
-        committed = self.chunk_group.updates.committed
+        committed = self.chunk_group.updates.versions.committed
         assert committed is not None
         return committed
 
@@ -94,8 +105,7 @@ class _GroupCommit:
     def _finish(self, snapshot: Snapshot, each: CommitChunk, ops: list[IoOp]) -> None:
         """The chunk's state is in the file; it may change if all of it is copied."""
         updates = self.chunk_group.updates
-        for tile in range(each.chunk.slots):
-            updates.pipeline.flush(updates.key(each.chunk, tile))
+        updates.pipeline.flush(updates.chunks[each.chunk.id].first_key, each.chunk.slots)
         for op in ops:
             op.wait()
         for m, writes in self.writes.get(each.chunk, ()):
@@ -209,7 +219,7 @@ class Committer:
         assert engine is not None
         if self.goes_on_from is not None:
             raise HeteroError(
-                f"the training goes on from {self.goes_on_from.path}, where "
+                f"the training continues from {self.goes_on_from.path}, where "
                 f"{self.goes_on_from.step} steps were made; call hetero.resume(model) before the "
                 f"first step, which says so, or remove that folder to begin anew"
             )
@@ -226,9 +236,9 @@ class Committer:
             engine.schedule.revoke_all()
             record, names = self._facts(engine, extra)
             by_group = [
-                (group, group.updates.committed.begin_commit())
+                (group, group.updates.versions.committed.begin_commit())
                 for group in engine.chunk_groups
-                if group.updates.committed is not None
+                if group.updates.versions.committed is not None
             ]
             changed = (e.chunk for _, chunks in by_group for e in chunks if e.changed)
             self._snapshot = snapshot = Snapshot(changed)
@@ -243,7 +253,7 @@ class Committer:
                 for index, (group, chunks) in enumerate(by_group)
             ]
             for group, _ in by_group:
-                group.updates.freeze(snapshot)
+                group.updates.versions.snapshots.add(snapshot)
         except Exception as error:
             failure = error
         self._last = made = Save(self._records.folder)

@@ -263,7 +263,7 @@ def later_version(where: str, version: int) -> OtherFormatError:
     how = "a later one" if version > VERSION else "an earlier one"
     return OtherFormatError(
         f"{where} is of version {version} of the format, {how}, and this hetero reads version "
-        f"{VERSION}; go on with the hetero that wrote it, and save a checkpoint there (hetero.save)"
+        f"{VERSION}; use the hetero that wrote it, and save a checkpoint there (hetero.save)"
     )
 
 

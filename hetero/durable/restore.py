@@ -1,4 +1,10 @@
-"""Brings the last commit of an earlier start back, whatever its ranks and its placement."""
+"""Brings the last commit of an earlier start back, whatever its ranks and its placement.
+
+A start makes a new generation of files, and the old one goes when the new one has a commit: nothing
+is changed in place that a second crash could lose. initialize() brings model and optimizer back,
+and hetero.resume() what the loop has made since, because schedulers change rates as they are
+constructed.
+"""
 
 from __future__ import annotations
 

@@ -383,7 +383,7 @@ def _lock(folder: str, until: float) -> int:
             raise CheckpointError(f"{path} is a link, must be a file; remove it") from None
         if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
             raise CheckpointError(
-                f"{path} is no file, or has another name, too; must be a file of its own; remove it"
+                f"{path} is no file, or has a second name; must be a file of its own; remove it"
             )
         while True:
             try:
@@ -483,7 +483,7 @@ def _last_whole(found: Iterable[_Found], folders: Iterable[str]) -> dict[int, _F
         has = sorted(commits[generation, number, count])
         raise CheckpointError(
             f"commit {number} of {count} ranks has records of the ranks {has} alone; the "
-            f"directories of the others are needed, too{_removable(folders)}"
+            f"directories of the others are also needed{_removable(folders)}"
         )
     return {}
 

@@ -1,8 +1,16 @@
 """Placements that fit the budgets, in an order of preference; place() takes the first.
 
-Sizes and budgets alone decide, not the speed of a machine: docs/design.md says what a search for
-the least predicted step time would gain. Per byte kept in RAM parameters save most traffic, then
+Sizes and budgets alone decide, not the speed of a machine: docs/decisions.md says what a search
+for the least predicted step time gained. Per byte kept in RAM parameters save most traffic, then
 gradients, then optimizer states, so RAM is given out in this order, after the pools.
+
+By policy the tiers are
+
+    cpu    RAM for all
+    nvme   PARAM and GRAD in RAM, what does not fit in the file; OPTIM_STATE in the file;
+           RAM that is left keeps it in buffers from step to step, unwritten
+    auto   a device that is not RAM as far as there is room, then RAM, then the file
+    cuda   the device for all
 """
 
 from __future__ import annotations

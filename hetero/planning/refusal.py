@@ -94,8 +94,8 @@ def too_much(tier: Tier, limit: int, needed: int, left: int, refusal: PlacementE
         least = refusal.smallest_device_bytes
         name, fix = "what the device may hold altogether", "free what else is there, or"
     return (
-        f"{name} is {_exact(limit)}, and a step needs {format_bytes(needed)} beside the model "
-        f"state, for activations, temporaries and libraries; that leaves "
+        f"{name} is {_exact(limit)}, and a step needs {format_bytes(needed)} for "
+        f"activations, temporaries and libraries; that leaves "
         f"{format_bytes(max(0, left))} for model state, and the smallest that works is "
         f"{_exact(least)}; {fix} use smaller or checkpointed micro-batches (this step was made: do "
         f"not make it again)"

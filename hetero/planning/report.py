@@ -167,7 +167,9 @@ def _notes(plans: Sequence[Plan], step: StepCost, least: SmallestBudgets) -> str
     ]
     notes.append(f"Smallest budgets that work: {', '.join(words)}.")
     if any(p.problem.trace.expected for p in plans):
-        notes.append("Computing is estimated from the profile; a traced step would tell better.")
+        notes.append(
+            "Computing is estimated from the profile; a traced step gives a better estimate."
+        )
     shard = plans[0].problem.layout.shard
     if shard.ranks * shard.replicas > 1:
         network = plans[0].problem.network

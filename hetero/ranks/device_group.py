@@ -3,6 +3,13 @@
 A device that waits in a collective for a rank that has died waits for ever, and with it all that is
 to be computed afterwards. So all members first meet by a common operation in RAM, and a thread
 looks after every collective that a device was given: if it is in vain, it is aborted.
+
+Gathers and means of each chunk group have an NCCL communicator of their own (means with replicas
+two), because they may interleave differently on each rank. So kernels of several communicators may
+be on a device at once, which NCCL allows as long as all have room (at most 32 blocks each). Their
+buffers are in no budget; device_memory="auto" measures them as what is beside the arenas. After an
+abort the device goes on, what it computes has no meaning, and the next common operation raises
+PeerError, at the latest step() before it changes anything.
 """
 
 from __future__ import annotations

@@ -1,4 +1,12 @@
-"""What ranks know of each other's end: which failed, why, and how this one tells that it does."""
+"""What ranks know of each other's end: which failed, why, and how this one tells that it does.
+
+Under each communicator's prefix in torch.distributed's store a rank that ends puts how many common
+operations it has made, and why it makes no more: an exception that nothing caught, close(), or the
+end of its program. A wait of another rank is in vain if it is for an operation beyond that number;
+what was made before still arrives. A rank that an exception ends also breaks off its connections,
+at which all waits for it end at once, in other threads, too. Where the store is gone with its
+process, the broken connection still names the rank.
+"""
 
 from __future__ import annotations
 

@@ -8,6 +8,11 @@ what was lent for a gather shows in the next gather, to which a rank comes when 
 A rank that closes its engine frees what it has lent, perhaps while another one still reads. Each
 rank therefore has a *mark*, a random number, which it overwrites before it frees anything. Who has
 read looks at the mark: if it is still there, all that was read before it was the owner's.
+
+At their start the ranks try it, by a random number in each other's memory. If one of them cannot
+read one other, all send by gloo. Where Yama lets only ancestors read a process (ptrace_scope 1),
+which that try shows, a rank permits processes of the same user to read it, and takes that back when
+it closes its engine, or at once if it does not help.
 """
 
 from __future__ import annotations

@@ -8,6 +8,10 @@ No thread may be in such a wait when the interpreter ends: it would come back to
 is gone, by which Python (before 3.14) ends the thread inside of C++ that does not allow it, and
 the process by SIGABRT. So all that may be in one when the program ends are known here, and are
 brought to their end before the interpreter's.
+
+A wait that an exception of a signal handler has left cannot be taken up again: messages would be
+out of step, and their memory has other uses. So it breaks off the connections, and a program that
+catches Ctrl-C there can only close its engine.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Records what each step of an engine does, with a few reads of counters that exist anyway."""
+"""Records what each step of an engine does, with a few reads of counters that exist anyway.
+
+Nothing is sent between ranks: a collective at the end would hang where one rank has ended by an
+exception.
+"""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def hidden_finding(timeline: Timeline) -> str:
     busy_s = timeline.busy_s(*_WORKERS)
     hidden_s = sum(end - begin for begin, end in hidden_spans(timeline))
     if not busy_s:
-        return "Nothing was updated or moved beside compute"
+        return "Nothing was updated or moved during compute"
     return (
         f"{hidden_s / busy_s:.0%} of the {busy_s:.3g} s of updates and transfers ran behind forward"
         f" and backward"
@@ -87,7 +87,7 @@ def make_figure(timeline: Timeline, width: float, lane_height: float) -> Figure:
     axes = figure.add_subplot()
     names = [LANES[lane] for lane in lanes]
     if hidden:
-        names.append("overlap: work beside\nforward or backward")
+        names.append("overlap: work during\nforward or backward")
         _draw_hidden(axes, timeline, hidden, len(lanes))
     for place, lane in enumerate(lanes):
         _draw_lane(axes, timeline, lane, place)

@@ -22,10 +22,10 @@ from hetero.runtime.gradients.grad_factors import GradFactors
 from hetero.runtime.gradients.grad_hook import GradHook
 from hetero.runtime.gradients.grad_intake import GradIntake
 from hetero.runtime.last_step import LastStep, OldState
-from hetero.runtime.modules.all_params import AddsParams, AllParams
 from hetero.runtime.modules.call_stack import EnteredCalls
 from hetero.runtime.modules.module_hooks import ModelHooks, ModuleHooks, refuse_use
-from hetero.runtime.modules.param_uses import ParamUses
+from hetero.runtime.modules.param_registry import AddsParams, ParamRegistry
+from hetero.runtime.modules.torch_function_uses import TorchFunctionUses
 from hetero.runtime.recompute.recompute import Recompute
 from hetero.runtime.relocation.budget_moves import BudgetMoves
 from hetero.runtime.relocation.memory_limit import BesideMemory
@@ -41,6 +41,7 @@ from hetero.state.managed_param import ManagedParam, can_train
 from offload.errors import ClosedError, NonFiniteError, UnmanagedParameterError
 from offload.interrupts import uninterrupted
 from offload.memory.operation import THREAD_PREFIX, in_background
+from offload.memory.tiers import StateKind
 
 
 class Engine:
@@ -74,7 +75,7 @@ class Engine:
         self.ledger, self.notes, self.loss_scale = shared.ledger, shared.notes, shared.loss_scale
         self.first_number = dict(first_number)
         self.world: ProcessGroups = chunk_groups[0].world
-        self.params = AllParams()
+        self.params = ParamRegistry()
         self.chunk_groups = self.params.chunk_groups
         self.schedule = UpdateSchedule(self.params, self.config, shared.loss_scale, optimizers)
         self.last_step = LastStep(self.params, self.schedule, shared, self.world)
@@ -86,7 +87,7 @@ class Engine:
         )
         calls = EnteredCalls()
         self.activations = activations
-        self.param_uses = ParamUses(self.params, calls, activations)
+        self.torch_function_uses = TorchFunctionUses(self.params, calls, activations)
         self._model = weakref.ref(model)
         self.optimizers = optimizers
         self._added_params: AddsParams | None = None
@@ -102,7 +103,7 @@ class Engine:
             self._module_hooks = ModuleHooks(
                 model,
                 self.params,
-                self.param_uses,
+                self.torch_function_uses,
                 calls,
                 shared,
                 self._before_forward,
@@ -113,7 +114,7 @@ class Engine:
                 model, self.chunk_groups, beside, self.params.note_forward, self.hooks
             )
             self.hooks.callback(beside.close)
-            uses = self.param_uses.saved_tensors
+            uses = self.torch_function_uses.saved_tensors
             self.recompute = Recompute(model, self.params, shared, uses, activations)
             self.hooks.callback(self.recompute.close)
             relocation = Relocation(self.params, shared, self._pause, self.homes_moved)
@@ -153,11 +154,11 @@ class Engine:
         self.grad_intake.take_over(chunk_group)
         for m in chunk_group.members:
             m.param._hetero_engine = self  # type: ignore[attr-defined]
-            m.param._hetero_owner = self.param_uses  # type: ignore[attr-defined]
+            m.param._hetero_owner = self.torch_function_uses  # type: ignore[attr-defined]
             old = self.params.known(m.param)
             if old is not None:
                 old.retire()
-            m.place(chunk_group.params.home(m.chunk))
+            m.place(chunk_group.memory.homes[StateKind.PARAM].resident(m.chunk))
             self.params.managed[id(m.param)] = m
             if m.chunk.trainable:
                 m.let_change_grad(self.grad_factors)
@@ -367,7 +368,7 @@ class Engine:
         self.schedule.wait_copied()
         self.last_step.forget(OldState.MOVED)
         for chunk_group in self.chunk_groups:
-            chunk_group.updates.free_spare_extents()
+            chunk_group.updates.versions.free_all()
         self.params.take_in_written(self.params.managed.values())
 
     @property
@@ -411,7 +412,7 @@ class Engine:
     @property
     def update_wait_s(self) -> float:
         """Seconds that step(), or a use of a parameter, waited for updates."""
-        return sum(chunk_group.updates.wait_s for chunk_group in self.chunk_groups)
+        return sum(chunk_group.update_wait_s for chunk_group in self.chunk_groups)
 
     @property
     def io_engine(self) -> str | None:
@@ -432,7 +433,7 @@ class Engine:
             HeteroError: an interruption has left values half changed.
         """
         if self._closed:
-            raise ClosedError("this model's engine was closed; build the model again to go on")
+            raise ClosedError("this model's engine was closed; build the model again to continue")
         self.params.check_open()
         self.unwind()
 

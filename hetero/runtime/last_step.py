@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from hetero.chunk_groups.shared import Shared
 from hetero.ranks.process_groups import ProcessGroups
-from hetero.runtime.modules.all_params import AllParams
+from hetero.runtime.modules.param_registry import ParamRegistry
 from hetero.runtime.update_schedule import OptimizerView, UpdateSchedule
 from hetero.state.loss_scale import LossScale
 from hetero.state.managed_param import ManagedParam
@@ -53,7 +53,7 @@ class LastStep:
     """Has the old state kept of what a step is about to change, and brings it back on request.
 
     With undoable_steps=True all updates leave the optimizer state that they read, in one of a
-    chunk's two extents (SpareExtents). The next speculative update needs that extent, so the old
+    chunk's two extents (ChunkVersions). The next speculative update needs that extent, so the old
     state is gone when the next step's first gradient comes, whether or not there is such an update.
 
     Attributes:
@@ -61,7 +61,7 @@ class LastStep:
     """
 
     def __init__(
-        self, params: AllParams, schedule: UpdateSchedule, shared: Shared, world: ProcessGroups
+        self, params: ParamRegistry, schedule: UpdateSchedule, shared: Shared, world: ProcessGroups
     ) -> None:
         """No step was made."""
         self._params = params
@@ -91,7 +91,7 @@ class LastStep:
             by_chunk.setdefault((m.chunk.group_index, m.chunk.id), []).append(m)
         chunks = [some[0].chunk for some in by_chunk.values()]
         self._leave_nothing()
-        if not all(self._params.group(c).updates.keep_old_state(c) for c in chunks):
+        if not all(self._params.group(c).updates.versions.keep_old_state(c) for c in chunks):
             self._leave_nothing()
             return
         beside = (m for c in chunks for m in self._params.group(c).grads.members(c))
@@ -101,7 +101,7 @@ class LastStep:
 
     def _leave_nothing(self) -> None:
         for chunk_group in self._params.chunk_groups:
-            chunk_group.updates.forget_old_state()
+            chunk_group.updates.versions.forget_old_state()
 
     def end(self) -> None:
         """The step was made."""
@@ -162,5 +162,5 @@ class LastStep:
                 with chunk_group.optim_states.lock:
                     chunk_group.memory.arenas.forget_read_ahead()
                     for members in made:
-                        chunk_group.params.undo_update(members[0].chunk, members)
-                chunk_group.params.finish_undo([members[0].chunk for members in made])
+                        chunk_group.params.updates.undo(members[0].chunk, members)
+                chunk_group.params.updates.finish_undo([members[0].chunk for members in made])

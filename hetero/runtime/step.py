@@ -1,4 +1,9 @@
-"""What is checked, and agreed by all ranks, before an optimizer step changes anything."""
+"""What is checked, and agreed by all ranks, before an optimizer step changes anything.
+
+Each rank updates its own shards, so ranks that differ would train the shards differently. When all
+have come and are the same, no rank reads values that are about to change. (An update that began
+during backward is a guess of its rank alone: no other one reads its values before this.)
+"""
 
 from __future__ import annotations
 
@@ -160,5 +165,5 @@ def check_factors(members: Iterable[ManagedParam]) -> None:
             raise NonFiniteError(
                 f"the gradient of {m.name} is multiplied by {m.grad_factor}, because it was "
                 f"clipped or unscaled by a number that is not finite; look at the norm that "
-                f"clipping returned, and call optimizer.zero_grad() to go on without this step"
+                f"clipping returned, and call optimizer.zero_grad() to continue without this step"
             )

@@ -28,9 +28,9 @@ from hetero.overlap import OverlapUpdates
 from hetero.profiler_marks import marked
 from hetero.runtime.factor_prediction import FactorPrediction
 from hetero.runtime.grad_counts import GradCounts
-from hetero.runtime.modules.all_params import AllParams
 from hetero.runtime.modules.call_stack import inside_another_backward
-from hetero.state.chunk_updates import Speculation
+from hetero.runtime.modules.param_registry import ParamRegistry
+from hetero.state.chunk_state import Speculative
 from hetero.state.loss_scale import LossScale
 from hetero.state.managed_param import ManagedParam
 
@@ -61,7 +61,7 @@ class UpdateSchedule:
 
     def __init__(
         self,
-        params: AllParams,
+        params: ParamRegistry,
         config: Config,
         loss_scale: LossScale,
         optimizers: Sequence[OptimizerView],
@@ -118,7 +118,7 @@ class UpdateSchedule:
             grad_reducer = chunk_group.ranks.grad_reducer
             grad_reducer.finish_means()
             arrived, grad_reducer.new_means = grad_reducer.new_means, []
-        chunk_group.params.finish_updates(arrived)  # of the last step
+        chunk_group.params.updates.finish(arrived)  # of the last step
         for chunk in arrived:
             self._note_final(chunk)
         final = [chunk for group in self._params.chunk_groups for chunk in group.updates.final]
@@ -129,7 +129,7 @@ class UpdateSchedule:
                     chunk_group = self._params.group(chunk)
                     if not chunk_group.grads.has_arrived(chunk):
                         return  # it is on its way from the device
-                    if not chunk_group.updates.may_change(chunk):
+                    if not chunk_group.updates.versions.snapshots.may_change(chunk):
                         return  # a save, or the last step's commit, goes on
                     self._speculate(chunk, self._guess)
 
@@ -151,19 +151,19 @@ class UpdateSchedule:
         groups = self._grouped(members)
         if groups is None or chunk_group.grads.has_lost(chunk) or not all(map(is_free, members)):
             return
-        if not chunk_group.update_tasks.can_speculate or not updates.can_speculate(chunk):
+        if not chunk_group.update_tasks.can_speculate or not updates.versions.can_speculate(chunk):
             return
         try:
             table = self._optimizers[0].hyper_table(groups, factor)
         except ValueError:
             return
-        if not chunk_group.params.begin_speculation(chunk, members):
+        if not chunk_group.params.updates.begin_speculation(chunk, members):
             return
         update = chunk_group.update_tasks.prepare(groups, table, speculative=True)
-        speculation = Speculation(members, [table.hyper(m) for m in members])
+        speculative = Speculative(members, [table.hyper(m) for m in members])
         with (
             chunk_group.optim_states.lock,
-            updates.speculating(chunk, speculation) as nobody_reads,
+            updates.speculating(chunk, speculative) as nobody_reads,
         ):
             if nobody_reads:
                 chunk_group.update_tasks.submit(update, last=False)
@@ -200,7 +200,7 @@ class UpdateSchedule:
         table = optimizer.hyper_table(groups)
         members = [m for _, some in groups for m in some]
         for chunk in dict.fromkeys(m.chunk for m in members):
-            self._params.group(chunk).updates.leave_committed(chunk)
+            self._params.group(chunk).updates.versions.leave_committed(chunk)
         for m in members:
             self._params.group(m.chunk).grads.wait_arrived(m)
         self._note_factor(members)
@@ -224,7 +224,11 @@ class UpdateSchedule:
     def _note_factor(self, members: Iterable[ManagedParam]) -> None:
         """What the next steps' guesses learn from this one."""
         factors = {m.grad_factor / self._loss_scale.grad_factor for m in members}
-        revoked = any(chunk_group.updates.revoked for chunk_group in self._params.chunk_groups)
+        revoked = any(
+            state.was_revoked
+            for chunk_group in self._params.chunk_groups
+            for state in chunk_group.updates.chunks
+        )
         self._prediction.note(factors.pop() if len(factors) == 1 and not revoked else None)
 
     def _compare(self, groups: Groups, table: HyperTable) -> set[ManagedParam]:
@@ -234,17 +238,19 @@ class UpdateSchedule:
         confirmed: set[ManagedParam] = set()
         for chunk_group in self._params.chunk_groups:
             updates, params = chunk_group.updates, chunk_group.params
-            for chunk_id, speculation in updates.speculative.items():
-                chunk, members = chunk_group.layout.chunks[chunk_id], speculation.members
+            for state in updates.speculative:
+                chunk, update = state.chunk, state.update
+                assert isinstance(update, Speculative)
+                members = update.members
                 now = [m for m in chunk_group.grads.members(chunk) if m in updated]
-                if now != members:
+                if now != list(members):
                     updates.revoke(chunk)
                 elif updates.take_back(chunk):
                     pass  # nothing of it was made
                 else:
-                    is_right = [table.hyper(m) for m in members] == speculation.hypers
-                    if is_right or not updates.leaves_old_state(chunk):
-                        params.decide(chunk, is_right)
+                    is_right = [table.hyper(m) for m in members] == update.hypers
+                    if is_right or state.versions.holder is None:
+                        params.updates.decide(chunk, is_right)
                     else:
                         # Made again by the pipeline alone, it would overwrite the old state.
                         updates.revoke(chunk)
@@ -256,15 +262,15 @@ class UpdateSchedule:
         """Submits the step's last updates, of parameters in `groups`, all in `chunk_group`."""
         update = chunk_group.update_tasks.prepare(groups, table)
         for members in update.members:
-            if not chunk_group.updates.is_under_way(members[0].chunk):
-                chunk_group.params.begin_update(members[0].chunk, members)
+            if not chunk_group.updates.chunks[members[0].chunk.id].is_under_way:
+                chunk_group.params.updates.begin(members[0].chunk, members)
         try:
             with chunk_group.optim_states.lock:
                 chunk_group.update_tasks.submit(update, last=True)
         finally:  # other ranks that ask are told of a failure, too
             for chunk in chunk_group.updates.under_way:
-                chunk_group.params.publish(chunk)
-            chunk_group.params.begin_gathers(chunk_group.updates.under_way)
+                chunk_group.params.updates.publish(chunk)
+            chunk_group.params.updates.begin_gathers(chunk_group.updates.under_way)
 
     def end_step(self) -> None:
         """step() is over, with or without an update: the next backward is of another step."""
@@ -277,7 +283,9 @@ class UpdateSchedule:
         """Waits for the updates that do not go on after step()."""
         for chunk_group in self._params.chunk_groups:
             under_way = chunk_group.updates.under_way
-            awaited = [chunk for chunk in under_way if chunk_group.params.is_awaited(chunk)]
+            awaited = [
+                chunk for chunk in under_way if chunk_group.updates.chunks[chunk.id].is_awaited
+            ]
             if awaited:
                 self._finish(chunk_group, awaited, all_of_them=awaited == under_way)
 
@@ -292,14 +300,14 @@ class UpdateSchedule:
     def wait_copied(self) -> None:
         """Until no save or commit that goes on has to copy anything more."""
         for chunk_group in self._params.chunk_groups:
-            chunk_group.updates.wait_all_copied()
+            chunk_group.updates.versions.snapshots.wait_all()
 
     def _finish(self, chunk_group: ChunkGroup, chunks: list[Chunk], all_of_them: bool) -> None:
         if all_of_them:
             # (One call of native code, which Ctrl-C does not end: parameters that step() leaves
             # attached are complete then.)
             chunk_group.updates.wait_all_computed()
-        chunk_group.params.finish_updates(chunks)
+        chunk_group.params.updates.finish(chunks)
         chunk_group.grads.release_used()
 
 

@@ -1,4 +1,8 @@
-"""Parameters that get a chunk group after initialize(): unfrozen ones, and those of new groups."""
+"""Parameters that get a chunk group after initialize(): unfrozen ones, and those of new groups.
+
+Added parameters are taken in by all ranks or by none: they agree when room is made, and when values
+have moved.
+"""
 
 from __future__ import annotations
 
@@ -285,7 +289,7 @@ def _refuse_scaled(specs: Sequence[tuple[ParamSpec, torch.nn.Parameter]]) -> Non
     for spec, param in specs:
         if param.grad is not None:
             raise HeteroError(
-                f"{spec.name} got a gradient before hetero kept it, and with fp16 nobody knows "
+                f"{spec.name} got a gradient before hetero kept it, and with fp16 it is unknown "
                 f"whether that is times the loss scale; set its .grad to None and run a forward of "
                 f"the whole model before the backward"
             )
@@ -298,7 +302,7 @@ def _budgets(engine: Engine, reduce_at_end: bool) -> Budgets:
     """
     chunk_groups = engine.chunk_groups
     for chunk_group in chunk_groups:
-        chunk_group.params.shrink()
+        chunk_group.params.copies.cache.shrink()
     in_use = engine.ledger.in_use_bytes
     placements = [
         chunk_group.placement_if_reducing_at_end() if reduce_at_end else chunk_group.placement

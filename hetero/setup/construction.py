@@ -1,4 +1,14 @@
-"""Parameters between their construction and their chunk."""
+"""Parameters between their construction and their chunk.
+
+A parameter is moved only if nothing else refers to its memory. One that is larger than the budget
+is offloaded when it is registered: memory that nobody has written to, as torch.empty() gives it,
+takes no room while it is read. An operator that fills it then works tile by tile in the file
+(tile_changes.py). One that needs such a parameter whole is refused with the budget that it takes.
+
+With several ranks a parameter is brought in by all of them together, which is possible inside the
+block alone. From there to initialize() a use of an offloaded one is refused, but for conversions to
+what it is (`model.to("cpu")`).
+"""
 
 from __future__ import annotations
 
@@ -390,7 +400,7 @@ class ConstructionArena:
             )
         likely, model = self._likely_bytes(new), "a model with parameters like those so far"
         if unmanaged:
-            beside = f", beside {format_bytes(unmanaged)} of parameters that never move,"
+            beside = f", and {format_bytes(unmanaged)} of parameters that never move,"
             what, least = what + beside, least + unmanaged
             model, likely = model + beside, likely + unmanaged if likely else 0
         rest = "the rest of the model may need more"

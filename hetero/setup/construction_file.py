@@ -78,8 +78,8 @@ class ConstructionFile:
         """Yields (first byte after `offset`, bytes); they are valid until the next ones."""
         if self._file is None:
             raise HeteroError(
-                "a parameter's values went when hetero.initialize() had placed the model that was "
-                "built beside it; build one model in each ZeroInitContext"
+                "a parameter's values went when hetero.initialize() had placed another model of "
+                "the same ZeroInitContext; build one model in each ZeroInitContext"
             )
         for begin, block in _blocks(nbytes):
             wanted = min(len(block), nbytes - begin)

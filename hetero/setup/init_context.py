@@ -1,4 +1,11 @@
-"""Building a model whose parameters do not all fit in RAM."""
+"""Building a model whose parameters do not all fit in RAM.
+
+Initialisation code runs unchanged: a parameter is a plain one in RAM until the budget is needed for
+another, so random numbers and bits are those of plain construction. A folder of Hugging Face's that
+is larger than the budget passes through it: the process holds the budget, the tensor that is read,
+and what transformers needs to convert it, for a fused tensor of experts up to three times its size
+for a moment. The folder's files are mapped, and the kernel gives their pages up.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""All ranks begin with the same model."""
+"""All ranks begin with the same model.
+
+Every rank runs the same initialisation with its own random numbers, as under DDP, and goes on with
+them. Checksums of the values are compared, and where they differ the first rank's count.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,10 @@ while they are not.
 
 torch does the same to its lazy modules, whose class changes when they get their shape. Compute has
 the class whose operators are torch's own, so it pays nothing.
+
+Functions that take a parameter past torch functions read the stand-in, which is NaN:
+`torch.tensor(p)`, `torch.vmap(f)(p)`, `other.data = p`, a compiled TorchScript function. A change
+of class costs 0.06 us.
 """
 
 from __future__ import annotations

@@ -1,4 +1,12 @@
-"""Sums of squares of kept gradients, taken where a gradient is written if that can be."""
+"""Sums of squares of kept gradients, taken where a gradient is written if that can be.
+
+So the norm for clipping costs no pass over the gradients, and no read of those in the file. A sum
+is of the values as they are kept, after rounding. It takes a pass of its own, when it is asked for
+or before the gradient leaves its slots, after writes of user code, for gradients that are not
+contiguous or come from a device's memory, and in stage 1 where devices or replicas make most of the
+mean. Sums are in double, in fixed lanes and blocks, so they depend on no layout. All micro-batches
+are summed: which one is the last is not known when it comes.
+"""
 
 from __future__ import annotations
 

@@ -8,7 +8,8 @@ import torch
 
 from hetero.chunks.dtypes import Dtypes
 from hetero.chunks.layout import Chunk, Layout
-from hetero.state.chunk_updates import ChunkUpdates, UpdateState
+from hetero.state.chunk_state import ChunkState, Speculative, Submitted
+from hetero.state.chunk_updates import ChunkUpdates
 from hetero.state.grad_sums import GradSums
 from hetero.state.managed_param import ManagedParam
 from hetero.state.memory.homes import Homes
@@ -35,7 +36,7 @@ class Grads:
         self,
         layout: Layout,
         dtypes: Dtypes,
-        members: Iterable[ManagedParam],
+        chunks: Sequence[ChunkState],
         homes: Homes,
         make_cache: Callable[[Callable[[int], object]], SlotCache],
         updates: ChunkUpdates,
@@ -45,7 +46,7 @@ class Grads:
         """Keeps no gradient yet.
 
         Args:
-            members: the parameters that are trained.
+            chunks: of the layout, by id.
             homes: of GRAD.
             make_cache: makes the slots of DISK-homed chunks; it gets what is called with a chunk
                 before its gradient leaves them.
@@ -57,16 +58,14 @@ class Grads:
         self._dtypes = dtypes
         self.homes = homes
         self._updates = updates
-        self._members: dict[int, list[ManagedParam]] = {}
-        for m in members:
-            self._members.setdefault(m.chunk.id, []).append(m)
+        self._chunks = chunks
+        self._trained = [chunk for chunk in layout.chunks if chunk.trainable]
         self._grad_offload = grad_offload
-        self._arrived: dict[int, set[ManagedParam]] = {}  # of DISK-homed chunks, in this backward
-        # Ids of those that have all of them, or will when none is on its way: to be written.
-        self._complete: dict[int, None] = {}
+        # Queues of DISK-homed chunks: those that have all gradients, or will when none is on its
+        # way, to be written; and those whose slots are locked for an update that reads them there.
+        self._complete: dict[Chunk, None] = {}
+        self._in_update: dict[Chunk, None] = {}
         self._sums = GradSums(dtypes.grad)
-        # Chunks whose slots are locked for an update that reads the gradient there, by id.
-        self._in_update: dict[int, Chunk] = {}
         self._cache = make_cache(self._before_write)
 
     @property
@@ -75,9 +74,9 @@ class Grads:
         offload_s = 0.0 if self._grad_offload is None else self._grad_offload.wait_s
         return self._cache.wait_s + offload_s
 
-    def members(self, chunk: Chunk) -> list[ManagedParam]:
-        """Its parameters that are trained."""
-        return self._members[chunk.id]
+    def members(self, chunk: Chunk) -> Sequence[ManagedParam]:
+        """The parameters of a chunk that is trained."""
+        return self._chunks[chunk.id].members
 
     def wait_unused(self, chunk: Chunk) -> None:
         """Until no update reads the chunk's gradient, which may be changed then."""
@@ -87,31 +86,31 @@ class Grads:
 
     def release_used(self) -> None:
         """Slots whose gradients updates have used may get other chunks."""
-        for chunk in list(self._in_update.values()):
+        for chunk in list(self._in_update):
             if self._is_used(chunk):
                 self._unpin(chunk)
 
     def _is_used(self, chunk: Chunk) -> bool:
-        state = self._updates.state(chunk)
-        if state is UpdateState.SPECULATIVE:
+        update = self._chunks[chunk.id].update
+        if isinstance(update, Speculative):
             return self._updates.is_computed(chunk)
-        return state is not UpdateState.SUBMITTED
+        return not isinstance(update, Submitted)
 
     def _unpin(self, chunk: Chunk) -> None:
-        if chunk.id in self._in_update:
+        if chunk in self._in_update:
             self._cache.unlock(chunk.id)
-            del self._in_update[chunk.id]
+            del self._in_update[chunk]
 
     def has_arrived(self, chunk: Chunk) -> bool:
         """Whether no gradient of it is on its way from DEVICE."""
         return self._grad_offload is None or not any(
-            map(self._grad_offload.busy, self._members[chunk.id])
+            map(self._grad_offload.busy, self.members(chunk))
         )
 
     def has_lost(self, chunk: Chunk) -> bool:
         """Whether a gradient of it was lost on its way, which wait_arrived() tells."""
         return self._grad_offload is not None and any(
-            map(self._grad_offload.lost, self._members[chunk.id])
+            map(self._grad_offload.lost, self.members(chunk))
         )
 
     @torch.no_grad()  # with create_graph, hooks run with gradients enabled
@@ -141,18 +140,18 @@ class Grads:
     def open_home(self, chunk: Chunk) -> torch.Tensor:
         """The chunk's home in memory, whole, to be written to; no update reads it any more."""
         self.wait_unused(chunk)
-        self._sums.drop(self._members[chunk.id])
+        self._sums.drop(self.members(chunk))
         return self.homes.flat(chunk)
 
     def parts(self, chunk: Chunk) -> list[slice]:
         """Where the gradients of its members() are in this rank's shard, in their order."""
-        return [m.in_shard(self._layout)[0] for m in self._members[chunk.id]]
+        return [m.in_shard(self._layout)[0] for m in self.members(chunk)]
 
     def note_means(self, chunk: Chunk, sums: Sequence[float] | None) -> None:
         """What open_home() gave holds the means now. `sums` are the sums of squares of its
         members() in this rank's shard; None: nobody took them.
         """
-        members = self._members[chunk.id]
+        members = self.members(chunk)
         self._sums.drop(members)
         if sums is not None:
             for m, total in zip(members, sums, strict=True):
@@ -160,7 +159,7 @@ class Grads:
 
     def merge(self, chunk: Chunk, mean: torch.Tensor, kept: Container[ManagedParam]) -> None:
         """Keeps a shard's gradient, flat, added to what is there for the parameters in `kept`."""
-        members = self._members[chunk.id]
+        members = self.members(chunk)
         flat = self._to_write(chunk, members, any(m in kept for m in members))
         for m in members:
             part, _ = m.in_shard(self._layout)
@@ -182,9 +181,9 @@ class Grads:
         self._sums.drop(members)
         if chunk in self.homes:
             return self.homes.shard(chunk)
-        self._complete.pop(chunk.id, None)
+        self._complete.pop(chunk, None)
         self._make_room(chunk)
-        if accumulate or any(m.has_grad for m in self._members[chunk.id]):
+        if accumulate or any(m.has_grad for m in self.members(chunk)):
             self._cache.get(chunk.id)
         else:
             self._cache.create(chunk.id)
@@ -202,7 +201,7 @@ class Grads:
             if self._grad_offload is not None and self._grad_offload.wait_one():
                 self.write_complete()
             elif self._in_update:
-                first = next(iter(self._in_update.values()))
+                first = next(iter(self._in_update))
                 self._updates.wait_computed(first)
                 self._unpin(first)
             else:
@@ -210,25 +209,24 @@ class Grads:
 
     def _note_arrived(self, managed: ManagedParam) -> None:
         chunk = managed.chunk
-        arrived = self._arrived.setdefault(chunk.id, set())
+        arrived = self._chunks[chunk.id].arrived
         arrived.add(managed)
-        if len(arrived) == len(self._members[chunk.id]):
+        if len(arrived) == len(self.members(chunk)):
             arrived.clear()
-            self._complete[chunk.id] = None
+            self._complete[chunk] = None
 
     def write_complete(self) -> None:
         """Starts writing the chunks to DISK that have all gradients, and nothing on its way.
 
         Not those that an update uses, which are not needed afterwards, unless it is speculative.
         """
-        for chunk_id in list(self._complete):
-            chunk = self._layout.chunks[chunk_id]
+        for chunk in list(self._complete):
             if self.has_arrived(chunk):
-                del self._complete[chunk_id]
-                in_use = self._cache.holds(chunk_id) and self._cache.is_locked(chunk_id)
-                is_kept = self._updates.state(chunk) is UpdateState.SPECULATIVE
-                if self._cache.holds(chunk_id) and (is_kept or not in_use):
-                    self._cache.write_back(chunk_id)
+                del self._complete[chunk]
+                in_use = self._cache.holds(chunk.id) and self._cache.is_locked(chunk.id)
+                is_kept = isinstance(self._chunks[chunk.id].update, Speculative)
+                if self._cache.holds(chunk.id) and (is_kept or not in_use):
+                    self._cache.write_back(chunk.id)
 
     def wait_arrived(self, managed: ManagedParam) -> None:
         """Until its gradient is where it is kept. Raises HeteroError if it was lost."""
@@ -238,7 +236,7 @@ class Grads:
     def _before_write(self, chunk_id: int) -> None:
         """A DISK-homed chunk is about to leave its slots: takes its sums of squares."""
         address = self._cache.address(chunk_id)
-        for managed in self._members[chunk_id]:
+        for managed in self._chunks[chunk_id].members:
             if managed.has_grad and managed not in self._sums:
                 self._sums.take(managed, *self._array(managed, address))
 
@@ -266,8 +264,8 @@ class Grads:
         assert self._updater is not None
         members = [
             m
-            for some in self._members.values()
-            for m in some
+            for chunk in self._trained
+            for m in self.members(chunk)
             if m.has_grad and m not in self._sums and self.homes.on_device(m.chunk)
         ]
         arrays = [self._array(m, self.homes.address(m.chunk, 0)) for m in members]
@@ -322,13 +320,13 @@ class Grads:
         Raises NativeIoError, and HeteroError for a gradient that was lost on its way.
         """
         self.release_used()
-        for members in self._members.values():
-            chunk = members[0].chunk
+        for chunk in self._trained:
+            members = self.members(chunk)
             if self._grad_offload is not None:
                 for m in members:
                     self._grad_offload.wait_ended(m)
             if self._cache.holds(chunk.id):
-                self._complete.pop(chunk.id, None)
+                self._complete.pop(chunk, None)
                 if any(m.has_grad for m in members):
                     self._cache.write_back(chunk.id)
                 self._cache.drop(chunk.id)
@@ -339,15 +337,15 @@ class Grads:
 
     def leaves_memory(self, chunk: Chunk) -> bool:
         """Whether the home, which is about to go to DISK, has gradients; their sums are taken."""
-        members = [m for m in self._members[chunk.id] if m.has_grad]
+        members = [m for m in self.members(chunk) if m.has_grad]
         for m in members:
             self.sum_of_squares(m)
         return bool(members)
 
     def comes_to_memory(self, chunk: Chunk) -> bool:
         """Whether the home, which is about to come to RAM or DEVICE, has gradients where it is."""
-        self._arrived.pop(chunk.id, None)
-        return any(m.has_grad for m in self._members[chunk.id])
+        self._chunks[chunk.id].arrived.clear()
+        return any(m.has_grad for m in self.members(chunk))
 
     def location(self, chunk: Chunk, tile: int, speculative: bool = False) -> Location:
         """Where the tile's gradient is for an update; there it stays until that is made.
@@ -358,11 +356,11 @@ class Grads:
         if chunk in self.homes:
             return self.homes.location(chunk, tile)
         if not speculative:
-            self._arrived.pop(chunk.id, None)
-            self._complete.pop(chunk.id, None)
+            self._chunks[chunk.id].arrived.clear()
+            self._complete.pop(chunk, None)
         if self._cache.holds(chunk.id):
             self._cache.lock(chunk.id)
-            self._in_update[chunk.id] = chunk
+            self._in_update[chunk] = None
             tile_bytes = self._layout.tile_numel * self._dtypes.grad_bytes
             return Location(self._cache.address(chunk.id) + tile * tile_bytes)
         return self.homes.location(chunk, tile)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterable
 
 from hetero.chunks.layout import Chunk
@@ -86,3 +87,39 @@ class Snapshot:
         if self._failure is not None and not is_over():
             self.was_told = True
             raise self._failure
+
+
+class Snapshots:
+    """The snapshots of saves and commits that go on beside training.
+
+    Attributes:
+        wait_s: seconds for which changes have waited for them.
+    """
+
+    def __init__(self) -> None:
+        """None goes on."""
+        self._going_on: list[Snapshot] = []
+        self.wait_s = 0.0
+
+    def add(self, snapshot: Snapshot) -> None:
+        """From here on changes of chunks wait for `snapshot`, until it ends."""
+        self._going_on = [each for each in self._going_on if not each.has_ended]
+        self._going_on.append(snapshot)
+
+    def may_change(self, chunk: Chunk) -> bool:
+        """Whether wait() would return at once."""
+        return all(snapshot.may_change(chunk) for snapshot in self._going_on)
+
+    def wait(self, chunk: Chunk) -> None:
+        """Until none has to copy the chunk as it is now. Raises what a commit has met."""
+        began_s = time.perf_counter()
+        try:
+            for snapshot in self._going_on:
+                snapshot.wait(chunk)
+        finally:
+            self.wait_s += time.perf_counter() - began_s
+
+    def wait_all(self) -> None:
+        """wait() of all chunks."""
+        for snapshot in self._going_on:
+            snapshot.wait_all()

@@ -1,4 +1,8 @@
-"""Logits that are computed only if somebody needs them whole."""
+"""Logits that are computed only if somebody needs them whole.
+
+An operator that is not known gets the values, which are computed once and kept, with plain torch's
+bits: it costs memory and is never wrong.
+"""
 
 from __future__ import annotations
 

@@ -23,8 +23,8 @@ class ForwardSwap:
         plain = type(module)
         if "forward" in module.__dict__:
             raise ValueError(
-                f"a {plain.__name__} has a forward of its own beside its class's (accelerate and "
-                f"others set one); tile before that is done"
+                f"a {plain.__name__} has a forward of its own in place of its class's (accelerate "
+                f"and others set one); tile before that is done"
             )
         self._module, self._plain = module, plain
 

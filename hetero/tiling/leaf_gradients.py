@@ -3,6 +3,11 @@
 A parameter that is used in two places of a graph gets one gradient at the end of backward: until
 then autograd holds the first one, to add the second one to it. What is accumulated at once here is
 kept where gradients are kept, and the second one is added to that, as that of another backward is.
+
+In one backward the result is the sum that autograd makes, rounded to the grad dtype: the same bits
+if that is the compute dtype. If it is wider, the sum is not rounded to the compute dtype first.
+With micro-batches it is (kept + head's) + embedding's in place of kept + (head's + embedding's). A
+parameter's hooks are called twice.
 """
 
 from __future__ import annotations

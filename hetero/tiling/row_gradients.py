@@ -4,6 +4,10 @@ A tied weight gets two gradients of its size in one backward, the head's and the
 autograd adds them into a third one. Here the embedding gives the head something that takes the
 gradient of the weight in its place: when backward reaches the embedding, its rows are added to
 that, and one gradient goes on.
+
+The result has the bits of the sum (but that -0.0 stays -0.0), and autograd's graph keeps it right
+whatever part of the model a backward goes through. An embedding that is called several times before
+the head (T5's) is joined with the last call only.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""A module that acts on each token by itself, applied to one part of the sequence at a time."""
+"""A module that acts on each token by itself, applied to one part of the sequence at a time.
+
+Autograd sums the gradients of parameters over the parts, in their dtype. The parameters are
+gathered once a part, from slots that still have them if they fit.
+"""
 
 from __future__ import annotations
 

@@ -63,6 +63,23 @@ PipelineHolder make_pipeline(std::shared_ptr<IoEngine> engine, int file, const A
                        TileLayout(kind, tile_numel, param_in_file, grad_in_file)));
 }
 
+// Calls `method` with each of `count` keys from `key` on: those of one chunk's tiles.
+auto each_of(void (StepPipeline::*method)(std::int64_t)) {
+  return [method](StepPipeline& pipeline, std::int64_t key, std::int64_t count) {
+    for (std::int64_t i = 0; i < count; ++i) (pipeline.*method)(key + i);
+  };
+}
+
+// Whether `method` says so of all of `count` keys from `key` on.
+auto all_of(bool (StepPipeline::*method)(std::int64_t) const) {
+  return [method](const StepPipeline& pipeline, std::int64_t key, std::int64_t count) {
+    for (std::int64_t i = 0; i < count; ++i) {
+      if (!(pipeline.*method)(key + i)) return false;
+    }
+    return true;
+  };
+}
+
 py::dict stats_dict(const StepPipeline& pipeline) {
   const StepStats stats = pipeline.stats();
   return py::dict("tasks"_a = stats.tasks, "hits"_a = stats.hits, "ahead"_a = stats.ahead,
@@ -114,13 +131,25 @@ void bind_pipeline(py::module_& module) {
           "tasks"_a, "hypers"_a, "kind"_a = py::none(), ReleaseGil())
       .def("expect", &expect, "expected"_a, "streaming"_a = 0, ReleaseGil())
       .def("take_back", &StepPipeline::take_back, "first"_a, "count"_a, ReleaseGil())
-      .def("keeps", &StepPipeline::keeps, "key"_a, ReleaseGil())
-      .def("wait_updated", &StepPipeline::wait_updated, "key"_a = -1, ReleaseGil())
-      .def("is_updated", &StepPipeline::is_updated, "key"_a = -1, ReleaseGil())
-      .def("is_written", &StepPipeline::is_written, "key"_a = -1, ReleaseGil())
-      .def("wait_written", &StepPipeline::wait_written, "key"_a = -1, ReleaseGil())
-      .def("flush", &StepPipeline::flush, "key"_a = -1, ReleaseGil())
-      .def("forget", &StepPipeline::forget, "key"_a = -1, ReleaseGil())
+      .def(
+          "keeps",
+          [](const StepPipeline& pipeline, std::int64_t key, std::int64_t count) {
+            for (std::int64_t i = 0; i < count; ++i) {
+              if (pipeline.keeps(key + i)) return true;
+            }
+            return false;
+          },
+          "key"_a, "count"_a = 1, ReleaseGil())
+      .def("wait_updated", each_of(&StepPipeline::wait_updated), "key"_a = -1, "count"_a = 1,
+           ReleaseGil())
+      .def("is_updated", all_of(&StepPipeline::is_updated), "key"_a = -1, "count"_a = 1,
+           ReleaseGil())
+      .def("is_written", all_of(&StepPipeline::is_written), "key"_a = -1, "count"_a = 1,
+           ReleaseGil())
+      .def("wait_written", each_of(&StepPipeline::wait_written), "key"_a = -1, "count"_a = 1,
+           ReleaseGil())
+      .def("flush", each_of(&StepPipeline::flush), "key"_a = -1, "count"_a = 1, ReleaseGil())
+      .def("forget", each_of(&StepPipeline::forget), "key"_a = -1, "count"_a = 1, ReleaseGil())
       .def_property_readonly("stats", &stats_dict)
       .def("give_up", &StepPipeline::give_up, "why"_a, ReleaseGil())
       .def("inject", &StepPipeline::inject, "nth"_a, ReleaseGil())

@@ -1,6 +1,9 @@
 // What every engine does alike: operations split into blocks, the blocks in flight bounded, their
 // completions checked, retried and settled. A state machine without threads or locks: its
 // owner has a mutex for it, and transfers what it take()s.
+//
+// The queue of blocks in flight is refilled at each completion, from all operations, so that it
+// does not run empty between one chunk's transfer and the next.
 #pragma once
 
 #include <array>

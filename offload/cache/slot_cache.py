@@ -1,4 +1,10 @@
-"""Copies of chunks in the slots of an arena, and which of them are given up for others."""
+"""Copies of chunks in the slots of an arena, and which of them are given up for others.
+
+With two slots or more one gather of a step is waited for, its first, because the next chunks are
+read into slots that are not needed sooner. A chain of n chunks is gathered 2n - slots times a step,
+forward and back. A step that uses chunks otherwise than the last one is right, and only predicted
+less well.
+"""
 
 from __future__ import annotations
 

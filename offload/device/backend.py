@@ -2,6 +2,9 @@
 
 A backend is `separate` if its DEVICE is not HOST: compute then uses copies of parameters in an
 arena of DEVICE memory, and gradients are copied to RAM.
+
+Copies of the emulated device go past the caches, as a true device's do, so that compute keeps what
+it has there.
 """
 
 from __future__ import annotations

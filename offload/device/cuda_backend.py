@@ -3,6 +3,14 @@
 Compute runs in the current stream, as in torch; copies to the device and copies from it have a
 stream each, and the collectives of each group of devices two. The streams wait for each other's
 events. The host waits only for copies that read or fill RAM, before that RAM has another use.
+
+RAM is page-locked with cudaHostRegister: exactly what is committed, optimizer state excepted. What
+has its home on the device is updated there by the CPU's own kernel templates, compiled at run time
+without fused products, so with the same bits; a launch takes tables of addresses, so all tiles of a
+step are one launch (two for each chunk with Muon). CUDA graph capture is refused, because hooks do
+not run at replay. Tests replace `cuda_runtime.py` by a device that copies as late as it may, gives
+freed memory out again at once, and fails if two streams use the same memory and no event orders
+them. No part of this has run on a GPU.
 """
 
 from __future__ import annotations

@@ -3,6 +3,10 @@
 A chunk whose home is in RAM is copied at once. Others are brought to a slot in RAM first, from the
 file or from other ranks, and copied as soon as they are there. Threads wait for both, so compute
 waits for nothing that it does not need yet.
+
+Slots in RAM are held only by fetches under way, which end whatever compute does, and a demand goes
+before a prefetch; so no fetch can wait for itself. When a chunk changes, its copy on the device is
+dropped first, then the copy in RAM, then the shard.
 """
 
 from __future__ import annotations

@@ -1,4 +1,13 @@
-"""Gradients on their way from the device to where they are kept in RAM."""
+"""Gradients on their way from the device to where they are kept in RAM.
+
+A gradient that is the first of its step and has the kept dtype is copied straight to its home,
+whole. One that is added or converted passes in parts through two buffers in RAM, where it is added
+in fp32 and rounded once, so with the same bits. A native thread (native/link/offload_queue.h)
+starts the copies, waits for them, and has idle threads of the worker pool add: Python submits a
+gradient and waits for it, whatever its size. Bytes under way are charged to DEVICE and limited.
+Code that reads a kept gradient waits for what is on its way to it, and gets the error if that was
+lost.
+"""
 
 from __future__ import annotations
 

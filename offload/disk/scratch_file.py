@@ -216,7 +216,9 @@ class ScratchFile:
                 self.notes.append("some directories of nvme_path share a filesystem and its disk")
         for member, weight in zip(list(self.members), weights, strict=True):
             if weight == 0:
-                unused = f"{member.directory} is not used: too slow or too full beside the others"
+                unused = (
+                    f"{member.directory} is not used: too slow or too full compared with the others"
+                )
                 self.notes.append(unused)
                 member.remove()
                 self.members.remove(member)

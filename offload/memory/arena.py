@@ -1,4 +1,10 @@
-"""Memory cut into equal slots."""
+"""Memory cut into equal slots.
+
+A slot is handed out as a tensor made by DLPack, whose deleter lowers the slot's pin count. So a
+slot is used again only when the last tensor over it is gone, whatever holds it: autograd, a
+checkpoint, a traceback, user code. Transfers hold the arena's memory too, from their submission
+until the kernel is done with it. No other rule says when a copy may be freed.
+"""
 
 from __future__ import annotations
 

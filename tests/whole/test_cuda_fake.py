@@ -373,7 +373,7 @@ def test_slots_in_ram_stay_pinned_until_no_copy_uses_them(
 
     monkeypatch.setattr(runtime, "synchronize", slowly)
     monkeypatch.setattr(CudaBackend, "synchronize", lambda _: None)  # which would do them all
-    cache = engine.chunk_groups[0].params._cache
+    cache = engine.chunk_groups[0].params.copies.cache
     assert cache is not None
     cache.start(0)
     until(lambda: runtime.copying)

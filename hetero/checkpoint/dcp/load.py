@@ -109,7 +109,9 @@ class _Loading:
                 )
             elif tensor.dtype.is_floating_point != record.dtype.is_floating_point:
                 wrong.append(f"{name} has {record.dtype}, and in the model {tensor.dtype}")
-        wrong += [f"it has {name}, which the model has not" for name in sorted(set(found) - known)]
+        wrong += [
+            f"it has {name}, which the model does not have" for name in sorted(set(found) - known)
+        ]
         if wrong:
             more = f"; and {len(wrong) - _LISTED} more" if len(wrong) > _LISTED else ""
             raise ValueError(

@@ -31,7 +31,7 @@ def torch_options(options: Mapping[str, Any], where: str) -> dict[str, Any]:
         return dict(options)
     if not options.get("bias_correction", True):
         raise ValueError(
-            f"{where} has bias_correction=False, which torch's {torch_class.__name__} has not; "
+            f"{where} has bias_correction=False, which torch's {torch_class.__name__} lacks; "
             f"keep such an optimizer by hetero.save()"
         )
     defaults: dict[str, Any] = torch_class([torch.zeros(1, 1)]).defaults

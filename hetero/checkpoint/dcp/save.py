@@ -1,4 +1,10 @@
-"""Saving a managed model as torch.distributed.checkpoint does, for FSDP2 and plain torch."""
+"""Saving a managed model as torch.distributed.checkpoint does, for FSDP2 and plain torch.
+
+A flat range of a parameter is at most 2n - 1 boxes of n dimensions. Each rank plans boxes of its
+own shards, and of replicas each writes some chunks. Values are read from homes as torch's writer
+asks for them, into buffers that are used again, because it keeps the last tensor of every key.
+DCP's checkpoints have no checksums, random numbers and `extra`: they are for exchange.
+"""
 
 from __future__ import annotations
 

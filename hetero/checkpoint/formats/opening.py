@@ -36,8 +36,8 @@ def open_checkpoint(path: Path) -> StoredCheckpoint:
         beside = path.with_name(f".{path.name}.incomplete")
         if beside.is_dir():
             raise CheckpointError(
-                f"there is no {path}; {beside} is beside it, of a save that is still under way or "
-                f"did not end"
+                f"there is no {path}; {beside} is next to it, from a save that is still under way "
+                f"or did not end"
             )
         raise CheckpointError(f"there is no {path}")
     incomplete = _INCOMPLETE.fullmatch(path.resolve().name)

@@ -30,8 +30,8 @@ def optimizer_class(options: Mapping[str, Any], states: Iterable[str]) -> type[H
     if found == {"momentum_buffer"} or not found:
         return HybridMuon if "ns_steps" in options else HybridSGD
     raise CheckpointError(
-        f"the checkpoint has the optimizer states {', '.join(sorted(found))}, which are those of "
-        f"no optimizer of hetero"
+        f"the checkpoint has the optimizer states {', '.join(sorted(found))}, which no "
+        f"optimizer of hetero has"
     )
 
 

@@ -172,7 +172,7 @@ def _refuse_other(path: Path) -> None:
     others = [each.name for each in found if each.name not in _SMALL_FILES and each not in weights]
     if others:
         raise ValueError(
-            f"{path} has {others[0]!r}, which save_pretrained() has not written and would remove; "
+            f"{path} has {others[0]!r}, which save_pretrained() did not write and would remove; "
             f"name another folder"
         )
     for each in weights:

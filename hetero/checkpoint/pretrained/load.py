@@ -1,4 +1,10 @@
-"""Loading a folder of Hugging Face's into a managed model, never holding a whole tensor."""
+"""Loading a folder of Hugging Face's into a managed model, never holding a whole tensor.
+
+All names, shapes and dtypes are compared, on all ranks, before anything is changed; each rank then
+reads what it keeps, a few MiB at a time. Values become masters unrounded. Tensors that transformers
+converts as it loads (fused experts, renamed layers) are for from_pretrained() inside
+ZeroInitContext.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""Exporting a managed model as a folder that Hugging Face's from_pretrained() reads."""
+"""Exporting a managed model as a folder that Hugging Face's from_pretrained() reads.
+
+All ranks plan an export alike: places of tensors follow from names, dtypes and shapes. The first
+rank makes a folder beside the target with headers and configuration, every rank writes its own
+ranges into the shared files, and when all have synced them the folder takes its place. Parameters
+are written as they are, or rounded once from fp32 masters if another dtype is asked for; only then
+is optimizer state read. Ties that the model declares are written once.
+"""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ GEMINI = KeyTable(
         "mixed_precision": mapped("`dtype`"),
         "zero_group": mapped("`process_group` of hetero.initialize()"),
         "memstats": not_needed(_FREE),
-        "master_weights": not_needed("masters cost 2 bytes beside bf16, and are exact"),
+        "master_weights": not_needed("exact masters cost 2 bytes more than bf16"),
         "extra_dp_group": refused("give hetero.ZeroInitContext a mesh of two dimensions"),
         "verbose": not_needed("engine.explain() says what was chosen"),
         "enable_async_reduce": not_needed("communication overlaps with compute always"),

@@ -66,8 +66,8 @@ TOP = KeyTable(
         "compile": refused("call torch.compile(model) instead"),
         "elasticity": refused("checkpoints and durable state load with any number of ranks"),
         "autotuning": refused("`hetero plan` says what to choose"),
-        "nebula": refused("hetero.save(..., blocking=False) saves beside training"),
-        "datastates_ckpt": refused("hetero.save(..., blocking=False) saves beside training"),
+        "nebula": refused("hetero.save(..., blocking=False) saves during training"),
+        "datastates_ckpt": refused("hetero.save(..., blocking=False) saves during training"),
         **dict.fromkeys(("tensorboard", "wandb", "csv_monitor", "comet"), refused(_MONITOR)),
         "sparse_attention": refused(_NO_SUCH),
         "data_efficiency": refused(_NO_SUCH),
@@ -92,7 +92,7 @@ ZERO = KeyTable(
         "stage3_prefetch_bucket_size": mapped(
             "0: `prefetch=False`; else not needed: four uses are gathered ahead"
         ),
-        "mics_shard_size": mapped("a mesh: shards within so many ranks, replicas across"),
+        "mics_shard_size": mapped("a mesh: shards within this number of ranks, replicas across"),
         "contiguous_gradients": not_needed("gradients always lie in chunks"),
         "overlap_comm": not_needed(_COMMUNICATION),
         "reduce_scatter": not_needed("each rank always gets the means of its own parts alone"),
@@ -209,7 +209,7 @@ BF16 = KeyTable(
         "check_grad_overflow": honoured(
             "a step whose gradients are not finite is left out; absent: it is"
         ),
-        "bf16_master_weights_and_grads": not_needed("an exact master costs 2 bytes beside bf16's"),
+        "bf16_master_weights_and_grads": not_needed("an exact master costs 2 bytes more than bf16"),
     },
 )
 DATA_TYPES = KeyTable(

@@ -35,8 +35,8 @@ def make_optimizer(named: Named, params: ParamGroups, state_dtype: str) -> Hybri
     if kind is None:
         names = ["Adam", "AdamW", "Lion", "Adagrad", "SGD"]
         raise ValueError(
-            f"optimizer: the type {named.type!r} is none that hetero has; "
-            f"{nearest(named.type, names)} (Muon beside Adam: hetero.initialize(model, [muon, "
+            f"optimizer: hetero has no type {named.type!r}; "
+            f"{nearest(named.type, names)} (Muon with Adam: hetero.initialize(model, [muon, "
             f"adam]))"
         )
     made, known = kind

@@ -10,7 +10,7 @@ import torch
 from hetero.chunk_groups.shared import Shared
 from hetero.ranks.communicator import Communicator
 from hetero.runtime.gradients.grad_intake import GradIntake
-from hetero.runtime.modules.all_params import AllParams
+from hetero.runtime.modules.param_registry import ParamRegistry
 from hetero.state.grads import Grads
 from hetero.state.managed_param import ManagedParam
 from offload.errors import HeteroError, NonFiniteError
@@ -33,7 +33,7 @@ class GradFactors:
 
     def __init__(
         self,
-        params: AllParams,
+        params: ParamRegistry,
         intake: GradIntake,
         shared: Shared,
         shard: Communicator | None,

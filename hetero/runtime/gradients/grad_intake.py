@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hetero.chunk_groups.chunk_group import ChunkGroup
-from hetero.runtime.modules.all_params import AllParams
+from hetero.runtime.modules.param_registry import ParamRegistry
 from hetero.runtime.update_schedule import UpdateSchedule
 from hetero.stand_ins.offloaded_tensor import OffloadedTensor
 from hetero.state.loss_scale import LossScale
@@ -25,7 +25,7 @@ class GradIntake:
 
     def __init__(
         self,
-        params: AllParams,
+        params: ParamRegistry,
         loss_scale: LossScale,
         schedule: UpdateSchedule,
         note_backward: Callable[[], object],

@@ -16,16 +16,18 @@ import torch.nn.modules.module as modules
 import torch.utils.checkpoint as checkpoint_module
 
 
-def _callers(frame: FrameType | None = None) -> Iterator[FrameType]:
+def _callers(frame: FrameType | None = None) -> list[FrameType]:
     """The frames of the calls that are running in this thread, innermost first, or from `frame` on.
 
     A frame must not be kept in a variable of its own: that cycle would keep all locals of all
     callers, activations among them, until the garbage collector comes.
     """
     frame = frame or sys._getframe(1)
+    found: list[FrameType] = []
     while frame is not None:
-        yield frame
+        found.append(frame)
         frame = frame.f_back
+    return found
 
 
 def module_frame(*functions: str) -> FrameType:
@@ -114,7 +116,7 @@ class FramePlace(NamedTuple):
     @classmethod
     def of(cls, frame: FrameType) -> FramePlace:
         """Of a frame of this thread."""
-        return cls(id(frame), id(frame.f_code), sum(1 for _ in _callers(frame)))
+        return cls(id(frame), id(frame.f_code), len(_callers(frame)))
 
     @classmethod
     def of_callers(cls) -> set[FramePlace]:

@@ -15,10 +15,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map_only
 
 from hetero.chunk_groups.shared import Shared
-from hetero.runtime.modules.all_params import AllParams
 from hetero.runtime.modules.call_stack import EnteredCalls, FramePlace, module_frame
 from hetero.runtime.modules.model_hook import ModelHook
-from hetero.runtime.modules.param_uses import ParamUses
+from hetero.runtime.modules.param_registry import ParamRegistry
+from hetero.runtime.modules.torch_function_uses import TorchFunctionUses
 from hetero.runtime.to_device import to_device
 from hetero.state.managed_param import ManagedParam
 from offload.errors import ClosedError
@@ -52,8 +52,8 @@ class ModuleHooks(ModelHooks):
     def __init__(
         self,
         model: torch.nn.Module,
-        params: AllParams,
-        uses: ParamUses,
+        params: ParamRegistry,
+        uses: TorchFunctionUses,
         calls: EnteredCalls,
         shared: Shared,
         before_forward: Callable[[], None],

@@ -1,4 +1,10 @@
-"""What autograd saves for backward: views of gathered copies are made again, not kept."""
+"""What autograd saves for backward: views of gathered copies are made again, not kept.
+
+A view of a gathered copy is saved as chunk, version, size, stride and offset. torch does not check
+versions of tensors that pass through saved-tensor hooks, so these hooks do: a backward after an
+optimizer step raises StaleGraphError in place of giving a wrong number. Tensors that a reentrant
+checkpoint computes again are saved the same way.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +19,11 @@ import torch.utils.checkpoint as checkpoint_module
 
 from hetero.activations.saved_activation import SavedActivation, has_plain_memory
 from hetero.activations.store import ActivationStore
-from hetero.runtime.modules.all_params import AllParams
 from hetero.runtime.modules.call_stack import is_in_checkpoint, is_recomputing
+from hetero.runtime.modules.param_registry import ParamRegistry
 from hetero.stand_ins.offloaded_tensor import OffloadedTensor
 from hetero.stand_ins.parameter_classes import AbsentParameter
-from hetero.state.params import SavedView
+from hetero.state.chunk_access import SavedView
 from offload.errors import HeteroError, StaleGraphError
 from offload.interrupts import uninterrupted
 
@@ -38,7 +44,7 @@ class SavedTensor:
 class SavedTensors:
     """Saved-tensor hooks for the time while modules run, so that forward pins no copies."""
 
-    def __init__(self, params: AllParams, activations: ActivationStore | None = None) -> None:
+    def __init__(self, params: ParamRegistry, activations: ActivationStore | None = None) -> None:
         """`activations` have what is no view of a gathered copy; None: autograd keeps it."""
         self._params = params
         self._activations = activations

@@ -1,4 +1,13 @@
-"""Calls of a model's blocks, of which some are computed again in backward."""
+"""Calls of a model's blocks, of which some are computed again in backward.
+
+The first call of each kind (blocks of the same classes and shapes, of which the same modules and
+parameters train) is kept and watched: what it changes would be changed twice. If it changes a
+buffer, an input, a parameter or data of the program's (reach.py), or has an iterator, no other call
+of its kind is made again, and the engine's notes say so. Else it is made again at once and must
+save the same bits. In RAM it is an error if not, because what the second call has changed is
+unknown; on a device, where operations may add in any order, the kind is kept. The tensors of one
+block that is computed again are in memory that no budget counts.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +20,7 @@ from typing import Any, Protocol
 import torch
 
 from hetero.activations.store import ActivationStore
-from hetero.runtime.modules.all_params import AllParams
+from hetero.runtime.modules.param_registry import ParamRegistry
 from hetero.runtime.modules.saved_tensors import SavedTensors
 from hetero.runtime.recompute.arguments import Arguments, version_of
 from hetero.runtime.recompute.blocks import Block
@@ -46,7 +55,7 @@ class BlockCalls:
     def __init__(
         self,
         blocks: Sequence[Block],
-        params: AllParams,
+        params: ParamRegistry,
         saved_tensors: SavedTensors,
         activations: ActivationStore,
         policy: Decides,

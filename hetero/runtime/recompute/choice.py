@@ -4,6 +4,16 @@ What a block saves for backward can be kept where compute happens, can leave for
 come back, or need not be there because backward computes the block's forward again from its input.
 The first costs room, the second transfers, the third compute. Transfers go on beside compute, so as
 long as they are not what a step waits for they are free, and from there on compute is.
+
+A micro-batch is expected to take
+
+    forward  = max(computing, leaving / rate)
+    backward = max(computing + what is computed again, leaving / rate)
+    both     = max(forward + backward, (2 leaving + other traffic) / rate)
+
+where `leaving` is what blocks save, and what the rest of the model saves beside them, less what has
+room. Costs are taken to be in proportion to the input's bytes, which attention without a fused
+kernel is not.
 """
 
 from __future__ import annotations

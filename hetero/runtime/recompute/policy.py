@@ -1,4 +1,10 @@
-"""Which calls of blocks are computed again, step after step."""
+"""Which calls of blocks are computed again, step after step.
+
+In a first forward nobody knows what it saves, so every call is made again whose kind was seen. Then
+bytes alone decide: none if all fit, else all. At the end of some steps ranks agree on seconds and
+rates, the slowest of all, and each chooses by these, unless that gains too little: another choice
+is another order of gathers, which the next step's agreed order follows.
+"""
 
 from __future__ import annotations
 
@@ -193,9 +199,7 @@ class RecomputePolicy:
         if self._is_all:
             return lines[0]
         if self._rates is None:
-            lines.append(
-                "They were chosen by bytes: steps have not shown yet what seconds it takes."
-            )
+            lines.append("They were chosen by bytes: no step has measured the seconds yet.")
             return " ".join(lines)
         now = self._choose(self._costs, self._other_bytes)
         more = self._choose(self._costs, self._other_bytes, more_bytes=_MORE_BYTES)

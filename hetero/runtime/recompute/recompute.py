@@ -7,7 +7,7 @@ import torch
 from hetero.activations.store import ActivationStore
 from hetero.chunk_groups.shared import Shared
 from hetero.runtime.learned_rates import Counters
-from hetero.runtime.modules.all_params import AllParams
+from hetero.runtime.modules.param_registry import ParamRegistry
 from hetero.runtime.modules.saved_tensors import SavedTensors
 from hetero.runtime.recompute.block_calls import BlockCalls
 from hetero.runtime.recompute.blocks import find_blocks
@@ -21,7 +21,7 @@ class Recompute:
     def __init__(
         self,
         model: torch.nn.Module,
-        params: AllParams,
+        params: ParamRegistry,
         shared: Shared,
         saved_tensors: SavedTensors,
         activations: ActivationStore | None,
@@ -35,7 +35,7 @@ class Recompute:
         if activations is None and mode not in ("auto", "none"):
             raise ValueError(
                 f"recompute={mode!r} computes blocks again in backward only where what autograd "
-                f"saves has a budget; give activation_memory, too ('auto' is enough)"
+                f"saves has a budget; also give activation_memory ('auto' is enough)"
             )
         if activations is None or mode == "none":
             return

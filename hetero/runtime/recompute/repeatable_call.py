@@ -5,6 +5,11 @@ that the first one saved. A fingerprint is kept of each of them, and the second 
 with these: whatever a forward depends on, other gradients cannot come of it.
 
 (torch's checkpoint compares shapes and dtypes alone, and gives each saved tensor once.)
+
+Random numbers, attributes of its modules and autocast are those that the first call found
+(surroundings.py), and afterwards all is as before. Parameters that an optimizer step or a write has
+changed since are an error, where torch's checkpoint would use the new values in silence. Lists and
+dicts among the arguments are copies as they were.
 """
 
 from __future__ import annotations
@@ -22,7 +27,7 @@ from hetero.runtime.modules.saved_tensors import SavedTensor, SavedTensors
 from hetero.runtime.recompute.arguments import Arguments, nest
 from hetero.runtime.recompute.fingerprint import Fingerprint, are_same
 from hetero.stand_ins.offloaded_tensor import OffloadedTensor
-from hetero.state.params import SavedView
+from hetero.state.chunk_access import SavedView
 from offload.errors import HeteroError
 
 Args = tuple[Any, ...]

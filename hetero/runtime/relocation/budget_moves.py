@@ -344,6 +344,6 @@ def budgets_of(shared: Shared, wanted: Mapping[Tier, int]) -> Budgets:
 def _why(tier: Tier, needed: int, left: int, before: int) -> str:
     owner, budget = SAID[tier]
     return (
-        f"the {owner} needs {format_bytes(needed)} beside the model state, so {budget} is "
+        f"the {owner} needs {format_bytes(needed)} for more than model state, so {budget} is "
         f"{format_bytes(left)} instead of {format_bytes(before)}"
     )

@@ -1,4 +1,19 @@
-"""The limits of all that a process and a device may hold, of which model state is a part."""
+"""The limits of all that a process and a device may hold, of which model state is a part.
+
+How process_memory is kept:
+
+- Before a step was seen, half of what the process leaves free is for model state and activations,
+  three quarters if the model does not fit in less (process_share.py).
+- In a step each saved tensor reads the resident set. The bytes above the limit, less a margin and
+  twice the largest saved tensor (results on their way are of that size), are lent: activations
+  leave until the next forward. Temporaries between two saved tensors are seen only afterwards.
+- At the end of a step the most that no ledger counted at any saved tensor, and the kernel's peak if
+  it rose, say what steps need beside. Activations give back what they did not need. The budget is
+  lowered as soon as it and that need pass the limit together, and raised once, after two steps. The
+  margin is given up before the BudgetError that has the numbers.
+- If a saved tensor found no room, steps have become larger, and model state gives way to
+  activations: else what early short steps gave back would leave later ones uncounted.
+"""
 
 from __future__ import annotations
 

@@ -8,6 +8,10 @@ prepare    what leaves memory is written to the file, or copied to a second home
            of it is there nothing has changed, and abandon() makes it as it was.
 leave      second homes become homes; memory is given back: of homes that left, and all slots.
 arrive     what comes from the file to RAM is read; slots get their new sizes.
+
+Homes in use are not moved: pins show tensors that view a home, and the parameter's use count shows
+graphs that saved it. Homes that began in RAM keep their addresses, others get an arena each.
+Extents are allocated first fit, and the file does not shrink.
 """
 
 from __future__ import annotations
@@ -127,7 +131,7 @@ class Migration:
     def _require_idle(self) -> None:
         chunk_group = self._chunk_group
         why = None
-        if any(m.uses for m in chunk_group.members) or chunk_group.params.pinned_copies():
+        if any(m.uses for m in chunk_group.members) or chunk_group.params.copies.pinned():
             why = "parameters are gathered"
         elif self._grad_reducer is not None and not self._grad_reducer.is_idle:
             why = "gradients wait to be averaged over the ranks"
@@ -160,7 +164,7 @@ class Migration:
 
     def _attach(self, chunk: Chunk, moved: bool) -> None:
         """Points the chunk's parameters to where they are used now."""
-        home = self._chunk_group.params.home(chunk)
+        home = self._chunk_group.memory.homes[StateKind.PARAM].resident(chunk)
         for m in self._members[chunk.id]:
             if m.state is not ParamState.RESIDENT:  # (one is if Ctrl-C came in _detach())
                 m.end_move(home, moved)
@@ -170,7 +174,7 @@ class Migration:
         chunk_group = self._chunk_group
         self._arenas.pipeline.wait_updated()
         self._arenas.forget_read_ahead()
-        chunk_group.params.drop_all_copies()
+        chunk_group.params.copies.clear()
         chunk_group.grads.flush()
         if self._grad_reducer is not None:
             self._grad_reducer.release_views()
@@ -188,7 +192,7 @@ class Migration:
         free = True
         if move.state_kind is StateKind.PARAM:
             free = self._detach(chunk)
-            chunk_group.params.drop_copies(chunk)  # a device may be copying from it
+            chunk_group.params.copies.drop(chunk)  # a device may be copying from it
         if not (move.homes.release_view(chunk) and free):
             raise InUseError(
                 f"the {move.state_kind.name} of {chunk.name} cannot move from {move.of.name} to "
@@ -210,7 +214,7 @@ class Migration:
                         continue
                     raise BudgetError(
                         f"while homes move, the {move.state_kind.name} of {move.chunk.name} has no "
-                        f"room in RAM beside what is there, and there is no nvme_path: {error}"
+                        f"room in RAM, and there is no nvme_path: {error}"
                     ) from None
                 move.copied = True
 
@@ -289,7 +293,7 @@ class Migration:
             self._arenas.resize_unkept(self._before.unkept_slots)
         if self._arenas.gathered.slots < self._before.gathered_slots:
             self._arenas.resize_gathered(self._before.gathered_slots)
-            chunk_group.params.note_gathered_slots()
+            chunk_group.params.copies.cache.refit()
 
     def leave(self) -> None:
         """Makes second homes the homes, and frees all slots and the memory of homes that left."""

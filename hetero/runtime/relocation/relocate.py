@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from hetero.chunk_groups.shared import Shared
 from hetero.planning.placement import Placement
-from hetero.runtime.modules.all_params import AllParams
+from hetero.runtime.modules.param_registry import ParamRegistry
 from hetero.runtime.relocation.migration import InUseError, Migration
 from offload.errors import BudgetError
 from offload.memory.sizes import format_bytes
@@ -50,7 +50,7 @@ class Relocation:
 
     def __init__(
         self,
-        params: AllParams,
+        params: ParamRegistry,
         shared: Shared,
         pause: Callable[[], None],
         homes_moved: Callable[[], None],
@@ -87,7 +87,8 @@ class Relocation:
         self._together(None)  # nobody asks for anything any more
         self._params.forget_gathers()
         for chunk_group in self.chunk_groups:
-            chunk_group.params.shrink()  # copies beyond the plan, of one rank perhaps, need RAM
+            # Copies beyond the plan, of one rank perhaps, need RAM.
+            chunk_group.params.copies.cache.shrink()
         for tier, nbytes in wanted.items():
             old = before[tier]
             if old is not None and nbytes > old:

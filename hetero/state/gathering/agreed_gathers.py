@@ -9,6 +9,10 @@ What the order does not expect (another module, a lone evaluation, values that s
 at) the rank reads one-sided. At the end of a step all ranks catch up with the one that has started
 most; a rank that waits before that asks the others to. So a rank may make other uses than the
 others, or more forwards and backwards, and goes on.
+
+Steps with more micro-batches than the order begin it again. For steps that take turns, as a GAN's
+two, the one that follows is remembered. A digest of chunks and versions proves at the end of a step
+that all ranks have made the same gathers.
 """
 
 from __future__ import annotations
@@ -62,7 +66,7 @@ class StepRecord:
 class AgreedGathers:
     """This rank's part in the all-gathers of one chunk group.
 
-    Callers hold the lock of the chunk group's Params; so does help().
+    Callers hold `lock`, which is that of the chunk group's ChunkAccess; so does help().
     """
 
     def __init__(
@@ -72,7 +76,6 @@ class AgreedGathers:
         is_resident: Callable[[Chunk], bool],
         cache: SlotCache,
         news: GatherNews,
-        lock: threading.RLock,
         prefetch: bool,
     ) -> None:
         """Nothing is agreed on before begin(): the rank gathers one-sided.
@@ -82,7 +85,6 @@ class AgreedGathers:
             is_resident: whether a chunk is used where its home is.
             cache: the slots of gathered copies.
             news: what other ranks have told.
-            lock: guards this object.
             prefetch: all-gathers are started ahead of their use.
         """
         self._layout = layout
@@ -90,7 +92,7 @@ class AgreedGathers:
         self._is_resident = is_resident
         self._cache = cache
         self._news = news
-        self._lock = lock
+        self.lock = threading.RLock()
         self._ahead = PREFETCH_CHUNKS if prefetch else 0
         self._slots = 0  # that every rank has at least
         self._kept: Collection[int] = frozenset(c.id for c in layout.chunks if not c.trainable)
@@ -193,12 +195,12 @@ class AgreedGathers:
         started = self._gathering.stream.started
         if self._news.wanted <= started or self._is_starting:
             return False
-        if self._cache.is_making_room or not self._lock.acquire(blocking=False):
+        if self._cache.is_making_room or not self.lock.acquire(blocking=False):
             return False
         try:
             self._catch_up(self._news.wanted - self._first)
         finally:
-            self._lock.release()
+            self.lock.release()
         return self._gathering.stream.started > started
 
     def _catch_up(self, started: int) -> None:

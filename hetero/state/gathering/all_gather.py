@@ -14,7 +14,7 @@ from hetero.ranks.messages import Reply
 from hetero.ranks.shard_server import RequestKind, ShardServer
 from hetero.ranks.waiting import LOOK_S
 from hetero.state.gathering.gather_stream import CommonGather, GatherStream
-from hetero.state.gathering.param_shards import ParamShards
+from hetero.state.gathering.own_shards import OwnShards
 from offload.interrupts import deliver_signals
 from offload.memory.arena import HostArena
 from offload.memory.operation import Operation
@@ -72,7 +72,7 @@ class Gathering:
         self,
         layout: Layout,
         server: ShardServer,
-        shards: ParamShards,
+        shards: OwnShards,
         stream: GatherStream,
         arena: HostArena,
         dtype: torch.dtype,

@@ -5,6 +5,9 @@ devices. The host gives both to the device and goes on; what is computed with th
 it there. What every rank has whole (stages 1 and 2) is gathered to its home: in place if that is on
 the device, else in slots there, from which the other ranks' shards are copied to RAM. Homes of one
 chunk may be on the device of one rank, and in RAM of another: to the others it is all the same.
+
+Gathers to homes in RAM have one slot on the device, so the next chunk's goes up when this one's has
+come down. Ranks that share a GPU gather in RAM, by gloo, and so does what Muon's updates exchange.
 """
 
 from __future__ import annotations

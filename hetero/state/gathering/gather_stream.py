@@ -1,4 +1,11 @@
-"""All-gathers that all ranks of a shard group make, one after the other, in a thread."""
+"""All-gathers that all ranks of a shard group make, one after the other, in a thread.
+
+A rank that waits for a gather tells the others, after a tenth of a second, how many it has started,
+and each of them that waits for something else starts as many (AgreedGathers.help()). If they do not
+come within STALL_S they are in code of the user's, and the rank reads one-sided until they come. A
+gather whose chunk a rank does not need is made without memory: pieces that come are dropped, so
+slots are evicted as if there were no other ranks.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +24,7 @@ from hetero.ranks.gather_news import GatherNews
 from hetero.ranks.peers import Channel, Operation, PeerClosedError
 from hetero.ranks.shard_server import ShardServer, Versions
 from hetero.ranks.waiting import LOOK_S, SOON_S
-from hetero.state.gathering.param_shards import ParamShards
+from hetero.state.gathering.own_shards import OwnShards
 from hetero.state.gathering.transport import GatherTransport
 from offload.interrupts import deliver_signals
 from offload.memory.operation import Worker, cancelled
@@ -116,7 +123,7 @@ class GatherStream:
         self,
         peers: Communicator,
         server: ShardServer,
-        shards: ParamShards,
+        shards: OwnShards,
         versions: Versions,
         news: GatherNews,
         transport: GatherTransport,

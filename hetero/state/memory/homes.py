@@ -128,30 +128,29 @@ class Homes:
         """Whether the whole chunk's home is where compute happens, which uses it in place."""
         return self.whole and self.on_compute_tier(chunk)
 
-    def commit(self, chunk: Chunk) -> None:
-        """Charges the chunk's slots that are not charged yet. Raises BudgetError."""
-        home = self._home[chunk.id]
-        home.arena.commit(home.first, home.run)
-
     def commit_all(self) -> None:
         """Charges all slots that are not charged yet. Raises BudgetError."""
         for home in self._home.values():
             home.arena.commit(home.first, home.run)
 
     def flat(self, chunk: Chunk) -> torch.Tensor:
-        """The chunk's slots as one flat tensor, a pin of the home.
+        """The chunk's slots as one flat tensor, a pin of the home. Raises BudgetError.
 
         It is the same tensor object until release_view(). It is the whole chunk if homes are
         `whole`, else this rank's shard.
         """
         flat = self._flat.get(chunk.id)
         if flat is None:
-            self.commit(chunk)
             home = self._home[chunk.id]
+            home.arena.commit(home.first, home.run)
             with torch.inference_mode(False):  # which may be on where an update is waited for
                 flat = home.arena.view(home.first, home.run, self._dtype, pinned=True)
             self._flat[chunk.id] = flat
         return flat
+
+    def resident(self, chunk: Chunk) -> torch.Tensor | None:
+        """A resident chunk's home, flat, whether its values are there or not; None for others."""
+        return self.flat(chunk) if self.is_resident(chunk) else None
 
     def shard(self, chunk: Chunk) -> torch.Tensor:
         """This rank's shard of the chunk, flat."""

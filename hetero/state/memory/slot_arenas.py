@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 
 from hetero.chunks.dtypes import Dtypes
 from hetero.chunks.layout import Layout
 from hetero.planning.placement import Placement, SlotBytes
 from hetero.state.memory.scratch_space import ScratchSpace
-from offload._native import StepPipeline
+from offload._native import Location, StepPipeline
 from offload.device.backend import Backend
 from offload.memory.arena import HostArena
 from offload.memory.ledger import Ledger
@@ -55,8 +56,7 @@ class SlotArenas:
         self.unkept = backend.arena(0, self._slot.gathered, ledger, Account.GATHERED)
         resources.callback(self.unkept.close)
         self._pipeline: StepPipeline | None = None
-        # Changes whenever the pipeline has lost what it was told to read ahead.
-        self.read_ahead_epoch = 0
+        self.is_reading_ahead = False  # for the next step; the pipeline keeps that until it is lost
         resources.callback(self._close_pipeline)
 
     @property
@@ -108,7 +108,14 @@ class SlotArenas:
             made.buffers,
             *shape,
         )
-        self.read_ahead_epoch += 1
+        self.is_reading_ahead = False
+
+    def expect(
+        self, expected: Sequence[tuple[int, Location, Location, int]], streaming: int
+    ) -> None:
+        """The pipeline reads ahead what updates to come will find in the file (StepPipeline)."""
+        self.is_reading_ahead = bool(expected)
+        self.pipeline.expect(expected, streaming)
 
     def forget_read_ahead(self) -> None:
         """Frees the pipeline's buffers of what they have read, or keep, for the next step.
@@ -116,7 +123,7 @@ class SlotArenas:
         What the file lacks is written first.
         """
         self.pipeline.forget()
-        self.read_ahead_epoch += 1
+        self.is_reading_ahead = False
 
     def resize_gathered(self, slots: int, spare_slots: int = 0) -> None:
         """Gives `gathered` other numbers of slots; none may be in use. Raises BudgetError.

@@ -110,7 +110,7 @@ CHANGES: list[tuple[Callable[[dict[str, Any]], object], str]] = [
     (lambda c: c["tensors"].pop("optimizer/scale/exp_avg"), "state 'exp_avg' of 'scale'"),
     (lambda c: c["tensors"].pop("model/scale"), "the parameter 'scale', and no tensor of it"),
     (lambda c: c["params"].pop("scale"), "lacks scale, of shape"),
-    (doubled, r"has other, of shape \(1,\), which the model has not"),
+    (doubled, r"has other, of shape \(1,\), which the model does not have"),
     (as_buffer, "scale was no parameter that can be trained when it was saved"),
     (lambda c: c["buffers"].append("scale"), "'scale' as a parameter and as a buffer"),
     (lambda c: c["params"]["scale"].update(trained=False), "scale is trained, and was frozen"),

@@ -232,7 +232,7 @@ def test_what_is_no_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str
     (tmp_path / "some.txt").write_text("text")
     for path, told in {
         incomplete: "is an incomplete checkpoint, with 8 bytes so far",
-        tmp_path / "step-9": ".step-9.incomplete is beside it",
+        tmp_path / "step-9": ".step-9.incomplete is next to it",
         tmp_path / "other": "there is no",
         tmp_path: "is no checkpoint: it has no manifest.json (hetero)",
         tmp_path / "some.txt": "is a file, and no .safetensors",

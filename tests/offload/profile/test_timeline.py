@@ -118,7 +118,7 @@ def test_training_shows_all_its_bytes(tmp_path: Path) -> None:
     )  # fmt: skip
     engine = optimizer.engine
     tokens = batches(1)[0]
-    cache = engine.chunk_groups[0].params._cache
+    cache = engine.chunk_groups[0].params.copies.cache
     for _ in range(2):
         engine.synchronize()
         cache.finish_transfers()

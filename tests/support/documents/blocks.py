@@ -23,6 +23,7 @@ _NOT_FOR_USERS = {
     "benchmarks.md",
     "compatibility.md",
     "contributing.md",
+    "decisions.md",
     "design.md",
     "formats.md",
     "glossary.md",

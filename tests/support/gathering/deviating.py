@@ -14,7 +14,7 @@ import torch.distributed as dist
 import hetero
 from hetero.state.gathering import gather_stream
 from hetero.state.gathering.all_gather import Gathering
-from hetero.state.gathering.param_shards import ParamShards
+from hetero.state.gathering.own_shards import OwnShards
 from tests.support.ranks.rank_training import inputs, make
 
 OPTIONS: dict[str, Any] = {"chunk_numel": 16384, "rank_timeout_s": 30.0}
@@ -74,15 +74,15 @@ def unreadable_shard(
 ) -> tuple[list[str], list[torch.Tensor]]:
     """Rank 1 cannot read a shard once; all are told, and train on. The errors, and the masters."""
     model, optimizer = make("layers", OPTIONS | options)
-    opened, failing = ParamShards.open, [False]
+    opened, failing = OwnShards.open, [False]
 
-    def open_or_fail(self: ParamShards, chunk: Any) -> Any:
+    def open_or_fail(self: OwnShards, chunk: Any) -> Any:
         if failing[0] and "layers.5" in chunk.name:
             raise OSError(5, "a bad sector")
         return opened(self, chunk)
 
     errors: list[str] = []
-    with patch.object(ParamShards, "open", open_or_fail):
+    with patch.object(OwnShards, "open", open_or_fail):
         for step in range(STEPS):
             failing[0] = rank == 1 and step == 2
             try:

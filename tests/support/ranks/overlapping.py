@@ -68,7 +68,7 @@ def read_while_submitting(
     threads: list[Thread] = []
 
     def read(chunk: Chunk) -> torch.Tensor:
-        with chunk_group.params._shards.open(chunk) as shard:
+        with chunk_group.params.copies.shards.open(chunk) as shard:
             return shard.clone()
 
     def submit(tasks: UpdateTasks, update: Any, last: bool) -> None:

@@ -29,6 +29,6 @@ def reference(dtype: str, accumulate: int) -> Run:
 
 
 def device_cache(engine: hetero.Engine, chunk_group: int = 0) -> SlotCache:
-    cache = engine.chunk_groups[chunk_group].params._cache
+    cache = engine.chunk_groups[chunk_group].params.copies.cache
     assert cache is not None
     return cache

@@ -145,7 +145,7 @@ def test_optimizers_by_name(named: dict[str, Any], reference: str) -> None:
 @pytest.mark.parametrize(
     ("named", "message"),
     [
-        ({"type": "Lamb"}, "'Lamb' is none that hetero has"),
+        ({"type": "Lamb"}, "hetero has no type 'Lamb'"),
         ({"type": "AdmaW"}, "did you mean AdamW"),
         ({"type": "AdamW", "params": {"learning_rate": 1}}, "unknown key 'learning_rate'"),
         ({"type": "AdamW", "params": {"amsgrad": True}}, "amsgrad=True is another update"),

@@ -98,7 +98,7 @@ def test_sections_and_numbers() -> None:
         assert words in memory, words
     assert "50% of the 2 s of updates and transfers" not in page.text["timeline"]
     assert "67% of the 1.5 s of updates and transfers" in page.text["timeline"]
-    assert "overlap: work beside" in page.text["timeline"]
+    assert "overlap: work during" in page.text["timeline"]
     assert "3 chunks: parameters of 3 in RAM; gradients of 2 on NVMe" in page.text["placement"]
     assert "frozen: none" in page.text["placement"]
     prediction = page.text["prediction"]

@@ -1,4 +1,4 @@
-"""hetero/runtime/modules/param_uses: parameters written to outside their modules."""
+"""hetero/runtime/modules/torch_function_uses: parameters written to outside their modules."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from hetero.chunks.layout import Chunk
-from hetero.state.params import Params
+from hetero.state.param_updates import ParamUpdates
 from tests.support.ranks import overlapping
 from tests.support.ranks.processes import RankPool
 from tests.support.training.overlap_net import STEPS, Begun, assert_same_bits, loss_of
@@ -45,11 +45,11 @@ def test_between_the_decision_and_the_submission(
 
 def test_a_reader_that_has_begun_sees_no_update(tmp_path: Path) -> None:
     """It came when the update was prepared, and is not through when that would be submitted."""
-    begin_now = Params.begin_speculation
+    begin_now = ParamUpdates.begin_speculation
 
     def loop(model: nn.Module, optimizer: Any, overlap: str) -> list[torch.Tensor]:
         begun, (chunk_group,) = Begun(optimizer), optimizer.engine.chunk_groups
-        shards, left = chunk_group.params._shards, 0
+        shards, left = chunk_group.params.copies.shards, 0
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
 
         def open_shard(opened: ExitStack, chunk: Chunk) -> None:
@@ -61,15 +61,15 @@ def test_a_reader_that_has_begun_sees_no_update(tmp_path: Path) -> None:
             with ExitStack() as opened:
 
                 def begin(
-                    params: Params, chunk: Chunk, members: Any, opened: ExitStack = opened
+                    updates: ParamUpdates, chunk: Chunk, members: Any, opened: ExitStack = opened
                 ) -> bool:
-                    begins = begin_now(params, chunk, members)
+                    begins = begin_now(updates, chunk, members)
                     thread = threading.Thread(target=open_shard, args=(opened, chunk))
                     thread.start()
                     thread.join()
                     return begins
 
-                with patch.object(Params, "begin_speculation", begin):
+                with patch.object(ParamUpdates, "begin_speculation", begin):
                     loss.backward()
                 assert begun.now == 0
                 chunk_group.updates.wait_all_computed()

@@ -11,7 +11,7 @@ from torch import nn
 
 import hetero
 from hetero.planning.step_timeline import NVME
-from hetero.state.memory.spare_extents import SpareExtents
+from hetero.state.chunk_versions import ChunkVersions
 from offload.errors import BudgetError, HeteroError
 from offload.memory.tiers import StateKind
 from tests.support.training.overlap_net import (
@@ -173,7 +173,7 @@ def test_old_state_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mo
     backward(model, optimizer, 1)
 
     with monkeypatch.context() as patched:
-        patched.setattr(SpareExtents, "save", fail)
+        patched.setattr(ChunkVersions, "_save", fail)
         with pytest.raises(OSError, match="the disk is gone"):
             optimizer.step()
     assert same(before, everything(model, optimizer))
@@ -194,7 +194,7 @@ def test_old_state_that_cannot_be_read(
     one_step(model, optimizer, 0)
 
     with monkeypatch.context() as patched:
-        patched.setattr(SpareExtents, "restore", fail)
+        patched.setattr(ChunkVersions, "restore", fail)
         with pytest.raises(OSError, match="the disk is gone"):
             optimizer.undo_last_step()
     with pytest.raises(RuntimeError, match=r"undo_last_step\(\) was ended in the middle"):

@@ -236,7 +236,7 @@ def test_words() -> None:
     forward = Forward()
     for again in rig.chosen():
         forward.add(COST, again, 0)
-    assert "steps have not shown yet" in rig.policy.words(forward)
+    assert "no step has measured" in rig.policy.words(forward)
     rig.steps(DUE)
     assert "Of 8 calls of blocks 8 are computed again" in rig.policy.words(forward)
     assert "with one more GiB for activations" in rig.policy.words(forward)

@@ -235,7 +235,7 @@ class TestProcessMemory:
         assert losses == reference().losses
         steps = [change.step for change in engine.changes]
         assert steps
-        assert all("beside the model state" in change.words() for change in engine.changes)
+        assert all("for more than model state" in change.words() for change in engine.changes)
         engine.close()
 
     def test_small_changes_do_not_move_it_to_and_fro(
@@ -257,7 +257,7 @@ class TestProcessMemory:
         process.beside_bytes = self.LIMIT - (64 << 10)
         with pytest.raises(BudgetError, match=r"process_memory is 16.0 MiB .* raise") as error:
             self.step(model, optimizer, 1)
-        assert "beside the model state" in str(error.value)
+        assert "for activations, temporaries" in str(error.value)
         assert "this step was made" in str(error.value)
         optimizer.engine.close()
 

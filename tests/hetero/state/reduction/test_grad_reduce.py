@@ -22,6 +22,7 @@ from hetero.ranks.communicator import Communicator
 from hetero.ranks.failed_ranks import FailedRanks
 from hetero.ranks.peers import Channel
 from hetero.ranks.waiting import WhileWaiting
+from hetero.state.chunk_state import chunk_states
 from hetero.state.chunk_updates import ChunkUpdates
 from hetero.state.grads import Grads
 from hetero.state.loss_scale import LossScale
@@ -233,14 +234,15 @@ def make_rank(
     )
     all_homes = dict.fromkeys(StateKind, homes)
     nothing: Any = None
-    updates = ChunkUpdates(layout, all_homes, nothing, nothing, OverlapUpdates.NONE)
     members = [
         ManagedParam(torch.nn.Parameter(torch.zeros(s.param.numel)), c, s, torch.float32)
         for c in layout.chunks
         for s in c.slices
     ]
     members.sort(key=lambda m: m.slice.param.index)
-    grads = Grads(layout, FP32, members, homes, lambda _: cast(SlotCache, None), updates)
+    chunks = chunk_states(layout.chunks, members)
+    updates = ChunkUpdates(chunks, all_homes, nothing, nothing, OverlapUpdates.NONE)
+    grads = Grads(layout, FP32, chunks, homes, lambda _: cast(SlotCache, None), updates)
     longest = max(c.slots for c in layout.chunks)
 
     def slots(count: int) -> SlotPool:

@@ -32,7 +32,7 @@ class AddsParams(Protocol):
         """Adds the parameters of a new param group."""
 
 
-class AllParams:
+class ParamRegistry:
     """The managed parameters of an engine and the chunk groups that have them; more may come."""
 
     def __init__(self) -> None:
@@ -191,7 +191,7 @@ class AllParams:
         """
         chunk_group = self.group(managed.chunk)
         if chunk_group.world.everyone is not None:
-            chunk_group.params.discard_copies(managed.chunk)
+            chunk_group.params.copies.discard(managed.chunk)
             raise HeteroError(
                 f"{managed.name} was changed in place where only reading is possible, because "
                 f"other ranks have parts of it; change it inside hetero.gathered(..., "
@@ -231,7 +231,7 @@ class AllParams:
         error = error_that_ends_this_rank()
         if error is None:
             for chunk_group in self.chunk_groups:
-                chunk_group.params.wait_gathers_quietly()
+                chunk_group.params.updates.wait_gathers_quietly()
         world.leave(error)
         # All groups stop before the first one answers, which takes as long as the others train.
         for chunk_group in self.chunk_groups:
@@ -267,7 +267,7 @@ class AllParams:
 
     def pinned_copies(self) -> int:
         """Gathered copies that some tensor views now."""
-        return sum(chunk_group.params.pinned_copies() for chunk_group in self.chunk_groups)
+        return sum(chunk_group.params.copies.pinned() for chunk_group in self.chunk_groups)
 
 
 def _refuse_recordings(managed: ManagedParam) -> None:

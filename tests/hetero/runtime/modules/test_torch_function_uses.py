@@ -1,4 +1,4 @@
-"""hetero/runtime/modules/param_uses: parameters used outside their modules, as in plain PyTorch."""
+"""Parameters used outside of their modules (torch_function_uses), as in plain PyTorch."""
 
 from __future__ import annotations
 

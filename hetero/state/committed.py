@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from hetero.chunks.dtypes import Dtypes
 from hetero.chunks.layout import Chunk, Layout
+from hetero.state.chunk_state import ChunkState
 from hetero.state.memory.file_layout import name_of
 from hetero.state.memory.homes import Homes
 from hetero.state.memory.scratch_space import ScratchSpace
@@ -39,45 +40,33 @@ class CommittedState:
 
     What has its home in the file is committed where it is: the next update, or other change, of a
     chunk that has not changed since writes to the chunk's spare extents, which are then in use
-    (SpareExtents). What has its home in memory is copied to the file by each commit that finds it
+    (ChunkVersions). What has its home in memory is copied to the file by each commit that finds it
     changed, to one of two extents in turn.
     """
 
     def __init__(
-        self, layout: Layout, dtypes: Dtypes, homes: Mapping[StateKind, Homes], file: ScratchSpace
+        self,
+        layout: Layout,
+        dtypes: Dtypes,
+        homes: Mapping[StateKind, Homes],
+        file: ScratchSpace,
+        chunks: Sequence[ChunkState],
     ) -> None:
         """Nothing is committed yet."""
         self._layout, self._dtypes, self._homes, self._file = layout, dtypes, homes, file
-        self._changed = {chunk.id for chunk in layout.chunks}
-        # By chunk id and state kind, the offsets of two extents; the last commit has the first one,
-        # unless none has copied this since it has its home in memory.
-        self._copies: dict[tuple[int, StateKind], tuple[int, int]] = {}
-        self._never_copied: set[tuple[int, StateKind]] = set()
-        # By chunk id and state kind, where the last commit has what had its home in the file.
-        self._in_place: dict[tuple[int, StateKind], int] = {}
-
-    def has_changed(self, chunk: Chunk) -> bool:
-        """Whether the chunk's state in use is no commit's, and may be changed in place."""
-        return chunk.id in self._changed
-
-    def note_change(self, chunk: Chunk) -> None:
-        """The chunk's state is, or is about to be, another one than the last commit has."""
-        self._changed.add(chunk.id)
+        self._chunks = chunks
 
     def note_undone(self, chunk: Chunk) -> None:
         """A step of the chunk was undone: the extents in use are those from before it.
 
         If they are the last commit's, that is what the chunk has, and they must not be written to.
         """
+        versions = self._chunks[chunk.id].versions
         in_file = [kind for kind in self._kinds(chunk) if chunk not in self._homes[kind]]
-        committed = bool(in_file) and all(
-            self._homes[kind].extents[chunk.id].offset == self._in_place.get((chunk.id, kind))
+        versions.changed = not in_file or any(
+            self._homes[kind].extents[chunk.id].offset != versions.committed_at.get(kind)
             for kind in in_file
         )
-        if committed:
-            self._changed.discard(chunk.id)
-        else:
-            self._changed.add(chunk.id)
 
     def is_in_file(self, chunk: Chunk) -> bool:
         """Whether some of what commits have of the chunk has its home in the file."""
@@ -98,35 +87,32 @@ class CommittedState:
 
         Raises BudgetError, with nothing allocated, if there is no room for them.
         """
-        wanted = {
-            (chunk.id, kind)
-            for chunk in self._layout.chunks
-            for kind in self._kinds(chunk)
-            if chunk in self._homes[kind]
-        }
-        for chunk_id, kind in set(self._copies) - wanted:
-            chunk = self._layout.chunks[chunk_id]
-            self._never_copied.discard((chunk_id, kind))
-            for offset in self._copies.pop((chunk_id, kind)):
-                self._file.free(offset, self.nbytes(chunk, kind))
-        missing = sorted(
-            wanted - set(self._copies), key=lambda each: (each[0], _KINDS.index(each[1]))
-        )
-        sizes = [self.nbytes(self._layout.chunks[c], kind) for c, kind in missing]
+        missing: list[tuple[ChunkState, StateKind, int]] = []
+        for state in self._chunks:
+            chunk, versions = state.chunk, state.versions
+            wanted = [kind for kind in self._kinds(chunk) if chunk in self._homes[kind]]
+            for kind in set(versions.copies) - set(wanted):
+                versions.copied.discard(kind)
+                for offset in versions.copies.pop(kind):
+                    self._file.free(offset, self.nbytes(chunk, kind))
+            missing += [
+                (state, kind, self.nbytes(chunk, kind))
+                for kind in wanted
+                if kind not in versions.copies
+            ]
+        needed_bytes = 2 * sum(nbytes for _, _, nbytes in missing)
         try:
-            self._file.reserve(2 * sum(sizes))
+            self._file.reserve(needed_bytes)
         except (BudgetError, StoreError) as error:
             raise BudgetError(
-                f"durable=True needs {format_bytes(2 * sum(sizes))} on NVMe for two copies of the "
+                f"durable=True needs {format_bytes(needed_bytes)} on NVMe for two copies of the "
                 f"state in RAM, and there is no room: {error}"
             ) from None
-        for (chunk_id, kind), nbytes in zip(missing, sizes, strict=True):
-            chunk = self._layout.chunks[chunk_id]
+        for state, kind, nbytes in missing:
             first, second = self._file.allocate(nbytes), self._file.allocate(nbytes)
-            self._copies[chunk_id, kind] = first, second
-            self._never_copied.add((chunk_id, kind))
+            state.versions.copies[kind] = first, second
             for offset in (first, second):
-                self._file.name(offset, nbytes, name_of(kind, chunk))
+                self._file.name(offset, nbytes, name_of(kind, state.chunk))
 
     def begin_commit(self) -> list[CommitChunk]:
         """What the commit of the state of now has of each chunk; none has changed from here on.
@@ -135,22 +121,22 @@ class CommittedState:
         """
         self.reserve_copies()
         found = []
-        self._in_place.clear()
-        for chunk in self._layout.chunks:
-            changed = self.has_changed(chunk)
+        for state in self._chunks:
+            chunk, versions = state.chunk, state.versions
+            versions.committed_at.clear()
             offsets: dict[StateKind, int] = {}
             copied = []
             for kind in self._kinds(chunk):
                 if chunk not in self._homes[kind]:
                     offsets[kind] = self._homes[kind].extents[chunk.id].offset
-                    self._in_place[chunk.id, kind] = offsets[kind]
+                    versions.committed_at[kind] = offsets[kind]
                     continue
-                last, other = self._copies[chunk.id, kind]
-                if changed or (chunk.id, kind) in self._never_copied:
+                last, other = versions.copies[kind]
+                if versions.changed or kind not in versions.copied:
                     copied.append(kind)
-                    self._copies[chunk.id, kind] = last, other = other, last
+                    versions.copied.add(kind)
+                    versions.copies[kind] = last, other = other, last
                 offsets[kind] = last
-            found.append(CommitChunk(chunk, offsets, copied, changed))
-        self._changed.clear()
-        self._never_copied.clear()
+            found.append(CommitChunk(chunk, offsets, copied, versions.changed))
+            versions.changed = False
         return found

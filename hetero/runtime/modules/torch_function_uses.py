@@ -1,4 +1,14 @@
-"""Uses of parameters outside their modules' forwards, wherever the values are."""
+"""Uses of parameters outside their modules' forwards, wherever the values are.
+
+A function whose parameters do not fit the slots together (`torch.cat`) gets copies that no budget
+counts, and so does a view in a graph outside of any forward. Functions over lists of tensors
+(`torch._foreach_*`) go through them one by one.
+
+Not noticed are: a write to a tensor of `model.state_dict()` where the parameter is absent, and one
+through `.data` of a view inside the forward that took it, which are lost; and a backward that was
+recorded over `p.detach()` outside of any forward and comes after an update, if the alias was read
+in between.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +25,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from hetero.activations.store import ActivationStore
-from hetero.runtime.modules.all_params import AllParams
 from hetero.runtime.modules.call_stack import EnteredCalls
+from hetero.runtime.modules.param_registry import ParamRegistry
 from hetero.runtime.modules.saved_tensors import SavedTensors
 from hetero.stand_ins.noticed_views import with_noticed_writes
 from hetero.stand_ins.offloaded_tensor import (
@@ -38,7 +48,7 @@ from offload.interrupts import uninterrupted
 from offload.memory.sizes import format_bytes
 
 
-class ParamUses:
+class TorchFunctionUses:
     """Gives torch functions the values of parameters that are not in memory.
 
     Hooks on the owning module cannot see these uses: MultiheadAttention uses its projection's
@@ -46,7 +56,7 @@ class ParamUses:
     """
 
     def __init__(
-        self, params: AllParams, calls: EnteredCalls, activations: ActivationStore | None = None
+        self, params: ParamRegistry, calls: EnteredCalls, activations: ActivationStore | None = None
     ) -> None:
         """`calls` are the forwards of all threads; `activations` have what these save."""
         self._params = params
@@ -251,7 +261,7 @@ class ParamUses:
 class _ParamSource:
     """The values of one managed parameter."""
 
-    def __init__(self, uses: ParamUses, managed: ManagedParam) -> None:
+    def __init__(self, uses: TorchFunctionUses, managed: ManagedParam) -> None:
         self._uses = uses
         self.managed = managed
         self._version = managed.version
@@ -290,7 +300,7 @@ class ParamAlias(OffloadedTensor):
     _source: _ParamSource
 
     @staticmethod
-    def of(uses: ParamUses, managed: ManagedParam) -> ParamAlias:
+    def of(uses: TorchFunctionUses, managed: ManagedParam) -> ParamAlias:
         """Makes the alias of all of a parameter."""
         meta = torch.empty(managed.stand_in.shape, dtype=managed.dtype, device="meta")
         return ParamAlias._make(_ParamSource(uses, managed), meta, managed.device)
@@ -300,7 +310,7 @@ class ParamAlias(OffloadedTensor):
         """The parameter."""
         return self._source.managed
 
-    def is_of(self, uses: ParamUses) -> bool:
+    def is_of(self, uses: TorchFunctionUses) -> bool:
         """Whether `uses` has the values."""
         return self._source._uses is uses
 

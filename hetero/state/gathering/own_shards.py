@@ -15,7 +15,7 @@ from offload.cache.shared_cache import SharedCache
 
 
 @dataclass(frozen=True, eq=False)
-class ParamShards:
+class OwnShards:
     """Reads and writes the values of this rank's shards. Several threads may use it at once.
 
     `slots` are for copies of those on DISK. With one rank a shard is the whole chunk, and the slots

@@ -1,0 +1,285 @@
+"""Parameters: resident where compute happens, or gathered there while they are used."""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_right
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+
+from hetero.chunks.layout import Chunk
+from hetero.planning.belady import PREFETCH_CHUNKS
+from hetero.profiler_marks import mark, marked
+from hetero.state.chunk_state import Open, UsedCopy
+from hetero.state.chunk_updates import ChunkUpdates
+from hetero.state.copy_caches import CopyCaches
+from hetero.state.gathering.agreed_gathers import AgreedGathers
+from hetero.state.gathering.all_gather import Gathering
+from hetero.state.managed_param import ManagedParam, ParamState
+from hetero.state.memory.homes import Homes
+from hetero.state.param_updates import ParamUpdates
+from offload import timeline
+from offload.errors import StaleGraphError
+
+
+@dataclass(frozen=True)
+class SavedView:
+    """A view of a gathered copy that autograd saved: enough to make the view again."""
+
+    chunk: Chunk
+    version: tuple[int, int]  # of the parameter: a change leaves its neighbours' graphs alone
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int  # elements from the chunk's beginning
+
+
+class ChunkAccess:
+    """Gives one chunk group's parameters their values, and takes them back.
+
+    A resident parameter is always a view of its home, which is in RAM if compute happens there and
+    on DEVICE if not. acquire() points another one to a gathered copy of its chunk, and release()
+    offloads it again. A copy's slot is pinned as long as any tensor over it lives.
+
+    Attributes:
+        copies: of the parameters that are not resident.
+        updates: leads the parameters through updates of their chunks.
+        agreed_gathers: the all-gathers of all ranks.
+    """
+
+    def __init__(
+        self,
+        homes: Homes,
+        copies: CopyCaches,
+        updates: ChunkUpdates,
+        members: ParamUpdates,
+        gathering: Gathering | None,
+        agreed_gathers: AgreedGathers | None,
+        prefetch: bool,
+    ) -> None:
+        """Access to one chunk group's parameters; none has values yet.
+
+        Args:
+            homes: of PARAM.
+            copies: of parameters that are not resident.
+            updates: of all chunks.
+            members: the parameters in these updates.
+            gathering: from other ranks; None for one rank.
+            agreed_gathers: the all-gathers of all ranks; None where nothing is gathered from ranks
+                for its use.
+            prefetch: the chunks that are expected next are gathered ahead of their use.
+        """
+        self._homes, self.copies = homes, copies
+        self._arena, self._cache = copies.arena, copies.cache
+        self._updates, self._chunks = updates, updates.chunks
+        self.updates = members
+        self._gathering, self.agreed_gathers = gathering, agreed_gathers
+        self._prefetch = prefetch
+        self._chunk_of_slot: dict[int, Chunk] = {}
+        # Several threads may run forwards and backwards at once.
+        self._lock = threading.RLock() if agreed_gathers is None else agreed_gathers.lock
+
+    @property
+    def gathers(self) -> bool:
+        """Whether some parameters are gathered, and pack() and unpack() are needed."""
+        return self._arena.slots > 0
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds for which compute has waited for gathered copies."""
+        return self._cache.wait_s
+
+    def is_resident(self, chunk: Chunk) -> bool:
+        """Whether the whole chunk's home is where compute happens, which uses it in place."""
+        return self._homes.is_resident(chunk)
+
+    def may_be_absent(self, chunk: Chunk) -> bool:
+        """Whether its parameters are not always where compute uses them: they are gathered, or
+        may be under way in an update."""
+        return not self.is_resident(chunk) or self._updates.goes_on(chunk)
+
+    def has_room(self, chunk: Chunk) -> bool:
+        """Whether flat() finds room now, without more RAM than the plan has for gathered copies."""
+        in_place = self.is_resident(chunk) or self._chunks[chunk.id].used is not None
+        return in_place or self._cache.has_room(chunk.id)
+
+    def flat(self, chunk: Chunk) -> torch.Tensor:
+        """The chunk's values now, whole and flat; unless resident, a pin on a gathered copy.
+
+        Waits for the chunk's update, or takes a speculative one back.
+
+        Raises:
+            NativeIoError, RuntimeError: what the update met.
+            BudgetError: pins leave no room for the copy.
+            PeerError, NativeIoError: it cannot be made.
+        """
+        with self._lock:
+            used = self._chunks[chunk.id].used
+            if used is not None or self.is_resident(chunk):
+                self._wait_usable(chunk)
+                return self._homes.flat(chunk) if used is None else used.copy
+            if self.agreed_gathers is not None:
+                # First, because other ranks wait for this one; its own shard waits for its update.
+                self.agreed_gathers.note(chunk)
+            self._wait_usable(chunk)
+            return self._gather(chunk)
+
+    @marked("hetero::gather")
+    def _gather(self, chunk: Chunk) -> torch.Tensor:
+        self.copies.order.note(chunk.id)
+        agreed = self.agreed_gathers
+        with timeline.span("gather"):
+            self._cache.get(chunk.id)
+        slot = self._arena.slot_of(self._cache.address(chunk.id))
+        assert slot is not None
+        self._chunk_of_slot[slot] = chunk
+        copy = self._cache.tensor(chunk.id, self.copies.dtype)
+        if self._prefetch and not (agreed is not None and agreed.leads):
+            # Not chunks whose update is not written yet: starting to read one waits until it is.
+            self._cache.prefetch(PREFETCH_CHUNKS, self._is_being_updated)
+        return copy
+
+    def acquire(self, managed: ManagedParam) -> None:
+        """Gives the parameter its values until as many release() calls. Raises as flat()."""
+        with self._lock:
+            copy: torch.Tensor | None = None
+            if not managed.uses:
+                flat = self.flat(managed.chunk)
+                if not self.is_resident(managed.chunk):
+                    managed.require_unwritten()
+                    copy = flat
+            managed.begin_use(copy)
+            if copy is not None:
+                state = self._chunks[managed.chunk.id]
+                state.used = state.used or UsedCopy(copy)
+                state.used.params += 1
+
+    def release(self, managed: ManagedParam) -> torch.Tensor | None:
+        """Undoes one acquire().
+
+        Returns:
+            What user code has made of the gathered copy, if it has changed it: a pin on it.
+        """
+        with self._lock:
+            was_gathered = managed.state is ParamState.GATHERED
+            changed = managed.end_use()
+            if not (was_gathered and managed.state is ParamState.OFFLOADED):
+                return None
+            state = self._chunks[managed.chunk.id]
+            used = state.used
+            assert used is not None
+            used.params -= 1
+            if not used.params:
+                state.used = None
+            return managed.part_of(used.copy) if changed else None
+
+    def fill(self, chunk: Chunk) -> AbstractContextManager[torch.Tensor]:
+        """Flat memory, inside the block, for the first values of this rank's shard.
+
+        Write them and call filled() inside the block. All ranks call both.
+        """
+        self._wait_usable(chunk)
+        return self.copies.shards.fill(chunk)
+
+    def shard(self, chunk: Chunk) -> AbstractContextManager[torch.Tensor]:
+        """This rank's shard inside the block. If it was changed, call filled() in the block."""
+        self._wait_usable(chunk)
+        self._updates.versions.snapshots.wait(chunk)
+        self.copies.drop(chunk)  # a device may be copying from it
+        return self.copies.shards.open(chunk)
+
+    def filled(self, chunk: Chunk) -> None:
+        """Brings changed values of the shard home, and to the ranks that have the chunk whole.
+
+        Returns when they are there. All ranks call it.
+        """
+        self._updates.versions.begin_write(chunk)
+        self.updates.versions.change(chunk)
+        self.copies.drop(chunk)
+        self.copies.shards.filled(chunk)
+        self.updates.publish(chunk)
+        self.updates.begin_gathers([chunk])
+        self.updates.finish_gathers([chunk])
+
+    def keep_written(self, managed: ManagedParam, values: torch.Tensor) -> None:
+        """Brings what user code has made of the parameter home. For one rank.
+
+        Values of other parameters in the chunk stay as they are, and so do graphs that use them.
+        """
+        with self.shard(managed.chunk) as shard:
+            self._updates.versions.begin_write(managed.chunk)
+            managed.part_of(shard).copy_(values)
+            self.copies.shards.filled(managed.chunk)
+
+    def _wait_usable(self, chunk: Chunk) -> None:
+        """Until the chunk's parameters have their values. Raises as flat()."""
+        self._updates.revoke(chunk)
+        self._updates.note_use(chunk)
+        if self._chunks[chunk.id].is_under_way:
+            with timeline.span("gather"), mark("hetero::wait_update"):
+                self.updates.finish([chunk])
+
+    def _is_being_updated(self, chunk_id: int) -> bool:
+        """Whether the chunk cannot be read from its home without waiting."""
+        state = self._chunks[chunk_id]
+        if self.updates.gathers:  # other ranks' parts come when the update is finished
+            return not isinstance(state.update, Open)
+        return not self._updates.is_readable(state.chunk)
+
+    def finish_transfers(self) -> None:
+        """Waits until nothing that was asked of other ranks is under way."""
+        if self._gathering is not None:
+            self._cache.finish_transfers()
+
+    def pack(self, tensor: torch.Tensor) -> SavedView | None:
+        """How to make `tensor` again if it is a view of a gathered copy; else None."""
+        if tensor.dtype is not self.copies.dtype:
+            return None
+        slot = self._arena.slot_of(tensor.untyped_storage().data_ptr())
+        if slot is None:
+            return None
+        chunk, offset = self._chunk_of_slot[slot], int(tensor.storage_offset())
+        version = self._version(chunk, offset)
+        return SavedView(chunk, version, tensor.size(), tensor.stride(), offset)
+
+    def _version(self, chunk: Chunk, offset: int) -> tuple[int, int]:
+        """Differs after a change of the parameter that has the element at `offset`."""
+        members = self._chunks[chunk.id].members
+        return members[bisect_right(members, offset, key=lambda m: m.slice.offset) - 1].version
+
+    def unpack(self, saved: SavedView) -> torch.Tensor:
+        """Makes the tensor that was packed again, over a copy that is gathered if need be.
+
+        Raises StaleGraphError if the parameters were changed since.
+        """
+        if saved.version != self._version(saved.chunk, saved.offset):
+            raise StaleGraphError(
+                f"backward needs {saved.chunk.name} as it was before an optimizer step, or a write "
+                f"in place, that came between this graph's forward and its backward; call backward "
+                f"before step"
+            )
+        return self.flat(saved.chunk).as_strided(saved.size, saved.stride, saved.offset)
+
+    def note_slots(self, gathered_slots: int) -> None:
+        """The arenas have other sizes than before, and homes have moved; no copy is in use.
+
+        `gathered_slots` is the limit of gathered copies, soft if they may use more while RAM is
+        free.
+        """
+        assert not any(state.used for state in self._chunks)
+        self.copies.refit(gathered_slots)
+        self._chunk_of_slot.clear()
+        chunks = (state.chunk for state in self._chunks)
+        self.copies.order.use_in_place([c.id for c in chunks if self.is_resident(c)])
+
+    def stop(self) -> None:
+        """Ends what is under way; nothing can be gathered any more."""
+        if self._gathering is not None:
+            self._gathering.stream.abandon()
+        self._cache.close()
+
+    def close(self) -> None:
+        """Drops the pins on gathered copies; the engine is closing."""
+        for state in self._chunks:
+            state.used = None

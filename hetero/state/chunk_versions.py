@@ -1,0 +1,340 @@
+"""The versions of chunks' state in the scratch file: the one in use, and one that somebody needs.
+
+An update that must leave what it reads writes to the chunk's spare extents, and these are in use
+from then on. So a speculative update can be taken back, the last commit stays as it is, and a step
+can be undone. There are two extents of each kind and chunk, so one of these at a time.
+
+A speculative update (bf16, Adam) writes 12 bytes an element in place of 10: parameters in RAM
+change in place, and their old bits go to the spare extent. With undoable_steps each step writes
+optimizer state and parameters of all chunks that it updates exactly once, also what buffers or RAM
+would keep unwritten from step to step; reads stay as they are. Optimizer state in RAM is written
+before it is updated in place, and step() waits for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from hetero.chunks.dtypes import Dtypes
+from hetero.chunks.layout import Chunk, Layout
+from hetero.state.chunk_state import ChunkState, Holder, Speculative, Submitted
+from hetero.state.committed import CommittedState
+from hetero.state.memory.file_layout import extent_size, name_of
+from hetero.state.memory.homes import Homes
+from hetero.state.memory.scratch_space import ScratchSpace
+from hetero.state.memory.slot_arenas import SlotArenas
+from hetero.state.snapshot import Snapshots
+from offload._native import NativeIoError
+from offload.disk.backing import Extent
+from offload.errors import BudgetError, StoreError
+from offload.memory.arena import HostArena
+from offload.memory.ledger import Ledger
+from offload.memory.sizes import format_bytes
+from offload.memory.tiers import Account, StateKind
+
+
+class TileOffsets(NamedTuple):
+    """Where an update of one tile writes that leaves what it reads, as file offsets; -1: nowhere.
+
+    The names are StepTask's, and in its order. `saved_param` is for the old bits of parameters in
+    RAM, `param_to` for those in the file.
+    """
+
+    optim_state_to: int = -1
+    param_to: int = -1
+    saved_param: int = -1
+
+
+class ChunkVersions:
+    """For each chunk a second extent of OPTIM_STATE and one of PARAM, beside those in use.
+
+    swap() makes the spare extents those in use. Of what is in RAM, which an update changes in
+    place, the spare extents have the old bits: those of parameters are written with the update, and
+    _save() writes all where optimizer state is in RAM, too. Extents are allocated when a chunk
+    first needs them, and kept.
+
+    Attributes:
+        committed: what commits have, of a durable state; else None.
+        snapshots: of a save and a commit that go on: changes wait for them.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        dtypes: Dtypes,
+        homes: Mapping[StateKind, Homes],
+        file: ScratchSpace,
+        arenas: SlotArenas,
+        chunks: Sequence[ChunkState],
+        committed: CommittedState | None,
+    ) -> None:
+        """Allocates nothing yet. `arenas` have the pipeline that makes the updates."""
+        self._layout, self._dtypes, self._file = layout, dtypes, file
+        self._arenas, self._chunks, self.committed = arenas, chunks, committed
+        self._params, self._optim_states = homes[StateKind.PARAM], homes[StateKind.OPTIM_STATE]
+        self._kinds = [(homes[kind], kind) for kind in (StateKind.OPTIM_STATE, StateKind.PARAM)]
+        self._tile_bytes = {
+            StateKind.PARAM: layout.tile_numel * dtypes.param_bytes,
+            StateKind.OPTIM_STATE: dtypes.optim_state_bytes(layout.tile_numel),
+        }
+        self._is_full = False
+        self.snapshots = Snapshots()
+
+    def _can_leave(self, chunk: Chunk) -> bool:
+        """Whether an update of the chunk can leave all that it reads, because its optimizer state
+        is in the file, and its parameters are there or in RAM."""
+        return chunk not in self._optim_states and not self._params.on_device(chunk)
+
+    def reserve_all(self, option: str) -> None:
+        """Allocates the extents of all chunks that are trained, which `option` needs.
+
+        Raises BudgetError, with nothing allocated, if there is no room for them.
+        """
+        trained = [chunk for chunk in self._layout.chunks if chunk.trainable]
+        nbytes = sum(
+            extent_size(self._layout, self._dtypes, kind, chunk).space_bytes
+            for chunk in trained
+            for kind in (StateKind.OPTIM_STATE, StateKind.PARAM)
+        )
+        try:
+            self._file.reserve(nbytes)
+        except (BudgetError, StoreError, NativeIoError) as error:
+            raise BudgetError(
+                f"{option} needs another {format_bytes(nbytes)} on NVMe, for the state from before "
+                f"a step, and there is no room: {error}"
+            ) from None
+        for chunk in trained:
+            self._spare(chunk).update(self._allocate(chunk))
+
+    def _spare(self, chunk: Chunk) -> dict[StateKind, Extent]:
+        return self._chunks[chunk.id].versions.spare
+
+    def _reserve(self, chunk: Chunk) -> bool:
+        """Allocates the chunk's extents, unless it has them; returns whether there is room."""
+        if self._spare(chunk):
+            return True
+        if self._is_full:
+            return False
+        try:
+            self._spare(chunk).update(self._allocate(chunk))
+        except (BudgetError, StoreError, NativeIoError) as error:
+            self._is_full = True
+            self._file.note(
+                [
+                    f"updates of some chunks wait for optimizer.step(), and steps cannot be undone "
+                    f"that change them: either needs a second place on NVMe for their state, and "
+                    f"there is no room: {error}"
+                ]
+            )
+            return False
+        return True
+
+    def _allocate(self, chunk: Chunk) -> dict[StateKind, Extent]:
+        made: dict[StateKind, Extent] = {}
+        try:
+            for _, kind in self._kinds_of(chunk):
+                size = extent_size(self._layout, self._dtypes, kind, chunk)
+                offset = self._file.allocate(size.space_bytes)
+                made[kind] = Extent(offset, size.transfer_bytes, chunk.slots)
+                self._file.name(offset, size.space_bytes, name_of(kind, chunk))
+        except BaseException:
+            self._free(chunk, made)
+            raise
+        return made
+
+    def _free(self, chunk: Chunk, extents: Mapping[StateKind, Extent]) -> None:
+        for kind, extent in extents.items():
+            size = extent_size(self._layout, self._dtypes, kind, chunk)
+            self._file.free(extent.offset, size.space_bytes)
+
+    def free_all(self) -> None:
+        """Gives all spare extents back to the file, for homes that are about to move; no
+        speculative update is under way."""
+        for state in self._chunks:
+            self._free(state.chunk, state.versions.spare)
+            state.versions.spare.clear()
+        self._is_full = False
+
+    def _save(self, chunk: Chunk) -> None:
+        """Writes parameters and optimizer state that are in RAM, before an update changes them.
+
+        Raises NativeIoError.
+        """
+        writes = [
+            self._file.write(homes.address(chunk, 0), nbytes, offset)
+            for homes, nbytes, offset in self._in_ram(chunk)
+        ]
+        for write in writes:
+            write.wait()
+
+    def _in_ram(self, chunk: Chunk) -> list[tuple[Homes, int, int]]:
+        """Of each kind that is in RAM its homes, its bytes, and where the spare extent begins."""
+        return [
+            (homes, chunk.slots * self._tile_bytes[kind], self._spare(chunk)[kind].offset)
+            for homes, kind in self._kinds
+            if chunk in homes
+        ]
+
+    def offsets(self, state: ChunkState, tile: int) -> TileOffsets:
+        """Where the update of the tile that is about to be submitted writes, and reads, in the file
+        beside the extents in use."""
+        chunk, update, holder = state.chunk, state.update, state.versions.holder
+        is_guess = isinstance(update, Speculative)
+        is_remade = isinstance(update, Submitted) and update.is_remade
+        leaves = is_guess or holder is not None
+        if not (leaves or is_remade):
+            return TileOffsets()
+        at = {
+            kind: e.offset + tile * self._tile_bytes[kind] for kind, e in self._spare(chunk).items()
+        }
+        in_ram = chunk in self._params
+        is_saved = in_ram and (is_guess or is_remade or holder is Holder.UNDO)
+        saved_at = at[StateKind.PARAM] if is_saved else -1
+        if not leaves:
+            return TileOffsets(saved_param=saved_at)
+        state_at = -1 if chunk in self._optim_states else at[StateKind.OPTIM_STATE]
+        return TileOffsets(state_at, -1 if in_ram else at[StateKind.PARAM], saved_at)
+
+    def swap(self, chunk: Chunk) -> None:
+        """The chunk's update stays: what it has written is in use from now on.
+
+        Called once more, with restore(), it brings back what was in use before.
+        """
+        spare = self._spare(chunk)
+        for homes, kind in self._in_file(chunk):
+            used = homes.extents[chunk.id]
+            homes.extents[chunk.id] = replace(used, offset=spare[kind].offset)
+            spare[kind] = replace(spare[kind], offset=used.offset)
+
+    def _kinds_of(self, chunk: Chunk) -> list[tuple[Homes, StateKind]]:
+        return self._kinds if chunk.trainable else self._kinds[1:]
+
+    def _in_file(self, chunk: Chunk) -> list[tuple[Homes, StateKind]]:
+        return [(homes, kind) for homes, kind in self._kinds_of(chunk) if chunk not in homes]
+
+    def _copy(self, chunk: Chunk) -> None:
+        """Copies what the extents in use have to the spare ones, without what was never written.
+
+        Raises NativeIoError.
+        """
+        nbytes = max(self._tile_bytes.values())
+        buffer = HostArena(1, nbytes, Ledger({}), Account.BUFFER)  # which no budget counts
+        try:
+            buffer.commit(0, 1)
+            for homes, kind in self._in_file(chunk):
+                extent = homes.extents[chunk.id]
+                for begin in range(0, extent.nbytes, nbytes):
+                    size = min(nbytes, extent.nbytes - begin)
+                    address = buffer.address(0)
+                    self._file.read(address, size, extent.offset + begin).wait()
+                    to = self._spare(chunk)[kind].offset + begin
+                    self._file.write(address, size, to).wait()
+        finally:
+            buffer.close()
+
+    def restore(self, chunk: Chunk) -> None:
+        """Brings the old bits of what is in RAM back. Raises NativeIoError."""
+        reads = [
+            self._file.read(homes.address(chunk, 0), nbytes, offset)
+            for homes, nbytes, offset in self._in_ram(chunk)
+        ]
+        for read in reads:
+            read.wait()
+
+    # Who needs the state that the next update reads
+
+    def can_speculate(self, chunk: Chunk) -> bool:
+        """Whether an update of the chunk could be taken back, and is worth being made early.
+
+        What buffers keep unwritten from step to step is not: it is updated as fast as memory. Where
+        the spare extents have what the last commit has, none could.
+        """
+        if not self._can_leave(chunk) or self._commit_has_spare(chunk):
+            return False
+        state = self._chunks[chunk.id]
+        if state.was_revoked:
+            return False
+        keeps = self._arenas.pipeline.keeps(state.first_key, chunk.slots)
+        return not keeps and self._reserve(chunk)
+
+    def _commit_has_spare(self, chunk: Chunk) -> bool:
+        """Whether the last commit has the extents that are not in use."""
+        return self.committed is not None and self._chunks[chunk.id].versions.changed
+
+    def leave_committed(self, chunk: Chunk) -> None:
+        """The chunk's next update leaves what the last commit has, and waits for one that goes on.
+
+        Raises BudgetError if there is no room for what it writes, and what a commit has met.
+        """
+        if self._begin_leaving_commit(chunk):
+            versions = self._chunks[chunk.id].versions
+            versions.holder = versions.holder or Holder.COMMIT
+
+    def _begin_leaving_commit(self, chunk: Chunk) -> bool:
+        """Whether the last commit has extents in use; the spare ones are reserved then."""
+        if self.committed is None:
+            return False
+        self.snapshots.wait(chunk)
+        if self._commit_has_spare(chunk) or not self.committed.is_in_file(chunk):
+            return False
+        if not self._reserve(chunk):
+            raise BudgetError(
+                f"durable=True needs a second place on NVMe for the chunk of {chunk.name}, whose "
+                f"state the last commit has, and there is no room; free space, or raise "
+                f"nvme_capacity"
+            )
+        return True
+
+    def begin_write(self, chunk: Chunk) -> None:
+        """The chunk's state is about to be changed other than by an update.
+
+        What the last commit has of it stays: the chunk's extents in use are others from here on,
+        with the same bits. Raises as leave_committed(), and NativeIoError.
+        """
+        state = self._chunks[chunk.id]
+        if self._begin_leaving_commit(chunk):
+            self._arenas.pipeline.forget(state.first_key, chunk.slots)
+            self._copy(chunk)
+            self.swap(chunk)
+        state.versions.changed = True
+
+    def keep_old_state(self, chunk: Chunk) -> bool:
+        """Keeps what the next update of the chunk changes in the spare extents; returns whether
+        there is room for it.
+
+        Optimizer state in the file is left by the update. What is in RAM is written now, unless the
+        update does that. Raises NativeIoError.
+        """
+        leaves = self._can_leave(chunk)
+        in_ram = chunk in self._params and not self._params.on_device(chunk)
+        if not (leaves or in_ram) or not self._reserve(chunk):
+            return False
+        if not leaves:
+            self._save(chunk)
+        elif self._commit_has_spare(chunk):
+            return False
+        else:
+            self._chunks[chunk.id].versions.holder = Holder.UNDO
+        return True
+
+    def note_submitted(self) -> None:
+        """The step's last updates are submitted: what they leave is not in use any more."""
+        for state in self._chunks:
+            if state.versions.holder is not None:
+                self.swap(state.chunk)
+                state.versions.holder = None
+
+    def forget_old_state(self) -> None:
+        """The next updates need not leave anything."""
+        for state in self._chunks:
+            state.versions.holder = None
+
+    def bring_old_state(self, chunk: Chunk) -> None:
+        """What the chunk's last update has changed is again as it was before; it is finished, and
+        buffers keep nothing of it. Raises NativeIoError."""
+        self.swap(chunk)
+        self.restore(chunk)
+        if self.committed is not None:
+            self.committed.note_undone(chunk)
