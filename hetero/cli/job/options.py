@@ -32,6 +32,18 @@ OVERLAPS = tuple(overlap.value for overlap in OverlapUpdates)
 # Options whose flag is the Trainer's of Hugging Face. Their own names are flags, too, that the help
 # does not show: they were the only ones in 0.1, and go with 0.2.
 _FLAGS = {"steps": "--max-steps", "accumulate": "--grad-accum", "clip": "--max-grad-norm"}
+# Flags that TrainingArguments have, and that are understood, too; the help does not show them.
+_TRAINER_FLAGS = {
+    "batch_size": "--per-device-train-batch-size",
+    "accumulate": "--gradient-accumulation-steps",
+    "lr": "--learning-rate",
+    "warmup": "--warmup-steps",
+    "schedule": "--lr-scheduler-type",
+    "epochs": "--num-train-epochs",
+    "save_every": "--save-steps",
+    "keep": "--save-total-limit",
+    "log_every": "--logging-steps",
+}
 
 # Titles and descriptions of the groups that the help shows, by the first option of each.
 GROUPS: dict[str, tuple[str, str | None]] = {
@@ -328,11 +340,6 @@ class TrainOptions:
         """Of each rank."""
         return self.accumulate * self.batch_size * self.seq_len
 
-    @property
-    def asked_steps(self) -> str:
-        """What was asked for that `steps` is, as messages name it."""
-        return f"{flag('steps')} {self.steps}"
-
     @classmethod
     def from_namespace(cls: type[Options], namespace: argparse.Namespace) -> Options:
         """What was parsed; options that the parser does not have keep their defaults."""
@@ -414,10 +421,13 @@ def add_train_arguments(
             if default not in (None, ()):
                 arguments["help"] += " (default: %(default)s)"
         added = groups[title].add_argument(flag(option.name), dest=option.name, **arguments)
-        if option.name in _FLAGS:
+        others = [f"--{option.name}"] if option.name in _FLAGS else []
+        if option.name in _TRAINER_FLAGS:
+            others.append(_TRAINER_FLAGS[option.name])
+        if others:
             hidden: dict[str, Any] = {
                 "type": added.type,
                 "help": argparse.SUPPRESS,
                 "default": argparse.SUPPRESS,
             }
-            groups[title].add_argument(f"--{option.name}", dest=option.name, **hidden)
+            groups[title].add_argument(*others, dest=option.name, **hidden)
