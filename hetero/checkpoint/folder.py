@@ -13,6 +13,18 @@ from hetero.checkpoint.manifest import NAME
 from offload.disk.new_folder import REMOVED, NewFolder, beside
 from offload.errors import CheckpointError
 
+# Of a checkpoint of a Trainer of Hugging Face: the file that is written last, and hetero's folder.
+TRAINER_STATE_NAME = "trainer_state.json"
+_IN_TRAINERS = "hetero"
+
+
+def of_trainer(path: Path) -> Path:
+    """hetero's part of a whole checkpoint of a Trainer; another folder itself."""
+    try:
+        return path / _IN_TRAINERS if (path / TRAINER_STATE_NAME).is_file() else path
+    except (OSError, ValueError):  # (a name with a zero byte)
+        return path
+
 
 def is_checkpoint(path: Path) -> bool:
     """Whether the folder has a manifest, which is written last, and one may look into it."""
@@ -31,10 +43,11 @@ def _has_manifest(path: Path) -> bool:
 
 
 def find_checkpoint(path: Path) -> Path:
-    """`path`, if it is a checkpoint; else the latest one in that folder.
+    """`path`, if it is a checkpoint, or hetero's part of it; else the latest one in that folder.
 
     Raises CheckpointError if there is none.
     """
+    path = of_trainer(path)
     if is_checkpoint(path):
         return path
     replaced = beside(path, REMOVED) if path.name else path
@@ -67,7 +80,7 @@ def latest_checkpoints(folder: str | os.PathLike[str]) -> list[Path]:
     for name, each in found.items():
         own, _, what = name[1:].rpartition(".")
         if not name.startswith("."):
-            names[name] = each
+            names[name] = of_trainer(each)
         elif own and what == REMOVED and own not in found:  # the crash came between two renames
             names[own] = each
     whole = [name for name, each in names.items() if is_checkpoint(each)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 # Of several extras that bring a module, the first is the smallest.
 EXTRAS = {
     "train": ("matplotlib", "pyyaml", "rich", "safetensors", "transformers"),
-    "finetune": ("peft",),
+    "finetune": ("accelerate", "datasets", "peft", "pyarrow", "trl"),
     "completion": ("shtab",),
     "bench": ("aiofiles",),
 }

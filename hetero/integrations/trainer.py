@@ -86,15 +86,17 @@ class HeteroTrainerMixin(_Base):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """As the library's; the first one initializes the model."""
-        self._initialize()
+        self.initialize()
         return super().training_step(*args, **kwargs)
 
-    def _initialize(self) -> None:
-        """hetero.initialize(), once: after the library has prepared model and optimizer."""
+    def initialize(self) -> Engine:
+        """hetero.initialize(), once: after the library has prepared model and optimizer, as it has
+        when callbacks are told that training begins."""
         optimizer = plain_optimizer(self.optimizer)
         if optimizer._engine is None:
             initialize(self._model, optimizer, **self._hetero_options)
             check_precision(optimizer.engine.config)
+        return optimizer.engine
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """As the library's, with the engine's figures."""
@@ -127,8 +129,12 @@ class HeteroTrainerMixin(_Base):
         """What training goes on from. All ranks call it."""
         engine = self.engine
         assert engine is not None  # a step was made
-        extra = {"scheduler": self.lr_scheduler}
-        save(Path(output_dir) / CHECKPOINT_NAME, self._model, self._optimizer, extra=extra)
+        place = Path(output_dir) / CHECKPOINT_NAME
+        save(place, self._model, self._optimizer, extra=self._checkpoint_extra())
+
+    def _checkpoint_extra(self) -> dict[str, Any]:
+        """What a checkpoint has beside model and optimizer, as hetero.save() takes it."""
+        return {"scheduler": self.lr_scheduler}
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Nothing for a checkpoint of hetero: its values come when there is an engine."""
@@ -140,7 +146,7 @@ class HeteroTrainerMixin(_Base):
         if checkpoint is None or not _has_checkpoint(checkpoint):
             super()._load_optimizer_and_scheduler(checkpoint)
             return
-        self._initialize()
+        self.initialize()
         extra = {"scheduler": self.lr_scheduler}
         load(Path(checkpoint) / CHECKPOINT_NAME, self._model, self._optimizer, extra=extra)
 

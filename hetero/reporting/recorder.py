@@ -68,18 +68,15 @@ class Recorder:
         self._phase: Phase | None = None
         self._phase_began_s = 0.0
         self._made = 0
-        self._placements: list[object] = []
-        self._on_disk: Mapping[MemoryKind, int] = {}
+        self._homes = _HomesOnDisk(engine)
         self.begin()
         engine.tracer.step_clock.listeners.append(self._phase_changes)
         engine.last_step.listeners.append(self._note_update)
 
     def begin(self) -> None:
         """The first step begins now: what came before, as the load of a checkpoint, is none."""
-        self._parts_s = dict.fromkeys(PARTS, 0.0)
-        self._before = self._counters()
-        self.begin_s = self._began_s = time.perf_counter()
-        self._samples.clear()
+        self.begin_step()
+        self.begin_s = self._began_s
         self._sample(0, self.begin_s)
 
     def close(self) -> None:
@@ -129,6 +126,12 @@ class Recorder:
             "update_wait_s": engine.update_wait_s,
         }
 
+    def begin_step(self) -> None:
+        """A step begins now: what came since the last one, an evaluation say, belongs to none."""
+        self._samples.clear()
+        self._parts_s = dict.fromkeys(PARTS, 0.0)
+        self._before, self._began_s = self._counters(), time.perf_counter()
+
     def end_step(
         self,
         loss: float | torch.Tensor | None = None,
@@ -164,7 +167,7 @@ class Recorder:
             update_s=moved["update_s"],
             update_wait_s=moved["update_wait_s"],
             samples=tuple(self._samples),
-            on_disk=self._homes_on_disk(),
+            on_disk=self._homes.now(),
         )
         self._add_waiting()
         if isinstance(loss, torch.Tensor):
@@ -183,22 +186,6 @@ class Recorder:
         if self._waiting is not None:
             (point, loss), self._waiting = self._waiting, None
             self._points.add(replace(point, loss=float(loss)))
-
-    def _homes_on_disk(self) -> Mapping[MemoryKind, int]:
-        """Bytes of homes on NVMe by kind; counted again when homes have moved."""
-        groups = self._engine.chunk_groups
-        placements = [group.placement for group in groups]
-        same = len(placements) == len(self._placements)
-        pairs = zip(placements, self._placements, strict=False)
-        if not same or any(now is not before for now, before in pairs):
-            self._placements = list(placements)
-            found: Counter[MemoryKind] = Counter()
-            for group in groups:
-                for _, state in _state_of(group):
-                    for kind, (tier, nbytes) in state.items():
-                        found[kind] += nbytes if tier is Tier.DISK else 0
-            self._on_disk = +found
-        return self._on_disk
 
     # At the end
 
@@ -237,6 +224,31 @@ class Recorder:
             status=status,
             notes=tuple(engine.notes),
         )
+
+
+class _HomesOnDisk:
+    """Bytes of an engine's homes on NVMe by kind; counted again when homes have moved."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._placements: list[object] = []
+        self._nbytes: Mapping[MemoryKind, int] = {}
+
+    def now(self) -> Mapping[MemoryKind, int]:
+        """What they are at the moment."""
+        groups = self._engine.chunk_groups
+        placements = [group.placement for group in groups]
+        same = len(placements) == len(self._placements)
+        pairs = zip(placements, self._placements, strict=False)
+        if not same or any(now is not before for now, before in pairs):
+            self._placements = list(placements)
+            found: Counter[MemoryKind] = Counter()
+            for group in groups:
+                for _, state in _state_of(group):
+                    for kind, (tier, nbytes) in state.items():
+                        found[kind] += nbytes if tier is Tier.DISK else 0
+            self._nbytes = +found
+        return self._nbytes
 
 
 def _by_tier(by_name: Mapping[str, _Bytes]) -> dict[Tier, _Bytes]:

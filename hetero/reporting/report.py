@@ -44,7 +44,7 @@ class Report:
         self._leads = everyone is None or everyone.rank == 0
         self._recorder: Recorder | None = None
         self._made = 0
-        self._recording = _StepsRecording(engine)
+        self._recording = StepsRecording(engine)
 
     def __enter__(self) -> Report:
         """Begins to record, on the first rank."""
@@ -103,7 +103,7 @@ class Report:
         write_page(recorder.record(facts, self._recording.timeline, status), self.path)
 
 
-class _StepsRecording:
+class StepsRecording:
     """Records timelines of a few steps: early, and again when the run has become much longer."""
 
     def __init__(self, engine: Engine) -> None:

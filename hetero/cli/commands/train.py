@@ -7,6 +7,7 @@ import contextlib
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from hetero.cli.commands.outcome import (
@@ -21,8 +22,10 @@ from hetero.cli.parser import examples
 
 if TYPE_CHECKING:
     from hetero.cli.commands import Commands
-    from hetero.cli.job.job import Task
+    from hetero.cli.job.loop import Observer
     from hetero.cli.job.ranks import Ranks
+    from hetero.cli.job.result import TrainResult
+    from hetero.cli.job.run_folder import RunFolder
 
 
 def add_command(commands: Commands) -> None:
@@ -66,22 +69,24 @@ def add_command(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Trains, and prints a report."""
-    return run_training("train", TrainOptions.from_namespace(arguments))
+    options = TrainOptions.from_namespace(arguments)
+    # Late, because transformers and matplotlib take seconds and belong to the extra `train`.
+    from hetero.cli.job.loop import train
+
+    return run_training("train", options, partial(train, options))
 
 
 def run_training(
     command: str,
     options: TrainOptions,
-    make_task: Callable[[Ranks], tuple[TrainOptions, Task]] | None = None,
+    train: Callable[[RunFolder, Observer, Ranks], TrainResult],
+    backend: str = "gloo",
 ) -> int:
     """Trains, prints a report, and returns the exit code.
 
-    `make_task`, which is called on all ranks, makes what is trained, and the options of the run.
-    None: both are what `options` say.
+    `train` is called on all ranks, which torch.distributed connects over `backend`.
     """
-    # Late, because transformers and matplotlib take seconds and belong to the extra `train`.
     from hetero.cli.job.checkpoints import run_folder_to_resume
-    from hetero.cli.job.loop import train
     from hetero.cli.job.ranks import joined_ranks
     from hetero.cli.job.run_folder import RunFolder
     from hetero.cli.show.figure import draw_figure
@@ -98,16 +103,13 @@ def run_training(
     # Under --json nothing else may reach stdout, whatever a library prints.
     with (
         contextlib.redirect_stdout(sys.stderr),
-        joined_ranks() as ranks,
+        joined_ranks(backend) as ranks,
         RunFolder(run_folder_to_resume(options), ranks, options.resume is not None) as folder,
     ):
         # Here, because the run folder may be the picture's.
         picture = wanted_picture(options, ranks)
-        task: Task | None = None
-        if make_task is not None:
-            options, task = make_task(ranks)
         observer = make_observer(options.log_every, ranks, options.live)
-        result = train(options, folder, observer, ranks, task)
+        result = train(folder, observer, ranks)
         if picture is not None and result.timeline is not None:
             result.timeline_paths = [str(picture), str(trace_path(picture))]
         summary = result.as_dict()

@@ -5,21 +5,22 @@ from __future__ import annotations
 import contextlib
 import json
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import hetero
-from hetero.checkpoint.folder import is_checkpoint, latest_checkpoints
+from hetero.checkpoint.folder import is_checkpoint, latest_checkpoints, of_trainer
 from hetero.checkpoint.manifest import read_manifest
 from hetero.cli.job.job import Job
-from hetero.cli.job.lineage import KEY, Lineage
+from hetero.cli.job.lineage import KEY, Branch, Lineage
 from hetero.cli.job.options import TrainOptions
 from hetero.cli.job.ranks import Ranks
 from hetero.cli.job.run_folder import CHECKPOINTS_NAME, RunFolder
+
+DATA_KEY = "run"  # in `extra` of checkpoints of `hetero finetune`: the data and steps of the run
 
 
 def run_folder_to_resume(options: TrainOptions) -> str | None:
@@ -60,7 +61,7 @@ def resumption(options: TrainOptions, folder: RunFolder) -> Resumption:
         return Resumption(None, False, Lineage())
     if not options.resume:
         return Resumption(*_latest(folder.path / CHECKPOINTS_NAME, folder.path), _lineage(folder))
-    path = Path(options.resume)
+    path = of_trainer(Path(options.resume))
     if is_checkpoint(path):
         # (A damaged file must not keep a run from going back: it is replaced.)
         with contextlib.suppress(ValueError):
@@ -88,7 +89,7 @@ def _latest(folder: Path, run_folder: Path) -> tuple[Path | None, bool]:
     """
     lineage = Lineage.read(run_folder)
     checkpoints = latest_checkpoints(folder)
-    found = next((path for path in checkpoints if lineage.has(_extra_of(path))), None)
+    found = next((path for path in checkpoints if lineage.has(extra_of(path))), None)
     if found is not None or not lineage.source:
         return found, False
     source = Path(lineage.source)
@@ -102,13 +103,13 @@ def _latest(folder: Path, run_folder: Path) -> tuple[Path | None, bool]:
     )
 
 
-def _extra_of(path: Path) -> dict[str, Any]:
-    """The step and the branches in a checkpoint's `extra`. Raises CheckpointError."""
+def extra_of(path: Path) -> dict[str, Any]:
+    """The step, the branches and the data in a checkpoint's `extra`. Raises CheckpointError."""
     manifest = read_manifest(path)
     found: dict[str, Any] = {"step": manifest.step}
     if manifest.ranks:
         packed = manifest.ranks[0].get("extra") if isinstance(manifest.ranks[0], dict) else None
-        for name in ("step", KEY):
+        for name in ("step", KEY, DATA_KEY):
             if isinstance(packed, dict) and name in packed:
                 found[name] = packed[name]
     return found
@@ -119,14 +120,13 @@ class Checkpoints:
 
     def __init__(self, job: Job, folder: RunFolder, resumption: Resumption) -> None:
         self._job = job
-        self._run_folder = folder.path
         self._folder = folder.path / CHECKPOINTS_NAME
         self._resumption = resumption
-        self._lineage = resumption.lineage
-        self._is_new_branch = False
+        self._branch = Branch(resumption.lineage, folder.path, job.ranks)
         self._last: hetero.Save | None = None
         self._commit: hetero.Save | None = None
-        self.terminated = False  # SIGTERM has come
+        self._signalled = False  # SIGTERM has come to this rank
+        self.terminated = False  # SIGTERM has come to one of them, as all know
 
     @property
     def saved(self) -> str | None:
@@ -146,7 +146,7 @@ class Checkpoints:
         """
         job, path = self._job, self._resumption.path
         commit = found = self._last_commit()
-        lineage = self._lineage
+        lineage = self._branch.lineage
         if found is not None and (self._resumption.goes_back or not lineage.has(found.extra)):
             found = None
         if path is not None and (found is None or _step_of(path) > found.extra["step"]):
@@ -162,11 +162,9 @@ class Checkpoints:
         if made >= job.options.steps:
             raise ValueError(
                 f"{found.path} has all {made} steps; to go on from it ask for more than "
-                f"{job.options.asked_steps}"
+                f"--max-steps {job.options.steps}"
             )
-        if self._resumption.goes_back or not lineage.has(found.extra):
-            self._lineage = lineage.begun_from(found.extra, found.path)
-            self._is_new_branch = True
+        self._branch.go_on_from(found.extra, found.path, self._resumption.goes_back)
         return made, found
 
     def _last_commit(self) -> hetero.Checkpoint | None:
@@ -194,8 +192,8 @@ class Checkpoints:
         if not self._keeps_state:
             return False
         # One rank alone may have got the signal, and all end with it.
-        self.terminated = any(self._job.ranks.gather(self.terminated))
-        self._note_branch()
+        self.terminated = any(self._job.ranks.gather(self._signalled))
+        self._branch.note()
         is_last = self.terminated or step == options.steps
         if options.commit_every is not None and (step % options.commit_every == 0 or is_last):
             self._commit = hetero.commit(self._job.model, extra=self._extra(step))
@@ -204,16 +202,7 @@ class Checkpoints:
         return self.terminated
 
     def _extra(self, step: int) -> dict[str, Any]:
-        return {**self._objects, "step": step, **self._lineage.as_extra}
-
-    def _note_branch(self) -> None:
-        """Before anything of a new branch is kept the run folder says that the run is on it."""
-        if self._is_new_branch:
-            self._is_new_branch = False
-            text = self._job.ranks.from_first(self._lineage.to_json)
-            self._lineage = Lineage.from_json(text)
-            if self._job.ranks.leads:
-                self._lineage.write(self._run_folder)
+        return {**self._objects, "step": step, **self._branch.lineage.as_extra}
 
     @property
     def _keeps_state(self) -> bool:
@@ -246,22 +235,28 @@ class Checkpoints:
     @contextmanager
     def noticing_sigterm(self) -> Iterator[None]:
         """Inside the block SIGTERM ends the run after the step that is under way, saved."""
-        if not self._keeps_state:
+        with sigterm_calls(self._note_sigterm, self._keeps_state):
             yield
-            return
 
-        def note(number: int, frame: FrameType | None) -> None:
-            self.terminated = True
+    def _note_sigterm(self) -> None:
+        self._signalled = True
 
-        before = signal.signal(signal.SIGTERM, note)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGTERM, before)
+
+@contextmanager
+def sigterm_calls(note: Callable[[], None], saves: bool) -> Iterator[None]:
+    """Inside the block SIGTERM calls `note`, and does nothing else; if the run `saves` state."""
+    if not saves:
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: note())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _step_of(path: Path) -> int:
-    return int(_extra_of(path)["step"])
+    return int(extra_of(path)["step"])
 
 
 def agreed_resumption(options: TrainOptions, folder: RunFolder, ranks: Ranks) -> Resumption:

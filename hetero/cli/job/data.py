@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import sysconfig
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
 
 import torch
 
@@ -34,23 +33,6 @@ class MicroBatch:
     inputs: Mapping[str, torch.Tensor]
     divisor: float
     tokens: int
-
-
-class TrainingData(Protocol):
-    """Gives this rank's micro-batches, in an order that its state says."""
-
-    @property
-    def description(self) -> str:
-        """Where it is from, and how much it is."""
-
-    def step(self, batch_size: int, accumulate: int) -> Sequence[MicroBatch]:
-        """The `accumulate` micro-batches of the next step, of `batch_size` sequences each."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Where the order is."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from there."""
 
 
 class Corpus:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -15,7 +15,6 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import hetero
 from hetero.chunks.layout import Shard
-from hetero.cli.job.data import TrainingData
 from hetero.cli.job.models import BytesTask
 from hetero.cli.job.optimization import make_optimizer, make_scheduler
 from hetero.cli.job.options import TrainOptions
@@ -29,6 +28,7 @@ from hetero.planning.trace import Work
 from hetero.reporting.recorder import Recorder, facts_of
 from hetero.reporting.run_record import RunRecord
 from offload import _native
+from offload.memory.process_memory import peak_resident_bytes
 from offload.memory.sizes import format_bytes
 from offload.memory.tiers import Tier
 
@@ -38,11 +38,8 @@ LEAST_DEFAULT_HOST_BYTES = 256 << 20
 _LOGIT_BYTES = 16
 
 
-class Task(Protocol):
-    """What is trained on what."""
-
-    @property
-    def data(self) -> TrainingData: ...
+class ModelSource(Protocol):
+    """A model to train, before it has memory."""
 
     @property
     def label(self) -> str:
@@ -57,43 +54,64 @@ class Task(Protocol):
     def build(self) -> torch.nn.Module:
         """The model in training mode; called inside ZeroInitContext."""
 
-    def finish(self, model: torch.nn.Module, run_folder: RunFolder) -> str | None:
-        """Writes the result of a run that made all its steps, while the model is still managed.
 
-        All ranks call it. Returns the folder of the result; None: the run leaves none. Raises
-        ValueError if the folder is something else, StoreError, OSError.
-        """
+@dataclass(frozen=True)
+class BuiltModel:
+    """A model within its budgets, which no engine has taken over yet.
+
+    Attributes:
+        source: of the model.
+        model: in training mode.
+        config: for the engine.
+        numel, trained_numel: of all its parameters, and of those that are trained.
+        tiled: whether hetero.tile_heads() has the head.
+        notes: choices that the user is told of.
+    """
+
+    source: ModelSource
+    model: torch.nn.Module
+    config: hetero.Config
+    numel: int
+    trained_numel: int
+    tiled: bool
+    notes: list[str]
 
 
 @dataclass(frozen=True)
-class Job:
-    """All parts of a run, ready for the first step; `engine` holds memory until it is closed."""
+class ManagedRun:
+    """A model that an engine has, and what its steps are recorded and judged by."""
 
     options: TrainOptions
-    task: Task
-    model: torch.nn.Module
-    optimizer: hetero.HybridOptimizer
-    scheduler: LambdaLR
-    engine: Any
-    device: torch.device
+    engine: hetero.Engine
     setting: Setting
-    ranks: Ranks
     recorder: Recorder
     predicted: dict[str, Any] | None  # figures() of a step; None: nothing says how fast it is
 
-    def complete(self, result: TrainResult) -> None:
-        """Adds where homes are in the end: they may have moved after some steps."""
+    def complete(self, result: TrainResult, ranks: Ranks) -> None:
+        """Adds where homes are in the end: they may have moved after some steps. And what each
+        rank's process held at most; all of them call it."""
         engine = self.engine
         result.placement = _chunk_counts(engine)
         result.predicted = _predicted(self.options, engine, [])
         result.changes = [(change.step, change.words()) for change in engine.changes]
         again = list(filter(None, [engine.recompute.words()]))
         result.notes = list(dict.fromkeys((*result.notes, *engine.notes, *again)))
+        result.peak_rss_by_rank_bytes = [int(n) for n in ranks.gather(peak_resident_bytes())]
+
+    def measure(self, result: TrainResult) -> None:
+        """Adds the peaks and, if a step was made, the record for the page."""
+        if result.steps:
+            result.record = self.record(result)
+        result.peak_managed_bytes = dict(self.engine.ledger.peak_bytes)
+        result.peak_rss_bytes = (
+            result.record.peak_rss_bytes if result.record else peak_resident_bytes()
+        )
+        result.peak_rss_by_rank_bytes = result.peak_rss_by_rank_bytes or [result.peak_rss_bytes]
 
     def record(self, result: TrainResult) -> RunRecord:
         """What the page shows of the run, of which at least one step was made."""
         setting = self.setting
-        compute = f"{setting.threads} threads, {setting.isa}, on {self.device}"
+        compute = f"{setting.threads} threads, {setting.isa}, on {self.engine.backend.device}"
         rows = [("data", setting.data), ("compute", compute)]
         if setting.engine is not None:
             rows.append(("state file", f"in {setting.nvme_path}, by {setting.engine}"))
@@ -104,26 +122,57 @@ class Job:
         return self.recorder.record(facts, result.timeline, status, result.predicted)
 
 
+@dataclass(frozen=True)
+class Job(ManagedRun):
+    """All parts of a run, ready for the first step; `engine` holds memory until it is closed."""
+
+    task: BytesTask
+    model: torch.nn.Module
+    optimizer: hetero.HybridOptimizer
+    scheduler: LambdaLR
+    ranks: Ranks
+
+    @property
+    def device(self) -> torch.device:
+        return self.engine.backend.device
+
+
 @contextmanager
-def open_job(
-    options: TrainOptions, folder: RunFolder, ranks: Ranks = ALONE, task: Task | None = None
-) -> Iterator[Job]:
+def open_job(options: TrainOptions, folder: RunFolder, ranks: Ranks = ALONE) -> Iterator[Job]:
     """Prepares a job and closes its engine at the end, however that comes.
 
-    `task`: what is trained; None: what the options of `hetero train` say.
+    Raises ValueError or hetero.HeteroError for options that cannot work.
+    """
+    task = BytesTask(options, ranks)
+    built = build_in_budgets(task, options, folder, ranks)
+    model, optimizer = hetero.initialize(built.model, make_optimizer(options, built.model))
+    with closing(optimizer.engine) as engine, closing(Recorder(engine)) as recorder:
+        made = managed_run(built, options, folder, ranks, task.data.description, recorder, engine)
+        yield Job(
+            **vars(made),
+            task=task,
+            model=model,
+            optimizer=optimizer,
+            scheduler=make_scheduler(optimizer, options.warmup, options.steps, options.schedule),
+            ranks=ranks,
+        )
+
+
+def build_in_budgets(
+    source: ModelSource, options: TrainOptions, folder: RunFolder, ranks: Ranks
+) -> BuiltModel:
+    """The model, built within the budgets of the options. All ranks call it.
 
     Raises ValueError or hetero.HeteroError for options that cannot work.
     """
     if options.threads is not None:
         torch.set_num_threads(options.threads)
         hetero.set_threads(options.threads)
-    if task is None:
-        task = BytesTask(options, ranks)
-    shape = task.shape()
-    params = sum(parameter.numel() for parameter in shape.parameters())
-    trained = sum(parameter.numel() for parameter in shape.parameters() if parameter.requires_grad)
-    state_bytes = usual_state_bytes(params, trained)
-    config = memory_config(options, folder, state_bytes, ranks)
+    shape = source.shape()
+    numels = [(parameter.numel(), parameter.requires_grad) for parameter in shape.parameters()]
+    numel = sum(each for each, _ in numels)
+    trained = sum(each for each, trains in numels if trains)
+    config = memory_config(options, folder, usual_state_bytes(numel, trained), ranks)
     if options.gradient_checkpointing and config.activation_limit is not None:
         config = replace(config, recompute="all")
     # A budget that cannot work is refused with the one that can, before anything is built.
@@ -134,49 +183,54 @@ def open_job(
     arrange_shape(shape, options, config, group, *bytes_of, replicas=replicas)
     torch.manual_seed(options.seed)
     with hetero.ZeroInitContext(config, mesh=_mesh(options, ranks)):
-        model: Any = task.build()
+        model: Any = source.build()
     if options.gradient_checkpointing and config.activation_limit is None:
         names = "activation_checkpointing_enable", "gradient_checkpointing_enable"  # new and old
         enable = next(getattr(model, name) for name in names if hasattr(model, name))
         enable({"use_reentrant": False})
-    chosen = choose_for_memory(options, config, model, task.vocab_size, ranks)
-    model, optimizer = hetero.initialize(model, make_optimizer(options, model))
-    with closing(optimizer.engine) as engine, closing(Recorder(engine)) as recorder:
-        notes = [*chosen, *engine.notes]
-        predicted = _predicted(options, engine, notes)
-        yield Job(
-            options=options,
-            task=task,
-            model=model,
-            optimizer=optimizer,
-            scheduler=make_scheduler(optimizer, options.warmup, options.steps, options.schedule),
-            engine=engine,
-            device=engine.backend.device,
-            setting=Setting(
-                model=task.label,
-                params=params,
-                state_bytes=facts_of(engine, task.label).plain_bytes,
-                trained_params=trained,
-                vocab_size=task.vocab_size,
-                dtype=config.dtypes.compute,
-                policy=options.policy,
-                threads=torch.get_num_threads(),
-                engine=engine.io_engine,
-                isa=_native.isa(),
-                budget_bytes=dict(engine.ledger.budget_bytes),
-                notes=tuple(notes),
-                steps=options.steps,
-                tokens_per_step=options.tokens_per_step * ranks.count,
-                data=task.data.description,
-                nvme_path=", ".join(config.nvme_paths) or None,
-                run_dir=str(folder.path),
-                ranks=ranks.count,
-                process_bytes=config.process_bytes(engine.world.local_ranks),
-            ),
-            ranks=ranks,
-            recorder=recorder,
-            predicted=predicted,
-        )
+    notes: list[str] = []
+    tiled = choose_for_memory(options, config, model, source.vocab_size, ranks, notes)
+    return BuiltModel(source, model, config, numel, trained, tiled, notes)
+
+
+def managed_run(
+    built: BuiltModel,
+    options: TrainOptions,
+    folder: RunFolder,
+    ranks: Ranks,
+    data: str,
+    recorder: Recorder,
+    engine: hetero.Engine,
+    steps: int | None = None,
+) -> ManagedRun:
+    """What is known of a run before its first step.
+
+    `data` says what it is trained on, and `steps` how many there will be; None: those of options.
+    """
+    config, notes = built.config, [*built.notes, *engine.notes]
+    predicted = _predicted(options, engine, notes)
+    setting = Setting(
+        model=built.source.label,
+        params=built.numel,
+        state_bytes=facts_of(engine, built.source.label).plain_bytes,
+        trained_params=built.trained_numel,
+        vocab_size=built.source.vocab_size,
+        dtype=config.dtypes.compute,
+        policy=options.policy,
+        threads=torch.get_num_threads(),
+        engine=engine.io_engine,
+        isa=_native.isa(),
+        budget_bytes=dict(engine.ledger.budget_bytes),
+        notes=tuple(notes),
+        steps=options.steps if steps is None else steps,
+        tokens_per_step=options.tokens_per_step * ranks.count,
+        data=data,
+        nvme_path=", ".join(config.nvme_paths) or None,
+        run_dir=str(folder.path),
+        ranks=ranks.count,
+        process_bytes=config.process_bytes(engine.world.local_ranks),
+    )
+    return ManagedRun(options, engine, setting, recorder, predicted)
 
 
 def _mesh(options: TrainOptions, ranks: Ranks) -> DeviceMesh | None:
@@ -192,15 +246,15 @@ def choose_for_memory(
     model: torch.nn.Module,
     vocab_size: int,
     ranks: Ranks,
-) -> list[str]:
+    notes: list[str],
+) -> bool:
     """Tiles the model's loss if that was asked for, or if the limit of the process needs it.
 
-    Returns a note for each thing that nobody has asked for and that the limit brings. Raises
-    ValueError if tiles were asked for and cannot be.
+    `notes` gets one for each thing that nobody has asked for and that the limit brings. Returns
+    whether the loss is tiled. Raises ValueError if tiles were asked for and cannot be.
     """
     mine = config.process_bytes(ranks.local)
     limit = min(ranks.gather(math.inf if mine is None else mine))
-    notes = []
     if math.isfinite(limit) and options.activation_memory is None and options.recompute == "auto":
         elsewhere = " or goes to NVMe, whichever is faster" if config.nvme_paths else ""
         notes.append(
@@ -208,18 +262,19 @@ def choose_for_memory(
             f"is computed again in backward{elsewhere} (--recompute none: never)"
         )
     whole = _LOGIT_BYTES * options.batch_size * options.seq_len * vocab_size
-    if options.tiled_loss is None and whole > limit / 4:
-        # (A head of another kind cannot; if it does not fit, that is said.)
-        with suppress(ValueError):
+    if options.tiled_loss is not None or whole <= limit / 4:
+        if options.tiled_loss:
             hetero.tile_heads(model)
-            notes.append(
-                f"the loss is computed in tiles, because whole logits and their gradients would "
-                f"take {format_bytes(whole)} of a process of {format_bytes(limit)} "
-                f"(--no-tiled-loss: whole)"
-            )
-    elif options.tiled_loss:
+        return bool(options.tiled_loss)
+    try:
         hetero.tile_heads(model)
-    return notes
+    except ValueError:  # a head of another kind; if it does not fit, that is said
+        return False
+    notes.append(
+        f"the loss is computed in tiles, because whole logits and their gradients would take "
+        f"{format_bytes(whole)} of a process of {format_bytes(limit)} (--no-tiled-loss: whole)"
+    )
+    return True
 
 
 def arrange_shape(

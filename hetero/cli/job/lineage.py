@@ -16,6 +16,8 @@ from typing import Any
 
 import psutil
 
+from hetero.cli.job.ranks import Ranks
+
 NAME = "lineage.json"  # in the run folder
 KEY = "lineage"  # in `extra` of checkpoints and commits
 _FIRST = "0"
@@ -96,6 +98,33 @@ class Lineage:
             stream.flush()
             os.fsync(stream.fileno())
         new.replace(run_folder / NAME)
+
+
+class Branch:
+    """The branch that a run is on. The run folder is told of a new one before anything of it is
+    kept."""
+
+    def __init__(self, lineage: Lineage, run_folder: Path, ranks: Ranks) -> None:
+        """`lineage` is the run's, before this start."""
+        self.lineage = lineage
+        self._run_folder = run_folder
+        self._ranks = ranks
+        self._is_new = False
+
+    def go_on_from(self, extra: Mapping[str, Any], source: Path, goes_back: bool) -> None:
+        """The run goes on from the checkpoint `source` with this `extra`; on a new branch if it
+        `goes_back`, or has left the checkpoint's."""
+        if goes_back or not self.lineage.has(extra):
+            self.lineage = self.lineage.begun_from(extra, source)
+            self._is_new = True
+
+    def note(self) -> None:
+        """Tells the run folder of a new branch. All ranks call it."""
+        if self._is_new:
+            self._is_new = False
+            self.lineage = Lineage.from_json(self._ranks.from_first(self.lineage.to_json))
+            if self._ranks.leads:
+                self.lineage.write(self._run_folder)
 
 
 def _branches_of(extra: Mapping[str, Any]) -> list[tuple[str, int | None]]:

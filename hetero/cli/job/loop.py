@@ -9,14 +9,13 @@ from typing import Protocol
 
 import hetero
 from hetero.cli.job.checkpoints import Checkpoints, agreed_resumption
-from hetero.cli.job.job import Job, Task, open_job
+from hetero.cli.job.job import Job, open_job
 from hetero.cli.job.metrics import StepMetrics
 from hetero.cli.job.options import TrainOptions
 from hetero.cli.job.ranks import ALONE, Ranks
 from hetero.cli.job.result import Setting, TrainResult
 from hetero.cli.job.run_folder import RunFolder
 from hetero.cli.job.step import DivergedError, one_step
-from offload.memory.process_memory import peak_resident_bytes
 from offload.timeline import Timeline, record
 
 PICTURED_STEPS = 2  # one step's writes go on during the next one's forward
@@ -35,12 +34,10 @@ def train(
     folder: RunFolder,
     observer: Observer,
     ranks: Ranks = ALONE,
-    task: Task | None = None,
 ) -> TrainResult:
     """Trains as the options say; all ranks must call it with the same options.
 
-    Metrics are written to `folder` step by step, and the run is shown by `observer`. `task` is as
-    open_job() takes it.
+    Metrics are written to `folder` step by step, and the run is shown by `observer`.
 
     Returns:
         What was measured. Its status and failure say what ended the run early, Ctrl-C included.
@@ -50,19 +47,16 @@ def train(
     """
     if options.save_every is not None:
         folder.require_shared("--save-every")
-    elif options.save_model and task is None:
+    elif options.save_model:
         folder.require_shared("the trained model (without it: --no-save-model)")
     resumption = agreed_resumption(options, folder, ranks)
-    with open_job(options, folder, ranks, task) as job:
+    with open_job(options, folder, ranks) as job:
         notes = list(job.setting.notes)
         checkpoints = Checkpoints(job, folder, resumption)
         made, found = checkpoints.resume()
         if options.resume is not None:
             folder.go_on_after(made)
-            if found is None:
-                notes.append(_NOTHING_YET)
-            else:
-                notes += [f"resumed after step {made} from {found.path}", *found.notes]
+            notes += resumption_notes(found, made)
         result = TrainResult(job.setting, predicted=job.predicted, notes=notes)
         observer.begin(job.setting)
         try:
@@ -74,28 +68,33 @@ def train(
             else:
                 result.model_folder = _finish(job, folder)
             result.checkpoint = checkpoints.saved
-            job.complete(result)
-            result.peak_rss_by_rank_bytes = [int(n) for n in ranks.gather(peak_resident_bytes())]
-        except KeyboardInterrupt:
-            result.status = "interrupted"
-            checkpoints.settle()
-        except (DivergedError, hetero.HeteroError, OSError, MemoryError) as error:
-            result.status = "failed"
-            result.failure = error
+            job.complete(result, ranks)
+        except END_A_RUN as error:
+            note_end(result, error)
             checkpoints.settle()
         finally:
             observer.end()
-        if result.steps:
-            result.record = job.record(result)
-        result.peak_managed_bytes = dict(job.engine.ledger.peak_bytes)
-        result.peak_rss_bytes = (
-            result.record.peak_rss_bytes if result.record else peak_resident_bytes()
-        )
-        result.peak_rss_by_rank_bytes = result.peak_rss_by_rank_bytes or [result.peak_rss_bytes]
+        job.measure(result)
     return result
 
 
-_NOTHING_YET = "--resume found no checkpoint, so the run began anew"
+# What ends a run that has begun, and is told in its result.
+END_A_RUN = (KeyboardInterrupt, DivergedError, hetero.HeteroError, OSError, MemoryError)
+
+
+def note_end(result: TrainResult, error: BaseException) -> None:
+    """Notes which of END_A_RUN has ended the run."""
+    if isinstance(error, Exception):
+        result.status, result.failure = "failed", error
+    else:
+        result.status = "interrupted"
+
+
+def resumption_notes(found: hetero.Checkpoint | None, made: int) -> list[str]:
+    """What --resume found, and has to say of it; `made`: how many steps that has."""
+    if found is None:
+        return ["--resume found no checkpoint, so the run began anew"]
+    return [f"resumed after step {made} from {found.path}", *found.notes]
 
 
 def _finish(job: Job, folder: RunFolder) -> str | None:

@@ -6,7 +6,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from hetero.reporting.run_record import LINKS
+from hetero.reporting.run_record import LINKS, StepPoint
+from offload.memory.tiers import Tier
 
 __all__ = ["LINKS", "TIERS", "MemorySample", "StepMetrics"]
 
@@ -54,3 +55,37 @@ class StepMetrics:
     def as_dict(self) -> dict[str, Any]:
         """The line of metrics.jsonl."""
         return dataclasses.asdict(self) | {"tokens_per_s": self.tokens_per_s}
+
+
+def metrics_of(
+    point: StepPoint,
+    loss: float,
+    grad_norm: float | None,
+    lr: float,
+    start_s: float,
+) -> StepMetrics:
+    """The metrics of a recorded step of a run that began at `start_s`."""
+    return StepMetrics(
+        step=point.last,
+        loss=loss,
+        grad_norm=grad_norm,
+        lr=lr,
+        step_s=point.seconds,
+        forward_s=point.parts_s["forward"],
+        backward_s=point.parts_s["backward"],
+        optimizer_s=point.parts_s["optimizer"],
+        tokens=point.tokens or 0,
+        traffic_bytes=dict(point.traffic_bytes),
+        gather_wait_s=point.gather_wait_s,
+        update_s=point.update_s,
+        update_wait_s=point.update_wait_s,
+        memory=tuple(
+            MemorySample(
+                time_s=sample.at_s - start_s,
+                managed_bytes={tier.value: sample.total(tier) for tier in Tier},
+                budget_bytes={tier.value: sample.budget_bytes[tier] for tier in Tier},
+                rss_bytes=sample.rss_bytes,
+            )
+            for sample in point.samples
+        ),
+    )

@@ -138,7 +138,11 @@ class BytesTask:
         return build_model(self._config)
 
     def finish(self, model: Any, run_folder: RunFolder) -> str | None:
-        """As of Task: the weights go to the run folder, unless --no-save-model was given."""
+        """Writes the weights of a run that made all its steps, while the model is still managed.
+
+        All ranks call it. Returns their folder, in the run folder; None: --no-save-model was given.
+        Raises ValueError if the folder is something else, StoreError, OSError.
+        """
         if not self._saves:
             return None
         # Training does without a cache of keys and values; generation should not.

@@ -40,6 +40,18 @@ _FLAGS = {
     "accumulate": "--grad-accum",
     "clip": "--max-grad-norm",
 }
+# Flags that TrainingArguments have, and that are understood, too; the help does not show them.
+_TRAINER_FLAGS = {
+    "batch_size": "--per-device-train-batch-size",
+    "accumulate": "--gradient-accumulation-steps",
+    "lr": "--learning-rate",
+    "warmup": "--warmup-steps",
+    "schedule": "--lr-scheduler-type",
+    "epochs": "--num-train-epochs",
+    "save_every": "--save-steps",
+    "keep": "--save-total-limit",
+    "log_every": "--logging-steps",
+}
 
 # Titles and descriptions of the groups that the help shows, by the first option of each.
 GROUPS: dict[str, tuple[str, str | None]] = {
@@ -360,11 +372,6 @@ class TrainOptions:
         """Of each rank."""
         return self.accumulate * self.batch_size * self.seq_len
 
-    @property
-    def asked_steps(self) -> str:
-        """What was asked for that `steps` is, as messages name it."""
-        return f"{flag('steps')} {self.steps}"
-
     @classmethod
     def from_namespace(cls: type[Options], namespace: argparse.Namespace) -> Options:
         """What was parsed; options that the parser does not have keep their defaults."""
@@ -464,10 +471,13 @@ def add_train_arguments(
         added.help = text  # here, because argparse adds to that of a switch
         if option.metadata["advanced"] and isinstance(parser, Parser):
             parser.hide(added)
-        if option.name in _FLAGS and option.name != "config":
+        others = [f"--{option.name}"] if option.name in _FLAGS and option.name != "config" else []
+        if option.name in _TRAINER_FLAGS:
+            others.append(_TRAINER_FLAGS[option.name])
+        if others:
             hidden: dict[str, Any] = {
                 "type": added.type,
                 "help": argparse.SUPPRESS,
                 "default": argparse.SUPPRESS,
             }
-            groups[title].add_argument(f"--{option.name}", dest=option.name, **hidden)
+            groups[title].add_argument(*others, dest=option.name, **hidden)

@@ -92,8 +92,8 @@ ALONE = Ranks()
 
 
 @contextmanager
-def joined_ranks() -> Iterator[Ranks]:
-    """The ranks that torchrun started, joined over gloo and left at the end; each gets a GPU.
+def joined_ranks(backend: str = "gloo") -> Iterator[Ranks]:
+    """The ranks that torchrun started, joined over `backend`, left at the end; each gets a GPU.
 
     What is initialized already is used and stays. Without WORLD_SIZE in the environment this
     process is alone. Raises ValueError if ranks are missing, or the environment says too little.
@@ -101,7 +101,7 @@ def joined_ranks() -> Iterator[Ranks]:
     joins = not _initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1
     if joins:
         try:
-            init_default_group(TIMEOUT)
+            init_default_group(TIMEOUT, backend)
         except RuntimeError as error:
             raise ValueError(
                 f"cannot join the {os.environ['WORLD_SIZE']} ranks of WORLD_SIZE at"

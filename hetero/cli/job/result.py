@@ -59,6 +59,7 @@ class TrainResult:
     status: str = "finished"  # "finished" | "interrupted" | "terminated" | "failed"
     checkpoint: str | None = None  # the last that was saved
     model_folder: str | None = None  # of the trained weights
+    eval_losses: list[tuple[int, float]] = field(default_factory=list)  # after which step, and loss
     failure: Exception | None = None
     # Of a step, from figures(): before the first one, and where homes are in the end.
     predicted: dict[str, Any] | None = None
@@ -112,6 +113,7 @@ class TrainResult:
             "error": self.error,
             "steps": len(self.steps),
             "losses": [step.loss for step in self.steps],
+            "eval_losses": [list(each) for each in self.eval_losses],
             "grad_norms": [step.grad_norm for step in self.steps],
             **{name: [getattr(step, name) for step in self.steps] for name in seconds},
             "tokens_per_s": self.tokens_per_s,

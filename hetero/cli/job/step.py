@@ -12,11 +12,10 @@ import torch
 
 import hetero
 from hetero.cli.job.job import Job
-from hetero.cli.job.metrics import MemorySample, StepMetrics
+from hetero.cli.job.metrics import StepMetrics, metrics_of
 from hetero.cli.job.options import TrainOptions
 from hetero.reporting.run_record import PARTS
 from offload import timeline
-from offload.memory.tiers import Tier
 
 
 class DivergedError(RuntimeError):
@@ -65,7 +64,7 @@ def one_step(job: Job, step: int) -> StepMetrics:
             job.optimizer.backward(loss / batch.divisor)
     # All ranks learn here, before any of them updates, if one of them went astray.
     loss_mean = job.ranks.mean(loss_sum)
-    _require_number(loss_mean, step, options)
+    require_number(loss_mean, step, options)
     lr = float(job.optimizer.param_groups[0]["lr"])
     grad_norm: float | None = None
     with clock.span("optimizer"):
@@ -79,33 +78,11 @@ def one_step(job: Job, step: int) -> StepMetrics:
     tokens = sum(batch.tokens for batch in batches)
     seconds = {name: clock.seconds[name] for name in PARTS}
     made = job.recorder.end_step(loss_mean, tokens, seconds, step)
-    return StepMetrics(
-        step=step,
-        loss=loss_mean,
-        grad_norm=grad_norm,
-        lr=lr,
-        step_s=made.seconds,
-        forward_s=clock.seconds["forward"],
-        backward_s=clock.seconds["backward"],
-        optimizer_s=clock.seconds["optimizer"],
-        tokens=tokens,
-        traffic_bytes=dict(made.traffic_bytes),
-        gather_wait_s=made.gather_wait_s,
-        update_s=made.update_s,
-        update_wait_s=made.update_wait_s,
-        memory=tuple(
-            MemorySample(
-                time_s=sample.at_s - job.recorder.begin_s,
-                managed_bytes={tier.value: sample.total(tier) for tier in Tier},
-                budget_bytes={tier.value: sample.budget_bytes[tier] for tier in Tier},
-                rss_bytes=sample.rss_bytes,
-            )
-            for sample in made.samples
-        ),
-    )
+    return metrics_of(made, loss_mean, grad_norm, lr, job.recorder.begin_s)
 
 
-def _require_number(loss: float, step: int, options: TrainOptions) -> None:
+def require_number(loss: float, step: int, options: TrainOptions) -> None:
+    """Raises DivergedError if the loss of the step is none."""
     if math.isfinite(loss):
         return
     advice = f"a smaller --lr (now {options.lr:g}) or more --warmup (now {options.warmup})"

@@ -55,6 +55,7 @@ def rows(result: TrainResult) -> list[tuple[str, str]]:
             table.append((f"NVMe {verb}", f"{moved} by {setting.engine}"))
     table += [
         ("loss", record.loss_words),
+        *_eval_rows(result),
         ("run folder", setting.run_dir),
         ("report", f"{setting.run_dir}/report.html, for a browser"),
     ]
@@ -75,6 +76,14 @@ def _parameters(setting: Setting) -> str:
     trained = setting.trained_params
     every = trained is None or trained == setting.params
     return f"{setting.params:,} parameters" + ("" if every else f", {trained:,} trained")
+
+
+def _eval_rows(result: TrainResult) -> list[tuple[str, str]]:
+    if not result.eval_losses:
+        return []
+    best_step, best = min(result.eval_losses, key=lambda each: each[1])
+    last = result.eval_losses[-1][1]
+    return [("evaluation loss", f"{best:.3f} at best, after step {best_step}, {last:.3f} at last")]
 
 
 def _step_rows(result: TrainResult) -> list[tuple[str, str]]:

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from hetero.ranks.start.machine import choose_interface
 
 
-def init_default_group(timeout: timedelta | None = None) -> None:
-    """torch.distributed.init_process_group("gloo", timeout=timeout), of torchrun's ranks.
+def init_default_group(timeout: timedelta | None = None, backend: str = "gloo") -> None:
+    """torch.distributed.init_process_group(backend, timeout=timeout), of torchrun's ranks.
 
     All must call it. After torchrun has restarted them (--max-restarts), too: its agent keeps its
     store, and torch (2.13) looks for addresses of the new ranks under the same keys as those of the
@@ -28,8 +28,8 @@ def init_default_group(timeout: timedelta | None = None) -> None:
     more: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if attempt == "0" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        dist.init_process_group("gloo", **more)
+        dist.init_process_group(backend, **more)
         return
     store, rank, size = next(dist.rendezvous("env://", **more))  # type: ignore[attr-defined]
     store = dist.distributed_c10d.PrefixStore(f"restart {attempt}", store)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, **more)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, **more)

@@ -5,25 +5,41 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, MistralConfig, MistralForCausalLM
 
-from hetero.cli.finetune.chat import Encoder
-from hetero.cli.finetune.examples import Collation, Examples
-from hetero.cli.finetune.formats import Conversation, parse
-from hetero.cli.finetune.records import read_records
-from hetero.cli.job.optimization import ADAM_BETAS, lr_factor
+from hetero.cli.finetune.conversations import DEFAULT_TEMPLATE
+from hetero.cli.finetune.data import read_data
+from hetero.cli.job.metrics import StepMetrics
+from hetero.cli.job.optimization import ADAM_BETAS
 from hetero.cli.main import main
+from hetero.cli.show.progress import LineObserver
+from hetero.reporting.run_record import RunRecord
+from tests.support.ecosystem import finetune_ranks
 from tests.support.ecosystem.tiny_models import gpt2_folder
-from tests.support.ecosystem.tiny_tokenizer import CHAT_TEMPLATE, model_folder
-from tests.support.ranks.processes import RankPool
+from tests.support.ecosystem.tiny_tokenizer import CHAT_TEMPLATE, VOCAB_SIZE, model_folder
+
+trl = pytest.importorskip("trl", reason="pip install 'hetero[finetune]'")
 
 LR, SEQ_LEN = 1e-2, 64
-COMMON = ["--seq-len", f"{SEQ_LEN}", "--lr", f"{LR}", "--warmup", "1", "--dtype", "fp32"]
+COMMON = [
+    "--seq-len",
+    f"{SEQ_LEN}",
+    "--learning-rate",
+    f"{LR}",
+    "--warmup-steps",
+    "1",
+    "--dtype",
+    "fp32",
+]
+COMMON += ["--log-every", "1"]
 ALPACA = [
     {"instruction": f"What is {n}?", "input": "" if n % 2 else "In words.", "output": "It is. " * n}
     for n in range(1, 9)
@@ -32,7 +48,9 @@ ALPACA = [
 
 @pytest.fixture
 def arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Of a run on instructions, in an empty working folder."""
+    """Of a run on instructions, in an empty working folder; it draws nothing, to be quick."""
+    monkeypatch.setattr("hetero.cli.show.figure.draw_figure", lambda *given: None)
+    monkeypatch.setattr("hetero.reporting.page.page.write_page", write_points)
     model_folder(tmp_path / "model", CHAT_TEMPLATE)
     (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, ALPACA)))
     (tmp_path / "work").mkdir()
@@ -40,54 +58,71 @@ def arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return ["finetune", "--model", "../model", "--data", "../data.jsonl", *COMMON]
 
 
-def losses(folder: str) -> list[float]:
-    lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line)["loss"] for line in lines]
+def write_points(record: RunRecord, path: Path) -> None:
+    path.write_text(json.dumps([[point.last, point.loss] for point in record.points]))
+
+
+def logged(folder: str, name: str = "loss") -> list[float]:
+    lines = map(json.loads, (Path(folder) / "metrics.jsonl").read_text().splitlines())
+    return [line[name] for line in lines if name in line]
 
 
 def parameters(model: Any) -> list[torch.Tensor]:
     return [param.detach() for param in model.parameters()]
 
 
-def test_a_whole_model_against_plain_torch(arguments: list[str]) -> None:
-    options = ["--batch-size", "2", "--accumulate", "2", "--epochs", "2", "--run-dir", "run"]
-    assert main([*arguments, *options, "--output", "out", "--chat-template", "default"]) == 0
-    tokenizer = AutoTokenizer.from_pretrained("../model")
-    tokenizer.chat_template = None
-    encoder = Encoder(tokenizer, SEQ_LEN)
-    conversations = [parse(record) for record in read_records("../data.jsonl")]
-    rows = [[encoder.conversation(c)] for c in conversations if isinstance(c, Conversation)]
-    data = Examples(rows, Collation(int(tokenizer.pad_token_id), None), "", 0, 4)
-    model = AutoModelForCausalLM.from_pretrained("../model").train()
-    adam = torch.optim.AdamW(model.parameters(), lr=LR, betas=ADAM_BETAS, weight_decay=0.0)
-    expected = []
-    for step in range(4):
-        adam.param_groups[0]["lr"] = LR * lr_factor(step, 1, 4, "cosine")
-        # All examples of a step at once: its loss is the mean over all labels.
-        (batch,) = data.step(4, 1)
-        loss = model(**batch.inputs).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        adam.step()
-        adam.zero_grad()
-        expected.append(loss.item())
-    assert losses("run") == pytest.approx(expected, rel=1e-5)
-    exported = AutoModelForCausalLM.from_pretrained("out")
-    for found, wanted in zip(parameters(exported), parameters(model), strict=True):
+def close(one: Any, other: Any) -> None:
+    for found, wanted in zip(parameters(one), parameters(other), strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
-    assert AutoTokenizer.from_pretrained("out").chat_template == tokenizer.chat_template
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_an_adapter_merged_by_us_and_by_peft(dtype: str, arguments: list[str]) -> None:
+@pytest.mark.parametrize("packing", [False, True])
+def test_a_whole_model_against_plain_trl(packing: bool, arguments: list[str]) -> None:
+    options = ["--batch-size", "2", "--grad-accum", "2", "--epochs", "2", "--run-dir", "run"]
+    options += ["--chat-template", "default", "--policy", "nvme"]
+    options += ["--packing"] if packing else []
+    assert main([*arguments, *options, "--output", "out"]) == 0
+    tokenizer = AutoTokenizer.from_pretrained("../model")
+    tokenizer.chat_template = DEFAULT_TEMPLATE
+    model = AutoModelForCausalLM.from_pretrained("../model").train()
+    given = trl.SFTConfig(
+        output_dir="plain",
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        num_train_epochs=2,
+        max_length=SEQ_LEN,
+        packing=packing,
+        learning_rate=LR,
+        warmup_steps=1,
+        lr_scheduler_type="cosine",
+        seed=0,
+        logging_steps=1,
+        use_cpu=True,
+        bf16=False,
+        report_to=[],
+        save_strategy="no",
+    )
+    data = read_data("../data.jsonl", tokenizer, SEQ_LEN, "auto")
+    adam = torch.optim.AdamW(model.parameters(), lr=LR, betas=ADAM_BETAS, weight_decay=0.0)
+    plain = trl.SFTTrainer(model, given, None, data, None, tokenizer, optimizers=(adam, None))
+    plain.train()
+    wanted = [each["loss"] for each in plain.state.log_history if "loss" in each]
+    assert len(wanted) == 4
+    assert logged("run") == pytest.approx(wanted, rel=1e-4)
+    assert wanted[-1] < wanted[0]
+    close(AutoModelForCausalLM.from_pretrained("out"), model)
+    assert AutoTokenizer.from_pretrained("out").chat_template == DEFAULT_TEMPLATE
+
+
+def test_an_adapter_merged_by_us_and_by_peft(arguments: list[str]) -> None:
     from peft import PeftModel
 
-    options = [*arguments, "--lora-rank", "4", "--max-steps", "2", "--packing", "--dtype", dtype]
+    options = [*arguments, "--lora-rank", "4", "--max-steps", "4", "--packing", "--dtype", "bf16"]
     assert main([*options, "--output", "adapter", "--run-dir", "a"]) == 0
     assert main([*options, "--output", "merged", "--run-dir", "m", "--merge"]) == 0
-    assert losses("a") == losses("m")
-    kind = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
-    base = AutoModelForCausalLM.from_pretrained("../model").to(kind)
+    assert logged("a") == logged("m")
+    assert logged("a")[-1] < logged("a")[0]
+    base = AutoModelForCausalLM.from_pretrained("../model").to(torch.bfloat16)
     before = [param.clone() for param in parameters(base)]
     wanted = PeftModel.from_pretrained(base, "adapter", autocast_adapter_dtype=False)
     wanted = wanted.merge_and_unload()
@@ -103,20 +138,49 @@ def test_a_resumed_run_has_the_same_bits(arguments: list[str]) -> None:
     options = [*arguments, "--lora-rank", "4", "--lora-dropout", "0.1", "--dtype", "bf16"]
     options += ["--max-steps", "5", "--batch-size", "3", "--save-every", "2", "--keep", "9"]
     assert main([*options, "--output", "out", "--run-dir", "run"]) == 0
-    whole, file = losses("run"), Path("out/adapter_model.safetensors")
+    whole, file = logged("run"), Path("out/adapter_model.safetensors")
     weights = file.read_bytes()
-    for name in ("step-000004", "step-000005"):
-        shutil.rmtree(Path("run/checkpoints") / name)
+    shutil.rmtree("run/checkpoints/checkpoint-5")
+    Path("run/checkpoints/checkpoint-4/trainer_state.json").unlink()  # as after a crash
     file.write_bytes(b"")
     assert main([*options, "--output", "out", "--run-dir", "run"]) == 2
     resumed = [*options, "--output", "out", "--run-dir", "run", "--resume", "--policy", "cpu"]
     assert main(resumed) == 0
-    assert losses("run") == whole
+    assert logged("run") == whole
     assert file.read_bytes() == weights
+    summary = json.loads(Path("run/summary.json").read_text())
+    assert summary["notes"][-1] == "resumed after step 2 from run/checkpoints/checkpoint-2"
+    numbers = [[step, loss] for step, loss in enumerate(whole, start=1)]
+    assert json.loads(Path("run/report.html").read_text()) == numbers[2:]
 
 
-def test_a_result_replaces_one_of_another_kind(arguments: list[str]) -> None:
-    """An adapter in the folder of a whole model would be loaded instead of it."""
+def test_a_run_that_has_gone_back_leaves_later_checkpoints(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = [*arguments, "--output", "out", "--run-dir", "run", "--save-steps", "1"]
+    options += ["--save-total-limit", "9", "--max-steps"]
+    assert main([*options, "4"]) == 0
+    whole = logged("run")
+    assert main([*options, "2", "--resume", "run/checkpoints/checkpoint-1"]) == 0
+    assert main([*options, "3", "--resume"]) == 0
+    notes = json.loads(Path("run/summary.json").read_text())["notes"]
+    assert "resumed after step 2 from run/checkpoints/checkpoint-2" in notes
+    assert len(logged("run")) == 3
+    assert logged("run")[0] == whole[0]
+    capsys.readouterr()
+    assert main(["inspect", "run", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["step"] == 4  # that with the largest number
+
+
+def test_a_result_replaces_one_of_another_kind(
+    arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An adapter in the folder of a whole model would be loaded instead of it. A result that cannot
+    be written replaces nothing."""
+
+    def fail(model: Any) -> None:
+        raise OSError("the disk is full")
+
     options = [*arguments, "--lora-rank", "4", "--save-every", "1", "--run-dir", "run"]
     assert main([*options, "--max-steps", "1", "--output", "out"]) == 0
     Path("out/notes.safetensors").touch()
@@ -128,7 +192,12 @@ def test_a_result_replaces_one_of_another_kind(arguments: list[str]) -> None:
     wanted = {path.name for path in Path("plain").iterdir()}
     assert found == wanted | {"notes.safetensors", "README.md"}
     assert not hasattr(AutoModelForCausalLM.from_pretrained("out"), "peft_config")
-    assert main([*options, "--max-steps", "3"]) == 0
+    with monkeypatch.context() as context:
+        context.setattr("hetero.cli.finetune.export.adapter_state", fail)
+        assert main([*options, "--max-steps", "3"]) == 1
+    assert "hetero finetune: error: the disk is full" in capsys.readouterr().err
+    assert {path.name for path in Path("out").iterdir()} == found
+    assert main([*options, "--max-steps", "4"]) == 0
     assert Path("out/adapter_model.safetensors").exists()
     assert not Path("out/config.json").exists()
     assert not Path("out/model.safetensors").exists()
@@ -141,71 +210,157 @@ def test_a_run_goes_on_with_steps_of_the_same_size(
     assert main([*options, "--batch-size", "4", "--max-steps", "1"]) == 0
     options += ["--resume", "--epochs", "2"]
     assert main([*options, "--batch-size", "2"]) == 2
-    said = "took 4 sequences a step, and now it would take 2; give --batch-size, --grad-accum and"
+    said = "has 4 as sequences_per_step, and now it is 2; give --data, --seq-len and --seed as they"
     assert said in capsys.readouterr().err
+    assert main([*options, "--batch-size", "4", "--seed", "3"]) == 2
+    assert "has 0 as seed, and now it is 3" in capsys.readouterr().err
     assert main([*options, "--batch-size", "2", "--accumulate", "2"]) == 0
-    assert len(losses("run")) == 4
+    assert len(logged("run")) == 4
     assert main([*options, "--batch-size", "4"]) == 2
-    said = "has all 4 steps; to go on from it ask for more than --epochs 2, or give --max-steps"
+    said = "has all 4 steps; to go on from it ask for more than --epochs 2"
     assert said in capsys.readouterr().err
+    options[options.index("--resume") + 1 : -1] = []
+    assert main([*options[:-1], "--resume", "none", "--batch-size", "4", "--epochs", "3"]) == 2
+    assert "--resume none is no checkpoint, and has none in it" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("cache", [True, False])
-def test_an_export_keeps_the_setting_of_a_cache(cache: bool, arguments: list[str]) -> None:
+def test_an_export_keeps_the_setting_of_a_cache(arguments: list[str]) -> None:
     files = [Path("../model") / name for name in ("config.json", "generation_config.json")]
     own = json.loads(files[0].read_text())
-    files[0].write_text(json.dumps({**own, "use_cache": cache}))
+    files[0].write_text(json.dumps({**own, "use_cache": False}))
     files[1].unlink()
     assert main([*arguments, "--max-steps", "1", "--output", "out"]) == 0
     model = AutoModelForCausalLM.from_pretrained("out")
-    assert model.config.use_cache is cache
-    assert model.generation_config.use_cache is cache
+    assert model.config.use_cache is False
+    assert model.generation_config.use_cache is False
 
 
-def test_texts_are_packed(arguments: list[str], tmp_path: Path) -> None:
+def test_texts_are_learned_whole(arguments: list[str], tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 40)
     options = [*arguments, "--data", "../text.txt", "--max-steps", "6", "--run-dir", "run"]
-    assert main([*options, "--output", "out", "--tiled-loss"]) == 0
-    found = losses("run")
+    assert main([*options, "--output", "out", "--gradient-checkpointing"]) == 0
+    found = logged("run")
     assert found[-1] < found[0] - 0.5
 
 
-def test_two_ranks_are_one_with_two_micro_batches(
-    arguments: list[str], ranks2: RankPool, tmp_path: Path
+@pytest.mark.parametrize("lora", [[], ["--lora-rank", "4"]])
+def test_a_tiled_loss(lora: list[str], arguments: list[str]) -> None:
+    """The same losses, of batches and of evaluations."""
+    options = [*arguments, *lora, "--max-steps", "2", "--grad-accum", "2", "--batch-size", "2"]
+    options += ["--eval-data", "../data.jsonl"]
+    assert main([*options, "--output", "whole", "--run-dir", "w", "--no-tiled-loss"]) == 0
+    assert main([*options, "--output", "tiled", "--run-dir", "t", "--tiled-loss"]) == 0
+    for name in ("loss", "eval_loss", "tokens"):
+        assert logged("t", name) == pytest.approx(logged("w", name), rel=1e-5)
+
+
+def test_packed_records_see_themselves_alone(arguments: list[str]) -> None:
+    """The loss of the first step is that of the same records, padded; with a window, too."""
+    config = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "sliding_window": 12}
+    torch.manual_seed(0)
+    model = MistralForCausalLM(MistralConfig(vocab_size=VOCAB_SIZE, **config, **heads))
+    model.save_pretrained("../model")
+    options = [*arguments, "--max-steps", "1", "--batch-size", "8"]
+    assert main([*options, "--output", "padded", "--run-dir", "p"]) == 0
+    assert main([*options, "--output", "packed", "--run-dir", "q", "--packing"]) == 0
+    assert logged("q") == pytest.approx(logged("p"), rel=1e-5)
+
+
+def test_the_best_of_evaluations_is_written(arguments: list[str]) -> None:
+    """The learning rate makes a run worse, which ends early."""
+    options = [*arguments, "--eval-data", "../data.jsonl", "--eval-steps", "1", "--lr", "3"]
+    options += ["--early-stopping-patience", "2", "--epochs", "9", "--report-to", "tensorboard"]
+    assert main([*options, "--output", "out", "--run-dir", "run"]) == 0
+    found = logged("run", "eval_loss")
+    best = found.index(min(found))
+    assert len(found) == best + 3
+    assert list(Path("run").rglob("events.out.tfevents.*"))
+    summary = json.loads(Path("run/summary.json").read_text())
+    assert min(loss for _, loss in summary["eval_losses"]) == found[best]
+    options = [*arguments, "--eval-data", "../data.jsonl", "--model", "out", "--output", "again"]
+    assert main([*options, "--lr", "0", "--run-dir", "again-run"]) == 0
+    assert logged("again-run", "eval_loss")[0] == pytest.approx(found[best], rel=1e-5)
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_sigterm_saves_and_ends(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def end(observer: LineObserver, metrics: StepMetrics) -> None:
+        if metrics.step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(LineObserver, "step", end)
+    before = signal.getsignal(signal.SIGTERM)
+    options = [*arguments, "--output", "out", "--run-dir", "run", "--save-every", "9999"]
+    assert main([*options, "--epochs", "9999"]) == 143
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert len(logged("run")) == 3  # the step under way is made
+    assert not list(Path("out").iterdir())
+    assert main([*options, "--max-steps", "4", "--resume"]) == 0
+    assert len(logged("run")) == 4
+    assert AutoModelForCausalLM.from_pretrained("out")
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_a_loss_that_is_no_number_ends_the_run(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = [*arguments, "--lora-rank", "4", "--merge", "--max-steps", "3"]
-    assert main([*options, "--accumulate", "2", "--output", "one", "--run-dir", "r1"]) == 0
-    ranks2.run(run_in, str(Path.cwd()), [*options, "--output", "two", "--run-dir", "r2"])
-    assert losses("r2") == pytest.approx(losses("r1"), rel=1e-5)
-    one, two = (AutoModelForCausalLM.from_pretrained(name) for name in ("one", "two"))
-    for found, wanted in zip(parameters(two), parameters(one), strict=True):
-        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    before = signal.getsignal(signal.SIGTERM)
+    options = [*arguments, "--output", "out", "--run-dir", "run", "--save-every", "1"]
+    options += ["--learning-rate", "1e15"]
+    assert main([*options, "--epochs", "9"]) == 1
+    assert "the loss became nan in step" in capsys.readouterr().err
+    assert json.loads(Path("run/summary.json").read_text())["status"] == "failed"
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert not list(Path("out").iterdir())
 
 
-def run_in(rank: int, world: int, folder: str, options: list[str]) -> bool:
-    """The command on a rank."""
-    os.chdir(folder)
-    assert main(options) == 0
-    return True
+def test_two_ranks_are_one_with_two_micro_batches(arguments: list[str]) -> None:
+    """The whole model, and an adapter that is merged; and they go on where one has ended."""
+    whole = [*arguments, "--save-every", "3", "--policy", "nvme"]
+    adapter = [*whole, "--lora-rank", "4", "--merge"]
+    runs = [(whole, "w1", "w2"), (adapter, "a1", "a2")]
+    for options, one, _ in runs:
+        more = ["--grad-accum", "2", "--output", f"{one}.out", "--run-dir", one]
+        assert main([*options, *more, "--max-steps", "4"]) == 0
+    shutil.copytree("w1", "w3")
+    more = [
+        [*o, "--output", f"{two}.out", "--run-dir", two, "--max-steps", "4"] for o, _, two in runs
+    ]
+    more.append([*whole, "--output", "w3.out", "--run-dir", "w3", "--max-steps", "6", "--resume"])
+    script = Path(finetune_ranks.__file__)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+    subprocess.run([*command, str(script), json.dumps(more)], check=True)
+    for _, one, two in runs:
+        assert logged(two) == pytest.approx(logged(one), rel=1e-4)
+        close(*(AutoModelForCausalLM.from_pretrained(f"{name}.out") for name in (one, two)))
+    more = ["--grad-accum", "2", "--output", "w1.out", "--run-dir", "w1", "--max-steps", "6"]
+    assert main([*whole, *more, "--resume"]) == 0
+    assert logged("w3") == pytest.approx(logged("w1"), rel=1e-4)
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--data", "none.jsonl"], "--data none.jsonl: no such file or folder"),
-        (["--data", "bad.jsonl"], "bad.jsonl, line 2: 'output' is missing (it has 'instruction')"),
-        (["--data", "bad.jsonl", "--format", "text"], "bad.jsonl, line 1: 'text' is missing"),
+        (["--data", "none.jsonl"], "none.jsonl: no such file or folder"),
+        (["--data", "bad.jsonl"], "bad.jsonl:2: 'output' is missing (it has ['instruction'])"),
+        (["--eval-data", "bad.jsonl"], "bad.jsonl:2: 'output' is missing (it has ['instruction'])"),
+        (["--data", "bad.jsonl", "--format", "text"], "bad.jsonl:1: 'text' is missing"),
         (["--model", "none"], "--model none has no config.json; give the folder"),
         (["--model", "gpt2"], "--model gpt2 has no tokenizer; put tokenizer.json"),
         (["--seq-len", "512"], "--seq-len 512 is more than the 128 positions of the model"),
-        (["--seq-len", "4"], "data.jsonl, line 1: of"),
+        (["--seq-len", "4"], "data.jsonl:1: of"),
         (["--output", "full"], "--output full is not empty; give a new folder, or --resume"),
         (["--output", "bad.jsonl"], "--output bad.jsonl is a file"),
         (["--output", ""], "--output is missing"),
         (["--output", "bad.jsonl/out"], "--output bad.jsonl/out cannot be written: Not a dir"),
         (["--output", "/proc/hetero"], "--output /proc/hetero cannot be written"),
         (["--output", "../model", "--resume"], "--output ../model is the folder of --model"),
-        (["--merge"], "--merge, --lora-alpha and --lora-dropout are about an adapter"),
+        (["--merge"], "--merge, --lora-alpha, --lora-dropout and --lora-target-modules are about"),
+        (["--lora-rank", "2", "--lora-target-modules", "nix"], "nix"),
+        (["--early-stopping-patience", "2"], "--eval-data is missing; give the file or folder"),
+        (["--dtype", "fp16"], "--dtype must be bf16 or fp32"),
+        (["--report-to", "nowhere"], "nowhere"),
         (["--lora-dropout", "1"], "--lora-dropout must be in [0, 1), got 1.0"),
         (["--epochs", "0"], "--epochs must be more than 0, got 0.0"),
         (["--chat-template", "none"], "cannot read --chat-template none: No such file"),
@@ -231,3 +386,11 @@ def test_what_is_missing(arguments: list[str], capsys: pytest.CaptureFixture[str
     assert "--model is missing" in capsys.readouterr().err
     assert main(["finetune", "--model", "../model"]) == 2
     assert "--data is missing" in capsys.readouterr().err
+
+
+def test_an_extra_that_is_missing(
+    arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "trl", None)
+    assert main([*arguments, "--output", "out"]) == 2
+    assert 'trl is missing; install it: pip install "hetero[finetune]"' in capsys.readouterr().err

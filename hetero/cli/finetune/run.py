@@ -1,0 +1,159 @@
+"""A fine-tuning from its folders to its result, as `hetero train` makes a training."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import datasets
+from transformers.utils import logging
+
+import hetero
+from hetero.checkpoint.folder import TRAINER_STATE_NAME
+from hetero.cli.finetune.data import read_data
+from hetero.cli.finetune.export import check_place, export
+from hetero.cli.finetune.options import FinetuneOptions
+from hetero.cli.finetune.pretrained import FolderModel
+from hetero.cli.finetune.trainer import FinetuneTrainer, RunCallback, make_trainer
+from hetero.cli.job.checkpoints import (
+    DATA_KEY,
+    agreed_resumption,
+    extra_of,
+    sigterm_calls,
+)
+from hetero.cli.job.job import build_in_budgets, managed_run
+from hetero.cli.job.lineage import Branch
+from hetero.cli.job.loop import END_A_RUN, Observer, note_end
+from hetero.cli.job.ranks import Ranks
+from hetero.cli.job.result import TrainResult
+from hetero.cli.job.run_folder import RunFolder
+
+
+def fine_tune(
+    options: FinetuneOptions, folder: RunFolder, observer: Observer, ranks: Ranks
+) -> TrainResult:
+    """Fine-tunes and exports as the options say; all ranks must call it with the same ones.
+
+    Returns:
+        What was measured. Its status and failure say what ended the run early.
+
+    Raises:
+        ValueError, hetero.HeteroError: before the first step, for what cannot work.
+    """
+    _quiet()
+    if options.save_every or options.early_stopping_patience:
+        folder.require_shared("--save-every" if options.save_every else "--early-stopping-patience")
+    source = FolderModel(options)
+    tokenizer = source.tokenizer
+
+    def read(path: str | None) -> Any:
+        return path and read_data(path, tokenizer, options.seq_len, options.format)
+
+    data = read(options.data), read(options.eval_data)
+    ranks.from_first(lambda: _check_output(options))
+    found = agreed_resumption(options, folder, ranks)
+    branch = Branch(found.lineage, folder.path, ranks)
+    per_step = options.batch_size * options.accumulate * ranks.count
+    run = {"seed": options.seed, "sequences": len(data[0]), "sequences_per_step": per_step}
+    notes = []
+    if found.path is not None:
+        extra = extra_of(found.path)
+        _check_goes_on(options, found.path, extra, run)
+        branch.go_on_from(extra, found.path, found.goes_back)
+        notes.append(f"resumed after step {extra['step']} from {found.path.parent}")
+    elif options.resume is not None:
+        notes.append("--resume found no checkpoint, so the run began anew")
+    built = build_in_budgets(source, options, folder, ranks)
+    built = dataclasses.replace(built, notes=[*built.notes, *notes])
+    about = {DATA_KEY: run}
+    words = f"{options.data}: {len(data[0]):,} sequences"
+    with make_trainer(options, folder, built, tokenizer, data, about, branch) as trainer:
+        begin = partial(managed_run, built, options, folder, ranks, words)
+        callback = RunCallback(trainer, begin, branch, folder, observer, ranks)
+        trainer.add_callback(callback)
+        checkpoint = None if found.path is None else str(found.path.parent)
+        return _run(trainer, callback, options, checkpoint, ranks, observer)
+
+
+def _run(
+    trainer: FinetuneTrainer,
+    callback: RunCallback,
+    options: FinetuneOptions,
+    checkpoint: str | None,
+    ranks: Ranks,
+    observer: Observer,
+) -> TrainResult:
+    try:
+        with sigterm_calls(callback.note_sigterm, options.save_every is not None):
+            trainer.train(resume_from_checkpoint=checkpoint)
+        assert callback.result is not None
+        if callback.terminated:
+            callback.result.status = "terminated"
+        else:
+            _export(trainer, options, ranks.leads)
+            callback.result.model_folder = options.output
+        callback.run.complete(callback.result, ranks)
+    except END_A_RUN as error:
+        if callback.result is None or not callback.result.steps:
+            raise
+        note_end(callback.result, error)
+    finally:
+        callback.close()
+        observer.end()
+    callback.run.measure(callback.result)
+    return callback.result
+
+
+def _export(trainer: FinetuneTrainer, options: FinetuneOptions, leads: bool) -> None:
+    try:
+        export(trainer.model, options, trainer.processing_class, leads)
+    except ValueError as error:  # after training it is a failure of the run, as a full disk is
+        raise hetero.StoreError(str(error)) from error
+
+
+def _quiet() -> None:
+    """Leaves progress to the observer: what the libraries say is about downloads and files."""
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    datasets.disable_progress_bars()
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers|trl")
+
+
+def _check_output(options: FinetuneOptions) -> str:
+    """Makes --output, if it is not there. Raises ValueError if it is unfit."""
+    path = Path(options.output)
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"--output {path} is a file; give a new folder")
+    if path.is_dir() and path.samefile(options.model):
+        raise ValueError(f"--output {path} is the folder of --model; give a new folder")
+    if path.is_dir() and any(path.iterdir()) and options.resume is None:
+        raise ValueError(f"--output {path} is not empty; give a new folder, or --resume")
+    return check_place(path)
+
+
+def _check_goes_on(
+    options: FinetuneOptions, path: Path, extra: dict[str, Any], run: dict[str, int]
+) -> None:
+    """Raises ValueError if the checkpoint is of other data or steps than `run`, or has all steps of
+    the options."""
+    was = extra.get(DATA_KEY)
+    if was is None:
+        raise ValueError(f"{path} was not saved by hetero finetune; give a checkpoint that was")
+    for name, value in run.items():
+        if was[name] != value:
+            raise ValueError(
+                f"{path.parent} has {was[name]} as {name}, and now it is {value}; give --data, "
+                f"--seq-len and --seed as they were, and --batch-size, --grad-accum and ranks "
+                f"whose product is {was['sequences_per_step']}"
+            )
+    state = json.loads((path.parent / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
+    steps = options.max_steps
+    if state["global_step"] >= steps if steps else state["epoch"] >= options.epochs:
+        raise ValueError(
+            f"{path.parent} has all {state['global_step']} steps; to go on from it ask for more "
+            f"than " + (f"--max-steps {steps}" if steps else f"--epochs {options.epochs:g}")
+        )
