@@ -34,6 +34,9 @@ if ram_filesystem(tempfile.gettempdir()):
 # Two tests at a time leave a core each; bits do not depend on it.
 torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
 
+# Tables are as wide as the documents show them, also where pytest-xdist says that a worker has 80.
+os.environ["COLUMNS"] = "120"
+
 # Predictions know no profile unless a test says so, whatever this machine has saved.
 os.environ["XDG_CACHE_HOME"] = "/dev/null/none"
 

@@ -112,6 +112,8 @@ class Snapshots:
 
     def wait(self, chunk: Chunk) -> None:
         """Until none has to copy the chunk as it is now. Raises what a commit has met."""
+        if self.may_change(chunk):
+            return
         began_s = time.perf_counter()
         try:
             for snapshot in self._going_on:

@@ -230,8 +230,9 @@ def test_the_loss_is_tiled_where_whole_logits_would_take_a_quarter(
     made: list[torch.nn.Module] = []
     monkeypatch.setattr("hetero.tile_heads", made.append)
     options = TrainOptions(tiled_loss=wanted, batch_size=2, seq_len=32)  # 256 KiB in whole
-    notes = choose_for_memory(options, _limited(limit), torch.nn.Identity(), 256, ALONE)
-    assert bool(made) == tiled
+    notes: list[str] = []
+    found = choose_for_memory(options, _limited(limit), torch.nn.Identity(), 256, ALONE, notes)
+    assert bool(made) == found == tiled
     assert ["--recompute" in note for note in notes[:1]] == [True] * (limit is not None)
     assert bool(notes[1:]) == (tiled and wanted is None)
     assert all("256.0 KiB" in note and "--no-tiled-loss" in note for note in notes[1:])

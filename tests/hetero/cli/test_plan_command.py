@@ -193,7 +193,7 @@ def test_the_profile_of_this_machine_is_the_default(
         (("--ranks", "0"), "--ranks must be at least 1"),
         (("--ranks", "3", "--nodes", "2"), "cannot be spread evenly"),
         (("--ranks", "8", "--shard-ranks", "3"), "--shard-ranks 3: parts of a machine's 8 ranks"),
-        (("--ranks", "8", "--shard-ranks", "0"), "--shard-ranks 0"),
+        (("--ranks", "8", "--shard-ranks", "0"), "--shard-ranks must be at least 1"),
         (("--ranks", "16", "--nodes", "4", "--shard-ranks", "6"), "--shard-ranks 6"),
         (("--seq-len", "1"), "--seq-len must be at least 2"),
         (("--zero-stage", "4"), "zero_stage must be one of"),
