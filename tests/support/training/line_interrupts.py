@@ -47,7 +47,7 @@ class LineInterrupt:
         if frame.f_code.co_filename in _WITHOUT_PLACES:
             return None
         if event == "line" and "DisableTorchFunction" not in _source(frame):
-            held_back = interrupts._block._depth > 0
+            held_back = interrupts._block.depth > 0
             self.places += not (held_back and self._was_held_back)
             self._was_held_back = held_back
             if self.places == self._at and not self.where:
