@@ -144,7 +144,7 @@ def test_ram_is_pinned_exactly(tmp_path: Path) -> None:
     chunk_group = optimizer.engine.chunk_groups[0]
     chunk = chunk_group.layout.chunks[0]
     assert chunk_group.params._homes.flat(chunk).is_pinned()
-    assert chunk_group.grads._homes.flat(chunk).is_pinned()
+    assert chunk_group.grads.homes.flat(chunk).is_pinned()
     assert not chunk_group.optim_states.homes.flat(chunk).is_pinned()
     assert all(p.device.type == "cuda" for p in model.parameters())
     assert model.positions.device.type == "cuda"
