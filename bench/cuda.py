@@ -1,7 +1,7 @@
 """Training on a GPU whose memory is made smaller and smaller, beside training wholly in it.
 
 usage: python -m bench.cuda [--models gpt-6b,gpt-14b,gpt2-1.3b]
-                            [--contenders 25,100,10,torch,deepspeed,50,80gb]
+                            [--contenders 25,100,25e,10,torch,fsdp2,deepspeed,50,80gb]
                             [--nvme DIR] [--minutes 8] [--rows FILE] [--json]
 
 A model *wants* on the device what it takes with all its state there: 14 bytes a parameter (bf16
@@ -9,7 +9,10 @@ parameter and gradient, and an optimizer state of 10). Each contender is a proce
 does not fit into the time is left out, and said to be.
 
     torch      plain PyTorch in bf16 with fused AdamW, all in the GPU's memory: 8 bytes a parameter
-    100 % ...  hetero, policy auto, with that share of what the model wants as device_memory
+    100 % ...  hetero, policy auto, with that share of what the model wants as device_memory; with
+               an "e" behind it step_in_backward=True
+    fsdp2      fully_shard on one rank with CPUOffloadPolicy, fp32 in page-locked RAM, compute in
+               bf16, and torch's fused AdamW on the CPU
     deepspeed  ZeRO-3 with parameters and optimizer in RAM, where it is installed
     80gb       hetero on as much as a GPU of 80 GB and 128 GiB of RAM have, whatever is there: the
                one contender of gpt-14b, and of no other model
@@ -42,7 +45,7 @@ from bench.cuda_aims import LIMITED_DEVICE_BYTES, LIMITED_MODEL, LIMITED_RAM_BYT
 from bench.harness.machine import describe_machine, header
 from bench.harness.peer_process import import_environment
 from bench.harness.program import command_line, names, program_parser
-from bench.kernels.cuda_copies import measure_copies
+from bench.kernels.cuda_copies import measure_copies, measure_updates
 from bench.work.gpt import SHAPES, VOCABULARY, Gpt, Shape, fill, quick_init
 from bench.work.transfers import measure_mixed_bandwidth
 from offload.device.cuda_backend import DEFAULT_SHARE, cuda_available
@@ -52,8 +55,10 @@ WARM_UP, STEPS = 2, 5
 ENOUGH_S = 15.0  # of measured steps
 WANTED_BYTES = 14  # a parameter
 _LEAST_S = 25.0  # less is not worth starting a contender for
-_KINDS = ("torch", "100", "50", "25", "10", "deepspeed", "80gb")  # as the table has them
-_ORDER = ("25", "100", "10", "torch", "deepspeed", "50", "80gb")  # what says most first
+# As the table has them.
+_KINDS = ("torch", "100", "50", "25", "25e", "10", "10e", "fsdp2", "deepspeed", "80gb")
+# What says most first.
+_ORDER = ("25", "100", "25e", "10", "torch", "fsdp2", "deepspeed", "50", "10e", "80gb")
 _LINK = "link"  # stands in the place of a model and a contender for the measurement of copies
 
 
@@ -169,7 +174,7 @@ class _Prepared:
 
 def _measure_one(one: str, nvme: str | None) -> dict[str, Any]:
     if one == _LINK:
-        return {"status": "ok", **measure_copies()}
+        return {"status": "ok", **measure_copies(), **measure_updates()}
     model, kind = one.split("/")
     return _measure(SHAPES[model], kind, nvme)
 
@@ -207,17 +212,21 @@ def _prepare(shape: Shape, kind: str, nvme: str | None) -> _Prepared:
     if kind == "torch":
         model.to(device="cuda", dtype=torch.bfloat16)
         return _Prepared(_torch(model), _numel(model))
+    if kind == "fsdp2":
+        return _Prepared(_fsdp2(model), _numel(model))
     if kind == "deepspeed":
         return _Prepared(_deepspeed(model), _numel(model))
     wanted = WANTED_BYTES * _numel(model)
     # Whole chunks are a little more than their parameters.
-    device_memory = int(wanted * int(kind) / 100 * (1.03 if kind == "100" else 1))
+    share = int(kind.removesuffix("e"))
+    device_memory = int(wanted * share / 100 * (1.03 if share == 100 else 1))
     return _hetero(
         model,
         backend="cuda",
         placement_policy="auto",
         device_memory=device_memory,
         nvme_path=nvme,
+        step_in_backward=kind.endswith("e"),
     )
 
 
@@ -303,6 +312,29 @@ def _torch(model: Gpt) -> Callable[[torch.Tensor], object]:
     return step
 
 
+def _fsdp2(model: Gpt) -> Callable[[torch.Tensor], object]:
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("cuda:nccl,cpu:gloo", store=store, rank=0, world_size=1)
+    options: dict[str, Any] = {
+        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16),
+        "offload_policy": CPUOffloadPolicy(pin_memory=True),
+    }
+    model.places = model.places.cuda()
+    for block in model.blocks:
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.01, fused=True)
+
+    def step(tokens: torch.Tensor) -> None:
+        model(tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
 def _deepspeed(model: Gpt) -> Callable[[torch.Tensor], object]:
     import deepspeed  # type: ignore[import-not-found]
 
@@ -332,11 +364,13 @@ def _name(row: dict[str, Any]) -> str:
     kind = row["contender"]
     if kind == "80gb":
         return "hetero, 80 GB"
+    if kind.endswith("e"):
+        return f"hetero, {kind[:-1]} % early"
     return f"hetero, {kind} %" if kind.isdigit() else kind
 
 
 def _line(row: dict[str, Any], in_memory: float | None = None) -> str:
-    head = f"{row['model']:<10} {_name(row):<14}"
+    head = f"{row['model']:<10} {_name(row):<18}"
     if row["status"] != "ok":
         return f"{head} {row['status']}"
     share = f"{row['tokens_per_s'] / in_memory:7.0%}" if in_memory else "      -"
@@ -349,7 +383,7 @@ def _line(row: dict[str, Any], in_memory: float | None = None) -> str:
 def _table(result: dict[str, Any]) -> list[str]:
     lines = [header(result["machine"], result["command"]), result["device"], ""]
     lines.append(
-        f"{'model':<10} {'contender':<14} {'s/step':>8} {'tokens/s':>10} {'TFLOP/s':>8} "
+        f"{'model':<10} {'contender':<18} {'s/step':>8} {'tokens/s':>10} {'TFLOP/s':>8} "
         f"{'of 100%':>7} {'GPU peak':>10} {'RSS':>10}"
     )
     rows = result["rows"]

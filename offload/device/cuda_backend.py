@@ -15,6 +15,7 @@ them. No part of this has run on a GPU.
 
 from __future__ import annotations
 
+import bisect
 import errno
 import threading
 import weakref
@@ -86,6 +87,8 @@ class CudaBackend(Backend):
         # Reentrant: the garbage collector may close what it finds at any time.
         self._lock = threading.RLock()  # guards all below, and the order in the two streams
         self._arenas: weakref.WeakSet[DeviceArena] = weakref.WeakSet()
+        # Where they began when last looked at, in order.
+        self._begins: list[tuple[int, weakref.ref[DeviceArena]]] = []
         self._updaters: dict[tuple[UpdateKind, int], Updater] = {}
         self.runtime.reset_peak()
 
@@ -304,10 +307,16 @@ class CudaBackend(Backend):
 
     def _find(self, to: torch.Tensor) -> tuple[DeviceArena, int, int]:
         """The arena that has `to`, and its slots. Needs the lock."""
-        for arena in self._arenas:
-            slot = arena.slot_of(to.data_ptr()) if arena.is_open else None
-            if slot is not None:
+        address = to.data_ptr()
+        for _ in range(2):
+            index = bisect.bisect_right(self._begins, address, key=lambda entry: entry[0])
+            arena = self._begins[index - 1][1]() if index else None
+            slot = arena.slot_of(address) if arena is not None and arena.is_open else None
+            if arena is not None and slot is not None:
                 return arena, slot, -(-to.nbytes // arena.slot_bytes)
+            opened = [arena for arena in self._arenas if arena.is_open]
+            begins = [(arena.address(0), weakref.ref(arena)) for arena in opened]
+            self._begins = sorted(begins, key=lambda entry: entry[0])
         raise AssertionError("a fetch goes to slots of an arena of this backend")
 
     def updater(self, kind: UpdateKind, tile_numel: int) -> Updater:

@@ -8,6 +8,7 @@ wait.
 from __future__ import annotations
 
 import time
+import weakref
 from contextlib import AbstractContextManager, suppress
 from typing import Any
 
@@ -17,6 +18,8 @@ from offload._native import OffloadQueue, UpdateKind, node_near
 from offload.device.cuda_module import (
     COPY_FUNCTIONS,
     CudaModule,
+    create_stream,
+    destroy_stream,
     driver_functions,
     pci_device,
     primary_context,
@@ -39,8 +42,15 @@ class CudaRuntime:
         self._events = EventPool(lambda: torch.cuda.Event(blocking=True))  # who waits sleeps
 
     def new_stream(self) -> Stream:
-        """A new stream."""
-        return torch.cuda.Stream(self.device)
+        """A stream of its own, as long as somebody has it.
+
+        torch's streams are 32 that it deals out in turns: the 33rd would be the first again, and
+        what must not wait for each other would, on several ranks in a circle.
+        """
+        handle = create_stream(self._index)
+        stream = torch.cuda.ExternalStream(handle, self.device)
+        weakref.finalize(stream, destroy_stream, self._index, handle).atexit = False
+        return stream
 
     def current_stream(self) -> Stream:
         """The stream that gets the calling thread's work."""
@@ -136,7 +146,9 @@ class CudaRuntime:
 
         Returns the reason if that cannot be done."""
         cudart: Any = torch.cuda.cudart()
-        result = cudart.cudaHostRegister(address, nbytes, 1)  # portable: every context may use it
+        with torch.cuda.device(self._index):  # a new thread's would be device 0
+            # Portable: every context may use it.
+            result = cudart.cudaHostRegister(address, nbytes, 1)
         if int(result) == 0:
             return None
         # CUDA remembers its last error, and torch would take it for that of its next kernel.
@@ -150,7 +162,8 @@ class CudaRuntime:
     def unregister(self, address: int) -> None:
         """Undoes register()."""
         cudart: Any = torch.cuda.cudart()
-        cudart.cudaHostUnregister(address)
+        with torch.cuda.device(self._index):
+            cudart.cudaHostUnregister(address)
 
     def memory(self) -> tuple[int, int]:
         """(free, all) bytes of the device."""
