@@ -186,7 +186,8 @@ def _tests(save: Path, limit_s: float, for_pytest: Sequence[str]) -> list[str]:
         command = [sys.executable, "-m", "pytest", "-q", "-m", "cuda", "--tb=short"]
         command += ["--confcutdir=tests/cuda", "-p", "no:cacheprovider"]
         if _has("xdist"):  # it goes on after a crash
-            command += ["-n", "3", "--dist", "worksteal"]
+            jobs = max(2, (os.cpu_count() or 1) // 4)
+            command += ["-n", str(jobs), "--dist", "worksteal"]
         command += ["-o", "faulthandler_timeout=60", *for_pytest]
         command += [f"tests/cuda/{file}" for file in files]
         # State files must not be in RAM, as /tmp may be.
