@@ -1,7 +1,7 @@
 """Training on a GPU whose memory is made smaller and smaller, beside training wholly in it.
 
 usage: python -m bench.cuda [--models gpt-6b,gpt-14b,gpt2-1.3b]
-                            [--contenders 25,100,25e,10,torch,fsdp2,deepspeed,50,80gb]
+                            [--contenders 25,100,10,torch,fsdp2,deepspeed,50,80gb]
                             [--nvme DIR] [--minutes 8] [--rows FILE] [--json]
 
 A model *wants* on the device what it takes with all its state there: 14 bytes a parameter (bf16
@@ -9,8 +9,7 @@ parameter and gradient, and an optimizer state of 10). Each contender is a proce
 does not fit into the time is left out, and said to be.
 
     torch      plain PyTorch in bf16 with fused AdamW, all in the GPU's memory: 8 bytes a parameter
-    100 % ...  hetero, policy auto, with that share of what the model wants as device_memory; with
-               an "e" behind it step_in_backward=True
+    100 % ...  hetero, policy auto, with that share of what the model wants as device_memory
     fsdp2      fully_shard on one rank with CPUOffloadPolicy, fp32 in page-locked RAM, compute in
                bf16, and torch's fused AdamW on the CPU
     deepspeed  ZeRO-3 with parameters and optimizer in RAM, where it is installed
@@ -56,9 +55,9 @@ ENOUGH_S = 15.0  # of measured steps
 WANTED_BYTES = 14  # a parameter
 _LEAST_S = 25.0  # less is not worth starting a contender for
 # As the table has them.
-_KINDS = ("torch", "100", "50", "25", "25e", "10", "10e", "fsdp2", "deepspeed", "80gb")
+_KINDS = ("torch", "100", "50", "25", "10", "fsdp2", "deepspeed", "80gb")
 # What says most first.
-_ORDER = ("25", "100", "25e", "10", "torch", "fsdp2", "deepspeed", "50", "10e", "80gb")
+_ORDER = ("25", "100", "10", "torch", "fsdp2", "deepspeed", "50", "80gb")
 _LINK = "link"  # stands in the place of a model and a contender for the measurement of copies
 
 
@@ -218,15 +217,13 @@ def _prepare(shape: Shape, kind: str, nvme: str | None) -> _Prepared:
         return _Prepared(_deepspeed(model), _numel(model))
     wanted = WANTED_BYTES * _numel(model)
     # Whole chunks are a little more than their parameters.
-    share = int(kind.removesuffix("e"))
-    device_memory = int(wanted * share / 100 * (1.03 if share == 100 else 1))
+    device_memory = int(wanted * int(kind) / 100 * (1.03 if kind == "100" else 1))
     return _hetero(
         model,
         backend="cuda",
         placement_policy="auto",
         device_memory=device_memory,
         nvme_path=nvme,
-        step_in_backward=kind.endswith("e"),
     )
 
 
@@ -364,8 +361,6 @@ def _name(row: dict[str, Any]) -> str:
     kind = row["contender"]
     if kind == "80gb":
         return "hetero, 80 GB"
-    if kind.endswith("e"):
-        return f"hetero, {kind[:-1]} % early"
     return f"hetero, {kind} %" if kind.isdigit() else kind
 
 

@@ -65,7 +65,7 @@ def aims(
         if model == LIMITED_MODEL:
             found.append(_of_limited(of_model))
             continue
-        shares = [kind for kind in of_model if kind.removesuffix("e").isdigit()]
+        shares = [kind for kind in of_model if kind.isdigit()]
         found += [_of_step(model, kind, of_model, copies, disk_bytes_per_s) for kind in shares]
         what = f"{model}: tokens/s with 25 % of the state on the GPU, of 100 %"
         found.append(_of_speeds(what, of_model, "25", "100", _LEAST_AT_A_QUARTER))
@@ -103,12 +103,11 @@ def _of_step(
     disk_bytes_per_s: float | None,
 ) -> Aim:
     """Compute is the step with all state on the GPU, so that of 100 % it is the step itself."""
-    share = f"{kind[:-1]} % early" if kind.endswith("e") else f"{kind} %"
-    what = f"{model}: step with {share}, of the slowest part"
+    what = f"{model}: step with {kind} %, of the slowest part"
     missing = [
         f"{name}: {status}"
         for name, status in (
-            (share, of_model[kind]["status"]),
+            (f"{kind} %", of_model[kind]["status"]),
             ("100 %", of_model.get("100", {"status": "not run"})["status"]),
             ("link", copies["status"]),
         )

@@ -20,6 +20,7 @@ import json
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -225,7 +226,12 @@ def summary(results: Path) -> str:
 def _start(command: Sequence[str], log: Path, more: Mapping[str, str]) -> subprocess.Popen[bytes]:
     with open(log, "wb") as output:
         return subprocess.Popen(
-            command, cwd=ROOT, env={**os.environ, **more}, stdout=output, stderr=subprocess.STDOUT
+            command,
+            cwd=ROOT,
+            env={**os.environ, **more},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
 
 
@@ -236,7 +242,7 @@ def _finish(running: Mapping[str, subprocess.Popen[bytes]], until_s: float) -> d
         try:
             statuses[name] = process.wait(max(1.0, until_s - time.monotonic()))
         except subprocess.TimeoutExpired:
-            process.kill()
+            os.killpg(process.pid, signal.SIGKILL)  # its workers, too
             process.wait()
             statuses[name] = 124
     return statuses

@@ -112,12 +112,6 @@ class Config:
             optimizer state streams from NVMe, 12 where parameters do, too, and none where all is in
             RAM. Not for Muon's updates, nor, with a device that has memory of its own, for the
             policies "auto" and "cuda".
-        step_in_backward: backward makes each chunk's update as soon as its gradients are there,
-            also of optimizer state in RAM, which hides that time behind backward. For loops that
-            call step() after each backward (of all but the last micro-batch inside
-            hetero.no_sync()), and neither clip nor scale gradients nor change options of param
-            groups in between: anything else is an error then, and leaves the model between two
-            steps. The same bits as without. Default: False, what is in RAM is updated by step().
         durable: what step() has made survives a crash, or a loss of power: the state stays in files
             in the folder "hetero-state" of nvme_path, which this training has for itself, and
             hetero.initialize() goes on from the last commit there, with any number of ranks,
@@ -171,7 +165,6 @@ class Config:
     keep_fp32: Sequence[str] = ()
     chunk_numel: int | None = None
     undoable_steps: bool = False
-    step_in_backward: bool = False
     durable: bool = False
     commit_every: int = 1
     discard_state: bool = False
@@ -242,17 +235,10 @@ class Config:
                 f"not {scale!r}"
             )
         check_integer("commit_every", self.commit_every, at_least=0)
-        for name in (
-            "undoable_steps",
-            "step_in_backward",
-            "durable",
-            "discard_state",
-            "verify_reads",
-        ):
+        for name in ("undoable_steps", "durable", "discard_state", "verify_reads"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, not {getattr(self, name)!r}")
         self._check_backend()
-        self._check_step_in_backward()
         if self.discard_state and not self.durable:
             raise ValueError("discard_state=True is of no use without durable=True; give it too")
         if self.nvme_path is not None:
@@ -282,26 +268,6 @@ class Config:
             raise ValueError(
                 f"undoable_steps=True keeps no state that has its home on the device; use "
                 f"placement_policy='cpu' or 'nvme' instead of {self.placement_policy!r}"
-            )
-
-    def _check_step_in_backward(self) -> None:
-        """Raises ValueError for an option whose promise needs updates to be taken back."""
-        if not self.step_in_backward:
-            return
-        reasons = {
-            f"dtype='fp16' with initial_loss_scale={self.initial_loss_scale:}": (
-                self.dtype == "fp16" and self.initial_loss_scale is not None
-            ),
-            "undoable_steps=True": self.undoable_steps,
-            "durable=True": self.durable,
-            f"overlap_updates={self.debugging.overlap.value!r}": (
-                not self.debugging.overlap.in_backward
-            ),
-        }
-        for reason in (reason for reason, holds in reasons.items() if holds):
-            raise ValueError(
-                f"step_in_backward=True makes updates that stay before step() is called, which "
-                f"{reason} does not allow; leave one of the two out"
             )
 
     def _check_files_in_ram(self) -> None:

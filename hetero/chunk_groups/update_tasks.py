@@ -191,13 +191,7 @@ class UpdateTasks:
             STREAMING_BUFFERS if self._updates.overlap.repeats else 0,
         )
 
-    def prepare(
-        self,
-        groups: Groups,
-        table: HyperTable,
-        in_backward: bool = False,
-        speculative: bool = False,
-    ) -> Update:
+    def prepare(self, groups: Groups, table: HyperTable, speculative: bool = False) -> Update:
         """What updates the parameters in `groups`, with what is in `table`. Changes nothing.
 
         Slots that hold their gradients stay until the update is made (Grads.release_used()).
@@ -221,7 +215,7 @@ class UpdateTasks:
                     for part in parts_of(managed, self._layout):
                         segments.setdefault((c, part.tile), [])
         order = sorted(segments, reverse=not self._ascending)
-        priorities = {c: self.priority(chunks[c], in_backward) for c in by_chunk}
+        priorities = {c: self.priority(chunks[c], speculative) for c in by_chunk}
         order.sort(key=lambda tile: priorities[tile[0]])
         tiles = []
         for c, tile in order:
@@ -234,7 +228,7 @@ class UpdateTasks:
         return Update(list(by_chunk.values()), options, table.hypers, tiles)
 
     def submit(self, update: Update, last: bool) -> None:
-        """Begins an update, the `last` of the step or one that backward makes. Memory that it uses
+        """Begins an update, the `last` of the step or a speculative one before. Memory that it uses
         must stay.
 
         Raises the failure of an update before.

@@ -258,7 +258,7 @@ class Engine:
             NativeIoError, PeerError: a transfer, or a rank, failed.
         """
         self.check_usable()
-        self.schedule.wait_all(but_early=True)
+        self.schedule.wait_all()
         self.added_params.take_in_unfrozen()
         self.grad_intake.average(force=True)
         managed = self.params.managed.values()

@@ -10,11 +10,6 @@ gave gradients in recent steps. Such an update leaves what it reads. step() comp
 update, or has it made again. Before anybody uses a value in between, or changes a gradient, the
 chunk's update is taken back. So training has the same bits as without, and nobody sees a difference
 but in time.
-
-State in RAM has no second place, so its updates wait for step(), which on a GPU leaves memory idle
-during backward. With step_in_backward=True, by which users say that step() follows and finds the
-gradients as they came, backward makes updates of all state for good. If something else follows,
-that is an error: whoever changes such a gradient, clears it, or has step() find other options.
 """
 
 from __future__ import annotations
@@ -35,10 +30,9 @@ from hetero.runtime.factor_prediction import FactorPrediction
 from hetero.runtime.grad_counts import GradCounts
 from hetero.runtime.modules.call_stack import inside_another_backward
 from hetero.runtime.modules.param_registry import ParamRegistry
-from hetero.state.chunk_state import ChunkState, Speculative
+from hetero.state.chunk_state import Speculative
 from hetero.state.loss_scale import LossScale
 from hetero.state.managed_param import ManagedParam
-from offload.errors import HeteroError
 
 
 @dataclass(frozen=True)
@@ -80,7 +74,6 @@ class UpdateSchedule:
         self._prediction = FactorPrediction(always=self.overlap is not OverlapUpdates.AUTO)
         self._guess: float | None = None  # of this step's factor
         self._reads_ahead = config.debugging.prefetch
-        self._is_for_good = config.step_in_backward  # what backward updates stays
         self._in_backward = False  # a gradient has come in this step
         self._group_of: dict[int, int] = {}  # by id(param): index of its param group
 
@@ -97,9 +90,7 @@ class UpdateSchedule:
         self._in_backward = True
         # (Which of several optimizers is going to make its step is not known.)
         speculates = self.overlap.in_backward and len(self._optimizers) == 1
-        self._guess = None
-        if speculates:
-            self._guess = 1.0 if self._is_for_good else self._prediction.guess()
+        self._guess = self._prediction.guess() if speculates else None
         if not self._reads_ahead:
             return
         for chunk_group in self._params.chunk_groups:
@@ -113,9 +104,7 @@ class UpdateSchedule:
 
     def revoke(self, managed: ManagedParam) -> None:
         """A gradient of the parameter comes, or is assigned: its chunk's is not the final one."""
-        updates = self._params.group(managed.chunk).updates
-        updates.chunks[managed.chunk.id].check_grad_is_open()
-        updates.revoke(managed.chunk)
+        self._params.group(managed.chunk).updates.revoke(managed.chunk)
 
     def grad_arrived(self, managed: ManagedParam, added: bool, counts: bool) -> None:
         """A gradient is kept (GradCounts.note()). Submits the updates that can be made now."""
@@ -142,7 +131,7 @@ class UpdateSchedule:
                         return  # it is on its way from the device
                     if not chunk_group.updates.versions.snapshots.may_change(chunk):
                         return  # a save, or the last step's commit, goes on
-                    self._update_early(chunk, self._guess)
+                    self._speculate(chunk, self._guess)
 
     def _note_final(self, chunk: Chunk) -> bool:
         chunk_group = self._params.group(chunk)
@@ -153,9 +142,8 @@ class UpdateSchedule:
         return final
 
     @marked("hetero::update")
-    def _update_early(self, chunk: Chunk, factor: float) -> None:
-        """Submits an update of the chunk, by default a speculative one; leaves it to step() if that
-        is impossible."""
+    def _speculate(self, chunk: Chunk, factor: float) -> None:
+        """Submits a speculative update of the chunk; leaves it to step() if that is impossible."""
         chunk_group = self._params.group(chunk)
         updates = chunk_group.updates
         updates.set_final(chunk, False)
@@ -163,31 +151,22 @@ class UpdateSchedule:
         groups = self._grouped(members)
         if groups is None or chunk_group.grads.has_lost(chunk) or not all(map(is_free, members)):
             return
-        tasks = chunk_group.update_tasks
-        if not tasks.can_speculate:
-            return
-        if not self._is_for_good and not updates.versions.can_speculate(chunk):
+        if not chunk_group.update_tasks.can_speculate or not updates.versions.can_speculate(chunk):
             return
         try:
             table = self._optimizers[0].hyper_table(groups, factor)
         except ValueError:
             return
-        speculative = Speculative(members, [table.hyper(m) for m in members])
-        if self._is_for_good:
-            if chunk_group.params.updates.begin_early(chunk, speculative):
-                update = tasks.prepare(groups, table, in_backward=True)
-                with chunk_group.optim_states.lock:
-                    tasks.submit(update, last=False)
-            return
         if not chunk_group.params.updates.begin_speculation(chunk, members):
             return
-        update = tasks.prepare(groups, table, in_backward=True, speculative=True)
+        update = chunk_group.update_tasks.prepare(groups, table, speculative=True)
+        speculative = Speculative(members, [table.hyper(m) for m in members])
         with (
             chunk_group.optim_states.lock,
             updates.speculating(chunk, speculative) as nobody_reads,
         ):
             if nobody_reads:
-                tasks.submit(update, last=False)
+                chunk_group.update_tasks.submit(update, last=False)
 
     def _grouped(self, members: Iterable[ManagedParam]) -> Groups | None:
         """The param groups, with `members` alone; None if one is in no group."""
@@ -205,29 +184,9 @@ class UpdateSchedule:
         return groups
 
     def revoke_all(self) -> None:
-        """Takes all speculative updates back.
-
-        Raises what an update met, and HeteroError, once, if backward has made some for good.
-        """
-        made = self._made_early()
-        for state in made:
-            state.made_early = None
-        if made:
-            raise HeteroError(
-                f"backward has updated {len(made)} chunks, the first that of "
-                f"{made[0].chunk.name} (step_in_backward=True), and optimizer.step() did not "
-                f"follow: the model is between two steps. Call step() after each backward, or load "
-                f"a checkpoint; or leave step_in_backward out"
-            )
+        """Takes all speculative updates back. Raises what an update met."""
         for chunk_group in self._params.chunk_groups:
             chunk_group.updates.revoke_all()
-
-    def _made_early(self) -> list[ChunkState]:
-        """The chunks whose update this step's backward has made for good."""
-        if not self._is_for_good:
-            return []
-        groups = self._params.chunk_groups
-        return [s for group in groups for s in group.updates.chunks if s.made_early is not None]
 
     # At step()
 
@@ -245,7 +204,7 @@ class UpdateSchedule:
         for m in members:
             self._params.group(m.chunk).grads.wait_arrived(m)
         self._note_factor(members)
-        confirmed = self._compare(groups, table) | self._check_made_early(groups, table)
+        confirmed = self._compare(groups, table)
         used = {m.chunk.group_index for m in members}
         for number in sorted(used):
             mine = [
@@ -299,26 +258,6 @@ class UpdateSchedule:
                         confirmed.update(members)
         return confirmed
 
-    def _check_made_early(self, groups: Groups, table: HyperTable) -> set[ManagedParam]:
-        """The parameters that backward has updated for good.
-
-        Raises HeteroError if step() would update them otherwise.
-        """
-        updated = {m for _, members in groups for m in members}
-        made: set[ManagedParam] = set()
-        for state in self._made_early():
-            assert state.made_early is not None
-            for m, hyper in zip(state.made_early.members, state.made_early.hypers, strict=True):
-                if m not in updated or table.hyper(m) != hyper:
-                    raise HeteroError(
-                        f"backward has updated {m.name} (step_in_backward=True), and step() finds "
-                        f"other options of its param group, another factor of its gradient, or no "
-                        f"gradient: change options after step(), as schedulers do, or leave "
-                        f"step_in_backward out. The model is between two steps: load a checkpoint"
-                    )
-                made.add(m)
-        return made
-
     def _submit_rest(self, chunk_group: ChunkGroup, groups: Groups, table: HyperTable) -> None:
         """Submits the step's last updates, of parameters in `groups`, all in `chunk_group`."""
         update = chunk_group.update_tasks.prepare(groups, table)
@@ -350,14 +289,13 @@ class UpdateSchedule:
             if awaited:
                 self._finish(chunk_group, awaited, all_of_them=awaited == under_way)
 
-    def wait_all(self, but_early: bool = False) -> None:
-        """Until all parameters have their new values, but for speculative ones, and, if asked for,
-        those that this step's backward updates. Raises what an update met."""
+    def wait_all(self) -> None:
+        """Until all parameters have their new values, but for speculative ones. Raises what an
+        update met."""
         for chunk_group in self._params.chunk_groups:
-            states, under_way = chunk_group.updates.chunks, chunk_group.updates.under_way
-            waited = [c for c in under_way if not but_early or states[c.id].made_early is None]
-            if waited:
-                self._finish(chunk_group, waited, all_of_them=waited == under_way)
+            under_way = chunk_group.updates.under_way
+            if under_way:
+                self._finish(chunk_group, under_way, all_of_them=True)
 
     def wait_copied(self) -> None:
         """Until no save or commit that goes on has to copy anything more."""

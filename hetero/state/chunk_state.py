@@ -4,8 +4,7 @@ The phases of its update, and what leads from one to another (ChunkUpdates has t
 
     Open         parameters have their values, and backward may add gradients
                      -> Speculative   speculating(): no more gradients are expected
-                     -> Submitted     submit(): step(), or backward where that is allowed
-                                      (Config.step_in_backward), submits an update that stays
+                     -> Submitted     submit(): step() submits an update that stays
     Speculative  an update is made with a guess of what step() will say
                      -> Open          revoke(), take_back(): a value is used, a gradient changes
                      -> Submitted     decide(): step() keeps the update, or has it made again
@@ -30,7 +29,6 @@ from hetero.chunks.layout import Chunk
 from hetero.state.managed_param import ManagedParam
 from offload._native import Hyper
 from offload.disk.backing import Extent
-from offload.errors import HeteroError
 from offload.memory.operation import Operation
 from offload.memory.tiers import StateKind
 
@@ -119,7 +117,6 @@ class ChunkState:
         versions: what the scratch file has of it.
         readers: threads that read its memory (ChunkUpdates.reading()).
         was_revoked: an update was taken back in this step.
-        made_early: the update that this step's backward has submitted, which stays.
         first_use: the order of forward's first uses in this step; None before.
         used: the gathered copy that parameters in use are views of.
         whole_gather: the gather of new values from all ranks that is under way.
@@ -133,7 +130,6 @@ class ChunkState:
     versions: FileVersions = field(default_factory=FileVersions)
     readers: int = 0
     was_revoked: bool = False
-    made_early: Speculative | None = None
     first_use: int | None = None
     used: UsedCopy | None = None
     whole_gather: Operation | None = None
@@ -143,16 +139,6 @@ class ChunkState:
     def is_under_way(self) -> bool:
         """Whether its parameters do not have the new values of an update that stays yet."""
         return isinstance(self.update, Submitted | Done)
-
-    def check_grad_is_open(self) -> None:
-        """Raises HeteroError if an update that stays was made with the gradient before step()."""
-        if self.made_early is not None:
-            raise HeteroError(
-                f"the gradient of {self.chunk.name} comes again, or is changed, after backward has "
-                f"made the update with it (step_in_backward=True): do not clip or scale gradients "
-                f"then, and have as many backward passes in each step as in the first, or all but "
-                f"the last inside hetero.no_sync(); else leave step_in_backward out"
-            )
 
     @property
     def is_awaited(self) -> bool:

@@ -88,7 +88,7 @@ class ChunkUpdates:
                 self._final.pop(state, None)
 
     def submit(self, chunk: Chunk, members: Sequence[ManagedParam], is_awaited: bool) -> None:
-        """From Open to Submitted: an update of `members` that stays is about to be submitted."""
+        """To Submitted: an update of `members` that stays is about to be submitted."""
         self.set_final(chunk, False)
         state = self.chunks[chunk.id]
         state.update = Submitted(members, is_awaited)
@@ -107,7 +107,7 @@ class ChunkUpdates:
         for chunk in self.final:
             self.set_final(chunk, False)
         for state in self.chunks:
-            state.was_revoked, state.first_use, state.made_early = False, None, None
+            state.was_revoked, state.first_use = False, None
         self._first_uses = 0
 
     # Speculation

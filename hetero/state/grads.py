@@ -79,11 +79,7 @@ class Grads:
         return self._chunks[chunk.id].members
 
     def wait_unused(self, chunk: Chunk) -> None:
-        """Until no update reads the chunk's gradient, which may be changed then.
-
-        Raises HeteroError if the update of this step was made with it already.
-        """
-        self._chunks[chunk.id].check_grad_is_open()
+        """Until no update reads the chunk's gradient, which may be changed then."""
         self._updates.revoke(chunk)
         self._updates.wait_updated(chunk)
         self._unpin(chunk)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from hetero.chunks.layout import Chunk
 from hetero.ranks.shard_server import Versions
-from hetero.state.chunk_state import Done, Open, Speculative
+from hetero.state.chunk_state import Done
 from hetero.state.chunk_updates import ChunkUpdates
 from hetero.state.copy_caches import CopyCaches
 from hetero.state.gathering.all_gather import Gathering
@@ -78,20 +78,6 @@ class ParamUpdates:
             return False
         self._copies.drop(chunk)  # a device may be copying from it
         return True
-
-    def begin_early(self, chunk: Chunk, update: Speculative) -> bool:
-        """begin() before step(). Returns False, with nothing changed, if somebody reads the chunk,
-        or another tensor views its home: they would see new values before step()."""
-        state = self._chunks[chunk.id]
-        if not self.begin_speculation(chunk, update.members):
-            return False
-        with self._updates.speculating(chunk, update) as nobody_reads:
-            if nobody_reads:
-                self.versions.change(chunk)
-                self._copies.discard(chunk)
-                state.made_early, state.update = update, Open()
-                self._updates.submit(chunk, update.members, not self._updates.goes_on(chunk))
-        return nobody_reads
 
     def decide(self, chunk: Chunk, confirmed: bool) -> None:
         """The chunk's speculative update stays, or is about to be submitted once more."""

@@ -34,7 +34,6 @@ _PROTOTYPES = {
     ),
     "cuGetErrorString": (c_int, POINTER(c_char_p)),
     "cuStreamCreate": (POINTER(c_void_p), c_uint),
-    "cuStreamDestroy_v2": (c_void_p,),
 }
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: it does not wait for work in the default stream
 # What native code calls to copy (native/link/cuda_copier.h).
@@ -125,12 +124,6 @@ def create_stream(index: int) -> int:
     with _in_context(c_void_p(primary_context(index))):
         _check(_driver().cuStreamCreate(byref(handle), _NON_BLOCKING), "creating a stream")
     return handle.value or 0
-
-
-def destroy_stream(index: int, handle: int) -> None:
-    """Frees a stream of create_stream() when all its work is done; the host does not wait."""
-    with suppress(HeteroError), _in_context(c_void_p(primary_context(index))):
-        _driver().cuStreamDestroy_v2(c_void_p(handle))
 
 
 @cache

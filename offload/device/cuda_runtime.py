@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 import weakref
+from collections import defaultdict, deque
 from contextlib import AbstractContextManager, suppress
 from typing import Any
 
@@ -19,7 +20,6 @@ from offload.device.cuda_module import (
     COPY_FUNCTIONS,
     CudaModule,
     create_stream,
-    destroy_stream,
     driver_functions,
     pci_device,
     primary_context,
@@ -28,6 +28,8 @@ from offload.device.event_pool import Event, EventPool
 from offload.device.nccl import has_nccl, nccl_group
 
 Stream = Any
+# By device, the handles of streams that nobody has any more.
+_UNUSED_STREAMS: defaultdict[int, deque[int]] = defaultdict(deque)
 _POLL_S = 0.0005  # CUDA knows no wait for an event with a limit
 
 
@@ -47,9 +49,14 @@ class CudaRuntime:
         torch's streams are 32 that it deals out in turns: the 33rd would be the first again, and
         what must not wait for each other would, on several ranks in a circle.
         """
-        handle = create_stream(self._index)
+        unused = _UNUSED_STREAMS[self._index]
+        try:
+            handle = unused.popleft()
+        except IndexError:
+            handle = create_stream(self._index)
         stream = torch.cuda.ExternalStream(handle, self.device)
-        weakref.finalize(stream, destroy_stream, self._index, handle).atexit = False
+        # It is dealt out again and never destroyed: torch's allocators may remember it.
+        weakref.finalize(stream, unused.append, handle).atexit = False
         return stream
 
     def current_stream(self) -> Stream:

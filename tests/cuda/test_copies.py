@@ -107,9 +107,11 @@ def test_streams_are_ones_own(runtime: CudaRuntime) -> None:
     for number, stream in enumerate(streams):
         with runtime.on(stream):
             found[number] = number
-    del streams, stream  # they are freed when their work is done
     torch.cuda.synchronize()
     assert found.tolist() == list(range(70))
+    handles = {stream.cuda_stream for stream in streams}
+    del streams, stream
+    assert runtime.new_stream().cuda_stream in handles
 
 
 def test_what_is_uploaded_is_there(runtime: CudaRuntime) -> None:

@@ -78,17 +78,6 @@ def no_waiting() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.usefixtures("deterministic")
-def test_updates_in_backward_have_the_same_bits(settings: dict[str, Any], tmp_path: Path) -> None:
-    found = []
-    for for_good in (False, True):
-        given = {"device_memory": TIGHT["bf16"], "step_in_backward": for_good, **settings}
-        model, optimizer = nets.managed(tmp_path, **given)
-        found.append(nets.train(model, optimizer, nets.batches(6), clip=None))
-    assert found[0].same_bits(found[1])
-
-
-@pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("inputs", ["device", "ram", "page-locked"])
 def test_a_step_does_not_wait_for_the_device(
     settings: dict[str, Any], inputs: str, tmp_path: Path

@@ -141,8 +141,7 @@ class GradFactors:
     def multiply(self, members: Members, factor: float) -> None:
         """Multiplies each gradient by `factor`."""
         self._intake.average()
-        for m in members if factor != 1 else ():
-            self._params.group(m.chunk).updates.chunks[m.chunk.id].check_grad_is_open()
+        for m in members:
             m.grad_factor *= factor
 
     def clamp(self, members: Members, low: float | None, high: float | None) -> None:
