@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from hetero.api.loaded_state import check_torch_arguments
 from hetero.api.optimizer import HybridOptimizer, unmanaged
 from hetero.api.optimizers import Adam, AdamW
 from hetero.api.optimizers import HybridAdagrad as Adagrad
@@ -144,12 +143,3 @@ class OwnedSteps:
                 f"step() of this {type(optimizer).__name__} would leave out what its wrapper does "
                 f"(loss scale, clipping, counts); call {self._call}"
             )
-
-
-def pop_torch_options(name: str, options: dict[str, Any]) -> None:
-    """Takes torch's own options out of `options`.
-
-    Raises ValueError for those that change the update, as amsgrad and maximize.
-    """
-    taken = ("amsgrad", "maximize", "foreach", "fused", "capturable", "differentiable")
-    check_torch_arguments(name, {each: options.pop(each, None) for each in taken})

@@ -16,6 +16,7 @@ from hetero.compat.key_table import (
 from hetero.config import Config
 
 _EAGER = "graphs run as they are written"
+_SMALL = "small parameters share a chunk with others"
 
 METHODS = KeyTable(
     "nn.Graph.config",
@@ -27,11 +28,9 @@ METHODS = KeyTable(
             "inputs are divided along their first dimension; losses are means"
         ),
         "set_hetero_options": honoured("hetero's own options, as `host_memory`"),
-        "shard_min_size": not_needed("small parameters share a chunk with others"),
+        "shard_min_size": not_needed(_SMALL),
         "shard_restore_level": not_needed("parameters are gathered when they are used"),
-        "set_zero_redundancy_optimizer_min_size_after_split": not_needed(
-            "small parameters share a chunk with others"
-        ),
+        "set_zero_redundancy_optimizer_min_size_after_split": not_needed(_SMALL),
         "set_outputs_buffer_size": not_needed(_EAGER),
         "allow_fuse_model_update_ops": not_needed("an update is one kernel"),
         "allow_fuse_add_to_output": not_needed(_EAGER),
@@ -45,91 +44,56 @@ METHODS = KeyTable(
 
 
 class GraphConfig:
-    """What a graph says of its training, before its first call.
-
-    Attributes:
-        stage: of ZeRO, 0 to 3; 0: it was not enabled.
-        accumulation_steps: micro-batches of a call.
-    """
+    """What a graph says of its training, before its first call."""
 
     def __init__(self) -> None:
-        self.stage = 0
         self.accumulation_steps = 1
-        self._dtype = "fp32"
+        self._options: dict[str, Any] = {"backend": "auto", "dtype": "fp32", "zero_stage": 1}
         self._own: dict[str, Any] = {}
 
-    def enable_zero(
-        self,
-        mode: bool = True,
-        *,
-        stage: int = 2,
-        shard_min_size: int = 1024,
-        shard_restore_level: int = 1,
-    ) -> None:
-        """Shares state out over the ranks.
+    def enable_zero(self, mode: bool = True, *, stage: int = 2, **not_needed: Any) -> None:
+        """Shards optimizer state (stage 1), gradients, too (2), and parameters, too (3).
 
-        Args:
-            mode: False: nothing is.
-            stage: 1: optimizer state; 2: gradients, too; 3: parameters, too.
-            shard_min_size, shard_restore_level: not needed.
-
-        Raises:
-            ValueError: for another stage.
+        Raises ValueError for another stage.
         """
         if isinstance(stage, bool) or stage not in (1, 2, 3):
             raise ValueError(f"enable_zero: stage must be 1, 2 or 3, not {stage!r}")
-        if shard_min_size != 1024:
-            METHODS.read({"shard_min_size": shard_min_size})
-        if shard_restore_level != 1:
-            METHODS.read({"shard_restore_level": shard_restore_level})
-        self.stage = stage if mode else 0
+        METHODS.read(not_needed)
+        self._options["zero_stage"] = stage if mode else 1
 
     def set_zero_redundancy_optimizer_mode(self, mode: str = "distributed_split") -> None:
         """Stage 1, by its older name. Raises ValueError for an unknown mode."""
         if mode not in ("distributed_split", "non_distributed"):
             raise ValueError(f"mode must be distributed_split or non_distributed, not {mode!r}")
-        self.stage = max(self.stage, 1)
 
     def enable_amp(self, mode: bool = True, *, dtype: Any = None) -> None:
-        """Parameters in bf16 with fp32 masters.
-
-        Args:
-            mode: False: fp32.
-            dtype: not needed.
-        """
+        """Keeps parameters in bf16 with fp32 masters, whatever the dtype; in fp32 if not `mode`."""
         if dtype is not None:
             log_not_needed("enable_amp: dtype", "bf16 needs no loss scale")
-        self._dtype = "bf16" if mode else "fp32"
+        self._options["dtype"] = "bf16" if mode else "fp32"
 
     def set_gradient_accumulation_steps(self, value: int) -> None:
-        """Each call is divided into so many micro-batches. Raises ValueError below 1."""
+        """Divides each call into so many micro-batches. Raises ValueError below 1."""
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"gradient accumulation steps must be 1 or more, not {value!r}")
         self.accumulation_steps = value
 
     def set_hetero_options(self, **options: Any) -> None:
-        """hetero's own options, which go before all others. Raises ValueError for unknown ones.
+        """Sets options of hetero.Config, which go before all others.
 
-        Args:
-            options: fields of hetero.Config.
+        Raises ValueError for unknown ones.
         """
         Config.make(None, **{**self._own, **options})
         self._own |= options
 
     def made(self) -> Config:
         """hetero's options. Raises ValueError for those that contradict each other."""
-        options = {"backend": "auto", "dtype": self._dtype, "zero_stage": max(self.stage, 1)}
-        return Config.make({**options, **self._own})
+        return Config.make({**self._options, **self._own})
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
         if name not in METHODS.keys:
-            raise AttributeError(
-                f"nn.Graph.config has no {name!r}; {nearest(name, list(METHODS.keys))}"
-            )
-
-        def accept(mode: Any = True) -> None:
-            METHODS.read({name: mode})
-
-        return accept
+            near = nearest(name, list(METHODS.keys))
+            raise AttributeError(f"nn.Graph.config has no {name!r}; {near}")
+        return lambda mode=True: METHODS.read({name: mode})

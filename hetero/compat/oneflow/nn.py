@@ -6,50 +6,53 @@ is divided. Here each rank has its own part of the data, and the engine has the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map, tree_map_only
 
 from hetero.api.optimizer import HybridOptimizer, unmanaged
 from hetero.compat.key_table import log_not_needed
 from hetero.compat.late_start import start
-from hetero.compat.oneflow.global_view import check_model_view
 from hetero.compat.oneflow.graph_config import GraphConfig
+from hetero.compat.ranks import ranks
 
 _classes: dict[str, type] = {}
 
 
+def check_view(place: Any, sbp: Any, dims: Sequence[int | None], fix: str) -> None:
+    """Raises ValueError unless a placement has all ranks, and an SBP one of the dimensions."""
+    if place is not None and sorted(place.ranks) != list(range(ranks())):
+        raise ValueError(
+            f"the placement has the ranks {place.ranks}, and the training {ranks()} ranks; give all"
+        )
+    for each in sbp if isinstance(sbp, (list, tuple)) else [sbp]:
+        if each is not None and each.dim not in dims:
+            raise ValueError(fix.format(each.dim))
+
+
 class _Global:
-    """What OneFlow's modules have beside torch's."""
+    """Methods that OneFlow's modules have beside torch's."""
 
     def to_global(self, placement: Any = None, sbp: Any = None) -> Any:
-        """The same module; the engine has its parameters, from the first call of a graph on.
-
-        Args:
-            placement: all ranks.
-            sbp: broadcast; enable_zero() says what is shared out.
-
-        Raises:
-            ValueError: for other ranks, or another SBP.
-        """
-        check_model_view(placement, sbp)
+        """The same module; raises ValueError unless it is broadcast to all ranks."""
+        fix = "a model's sbp must be broadcast; config.enable_zero() of the graph shares it out"
+        check_view(placement, sbp, [None], fix)
         return self
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """As of torch.nn.Module, but parameters stay on the CPU: the engine moves them."""
-        places = (*args, kwargs.pop("device", None))
-        kept = [arg for arg in places if arg is not None and not _is_device(arg)]
-        if len(kept) < len([arg for arg in places if arg is not None]):
+        given = [each for each in (*args, kwargs.pop("device", None)) if each is not None]
+        kept = [each for each in given if not isinstance(each, (str, int, torch.device))]
+        if len(kept) < len(given):
             log_not_needed("Module.to: a device", "parameters come to where compute happens")
         return super().to(*kept, **kwargs) if kept or kwargs else self  # type: ignore[misc]
 
     def cuda(self, device: Any = None) -> Any:
         """As to("cuda")."""
         return self.to("cuda")
-
-
-def _is_device(value: Any) -> bool:
-    return isinstance(value, (str, int, torch.device))
 
 
 class CrossEntropyLoss(_Global, torch.nn.CrossEntropyLoss):
@@ -82,15 +85,9 @@ class Graph:
     def add_optimizer(
         self, optim: HybridOptimizer, *, lr_sch: Any = None, is_sparse: bool = False
     ) -> None:
-        """The graph trains the parameters of this optimizer.
+        """Trains the parameters of this optimizer; each call steps `lr_sch`, a scheduler of it.
 
-        Args:
-            optim: of hetero.compat.oneflow.optim, or of hetero.
-            lr_sch: a scheduler of its rates, which each call steps.
-            is_sparse: False.
-
-        Raises:
-            ValueError: for another optimizer, a second one, or is_sparse.
+        Raises ValueError for another optimizer, a second one, or is_sparse.
         """
         if not isinstance(optim, HybridOptimizer):
             raise ValueError(
@@ -104,7 +101,7 @@ class Graph:
         self._optimizer, self._scheduler = optim, lr_sch
 
     def build(self, *args: Any, **kwargs: Any) -> Any:
-        """What a call does; a subclass writes it."""
+        """The work of a call; a subclass writes it."""
         raise NotImplementedError("a graph needs build()")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -112,23 +109,26 @@ class Graph:
 
         Raises as hetero.initialize() at the first call, and as step() of hetero's optimizers.
         """
-        optimizer = self._optimizer
+        optimizer, steps = self._optimizer, self.config.accumulation_steps
         if optimizer is None:
             with torch.no_grad():
                 return self.build(*args, **kwargs)
         if optimizer in unmanaged:
             start(self._modules(), optimizer, self.config.made())
         optimizer.zero_grad()
-        outputs = [self.build(*a, **k) for a, k in self._micro_batches(args, kwargs)]
-        steps = self.config.accumulation_steps
+        outputs = []
+        for number in range(steps):
+            rows = partial(_rows, number, steps)
+            a, k = tree_map_only(torch.Tensor, rows, (args, kwargs))
+            outputs.append(self.build(*a, **k))
         if steps > 1:
-            engine = optimizer.engine
             params = [param for group in optimizer.param_groups for param in group["params"]]
+            engine = optimizer.engine
             engine.grad_factors.multiply(engine.with_grads(params), 1.0 / steps)
         optimizer.step()
         if self._scheduler is not None:
             self._scheduler.step()
-        return outputs[0] if steps == 1 else _joined(outputs)
+        return outputs[0] if steps == 1 else tree_map(_joined, *outputs)
 
     def _modules(self) -> torch.nn.Module:
         """The module that has all of the graph's."""
@@ -142,41 +142,21 @@ class Graph:
         self._root = trained[0] if len(trained) == 1 else torch.nn.ModuleList(trained)
         return self._root
 
-    def _micro_batches(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-        """The arguments of each micro-batch: tensors are divided along their first dimension."""
-        steps = self.config.accumulation_steps
-        if steps == 1:
-            return [(args, kwargs)]
 
-        def part(value: Any, number: int) -> Any:
-            if not isinstance(value, torch.Tensor):
-                return value
-            if value.shape[0] % steps:
-                raise ValueError(
-                    f"{value.shape[0]} rows of an input cannot be divided into {steps} parts"
-                )
-            rows = value.shape[0] // steps
-            return value[number * rows : (number + 1) * rows]
-
-        return [
-            (
-                tuple(part(value, number) for value in args),
-                {name: part(value, number) for name, value in kwargs.items()},
-            )
-            for number in range(steps)
-        ]
+def _rows(number: int, steps: int, value: torch.Tensor) -> torch.Tensor:
+    """The rows of a micro-batch."""
+    if steps == 1 or value.ndim == 0:
+        return value
+    if value.shape[0] % steps:
+        raise ValueError(f"{value.shape[0]} rows of an input cannot be divided into {steps} parts")
+    return value.tensor_split(steps)[number]
 
 
-def _joined(outputs: list[Any]) -> Any:
-    """The outputs of the micro-batches as those of one batch."""
-    first = outputs[0]
-    if isinstance(first, (list, tuple)):
-        return type(first)(_joined(list(parts)) for parts in zip(*outputs, strict=True))
-    if not isinstance(first, torch.Tensor):
-        return outputs
-    return torch.stack(outputs) if first.ndim == 0 else torch.cat(outputs)
+def _joined(*outputs: Any) -> Any:
+    """One output of all micro-batches."""
+    if not isinstance(outputs[0], torch.Tensor):
+        return list(outputs)
+    return torch.stack(outputs) if outputs[0].ndim == 0 else torch.cat(outputs)
 
 
 def __getattr__(name: str) -> Any:

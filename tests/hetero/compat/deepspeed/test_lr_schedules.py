@@ -1,4 +1,4 @@
-"""hetero/compat/deepspeed/runtime/lr_schedules: each step's rate, by hand and beside torch's."""
+"""hetero/compat.deepspeed.lr_schedules: each step's rate, by hand and beside torch's."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from hetero.compat.deepspeed.lr_schedules import make_schedule
 from hetero.compat.deepspeed.options import Named
-from hetero.compat.deepspeed.runtime.lr_schedules import make_schedule
 
 
 def optimizer(groups: int = 1) -> torch.optim.Optimizer:

@@ -1,0 +1,99 @@
+"""hetero's optimizers with the arguments of other projects', in their order."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from hetero.api.loaded_state import check_torch_arguments
+from hetero.api.optimizer import HybridOptimizer
+from hetero.compat.key_table import log_not_needed
+
+OF_TORCH = ("amsgrad", "maximize", "foreach", "fused", "capturable", "differentiable")
+
+
+class _Argument(NamedTuple):
+    """An argument that hetero does not have: the option that it sets, or why it is not needed."""
+
+    default: Any
+    option: str = ""
+    values: Mapping[bool, str] | None = None  # of the option, by the argument's
+    reason: str = ""
+
+
+_ARGUMENTS = {
+    "adam_w_mode": _Argument(True, "adamw_mode"),
+    "do_bias_correction": _Argument(True, "bias_correction"),
+    "fp32_optimizer_states": _Argument(True, "state_dtype", {True: "fp32", False: "bf16"}),
+    "set_grad_none": _Argument(True, reason="zero_grad(set_to_none=False) says it"),
+    "contiguous_params": _Argument(False, reason="parameters always lie in chunks"),
+    "torch_adam": _Argument(False, reason="hetero has one kernel"),
+}
+
+
+def own_options(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """hetero's options for another project's arguments; logs once those that are not needed."""
+    options: dict[str, Any] = {}
+    for argument, value in given.items():
+        known = _ARGUMENTS.get(argument)
+        if known is None:
+            options[argument] = value
+        elif known.option:
+            options[known.option] = value if known.values is None else known.values[bool(value)]
+        elif value != known.default:
+            log_not_needed(f"{name}: {argument}", known.reason)
+    return options
+
+
+def pop_torch_options(name: str, options: dict[str, Any]) -> None:
+    """Takes torch's own options out of `options`.
+
+    Raises ValueError for those that change the update, as amsgrad and maximize.
+    """
+    check_torch_arguments(name, {each: options.pop(each, None) for each in OF_TORCH})
+
+
+class RenamedOptimizer(HybridOptimizer):
+    """An optimizer of hetero's that takes the arguments of another project's.
+
+        class FusedAdam(RenamedOptimizer, HybridAdam, arguments="params lr adam_w_mode"): ...
+
+    The first argument is the parameters; a last one `**options` takes further options of hetero's.
+    Defaults are hetero's, unless the class statement gives others.
+    """
+
+    _defaults: Mapping[str, Any]
+    _signature: inspect.Signature
+
+    def __init_subclass__(cls, arguments: str = "", **defaults: Any) -> None:
+        super().__init_subclass__()
+        if not arguments:
+            return
+        own = {
+            name: parameter.default
+            for base in reversed(cls.__mro__)
+            if "__init__" in vars(base) and not issubclass(base, RenamedOptimizer)
+            for name, parameter in inspect.signature(base.__init__).parameters.items()
+        }
+        own |= {name: argument.default for name, argument in _ARGUMENTS.items()}
+        own |= {"amsgrad": False, **defaults}
+        first, *names = arguments.split()
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        parameters = [inspect.Parameter(first, kind)]
+        parameters += [
+            inspect.Parameter(name[2:], inspect.Parameter.VAR_KEYWORD)
+            if name.startswith("**")
+            else inspect.Parameter(name, kind, default=own[name])
+            for name in names
+        ]
+        cls._defaults, cls._signature = defaults, inspect.Signature(parameters)
+        cls.__signature__ = cls._signature  # type: ignore[attr-defined]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        given = {**self._defaults, **self._signature.bind(*args, **kwargs).arguments}
+        for name, parameter in self._signature.parameters.items():
+            if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+                given |= given.pop(name, {})
+        params = given.pop(next(iter(self._signature.parameters)))
+        super().__init__(params, **own_options(type(self).__name__, given))

@@ -1,0 +1,38 @@
+"""hetero/compat/module_paths: module paths of other projects."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+
+PATHS = {
+    "deepspeed.ops": "adam adagrad lion",
+    "deepspeed.ops.adam": "DeepSpeedCPUAdam FusedAdam",
+    "deepspeed.runtime": "lr_schedules zero",
+    "deepspeed.runtime.lr_schedules": "WarmupLR",
+    "deepspeed.runtime.zero": "Init offload_config",
+    "deepspeed.runtime.zero.offload_config": "OffloadDeviceEnum",
+    "colossalai.nn": "optimizer",
+    "colossalai.nn.optimizer": "HybridAdam CPUAdam",
+}
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_paths(path: str) -> None:
+    found = importlib.import_module(f"hetero.compat.{path}")
+    assert [name for name in PATHS[path].split() if not hasattr(found, name)] == []
+    assert importlib.util.find_spec(f"hetero.compat.{path}") is not None
+
+
+def test_a_path_may_be_the_first_import() -> None:
+    code = "from hetero.compat.deepspeed.runtime.zero.offload_config import OffloadDeviceEnum as E"
+    subprocess.run([sys.executable, "-c", f"{code}; print(E.cpu)"], check=True, timeout=120)
+
+
+def test_a_path_that_is_not_there() -> None:
+    with pytest.raises(ModuleNotFoundError, match=r"hetero\.compat\.deepspeed\.ops\.lamb"):
+        importlib.import_module("hetero.compat.deepspeed.ops.lamb")
