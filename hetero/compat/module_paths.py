@@ -10,19 +10,22 @@ from typing import Any
 
 
 def mirrored(path: str, modules: Mapping[str, ModuleType]) -> Any:
-    """Makes a package whose modules are modules of hetero's.
+    """Puts modules of hetero's under other names into a package, whose imports find them.
 
     Args:
-        path: of the package, which has no file; its parent is being imported.
+        path: of the package. Unless it is being imported it is made, without a file, and its parent
+            is being imported.
         modules: by their paths in the package; a module comes before those below it.
 
     Returns:
-        The package; imports of it and of its modules find them.
+        The package.
     """
-    package = ModuleType(path, "Modules of hetero's under the names of another project.")
-    package.__spec__ = ModuleSpec(path, None, is_package=True)
-    package.__package__, package.__path__ = path, []
-    sys.modules[path] = package
+    package = sys.modules.get(path)
+    if package is None:
+        package = ModuleType(path, "Modules of hetero's under the names of another project.")
+        package.__spec__ = ModuleSpec(path, None, is_package=True)
+        package.__package__, package.__path__ = path, []
+        sys.modules[path] = package
     for name, module in modules.items():
         sys.modules[f"{path}.{name}"] = module
         above, _, last = name.rpartition(".")

@@ -3,55 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
-from hetero.compat.colossalai.engine import Engine
-from hetero.compat.colossalai.logging import DistributedLogger
+from hetero.compat.colossalai.by_configuration import Engine
+from hetero.compat.colossalai.utilities import DistributedLogger
 from hetero.compat.key_table import log_not_needed
 
 
 class Hook:
-    """What a training does besides; each function does nothing here.
+    """Calls of a training; each does nothing here.
 
-    Args:
-        priority: hooks of smaller ones are called first.
+    after_train_iter() and after_test_iter() get the trainer, output, label and loss, and all others
+    the trainer. Hooks of smaller `priority` are called first.
     """
 
     def __init__(self, priority: int = 10) -> None:
         self.priority = priority
 
-    def before_train(self, trainer: Trainer) -> None:
-        """At the beginning of fit()."""
+    def _ignore(self, trainer: Trainer) -> None:
+        """Does nothing."""
 
-    def after_train(self, trainer: Trainer) -> None:
-        """At its end."""
-
-    def before_train_epoch(self, trainer: Trainer) -> None:
-        """At the beginning of an epoch."""
-
-    def after_train_epoch(self, trainer: Trainer) -> None:
-        """At its end."""
-
-    def before_train_iter(self, trainer: Trainer) -> None:
-        """Before a micro-batch."""
+    before_train = after_train = before_train_epoch = after_train_epoch = _ignore
+    before_train_iter = before_test_epoch = after_test_epoch = _ignore
 
     def after_train_iter(self, trainer: Trainer, output: Any, label: Any, loss: Any) -> None:
-        """After it."""
-
-    def before_test_epoch(self, trainer: Trainer) -> None:
-        """At the beginning of an evaluation."""
-
-    def after_test_epoch(self, trainer: Trainer) -> None:
-        """At its end."""
+        """After a micro-batch."""
 
     def after_test_iter(self, trainer: Trainer, output: Any, label: Any, loss: Any) -> None:
-        """After a batch of it."""
+        """After a batch of an evaluation."""
 
 
 class LossHook(Hook):
-    """Keeps the mean loss of the epoch in trainer.states["loss"], and an evaluation's."""
+    """Keeps the mean loss of the epoch in trainer.states["loss"], and "test_loss"."""
 
     def __init__(self, priority: int = 0) -> None:
         super().__init__(priority)
@@ -75,13 +61,7 @@ class LossHook(Hook):
 
 
 class LRSchedulerHook(Hook):
-    """Steps a scheduler of learning rates.
-
-    Args:
-        lr_scheduler: the scheduler.
-        by_epoch: at the end of each epoch, or else after each step of the optimizer.
-        priority: as of Hook.
-    """
+    """Steps a scheduler at the end of each epoch (by_epoch), or after each update."""
 
     def __init__(self, lr_scheduler: Any, by_epoch: bool, priority: int = 1) -> None:
         super().__init__(priority)
@@ -97,13 +77,7 @@ class LRSchedulerHook(Hook):
 
 
 class LogMetricByEpochHook(Hook):
-    """Logs trainer.states at the end of each epoch.
-
-    Args:
-        logger: of get_dist_logger().
-        interval: epochs between messages.
-        priority: as of Hook.
-    """
+    """Logs trainer.states at the end of each `interval` epochs."""
 
     def __init__(self, logger: DistributedLogger, interval: int = 1, priority: int = 10) -> None:
         super().__init__(priority)
@@ -125,15 +99,10 @@ class hooks:
 
 
 class Trainer:
-    """Trains an engine over epochs.
-
-    Args:
-        engine: of colossalai.initialize().
-        timer: not needed.
-        logger: of get_dist_logger(), or None.
+    """Trains an engine of colossalai.initialize() over epochs; a timer is not needed.
 
     Attributes:
-        states: what hooks have found out.
+        states: values that hooks have found.
         cur_epoch, cur_step: the epoch, and the micro-batch in the training, that run now.
         was_stepped: whether the last micro-batch ended with an update.
     """
@@ -147,6 +116,7 @@ class Trainer:
         self.states: dict[str, float] = {}
         self.cur_epoch = self.cur_step = 0
         self.was_stepped = False
+        self._hooks: list[Hook] = []
 
     def fit(
         self,
@@ -167,50 +137,40 @@ class Trainer:
             max_steps: micro-batches after which it ends; None: no limit.
             test_dataloader: for an evaluation after each `test_interval` epochs.
             test_interval: epochs between evaluations.
-            hooks: what to do besides.
-            display_progress: not needed: hooks say what happens.
-            return_output_label: not needed: hooks always get them.
+            hooks: called besides.
+            display_progress, return_output_label: not needed.
         """
         if display_progress:
             log_not_needed("Trainer.fit: display_progress", "hooks say what happens")
-        called = sorted(hooks, key=lambda hook: hook.priority)
-        for hook in called:
-            hook.before_train(self)
+        self._hooks = sorted(hooks, key=lambda hook: hook.priority)
+        self._call("before_train")
         for self.cur_epoch in range(epochs):
-            self._epoch(train_dataloader, called, max_steps)
+            self._pass(train_dataloader, "train", max_steps)
             if test_dataloader is not None and (self.cur_epoch + 1) % test_interval == 0:
-                self._evaluate(test_dataloader, called)
+                self._pass(test_dataloader, "test", None)
             if max_steps is not None and self.cur_step >= max_steps:
                 break
-        for hook in called:
-            hook.after_train(self)
+        self._call("after_train")
 
-    def _epoch(self, data: Iterable[Any], called: Sequence[Hook], max_steps: int | None) -> None:
-        self.engine.train()
-        for hook in called:
-            hook.before_train_epoch(self)
-        for batch in data:
-            for hook in called:
-                hook.before_train_iter(self)
-            self.engine.zero_grad()
-            found = self.engine.execute_schedule(batch)
-            self.was_stepped = bool(self.engine.step())
-            self.cur_step += 1
-            for hook in called:
-                hook.after_train_iter(self, *found)
-            if max_steps is not None and self.cur_step >= max_steps:
-                break
-        for hook in called:
-            hook.after_train_epoch(self)
+    def _call(self, name: str, *given: Any) -> None:
+        for hook in self._hooks:
+            getattr(hook, name)(self, *given)
 
-    @torch.no_grad()
-    def _evaluate(self, data: Iterable[Any], called: Sequence[Hook]) -> None:
-        self.engine.eval()
-        for hook in called:
-            hook.before_test_epoch(self)
-        for batch in data:
-            found = self.engine.execute_schedule(batch)
-            for hook in called:
-                hook.after_test_iter(self, *found)
-        for hook in called:
-            hook.after_test_epoch(self)
+    def _pass(self, data: Iterable[Any], kind: str, max_steps: int | None) -> None:
+        """One pass over the data, "train" or "test"."""
+        trains = kind == "train"
+        (self.engine.train if trains else self.engine.eval)()
+        self._call(f"before_{kind}_epoch")
+        with nullcontext() if trains else torch.no_grad():
+            for batch in data:
+                if trains:
+                    self._call("before_train_iter")
+                    self.engine.zero_grad()
+                found = self.engine.execute_schedule(batch)
+                if trains:
+                    self.was_stepped = self.engine.step()
+                    self.cur_step += 1
+                self._call(f"after_{kind}_iter", *found)
+                if trains and max_steps is not None and self.cur_step >= max_steps:
+                    break
+        self._call(f"after_{kind}_epoch")

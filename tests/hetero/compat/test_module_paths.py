@@ -18,6 +18,15 @@ PATHS = {
     "deepspeed.runtime.zero.offload_config": "OffloadDeviceEnum",
     "colossalai.nn": "optimizer",
     "colossalai.nn.optimizer": "HybridAdam CPUAdam",
+    "colossalai.core": "global_context",
+    "colossalai.engine": "Engine",
+    "colossalai.logging": "disable_existing_loggers get_dist_logger",
+    "colossalai.trainer": "Trainer hooks",
+    "colossalai.utils": "get_current_device get_dataloader is_main_process",
+    "colossalai.zero.init_ctx": "ZeroInitContext",
+    "colossalai.zero.shard_utils": "TensorShardStrategy BucketTensorShardStrategy",
+    "colossalai.zero.sharded_model": "ShardedModelV2",
+    "colossalai.zero.sharded_optim": "ShardedOptimizerV2",
 }
 
 

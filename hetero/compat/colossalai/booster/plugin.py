@@ -12,7 +12,7 @@ from hetero.compat.colossalai.argument_keys import (
     PLUGIN,
     read_arguments,
 )
-from hetero.compat.colossalai.utils import get_dataloader
+from hetero.compat.colossalai.utilities import get_dataloader
 from hetero.compat.colossalai.zero.gemini import DTYPES, GeminiDDP, GeminiOptimizer
 from hetero.compat.ranks import join
 
