@@ -26,15 +26,7 @@ from torch.utils._pytree import tree_map_only
 from hetero.api.access import masters, no_sync
 from hetero.api.optimizer import HybridOptimizer, unmanaged
 from hetero.compat import torch_optimizers as optim
-from hetero.compat.key_table import (
-    KeyTable,
-    honoured,
-    log_not_needed,
-    mapped,
-    not_needed,
-    refuse_unknown,
-    refused,
-)
+from hetero.compat.key_table import KeyTable, log_not_needed, refuse_unknown
 from hetero.compat.late_start import start
 from hetero.compat.ranks import ranks
 from hetero.config import Config, option_names
@@ -57,61 +49,45 @@ __all__ = [
 
 ARGUMENTS = KeyTable(
     "fully_shard",
-    {
-        "mesh": mapped("`mesh` of hetero.initialize(): one dimension shards, two also replicate"),
-        "reshard_after_forward": mapped("`zero_stage`: 2 if it is False, else 3"),
-        "mp_policy": mapped(
+    mapped={
+        "mesh": "`mesh` of hetero.initialize(): one dimension shards, two also replicate",
+        "reshard_after_forward": "`zero_stage`: 2 if it is False, else 3",
+        "mp_policy": (
             "`dtype`, `reduce_dtype`, `keep_fp32`; gradients are kept in fp32; output_dtype casts"
         ),
-        "offload_policy": mapped('`placement_policy="cpu"` for CPUOffloadPolicy'),
-        "shard_placement_fn": not_needed("a chunk is divided evenly, wherever tensors end"),
-        "ignored_params": refused(
-            "freeze them (requires_grad_(False)): they get no optimizer state"
-        ),
-        "dp_mesh_dims": refused("give a mesh of one or two dimensions"),
+        "offload_policy": '`placement_policy="cpu"` for CPUOffloadPolicy',
+    },
+    not_needed={"a chunk is divided evenly, wherever tensors end": "shard_placement_fn"},
+    refused={
+        "freeze them (requires_grad_(False)): they get no optimizer state": "ignored_params",
+        "give a mesh of one or two dimensions": "dp_mesh_dims",
     },
 )
-_ORDER = "the engine knows the order of uses, and overlaps"
-_EXACT = "ranks exchange parts and sum them in fp32, in a fixed order"
 METHODS = KeyTable(
     "FSDPModule",
-    {
-        "unshard": not_needed("parameters come in wherever they are used"),
-        "reshard": not_needed("slots are given up when others need them"),
-        "set_requires_gradient_sync": honoured("of the whole model, as hetero.no_sync()"),
-        "set_gradient_divide_factor": honoured("gradients of the module's own parameters"),
-        "set_reduce_scatter_divide_factor": honoured("its older name"),
-        **dict.fromkeys(
-            (
-                "set_modules_to_forward_prefetch",
-                "set_modules_to_backward_prefetch",
-                "set_reshard_after_forward",
-                "set_reshard_after_backward",
-                "set_is_last_backward",
-                "set_unshard_in_backward",
-                "set_requires_all_reduce",
-                "reset_iter_state",
-            ),
-            not_needed(_ORDER),
-        ),
-        "set_post_optim_event": not_needed("a use of a parameter waits for its update"),
-        **dict.fromkeys(
-            (
-                "set_allocate_memory_from_process_group_for_comm",
-                "set_force_sum_reduction_for_comms",
-                "set_reduce_scatter_max_input_buffers",
-                "set_separate_reduce_scatter_group",
-                "set_symm_mem_for_comm",
-            ),
-            not_needed(_EXACT),
-        ),
-        **dict.fromkeys(
-            ("set_all_reduce_hook", "set_custom_all_gather", "set_custom_reduce_scatter"),
-            refused("communication is the engine's; change gradients between backward and step()"),
-        ),
-        "set_reduce_scatter_unused_params": refused(
-            "zero_grad(set_to_none=False) updates parameters without a gradient by zeros"
-        ),
+    honoured={
+        "set_requires_gradient_sync": "of the whole model, as hetero.no_sync()",
+        "set_gradient_divide_factor": "gradients of the module's own parameters",
+        "set_reduce_scatter_divide_factor": "its older name",
+    },
+    not_needed={
+        "parameters come in wherever they are used": "unshard",
+        "slots are given up when others need them": "reshard",
+        "the engine knows the order of uses, and overlaps": """set_modules_to_forward_prefetch
+            set_modules_to_backward_prefetch set_reshard_after_forward set_reshard_after_backward
+            set_is_last_backward set_unshard_in_backward set_requires_all_reduce
+            reset_iter_state""",
+        "a use of a parameter waits for its update": "set_post_optim_event",
+        "ranks exchange parts and sum them in fp32, in a fixed order": """
+            set_allocate_memory_from_process_group_for_comm set_force_sum_reduction_for_comms
+            set_reduce_scatter_max_input_buffers set_separate_reduce_scatter_group
+            set_symm_mem_for_comm""",
+    },
+    refused={
+        "communication is the engine's; change gradients between backward and step()": """
+            set_all_reduce_hook set_custom_all_gather set_custom_reduce_scatter""",
+        "zero_grad(set_to_none=False) updates parameters without a gradient by zeros": """
+            set_reduce_scatter_unused_params""",
     },
 )
 # Attributes of a fully sharded module, which copies have not.

@@ -14,12 +14,36 @@ import torch
 from torch.utils._pytree import tree_map, tree_map_only
 
 from hetero.api.optimizer import HybridOptimizer, unmanaged
-from hetero.compat.key_table import log_not_needed
+from hetero.compat.key_table import KeyTable, log_not_needed, nearest
 from hetero.compat.late_start import start
-from hetero.compat.oneflow.graph_config import GraphConfig
 from hetero.compat.ranks import ranks
+from hetero.config import Config
 
 _classes: dict[str, type] = {}
+
+METHODS = KeyTable(
+    "nn.Graph.config",
+    honoured={
+        "set_gradient_accumulation_steps": (
+            "inputs are divided along their first dimension; losses are means"
+        ),
+        "set_hetero_options": "hetero's own options, as `host_memory`",
+    },
+    mapped={
+        "enable_zero": "`zero_stage`; without it 1: the same numbers with less memory",
+        "set_zero_redundancy_optimizer_mode": "`zero_stage=1`",
+        "enable_amp": '`dtype="bf16"`, which needs no loss scale',
+    },
+    not_needed={
+        "small parameters share a chunk with others": """shard_min_size
+            set_zero_redundancy_optimizer_min_size_after_split""",
+        "parameters are gathered when they are used": "shard_restore_level",
+        "graphs run as they are written": "set_outputs_buffer_size allow_fuse_add_to_output",
+        "an update is one kernel": "allow_fuse_model_update_ops allow_fuse_cast_scale",
+        "torch.backends.cudnn says it": "enable_cudnn_conv_heuristic_search_algo",
+    },
+    refused={"call torch.compile(model) instead": "enable_xla_jit enable_tensorrt enable_openvino"},
+)
 
 
 def check_view(place: Any, sbp: Any, dims: Sequence[int | None], fix: str) -> None:
@@ -63,6 +87,62 @@ class CrossEntropyLoss(_Global, torch.nn.CrossEntropyLoss):
         is_column = target.ndim == 2 == input.ndim and target.shape[1] == 1
         classes = target.squeeze(1) if is_column and input.shape[1] > 1 else target
         return super().forward(input, classes)
+
+
+class GraphConfig:
+    """What a graph says of its training, before its first call."""
+
+    def __init__(self) -> None:
+        self.accumulation_steps = 1
+        self._options: dict[str, Any] = {"backend": "auto", "dtype": "fp32", "zero_stage": 1}
+        self._own: dict[str, Any] = {}
+
+    def enable_zero(self, mode: bool = True, *, stage: int = 2, **not_needed: Any) -> None:
+        """Shards optimizer state (stage 1), gradients, too (2), and parameters, too (3).
+
+        Raises ValueError for another stage.
+        """
+        if isinstance(stage, bool) or stage not in (1, 2, 3):
+            raise ValueError(f"enable_zero: stage must be 1, 2 or 3, not {stage!r}")
+        METHODS.read(not_needed)
+        self._options["zero_stage"] = stage if mode else 1
+
+    def set_zero_redundancy_optimizer_mode(self, mode: str = "distributed_split") -> None:
+        """Stage 1, by its older name. Raises ValueError for an unknown mode."""
+        if mode not in ("distributed_split", "non_distributed"):
+            raise ValueError(f"mode must be distributed_split or non_distributed, not {mode!r}")
+
+    def enable_amp(self, mode: bool = True, *, dtype: Any = None) -> None:
+        """Keeps parameters in bf16 with fp32 masters, whatever the dtype; in fp32 if not `mode`."""
+        if dtype is not None:
+            log_not_needed("enable_amp: dtype", "bf16 needs no loss scale")
+        self._options["dtype"] = "bf16" if mode else "fp32"
+
+    def set_gradient_accumulation_steps(self, value: int) -> None:
+        """Divides each call into so many micro-batches. Raises ValueError below 1."""
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"gradient accumulation steps must be 1 or more, not {value!r}")
+        self.accumulation_steps = value
+
+    def set_hetero_options(self, **options: Any) -> None:
+        """Sets options of hetero.Config, which go before all others.
+
+        Raises ValueError for unknown ones.
+        """
+        Config.make(None, **{**self._own, **options})
+        self._own |= options
+
+    def made(self) -> Config:
+        """hetero's options. Raises ValueError for those that contradict each other."""
+        return Config.make({**self._options, **self._own})
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        if name not in METHODS.keys:
+            near = nearest(name, list(METHODS.keys))
+            raise AttributeError(f"nn.Graph.config has no {name!r}; {near}")
+        return lambda mode=True: METHODS.read({name: mode})
 
 
 class Graph:
