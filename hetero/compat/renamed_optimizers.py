@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
+from inspect import Signature, signature
 from typing import Any, NamedTuple
 
 from hetero.api.loaded_state import check_torch_arguments
 from hetero.api.optimizer import HybridOptimizer
+from hetero.compat.declared_arguments import REQUIRED, given_arguments, signature_of
 from hetero.compat.key_table import log_not_needed
 
 OF_TORCH = ("amsgrad", "maximize", "foreach", "fused", "capturable", "differentiable")
@@ -64,7 +65,7 @@ class RenamedOptimizer(HybridOptimizer):
     """
 
     _defaults: Mapping[str, Any]
-    _signature: inspect.Signature
+    _signature: Signature
 
     def __init_subclass__(cls, arguments: str = "", **defaults: Any) -> None:
         super().__init_subclass__()
@@ -74,26 +75,17 @@ class RenamedOptimizer(HybridOptimizer):
             name: parameter.default
             for base in reversed(cls.__mro__)
             if "__init__" in vars(base) and not issubclass(base, RenamedOptimizer)
-            for name, parameter in inspect.signature(base.__init__).parameters.items()
+            for name, parameter in signature(base.__init__).parameters.items()
         }
         own |= {name: argument.default for name, argument in _ARGUMENTS.items()}
         own |= {"amsgrad": False, **defaults}
         first, *names = arguments.split()
-        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-        parameters = [inspect.Parameter(first, kind)]
-        parameters += [
-            inspect.Parameter(name[2:], inspect.Parameter.VAR_KEYWORD)
-            if name.startswith("**")
-            else inspect.Parameter(name, kind, default=own[name])
-            for name in names
-        ]
-        cls._defaults, cls._signature = defaults, inspect.Signature(parameters)
+        own[first] = REQUIRED
+        cls._defaults = defaults
+        cls._signature = signature_of({name: own.get(name) for name in (first, *names)})
         cls.__signature__ = cls._signature  # type: ignore[attr-defined]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        given = {**self._defaults, **self._signature.bind(*args, **kwargs).arguments}
-        for name, parameter in self._signature.parameters.items():
-            if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-                given |= given.pop(name, {})
+        given = given_arguments(type(self), self._signature, args, kwargs)
         params = given.pop(next(iter(self._signature.parameters)))
-        super().__init__(params, **own_options(type(self).__name__, given))
+        super().__init__(params, **own_options(type(self).__name__, {**self._defaults, **given}))

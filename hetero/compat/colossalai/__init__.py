@@ -14,6 +14,7 @@ from hetero.compat.module_paths import mirrored
 
 nn = mirrored(f"{__name__}.nn", {"optimizer": optimizers})
 mirrored(__name__, {"core": core, "engine": core, "logging": logging, "utils": utils})
+mirrored(__name__, {"booster": booster, "booster.plugin": booster})
 
 __all__ = [
     "booster",

@@ -9,6 +9,7 @@ from hetero.compat.deepspeed import (
     optimizers,
     utils,
     zero,
+    zero_to_fp32,
 )
 from hetero.compat.deepspeed.accelerator import get_accelerator
 from hetero.compat.deepspeed.comm import init_distributed
@@ -21,6 +22,7 @@ from hetero.compat.deepspeed.utils import OnDevice, logger
 from hetero.compat.module_paths import mirrored
 from hetero.ranks.process_groups import is_distributed as is_initialized
 
+mirrored(__name__, {"utils": utils, "utils.zero_to_fp32": zero_to_fp32})
 ops = mirrored(f"{__name__}.ops", dict.fromkeys(("adagrad", "adam", "lion"), optimizers))
 runtime = mirrored(
     f"{__name__}.runtime",

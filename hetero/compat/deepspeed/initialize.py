@@ -17,7 +17,7 @@ from hetero.compat.deepspeed.engine import DeepSpeedEngine
 from hetero.compat.deepspeed.lr_schedules import make_schedule
 from hetero.compat.deepspeed.optimizers import make_optimizer
 from hetero.compat.deepspeed.options import DeepSpeedOptions, read_options
-from hetero.compat.deepspeed.utils.tensor_fragment import remember
+from hetero.compat.deepspeed.utils import remember
 from hetero.compat.key_table import log_not_needed, log_once
 from hetero.compat.late_start import start
 from hetero.compat.meshes import shard_mesh

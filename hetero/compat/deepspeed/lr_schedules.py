@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from inspect import Parameter, Signature
+from inspect import Signature
 from typing import Any
 
 import torch
 
+from hetero.compat.declared_arguments import REQUIRED, given_arguments, signature_of
 from hetero.compat.deepspeed.options import Named
 from hetero.compat.key_table import logger, nearest
 
-_REQUIRED = Parameter.empty
 _SECOND_BETA = 0.99  # of an optimizer whose momentum cycles
 
 
@@ -30,20 +30,19 @@ class Schedule:
     Raises ValueError for numbers that cannot be, and lists that do not fit the param groups.
     """
 
+    _defaults: Mapping[str, Any]
     _signature: Signature
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__()
         if arguments:
-            given = {"optimizer": _REQUIRED, **arguments, "last_batch_iteration": -1}
-            kind = Parameter.POSITIONAL_OR_KEYWORD
-            cls._signature = Signature([Parameter(n, kind, default=v) for n, v in given.items()])
+            given = {"optimizer": REQUIRED, **arguments, "last_batch_iteration": -1}
+            cls._defaults, cls._signature = given, signature_of(given)
             cls.__signature__ = cls._signature  # type: ignore[attr-defined]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        bound = self._signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        self._arguments = dict(bound.arguments)
+        given = given_arguments(type(self), self._signature, args, kwargs)
+        self._arguments = {**self._defaults, **given}
         self.optimizer: torch.optim.Optimizer = self._arguments.pop("optimizer")
         self.last_batch_iteration: int = self._arguments.pop("last_batch_iteration")
         rates = [group["lr"] for group in self.optimizer.param_groups]
@@ -116,7 +115,8 @@ class Schedule:
         if iteration >= steps:
             return 1.0
         linear = self.warmup_type == "linear"
-        return iteration / steps if linear else math.log(iteration + 1) / math.log(steps)
+        share: float = iteration / steps if linear else math.log(iteration + 1) / math.log(steps)
+        return share
 
     def state_dict(self) -> dict[str, Any]:
         """The state that a checkpoint keeps."""
@@ -174,7 +174,7 @@ class WarmupLR(
 
 class WarmupDecayLR(
     WarmupLR,
-    total_num_steps=_REQUIRED,
+    total_num_steps=REQUIRED,
     warmup_min_lr=0.0,
     warmup_max_lr=0.001,
     warmup_num_steps=1000,
@@ -188,12 +188,13 @@ class WarmupDecayLR(
         left, whole = (
             self.total_num_steps - i for i in (self.last_batch_iteration, self.warmup_num_steps)
         )
-        return max(0.0, left / max(1.0, whole))
+        share: float = left / max(1.0, whole)
+        return max(0.0, share)
 
 
 class WarmupCosineLR(
     Schedule,
-    total_num_steps=_REQUIRED,
+    total_num_steps=REQUIRED,
     warmup_min_ratio=0.0,
     warmup_num_steps=1000,
     cos_min_ratio=0.0001,
@@ -218,13 +219,14 @@ class WarmupCosineLR(
             return least + self._warm() * (1 - least)
         passed = (iteration - steps + 1) / max(1, self.total_num_steps - steps)
         cosine = (1 + math.cos(math.pi * min(1.0, passed))) / 2
-        return max(0.0, self.cos_min_ratio + (1 - self.cos_min_ratio) * cosine)
+        factor: float = self.cos_min_ratio + (1 - self.cos_min_ratio) * cosine
+        return max(0.0, factor)
 
 
 class OneCycle(
     Schedule,
-    cycle_min_lr=_REQUIRED,
-    cycle_max_lr=_REQUIRED,
+    cycle_min_lr=REQUIRED,
+    cycle_max_lr=REQUIRED,
     decay_lr_rate=0.0,
     cycle_first_step_size=2000,
     cycle_second_step_size=None,

@@ -94,7 +94,7 @@ def test_arguments_by_their_order() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"beta": 1}, "unexpected keyword argument 'beta'"),
+        ({"beta": 1}, r"FusedAdam\(\): got an unexpected keyword argument 'beta'"),
         ({"params": []}, "multiple values for argument 'params'"),
     ],
 )

@@ -1,14 +1,17 @@
-"""A parameter's fp32 master, gradient and optimizer states, read and changed as whole tensors.
+"""deepspeed.utils: whole masters, gradients and states of parameters, marks, and OnDevice.
 
-With several ranks all call each function for the same parameters, in one order. A "local" tensor is
-the part that DeepSpeed's stage 3 would have on this rank: as many elements of the flat tensor for
-each rank, zeros at the end.
+A parameter's fp32 master, gradient and optimizer states are read and changed as whole tensors. With
+several ranks all call each function for the same parameters, in one order. A "local" tensor is the
+part that DeepSpeed's stage 3 would have on this rank: as many elements of the flat tensor for each
+rank, zeros at the end. Marks of modules whose parameters DeepSpeed gathers together can be set and
+asked for, so that code which does so runs; hetero has no use for them.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 
 import torch
 import torch.distributed as dist
@@ -16,9 +19,13 @@ import torch.distributed as dist
 from hetero.api.access import grads, masters
 from hetero.api.optimizer import HybridOptimizer
 from hetero.api.whole_state import export_states, import_states, store_values
+from hetero.compat.key_table import log_not_needed
+from hetero.compat.key_table import logger as logger
 from hetero.compat.ranks import rank, ranks
 from hetero.runtime.engine import Engine
 
+_MARK = "_z3_leaf"
+Modules = list[torch.nn.Module]
 Found = torch.Tensor | None
 # hetero's engines know their optimizers' updates, and not the names of their states.
 _optimizers: weakref.WeakKeyDictionary[Engine, weakref.ref[HybridOptimizer]]
@@ -162,3 +169,111 @@ def safe_set_local_optimizer_state(
 ) -> None:
     """Replaces this rank's part of one state. Raises as safe_set_full_optimizer_state()."""
     safe_set_full_optimizer_state(param, _whole(param, value), optim_state_key)
+
+
+def z3_leaf_module(model: torch.nn.Module) -> bool:
+    """Whether a module is marked."""
+    return getattr(model, _MARK, False)
+
+
+def set_z3_leaf_module(model: torch.nn.Module, flag: bool) -> None:
+    """Marks a module, or takes its mark away."""
+    log_not_needed("set_z3_leaf_modules", "parameters come in wherever they are used")
+    setattr(model, _MARK, flag)
+
+
+def get_z3_leaf_modules(model: torch.nn.Module) -> Modules:
+    """The marked modules of a model."""
+    return [module for module in model.modules() if z3_leaf_module(module)]
+
+
+def set_z3_leaf_modules(
+    model: torch.nn.Module,
+    leaf_module_classes: Iterable[type[torch.nn.Module] | str],
+    raise_if_not_found: bool = True,
+) -> Modules:
+    """Marks the modules of these classes, which may be given by their names.
+
+    Returns:
+        those that were found.
+
+    Raises:
+        ValueError: there is none.
+    """
+    return _mark(model, leaf_module_classes, _is_of, True, raise_if_not_found)
+
+
+def unset_z3_leaf_modules(
+    model: torch.nn.Module,
+    leaf_module_classes: Iterable[type[torch.nn.Module] | str],
+    raise_if_not_found: bool = True,
+) -> Modules:
+    """Takes the marks away that set_z3_leaf_modules() sets, and returns and raises as it does."""
+    return _mark(model, leaf_module_classes, _is_of, False, raise_if_not_found)
+
+
+def set_z3_leaf_modules_by_name(
+    model: torch.nn.Module, module_names: Iterable[str], raise_if_not_found: bool = True
+) -> Modules:
+    """Marks the modules of these names in the model; else as set_z3_leaf_modules()."""
+    return _mark(model, module_names, lambda _, path, name: path == name, True, raise_if_not_found)
+
+
+def set_z3_leaf_modules_by_suffix(
+    model: torch.nn.Module, module_name_suffixes: Iterable[str], raise_if_not_found: bool = True
+) -> Modules:
+    """Marks the modules whose names end so; else as set_z3_leaf_modules()."""
+    return _mark(
+        model,
+        module_name_suffixes,
+        lambda _, path, end: path.endswith(str(end)),
+        True,
+        raise_if_not_found,
+    )
+
+
+def _is_of(module: torch.nn.Module, _: str, given: type[torch.nn.Module] | str) -> bool:
+    kind = type(module)
+    if isinstance(given, str):
+        return given in (kind.__name__, f"{kind.__module__}.{kind.__qualname__}")
+    return isinstance(module, given)
+
+
+def _mark(
+    model: torch.nn.Module,
+    given: Iterable[type[torch.nn.Module] | str],
+    is_meant: Callable[[torch.nn.Module, str, type[torch.nn.Module] | str], bool],
+    flag: bool,
+    must_find: bool,
+) -> Modules:
+    wanted = list(given)
+    found = [m for path, m in model.named_modules() if any(is_meant(m, path, w) for w in wanted)]
+    if must_find and not found:
+        raise ValueError(f"no module of the model is one of {wanted}")
+    for module in found:
+        set_z3_leaf_module(module, flag)
+    return found
+
+
+class OnDevice(AbstractContextManager["OnDevice"]):
+    """Inside the block tensors are made on `device`, floating-point ones with `dtype`.
+
+    Args:
+        dtype: of torch.
+        device: of torch; "meta" makes none at all.
+        enabled: False: the block does nothing.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: str = "meta", enabled: bool = True) -> None:
+        self._dtype, self._device, self._enabled = dtype, device, enabled
+        self._left = ExitStack()
+
+    def __enter__(self) -> OnDevice:
+        if self._enabled:
+            self._left.callback(torch.set_default_dtype, torch.get_default_dtype())
+            torch.set_default_dtype(self._dtype)
+            self._left.enter_context(torch.device(self._device))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._left.close()
