@@ -1,14 +1,14 @@
-"""hetero's optimizers with the arguments of other projects', in their order."""
+"""hetero's optimizers with the names and arguments of other projects', in their order."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from inspect import Signature, signature
+from inspect import signature
 from typing import Any, NamedTuple
 
 from hetero.api.loaded_state import check_torch_arguments
 from hetero.api.optimizer import HybridOptimizer
-from hetero.compat.declared_arguments import REQUIRED, given_arguments, signature_of
+from hetero.compat.declared_arguments import REQUIRED, DeclaresArguments
 from hetero.compat.key_table import log_not_needed
 
 OF_TORCH = ("amsgrad", "maximize", "foreach", "fused", "capturable", "differentiable")
@@ -30,6 +30,9 @@ _ARGUMENTS = {
     "set_grad_none": _Argument(True, reason="zero_grad(set_to_none=False) says it"),
     "contiguous_params": _Argument(False, reason="parameters always lie in chunks"),
     "torch_adam": _Argument(False, reason="hetero has one kernel"),
+    # ColossalAI's class takes these itself.
+    "nvme_offload_fraction": _Argument(0.0),
+    "nvme_offload_dir": _Argument(None),
 }
 
 
@@ -55,17 +58,10 @@ def pop_torch_options(name: str, options: dict[str, Any]) -> None:
     check_torch_arguments(name, {each: options.pop(each, None) for each in OF_TORCH})
 
 
-class RenamedOptimizer(HybridOptimizer):
-    """An optimizer of hetero's that takes the arguments of another project's.
-
-        class FusedAdam(RenamedOptimizer, HybridAdam, arguments="params lr adam_w_mode"): ...
-
-    The first argument is the parameters; a last one `**options` takes further options of hetero's.
-    Defaults are hetero's, unless the class statement gives others.
-    """
+class RenamedOptimizer(DeclaresArguments, HybridOptimizer):
+    """An optimizer of hetero's that takes the arguments of another project's: see renamed()."""
 
     _defaults: Mapping[str, Any]
-    _signature: Signature
 
     def __init_subclass__(cls, arguments: str = "", **defaults: Any) -> None:
         super().__init_subclass__()
@@ -82,10 +78,30 @@ class RenamedOptimizer(HybridOptimizer):
         first, *names = arguments.split()
         own[first] = REQUIRED
         cls._defaults = defaults
-        cls._signature = signature_of({name: own.get(name) for name in (first, *names)})
-        cls.__signature__ = cls._signature  # type: ignore[attr-defined]
+        cls._declare({name: own.get(name) for name in (first, *names)})
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        given = given_arguments(type(self), self._signature, args, kwargs)
+        given = self._given(args, kwargs)
         params = given.pop(next(iter(self._signature.parameters)))
         super().__init__(params, **own_options(type(self).__name__, {**self._defaults, **given}))
+
+
+def renamed(
+    module: str, name: str, own: type[HybridOptimizer], arguments: str, **defaults: Any
+) -> Any:
+    """Makes the class `name` of `module`: an optimizer of hetero's with another's arguments.
+
+    Args:
+        module: is to have the class under this name.
+        name: of the class.
+        own: hetero's optimizer.
+        arguments: the names in their order: first the parameters; a last one `**name` takes further
+            options of hetero's.
+        defaults: where they are not hetero's.
+
+    Returns:
+        The class.
+    """
+    doc = f"hetero's {own.__name__} with other arguments."
+    members = {"__module__": module, "__doc__": doc}
+    return type(name, (RenamedOptimizer, own), members, arguments=arguments, **defaults)

@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from inspect import Signature
 from typing import Any
 
 import torch
 
-from hetero.compat.declared_arguments import REQUIRED, given_arguments, signature_of
+from hetero.compat.declared_arguments import REQUIRED, DeclaresArguments
 from hetero.compat.deepspeed.options import Named
 from hetero.compat.key_table import logger, nearest
 
 _SECOND_BETA = 0.99  # of an optimizer whose momentum cycles
 
 
-class Schedule:
+class Schedule(DeclaresArguments):
     """Sets the learning rates of an optimizer's param groups at each step().
 
     A class statement names a schedule's arguments with their defaults, in DeepSpeed's order; they
@@ -31,18 +30,15 @@ class Schedule:
     """
 
     _defaults: Mapping[str, Any]
-    _signature: Signature
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__()
         if arguments:
-            given = {"optimizer": REQUIRED, **arguments, "last_batch_iteration": -1}
-            cls._defaults, cls._signature = given, signature_of(given)
-            cls.__signature__ = cls._signature  # type: ignore[attr-defined]
+            cls._defaults = {"optimizer": REQUIRED, **arguments, "last_batch_iteration": -1}
+            cls._declare(cls._defaults)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        given = given_arguments(type(self), self._signature, args, kwargs)
-        self._arguments = {**self._defaults, **given}
+        self._arguments = {**self._defaults, **self._given(args, kwargs)}
         self.optimizer: torch.optim.Optimizer = self._arguments.pop("optimizer")
         self.last_batch_iteration: int = self._arguments.pop("last_batch_iteration")
         rates = [group["lr"] for group in self.optimizer.param_groups]

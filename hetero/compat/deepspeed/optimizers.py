@@ -11,61 +11,49 @@ from hetero.compat.deepspeed.options import Named
 from hetero.compat.key_table import nearest, refuse_unknown
 from hetero.compat.renamed_optimizers import (
     OF_TORCH,
-    RenamedOptimizer,
     own_options,
     pop_torch_options,
+    renamed,
 )
 
 _LION = {"lr": 1e-3, "betas": (0.9, 0.999)}  # DeepSpeed's defaults
 
 
-class DeepSpeedCPUAdam(
-    RenamedOptimizer,
+_LION_ARGUMENTS = "lr betas weight_decay"
+_EXACT = "fp32_optimizer_states"  # False: states are kept in bf16
+
+DeepSpeedCPUAdam = renamed(
+    __name__,
+    "DeepSpeedCPUAdam",
     CPUAdam,
-    arguments="model_params lr bias_correction betas eps weight_decay amsgrad adamw_mode "
-    "fp32_optimizer_states",
-):
-    """hetero.CPUAdam with DeepSpeed's arguments; fp32_optimizer_states=False keeps bf16 states."""
-
-
-class FusedAdam(
-    RenamedOptimizer,
+    f"model_params lr bias_correction betas eps weight_decay amsgrad adamw_mode {_EXACT}",
+)
+FusedAdam = renamed(
+    __name__,
+    "FusedAdam",
     HybridAdam,
-    arguments="params lr bias_correction betas eps adam_w_mode weight_decay amsgrad set_grad_none",
-):
-    """hetero.HybridAdam with DeepSpeed's arguments."""
-
-
-class DeepSpeedCPULion(
-    RenamedOptimizer,
-    HybridLion,
-    arguments="model_params lr betas weight_decay fp32_optimizer_states",
-    **_LION,
-):
-    """hetero.HybridLion with DeepSpeed's arguments and defaults."""
-
-
-class FusedLion(
-    RenamedOptimizer, HybridLion, arguments="params lr betas weight_decay set_grad_none", **_LION
-):
-    """hetero.HybridLion with DeepSpeed's arguments and defaults."""
-
-
-class DeepSpeedCPUAdagrad(
-    RenamedOptimizer,
+    "params lr bias_correction betas eps adam_w_mode weight_decay amsgrad set_grad_none",
+)
+DeepSpeedCPULion = renamed(
+    __name__, "DeepSpeedCPULion", HybridLion, f"model_params {_LION_ARGUMENTS} {_EXACT}", **_LION
+)
+FusedLion = renamed(
+    __name__, "FusedLion", HybridLion, f"params {_LION_ARGUMENTS} set_grad_none", **_LION
+)
+DeepSpeedCPUAdagrad = renamed(
+    __name__,
+    "DeepSpeedCPUAdagrad",
     HybridAdagrad,
-    arguments="model_params lr eps weight_decay amsgrad fp32_optimizer_states",
-):
-    """hetero.HybridAdagrad with DeepSpeed's arguments."""
+    f"model_params lr eps weight_decay amsgrad {_EXACT}",
+)
 
-
-_ADAM = "lr betas eps weight_decay bias_correction adam_w_mode torch_adam fp32_optimizer_states"
+_ADAM = f"lr betas eps weight_decay bias_correction adam_w_mode torch_adam {_EXACT}"
 # By the name in lower case: the class, and the options that it takes.
 _KINDS: Mapping[str, tuple[type[HybridOptimizer], str]] = {
     "adam": (HybridAdam, _ADAM),
     "adamw": (HybridAdam, _ADAM),
-    "lion": (HybridLion, "lr betas weight_decay fp32_optimizer_states"),
-    "adagrad": (HybridAdagrad, "lr lr_decay eps weight_decay fp32_optimizer_states"),
+    "lion": (HybridLion, f"{_LION_ARGUMENTS} {_EXACT}"),
+    "adagrad": (HybridAdagrad, f"lr lr_decay eps weight_decay {_EXACT}"),
     "sgd": (HybridSGD, "lr momentum dampening weight_decay nesterov"),
 }
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from hetero.compat import fsdp
+from hetero.compat import fsdp, oneflow
 from hetero.compat.colossalai import argument_keys
 from hetero.compat.deepspeed import config_keys
 from hetero.compat.key_table import Key, KeyTable
-from hetero.compat.oneflow import nn
 
 _PROJECTS = Path(__file__).parent / "projects"
 
@@ -50,6 +49,6 @@ def other_projects() -> str:
         _section("deepspeed", config_keys.TABLES),
         _section("colossalai", argument_keys.TABLES),
         _section("fsdp2", [fsdp.ARGUMENTS, fsdp.METHODS]),
-        _section("oneflow", [nn.METHODS]),
+        _section("oneflow", [oneflow.METHODS]),
     ]
     return "\n".join(sections)
