@@ -142,4 +142,5 @@ def _is_off(value: object) -> bool:
     if isinstance(value, Mapping):
         return not value.get("enabled", False)
     named = isinstance(value, (str, int, float)) and value in (0, "none", "None")
-    return value is None or named
+    empty = isinstance(value, (set, list, tuple)) and not value
+    return value is None or named or empty

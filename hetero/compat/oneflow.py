@@ -34,10 +34,10 @@ METHODS = KeyTable(
     },
     mapped={
         "enable_zero": "`zero_stage`; without it 1: the same numbers with less memory",
+        "set_zero_redundancy_optimizer_mode": "`zero_stage=1`",
         "enable_amp": '`dtype="bf16"`, which needs no loss scale',
     },
     not_needed={
-        "stage 1 is the least, and enable_zero() says others": "set_zero_redundancy_optimizer_mode",
         "small parameters share a chunk with others": """shard_min_size
             set_zero_redundancy_optimizer_min_size_after_split""",
         "parameters are gathered when they are used": "shard_restore_level",
@@ -47,7 +47,7 @@ METHODS = KeyTable(
     },
     refused={"call torch.compile(model) instead": "enable_xla_jit enable_tensorrt enable_openvino"},
 )
-_MAKERS = "arange empty eye full linspace ones rand randint randn randperm tensor zeros".split()
+_MAKERS = "arange empty eye full linspace ones rand randint randn randperm tensor zeros"
 
 
 @dataclass(frozen=True)
@@ -280,7 +280,7 @@ mirrored(__name__, {"nn": nn, "optim": optim})
 def __getattr__(name: str) -> Any:
     """torch's; tensors that it makes may be made global."""
     make = getattr(torch, name)
-    if name not in _MAKERS:
+    if name not in _MAKERS.split():
         return make
 
     @wraps(make)

@@ -1,10 +1,8 @@
 """ColossalAI's names: `hetero.compat.colossalai` in the place of `colossalai`."""
 
-from hetero.compat.colossalai import booster, optimizers, trainer, zero
-from hetero.compat.colossalai import by_configuration as core
-from hetero.compat.colossalai import utilities as logging
-from hetero.compat.colossalai import utilities as utils
-from hetero.compat.colossalai.by_configuration import (
+from hetero.compat import shard_strategies
+from hetero.compat.colossalai import booster, older_route, optimizers, zero
+from hetero.compat.colossalai.older_route import (
     get_default_parser,
     initialize,
     launch,
@@ -12,9 +10,19 @@ from hetero.compat.colossalai.by_configuration import (
 )
 from hetero.compat.module_paths import mirrored
 
+core = engine = logging = trainer = utils = older_route
+mirrored(
+    __name__,
+    {
+        **dict.fromkeys(("core", "engine", "logging", "trainer", "utils"), older_route),
+        "booster": booster,
+        "booster.plugin": booster,
+        "zero": zero,
+        **{f"zero.{name}": zero for name in ("init_ctx", "sharded_model", "sharded_optim")},
+        "zero.shard_utils": shard_strategies,
+    },
+)
 nn = mirrored(f"{__name__}.nn", {"optimizer": optimizers})
-mirrored(__name__, {"core": core, "engine": core, "logging": logging, "utils": utils})
-mirrored(__name__, {"booster": booster, "booster.plugin": booster})
 
 __all__ = [
     "booster",

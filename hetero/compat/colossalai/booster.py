@@ -18,14 +18,16 @@ from hetero.compat.colossalai.argument_keys import (
     PLUGIN,
     read_arguments,
 )
-from hetero.compat.colossalai.scaled_optimizer import ScaledOptimizer
-from hetero.compat.colossalai.utilities import get_dataloader
-from hetero.compat.colossalai.wrapped_model import WrappedModel
-from hetero.compat.colossalai.zero.gemini import DTYPES, GeminiDDP, GeminiOptimizer
+from hetero.compat.colossalai.older_route import get_dataloader
+from hetero.compat.colossalai.zero import (
+    GeminiDDP,
+    GeminiOptimizer,
+    ScaledOptimizer,
+    WrappedModel,
+)
+from hetero.compat.dtypes import TORCH
 from hetero.compat.key_table import log_not_needed
 from hetero.compat.ranks import barrier, join, rank
-
-_PRECISIONS = {name: dtype for dtype, name in DTYPES.items()}
 
 
 class GeminiPlugin:
@@ -42,7 +44,7 @@ class GeminiPlugin:
     def __init__(self, **arguments: Any) -> None:
         values, own = read_arguments(PLUGIN, arguments)
         self.precision = values.pop("precision", "fp16")
-        if self.precision not in _PRECISIONS:
+        if self.precision not in TORCH:
             raise ValueError(
                 f"GeminiPlugin: precision must be fp16, bf16 or fp32, not {self.precision!r}"
             )
@@ -57,7 +59,7 @@ class GeminiPlugin:
         wrapped = (
             model
             if isinstance(model, GeminiDDP)
-            else GeminiDDP(model, mixed_precision=_PRECISIONS[self.precision], **self._of_model)
+            else GeminiDDP(model, mixed_precision=TORCH[self.precision], **self._of_model)
         )
         if optimizer is None or isinstance(optimizer, GeminiOptimizer):
             return wrapped, optimizer
@@ -99,19 +101,12 @@ class Booster:
         dataloader: Any = None,
         lr_scheduler: Any = None,
     ) -> tuple[Any, Any, Any, Any, Any]:
-        """The same five things, of which the first two are wrapped.
+        """The same five things, of which the first two are wrapped. Raises as the plugin.
 
         Args:
             model: built inside ZeroInitContext, or outside.
             optimizer: as of ShardedOptimizerV2.
-            criterion, dataloader: come back as they are.
-            lr_scheduler: of the optimizer.
-
-        Returns:
-            The model, the optimizer, the criterion, the loader and the scheduler.
-
-        Raises:
-            Exception: as hetero.initialize().
+            criterion, dataloader, lr_scheduler: come back as they are.
         """
         wrapped, scaled = self.plugin.configure(model, optimizer)
         return wrapped, scaled, criterion, dataloader, lr_scheduler
@@ -124,17 +119,13 @@ class Booster:
         """hetero.no_sync() of the model."""
         return no_sync(model.module)
 
+    # All ranks call each of these. A checkpoint is a file for torch.load(), or, saved with `shard`,
+    # a folder of hetero.save(); that of an optimizer has the parameters, too.
+
     def save_model(
         self, model: WrappedModel, checkpoint: str | Path, shard: bool = False, **options: Any
     ) -> None:
-        """Saves parameters; all ranks call it.
-
-        Args:
-            model: of boost().
-            checkpoint: a file for torch.load(); or with `shard` a folder of hetero.save().
-            shard: each rank writes its part.
-            options: not needed.
-        """
+        """Saves parameters; `options` are not needed."""
         _name_options("save_model", options)
         if shard:
             save(checkpoint, model.module)
@@ -142,13 +133,7 @@ class Booster:
             _save_whole(model.module.state_dict(), checkpoint)
 
     def load_model(self, model: WrappedModel, checkpoint: str | Path, strict: bool = True) -> None:
-        """Loads what save_model() saved; all ranks call it.
-
-        Args:
-            model: of boost().
-            checkpoint: the file or folder.
-            strict: all parameters must be there; for files.
-        """
+        """Loads what save_model() saved; `strict`: a file must have all parameters."""
         if Path(checkpoint).is_dir():
             load(checkpoint, model.module)
         else:
@@ -161,15 +146,7 @@ class Booster:
         shard: bool = False,
         **options: Any,
     ) -> None:
-        """Saves optimizer state; all ranks call it.
-
-        Args:
-            optimizer: of boost().
-            checkpoint: a file for torch.load(); or with `shard` a folder of hetero.save(), which
-                has the parameters, too.
-            shard: each rank writes its part.
-            options: not needed.
-        """
+        """Saves optimizer state; `options` are not needed."""
         _name_options("save_optimizer", options)
         if shard:
             extra = {"loss_scale": optimizer.grad_scale}
@@ -178,7 +155,7 @@ class Booster:
             _save_whole(optimizer.state_dict(), checkpoint)
 
     def load_optimizer(self, optimizer: ScaledOptimizer, checkpoint: str | Path) -> None:
-        """Loads what save_optimizer() saved; all ranks call it."""
+        """Loads what save_optimizer() saved."""
         if Path(checkpoint).is_dir():
             extra = {"loss_scale": optimizer.grad_scale}
             load(checkpoint, optimizer.model.module, optimizer.optim, extra=extra)
@@ -186,7 +163,7 @@ class Booster:
             optimizer.load_state_dict(torch.load(checkpoint))
 
     def save_lr_scheduler(self, lr_scheduler: Any, checkpoint: str | Path) -> None:
-        """Saves a scheduler's state; all ranks call it."""
+        """Saves a scheduler's state."""
         _save_whole(lr_scheduler.state_dict(), checkpoint)
 
     def load_lr_scheduler(self, lr_scheduler: Any, checkpoint: str | Path) -> None:

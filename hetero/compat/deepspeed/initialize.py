@@ -20,8 +20,7 @@ from hetero.compat.deepspeed.options import DeepSpeedOptions, read_options
 from hetero.compat.deepspeed.utils import remember
 from hetero.compat.key_table import log_not_needed, log_once
 from hetero.compat.late_start import start
-from hetero.compat.meshes import shard_mesh
-from hetero.compat.ranks import join, rank, ranks
+from hetero.compat.ranks import join, rank, ranks, shard_mesh
 from hetero.compat.torch_optimizers import hybrid_optimizer
 from hetero.runtime.engine import Engine
 

@@ -15,6 +15,7 @@ import torch
 from hetero.compat.declared_arguments import REQUIRED, DeclaresArguments
 from hetero.compat.deepspeed.options import Named
 from hetero.compat.key_table import logger, nearest
+from hetero.option_checks import check_integer
 
 _SECOND_BETA = 0.99  # of an optimizer whose momentum cycles
 
@@ -56,16 +57,14 @@ class Schedule(DeclaresArguments):
 
     def _check(self, arguments: dict[str, Any]) -> None:
         """Raises ValueError for an argument that cannot be; mends others."""
+        groups = len(self.optimizer.param_groups)
         for name, value in arguments.items():
-            groups = len(self.optimizer.param_groups)
             if isinstance(value, (list, tuple)) and len(value) != groups:
                 raise ValueError(
                     f"{name} has {len(value)} values, and the optimizer has {groups} param groups"
                 )
-        for name in {"warmup_num_steps", "lr_range_test_step_size"} & arguments.keys():
-            value = arguments[name]
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be a whole number from 1 on, not {value!r}")
+            if name in ("warmup_num_steps", "lr_range_test_step_size"):
+                check_integer(name, value, 1)
         if "warmup_type" in arguments:
             arguments["warmup_num_steps"] = max(2, arguments["warmup_num_steps"])
             kind = arguments["warmup_type"]
@@ -85,10 +84,9 @@ class Schedule(DeclaresArguments):
 
     def step(self, last_batch_iteration: int | None = None) -> None:
         """Begins the next iteration, or the one that is given."""
-        following = self.last_batch_iteration + 1
-        self.last_batch_iteration = (
-            following if last_batch_iteration is None else last_batch_iteration
-        )
+        self.last_batch_iteration += 1
+        if last_batch_iteration is not None:
+            self.last_batch_iteration = last_batch_iteration
         self._set_rates(self.get_lr())
 
     def _set_rates(self, rates: Sequence[Any]) -> None:
@@ -181,11 +179,8 @@ class WarmupDecayLR(
     def _share(self) -> float:
         if self.last_batch_iteration < self.warmup_num_steps:
             return super()._share()
-        left, whole = (
-            self.total_num_steps - i for i in (self.last_batch_iteration, self.warmup_num_steps)
-        )
-        share: float = left / max(1.0, whole)
-        return max(0.0, share)
+        left: float = self.total_num_steps - self.last_batch_iteration
+        return max(0.0, left / max(1.0, float(self.total_num_steps - self.warmup_num_steps)))
 
 
 class WarmupCosineLR(

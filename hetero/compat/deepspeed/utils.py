@@ -10,8 +10,9 @@ asked for, so that code which does so runs; hetero has no use for them.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -139,36 +140,26 @@ def _whole(param: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     return torch.cat(parts)[: param.numel()].view(param.shape)
 
 
-def safe_get_local_fp32_param(param: torch.Tensor) -> Found:
-    """This rank's part of the fp32 master."""
-    return _part(safe_get_full_fp32_param(param))
+def _local_get(get: Callable[..., Found]) -> Callable[..., Found]:
+    """Gets this rank's part of what `get` gets."""
+    return lambda param, *key, **named: _part(get(param, *key, **named))
 
 
-def safe_get_local_grad(param: torch.Tensor) -> Found:
-    """This rank's part of the gradient."""
-    return _part(safe_get_full_grad(param))
+def _local_set(replace: Callable[..., None]) -> Callable[..., None]:
+    """Replaces this rank's part of what `replace` replaces, and raises as that does."""
+    return lambda param, value, *key, **named: replace(param, _whole(param, value), *key, **named)
 
 
-def safe_get_local_optimizer_state(param: torch.Tensor, optim_state_key: str) -> Found:
-    """This rank's part of one state."""
-    return _part(safe_get_full_optimizer_state(param, optim_state_key))
+safe_get_local_fp32_param = _local_get(safe_get_full_fp32_param)
+safe_get_local_grad = _local_get(safe_get_full_grad)
+safe_get_local_optimizer_state = _local_get(safe_get_full_optimizer_state)
+safe_set_local_fp32_param = _local_set(safe_set_full_fp32_param)
+safe_set_local_grad = _local_set(safe_set_full_grad)
+safe_set_local_optimizer_state = _local_set(safe_set_full_optimizer_state)
 
 
-def safe_set_local_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
-    """Replaces this rank's part of the fp32 master."""
-    safe_set_full_fp32_param(param, _whole(param, value))
-
-
-def safe_set_local_grad(param: torch.Tensor, value: torch.Tensor) -> None:
-    """Replaces this rank's part of the gradient."""
-    safe_set_full_grad(param, _whole(param, value))
-
-
-def safe_set_local_optimizer_state(
-    param: torch.Tensor, value: torch.Tensor, optim_state_key: str
-) -> None:
-    """Replaces this rank's part of one state. Raises as safe_set_full_optimizer_state()."""
-    safe_set_full_optimizer_state(param, _whole(param, value), optim_state_key)
+# Leaf modules: marks can be set and asked for. Each function returns the modules that it found, and
+# raises ValueError if there is none, unless raise_if_not_found is False.
 
 
 def z3_leaf_module(model: torch.nn.Module) -> bool:
@@ -187,72 +178,39 @@ def get_z3_leaf_modules(model: torch.nn.Module) -> Modules:
     return [module for module in model.modules() if z3_leaf_module(module)]
 
 
-def set_z3_leaf_modules(
-    model: torch.nn.Module,
-    leaf_module_classes: Iterable[type[torch.nn.Module] | str],
-    raise_if_not_found: bool = True,
-) -> Modules:
-    """Marks the modules of these classes, which may be given by their names.
-
-    Returns:
-        those that were found.
-
-    Raises:
-        ValueError: there is none.
-    """
-    return _mark(model, leaf_module_classes, _is_of, True, raise_if_not_found)
-
-
-def unset_z3_leaf_modules(
-    model: torch.nn.Module,
-    leaf_module_classes: Iterable[type[torch.nn.Module] | str],
-    raise_if_not_found: bool = True,
-) -> Modules:
-    """Takes the marks away that set_z3_leaf_modules() sets, and returns and raises as it does."""
-    return _mark(model, leaf_module_classes, _is_of, False, raise_if_not_found)
-
-
-def set_z3_leaf_modules_by_name(
-    model: torch.nn.Module, module_names: Iterable[str], raise_if_not_found: bool = True
-) -> Modules:
-    """Marks the modules of these names in the model; else as set_z3_leaf_modules()."""
-    return _mark(model, module_names, lambda _, path, name: path == name, True, raise_if_not_found)
-
-
-def set_z3_leaf_modules_by_suffix(
-    model: torch.nn.Module, module_name_suffixes: Iterable[str], raise_if_not_found: bool = True
-) -> Modules:
-    """Marks the modules whose names end so; else as set_z3_leaf_modules()."""
-    return _mark(
-        model,
-        module_name_suffixes,
-        lambda _, path, end: path.endswith(str(end)),
-        True,
-        raise_if_not_found,
-    )
-
-
-def _is_of(module: torch.nn.Module, _: str, given: type[torch.nn.Module] | str) -> bool:
+def _of_class(module: torch.nn.Module, _: str, given: Any) -> bool:
     kind = type(module)
     if isinstance(given, str):
         return given in (kind.__name__, f"{kind.__module__}.{kind.__qualname__}")
     return isinstance(module, given)
 
 
-def _mark(
-    model: torch.nn.Module,
-    given: Iterable[type[torch.nn.Module] | str],
-    is_meant: Callable[[torch.nn.Module, str, type[torch.nn.Module] | str], bool],
-    flag: bool,
-    must_find: bool,
-) -> Modules:
-    wanted = list(given)
-    found = [m for path, m in model.named_modules() if any(is_meant(m, path, w) for w in wanted)]
-    if must_find and not found:
-        raise ValueError(f"no module of the model is one of {wanted}")
-    for module in found:
-        set_z3_leaf_module(module, flag)
-    return found
+def _marks(
+    argument: str, is_meant: Callable[[torch.nn.Module, str, Any], bool], flag: bool = True
+) -> Callable[..., Modules]:
+    """The function that marks the modules that its second `argument` lists."""
+
+    def mark(
+        model: torch.nn.Module, given: Any = None, raise_if_not_found: bool = True, **named: Any
+    ) -> Modules:
+        wanted = list(named[argument] if given is None else given)
+        paths = model.named_modules()
+        found = [m for path, m in paths if any(is_meant(m, path, each) for each in wanted)]
+        if raise_if_not_found and not found:
+            raise ValueError(f"no module of the model is one of {wanted}")
+        for module in found:
+            set_z3_leaf_module(module, flag)
+        return found
+
+    return mark
+
+
+set_z3_leaf_modules = _marks("leaf_module_classes", _of_class)
+unset_z3_leaf_modules = _marks("leaf_module_classes", _of_class, flag=False)
+set_z3_leaf_modules_by_name = _marks("module_names", lambda _, path, name: path == name)
+set_z3_leaf_modules_by_suffix = _marks(
+    "module_name_suffixes", lambda _, path, end: path.endswith(str(end))
+)
 
 
 class OnDevice(AbstractContextManager["OnDevice"]):

@@ -162,8 +162,8 @@ def test_schedules_of_torchs_may_be_named() -> None:
     [
         ("WarmUpLR", {}, "there is no type 'WarmUpLR'; did you mean WarmupLR"),
         ("WarmupLR", {"warmup_steps": 3}, "scheduler: .*warmup_steps"),
-        ("WarmupLR", {"warmup_num_steps": 0}, "from 1 on, not 0"),
-        ("LRRangeTest", {"lr_range_test_step_size": 0}, "from 1 on, not 0"),
+        ("WarmupLR", {"warmup_num_steps": 0}, "of at least 1, not 0"),
+        ("LRRangeTest", {"lr_range_test_step_size": 0}, "of at least 1, not 0"),
         (
             "OneCycle",
             {"cycle_min_lr": 0.1, "cycle_max_lr": 1.0, "cycle_first_step_size": 0},

@@ -267,7 +267,6 @@ def test_what_is_not_needed_is_named(caplog: pytest.LogCaptureFixture) -> None:
         "nn.Graph.config: shard_restore_level",
         "nn.Graph.config: allow_fuse_add_to_output",
         "nn.Graph.config: set_zero_redundancy_optimizer_min_size_after_split",
-        "nn.Graph.config: set_zero_redundancy_optimizer_mode",
         "Module.to: a device",
         "SGD: contiguous_params",
     ]
