@@ -10,13 +10,24 @@ import sys
 import pytest
 
 PATHS = {
+    "deepspeed": "DeepSpeedConfig DeepSpeedEngine OnDevice PipelineModule add_config_arguments "
+    "comm get_accelerator init_distributed init_inference initialize is_initialized zero",
+    "deepspeed.accelerator": "get_accelerator",
+    "deepspeed.comm": "all_reduce barrier get_rank get_world_size init_distributed is_initialized",
     "deepspeed.ops": "adam adagrad lion",
+    "deepspeed.ops.adagrad": "DeepSpeedCPUAdagrad",
     "deepspeed.ops.adam": "DeepSpeedCPUAdam FusedAdam",
+    "deepspeed.ops.lion": "DeepSpeedCPULion FusedLion",
     "deepspeed.runtime": "lr_schedules zero",
-    "deepspeed.runtime.lr_schedules": "WarmupLR",
-    "deepspeed.runtime.zero": "Init offload_config",
-    "deepspeed.runtime.zero.offload_config": "OffloadDeviceEnum",
+    "deepspeed.runtime.lr_schedules": "LRRangeTest OneCycle WarmupCosineLR WarmupDecayLR WarmupLR",
+    "deepspeed.runtime.zero": "GatheredParameters Init offload_config",
+    "deepspeed.runtime.zero.offload_config": "OffloadDeviceEnum OffloadStateTypeEnum",
+    "deepspeed.utils": "logger safe_get_full_fp32_param safe_get_full_grad set_z3_leaf_modules "
+    "safe_get_full_optimizer_state safe_set_full_fp32_param safe_set_full_grad",
     "deepspeed.utils.zero_to_fp32": "get_fp32_state_dict_from_zero_checkpoint",
+    "oneflow": "nn optim placement sbp",
+    "oneflow.nn": "Graph CrossEntropyLoss Linear",
+    "oneflow.optim": "SGD Adam AdamW Adagrad",
     "colossalai.booster": "Booster plugin",
     "colossalai.booster.plugin": "GeminiPlugin",
     "colossalai.nn": "optimizer",

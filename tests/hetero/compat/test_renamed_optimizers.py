@@ -13,6 +13,7 @@ import torch
 
 import hetero
 from hetero.compat import oneflow
+from hetero.compat.colossalai.nn.optimizer import CPUAdam, HybridAdam
 from hetero.compat.deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from hetero.compat.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from hetero.compat.deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
@@ -21,6 +22,15 @@ from hetero.compat.renamed_optimizers import RenamedOptimizer
 
 BETAS = (0.9, 0.999)
 SIGNATURES: list[tuple[Any, str]] = [
+    *(
+        (
+            kind,
+            "(model_params, lr=0.001, bias_correction=True, betas=(0.9, 0.999), eps=1e-08, "
+            "weight_decay=0.0, adamw_mode=True, nvme_offload_fraction=0.0, nvme_offload_dir=None, "
+            "**defaults)",
+        )
+        for kind in (HybridAdam, CPUAdam)
+    ),
     (
         DeepSpeedCPUAdam,
         "(model_params, lr=0.001, bias_correction=True, betas=(0.9, 0.999), eps=1e-08, "
@@ -84,6 +94,8 @@ def test_arguments_by_their_order() -> None:
     assert not cpu.device_updates
     lion = DeepSpeedCPULion(params(), weight_decay=0.1)
     assert (lion.defaults["betas"], lion.defaults["weight_decay"]) == (BETAS, 0.1)
+    assert oneflow.optim.Adam(params()).defaults["adamw_mode"] is False
+    assert isinstance(oneflow.optim.Adagrad(params()), hetero.HybridAdagrad)
     adamw = oneflow.optim.AdamW(params(), 0.1, BETAS, 1e-3, 0.2, False, False, state_dtype="bf16")
     assert (adamw.defaults["bias_correction"], adamw.state_dtype) == (False, "bf16")
     assert oneflow.optim.AdamW(params(), decoupled_weight_decay=False).defaults["adamw_mode"] is (
@@ -105,6 +117,8 @@ def test_arguments_that_cannot_be(given: dict[str, Any], message: str) -> None:
         FusedAdam()
     with pytest.raises(ValueError, match="amsgrad=True is another update"):
         FusedAdam(params(), amsgrad=True)
+    with pytest.raises(ValueError, match="maximize=True"):
+        oneflow.optim.SGD(params(), maximize=True)
 
 
 def test_one_that_is_not_needed_is_named(caplog: pytest.LogCaptureFixture) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-import hetero
 from hetero.compat import oneflow as flow
 from hetero.compat.key_table import forget_logged
 from tests.support.training.small_net import Net, assert_same, loss_of, plain
@@ -159,18 +158,6 @@ def test_options(tmp_path: Path) -> None:
     assert (config.dtype, config.placement_policy) == ("bf16", "nvme")
     assert config.host_memory == 1 << 20
     graph.optimizer.engine.close()
-
-
-def test_optimizers() -> None:
-    params = [torch.nn.Parameter(torch.zeros(2))]
-    adam = flow.optim.Adam(params, do_bias_correction=False)
-    assert adam.param_groups[0]["bias_correction"] is False
-    assert adam.param_groups[0]["adamw_mode"] is False
-    adamw = flow.optim.AdamW(params)
-    assert (adamw.param_groups[0]["adamw_mode"], adamw.param_groups[0]["weight_decay"]) == (True, 0)
-    assert isinstance(flow.optim.Adagrad(params), hetero.HybridAdagrad)
-    with pytest.raises(ValueError, match="maximize=True"):
-        flow.optim.SGD(params, maximize=True)
 
 
 def test_modules_and_tensors_may_be_global() -> None:
