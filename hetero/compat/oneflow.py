@@ -146,6 +146,8 @@ class GraphConfig:
 
     def enable_amp(self, mode: bool = True, *, dtype: Any = None) -> None:
         """Keeps parameters in bf16 with fp32 masters, whatever the dtype; in fp32 if not `mode`."""
+        if dtype is not None:
+            log_not_needed("enable_amp: dtype", "bf16 needs no loss scale")
         self._options["dtype"] = "bf16" if mode else "fp32"
 
     def set_gradient_accumulation_steps(self, value: int) -> None:

@@ -18,7 +18,10 @@ mirrored(
         "booster": booster,
         "booster.plugin": booster,
         "zero": zero,
-        **{f"zero.{name}": zero for name in ("init_ctx", "sharded_model", "sharded_optim")},
+        **{
+            f"zero.{name}": zero
+            for name in ("gemini", "init_ctx", "sharded_model", "sharded_optim")
+        },
         "zero.shard_utils": shard_strategies,
     },
 )

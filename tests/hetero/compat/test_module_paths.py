@@ -37,6 +37,7 @@ PATHS = {
     "colossalai.logging": "disable_existing_loggers get_dist_logger",
     "colossalai.trainer": "Trainer hooks",
     "colossalai.utils": "get_current_device get_dataloader is_main_process",
+    "colossalai.zero.gemini": "GeminiDDP GeminiOptimizer",
     "colossalai.zero.init_ctx": "ZeroInitContext",
     "colossalai.zero.shard_utils": "TensorShardStrategy BucketTensorShardStrategy",
     "colossalai.zero.sharded_model": "ShardedModelV2",

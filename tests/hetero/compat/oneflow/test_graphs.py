@@ -246,6 +246,7 @@ def test_what_is_not_needed_is_named(caplog: pytest.LogCaptureFixture) -> None:
         config.set_zero_redundancy_optimizer_min_size_after_split(1)
         config.enable_xla_jit(False)
         config.set_zero_redundancy_optimizer_mode()
+        config.enable_amp(dtype=torch.float16)
         Mine().to("cuda")
         flow.optim.SGD([torch.nn.Parameter(torch.zeros(1))], contiguous_params=True)
     named = [message.split(" is not needed")[0] for message in caplog.messages]
@@ -254,6 +255,7 @@ def test_what_is_not_needed_is_named(caplog: pytest.LogCaptureFixture) -> None:
         "nn.Graph.config: shard_restore_level",
         "nn.Graph.config: allow_fuse_add_to_output",
         "nn.Graph.config: set_zero_redundancy_optimizer_min_size_after_split",
+        "enable_amp: dtype",
         "Module.to: a device",
         "SGD: contiguous_params",
     ]
