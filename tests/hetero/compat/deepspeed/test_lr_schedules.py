@@ -1,15 +1,17 @@
-"""hetero/compat/deepspeed/runtime/lr_schedules: each step's rate, by hand and beside torch's."""
+"""hetero/compat.deepspeed.lr_schedules: each step's rate, by hand and beside torch's."""
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
+from hetero.compat.deepspeed.lr_schedules import SCHEDULES, make_schedule
 from hetero.compat.deepspeed.options import Named
-from hetero.compat.deepspeed.runtime.lr_schedules import make_schedule
 
 
 def optimizer(groups: int = 1) -> torch.optim.Optimizer:
@@ -160,8 +162,8 @@ def test_schedules_of_torchs_may_be_named() -> None:
     [
         ("WarmUpLR", {}, "there is no type 'WarmUpLR'; did you mean WarmupLR"),
         ("WarmupLR", {"warmup_steps": 3}, "scheduler: .*warmup_steps"),
-        ("WarmupLR", {"warmup_num_steps": 0}, "from 1 on, not 0"),
-        ("LRRangeTest", {"lr_range_test_step_size": 0}, "from 1 on, not 0"),
+        ("WarmupLR", {"warmup_num_steps": 0}, "of at least 1, not 0"),
+        ("LRRangeTest", {"lr_range_test_step_size": 0}, "of at least 1, not 0"),
         (
             "OneCycle",
             {"cycle_min_lr": 0.1, "cycle_max_lr": 1.0, "cycle_first_step_size": 0},
@@ -241,3 +243,50 @@ def test_stairs_have_no_rounding() -> None:
     stairs = rates("OneCycle", 32, **given, cycle_first_stair_count=10, cycle_second_stair_count=21)
     assert stairs == pytest.approx(rates("OneCycle", 32, **given))
     assert max(stairs) == pytest.approx(0.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        (
+            "LRRangeTest",
+            "lr_range_test_min_lr=0.001, lr_range_test_step_size=2000, "
+            "lr_range_test_step_rate=1.0, lr_range_test_staircase=False",
+        ),
+        (
+            "WarmupLR",
+            "warmup_min_lr=0.0, warmup_max_lr=None, warmup_num_steps=1000, warmup_type='log'",
+        ),
+        (
+            "WarmupDecayLR",
+            "total_num_steps, warmup_min_lr=0.0, warmup_max_lr=0.001, warmup_num_steps=1000, "
+            "warmup_type='log'",
+        ),
+        (
+            "WarmupCosineLR",
+            "total_num_steps, warmup_min_ratio=0.0, warmup_num_steps=1000, cos_min_ratio=0.0001, "
+            "warmup_type='log'",
+        ),
+        (
+            "OneCycle",
+            "cycle_min_lr, cycle_max_lr, decay_lr_rate=0.0, cycle_first_step_size=2000, "
+            "cycle_second_step_size=None, cycle_first_stair_count=0, "
+            "cycle_second_stair_count=None, decay_step_size=0, cycle_momentum=True, "
+            "cycle_min_mom=0.8, cycle_max_mom=0.9, decay_mom_rate=0.0",
+        ),
+    ],
+)
+def test_arguments_are_deepspeeds(name: str, arguments: str) -> None:
+    """Their order and defaults; and arguments are attributes."""
+    found = inspect.signature(SCHEDULES[name])
+    assert str(found) == f"(optimizer, {arguments}, last_batch_iteration=-1)"
+    given = {p.name: 0.5 for p in found.parameters.values() if p.default is p.empty}
+    given["optimizer"] = optimizer()
+    made: Any = SCHEDULES[name](**given)
+    assert made.last_batch_iteration == -1
+    for argument in given.keys() - {"optimizer"}:
+        assert getattr(made, argument) == 0.5
+    with pytest.raises(AttributeError, match=f"{name} has no 'warmup'"):
+        _ = made.warmup
+    with pytest.raises(TypeError, match=rf"{name}\(\): missing a required argument: 'optimizer'"):
+        SCHEDULES[name]()

@@ -1,4 +1,4 @@
-"""colossalai.booster.Booster: a plugin applied to what trains, and its files."""
+"""colossalai.booster: Gemini as a plugin, applied to what trains, and its files."""
 
 from __future__ import annotations
 
@@ -12,11 +12,62 @@ import torch
 from hetero.api.access import no_sync
 from hetero.checkpoint.load import load
 from hetero.checkpoint.save import save
-from hetero.compat.colossalai.booster.plugin import GeminiPlugin
-from hetero.compat.colossalai.scaled_optimizer import ScaledOptimizer
-from hetero.compat.colossalai.wrapped_model import WrappedModel
+from hetero.compat.colossalai.argument_keys import (
+    GEMINI,
+    GEMINI_OPTIMIZER,
+    PLUGIN,
+    read_arguments,
+)
+from hetero.compat.colossalai.older_route import get_dataloader
+from hetero.compat.colossalai.zero import (
+    GeminiDDP,
+    GeminiOptimizer,
+    ScaledOptimizer,
+    WrappedModel,
+)
+from hetero.compat.dtypes import TORCH
 from hetero.compat.key_table import log_not_needed
-from hetero.compat.ranks import barrier, rank
+from hetero.compat.ranks import barrier, join, rank
+
+
+class GeminiPlugin:
+    """Wraps models by GeminiDDP and optimizers by GeminiOptimizer.
+
+    Args:
+        arguments: of both, and `precision` ("fp16", "bf16" or "fp32"; default: "fp16"); and
+            hetero's options, as host_memory and nvme_path.
+
+    Raises:
+        ValueError: an unknown argument, with the nearest name, or a wrong value.
+    """
+
+    def __init__(self, **arguments: Any) -> None:
+        values, own = read_arguments(PLUGIN, arguments)
+        self.precision = values.pop("precision", "fp16")
+        if self.precision not in TORCH:
+            raise ValueError(
+                f"GeminiPlugin: precision must be fp16, bf16 or fp32, not {self.precision!r}"
+            )
+        self._of_model = {n: v for n, v in values.items() if n in GEMINI.keys} | own
+        self._of_optimizer = {n: v for n, v in values.items() if n in GEMINI_OPTIMIZER.keys}
+
+    def configure(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None
+    ) -> tuple[GeminiDDP, GeminiOptimizer | None]:
+        """The model and the optimizer, wrapped. Raises as hetero.initialize()."""
+        join()
+        wrapped = (
+            model
+            if isinstance(model, GeminiDDP)
+            else GeminiDDP(model, mixed_precision=TORCH[self.precision], **self._of_model)
+        )
+        if optimizer is None or isinstance(optimizer, GeminiOptimizer):
+            return wrapped, optimizer
+        return wrapped, GeminiOptimizer(optimizer, wrapped, **self._of_optimizer)
+
+    def prepare_dataloader(self, dataset: Any, batch_size: int, **options: Any) -> Any:
+        """A loader of this rank's part of a dataset; options as of colossalai.utils."""
+        return get_dataloader(dataset, batch_size=batch_size, **options)
 
 
 class Booster:
@@ -50,19 +101,12 @@ class Booster:
         dataloader: Any = None,
         lr_scheduler: Any = None,
     ) -> tuple[Any, Any, Any, Any, Any]:
-        """The same five things, of which the first two are wrapped.
+        """The same five things, of which the first two are wrapped. Raises as the plugin.
 
         Args:
             model: built inside ZeroInitContext, or outside.
             optimizer: as of ShardedOptimizerV2.
-            criterion, dataloader: come back as they are.
-            lr_scheduler: of the optimizer.
-
-        Returns:
-            The model, the optimizer, the criterion, the loader and the scheduler.
-
-        Raises:
-            Exception: as hetero.initialize().
+            criterion, dataloader, lr_scheduler: come back as they are.
         """
         wrapped, scaled = self.plugin.configure(model, optimizer)
         return wrapped, scaled, criterion, dataloader, lr_scheduler
@@ -75,17 +119,13 @@ class Booster:
         """hetero.no_sync() of the model."""
         return no_sync(model.module)
 
+    # All ranks call each of these. A checkpoint is a file for torch.load(), or, saved with `shard`,
+    # a folder of hetero.save(); that of an optimizer has the parameters, too.
+
     def save_model(
         self, model: WrappedModel, checkpoint: str | Path, shard: bool = False, **options: Any
     ) -> None:
-        """Saves parameters; all ranks call it.
-
-        Args:
-            model: of boost().
-            checkpoint: a file for torch.load(); or with `shard` a folder of hetero.save().
-            shard: each rank writes its part.
-            options: not needed.
-        """
+        """Saves parameters; `options` are not needed."""
         _name_options("save_model", options)
         if shard:
             save(checkpoint, model.module)
@@ -93,13 +133,7 @@ class Booster:
             _save_whole(model.module.state_dict(), checkpoint)
 
     def load_model(self, model: WrappedModel, checkpoint: str | Path, strict: bool = True) -> None:
-        """Loads what save_model() saved; all ranks call it.
-
-        Args:
-            model: of boost().
-            checkpoint: the file or folder.
-            strict: all parameters must be there; for files.
-        """
+        """Loads what save_model() saved; `strict`: a file must have all parameters."""
         if Path(checkpoint).is_dir():
             load(checkpoint, model.module)
         else:
@@ -112,15 +146,7 @@ class Booster:
         shard: bool = False,
         **options: Any,
     ) -> None:
-        """Saves optimizer state; all ranks call it.
-
-        Args:
-            optimizer: of boost().
-            checkpoint: a file for torch.load(); or with `shard` a folder of hetero.save(), which
-                has the parameters, too.
-            shard: each rank writes its part.
-            options: not needed.
-        """
+        """Saves optimizer state; `options` are not needed."""
         _name_options("save_optimizer", options)
         if shard:
             extra = {"loss_scale": optimizer.grad_scale}
@@ -129,7 +155,7 @@ class Booster:
             _save_whole(optimizer.state_dict(), checkpoint)
 
     def load_optimizer(self, optimizer: ScaledOptimizer, checkpoint: str | Path) -> None:
-        """Loads what save_optimizer() saved; all ranks call it."""
+        """Loads what save_optimizer() saved."""
         if Path(checkpoint).is_dir():
             extra = {"loss_scale": optimizer.grad_scale}
             load(checkpoint, optimizer.model.module, optimizer.optim, extra=extra)
@@ -137,7 +163,7 @@ class Booster:
             optimizer.load_state_dict(torch.load(checkpoint))
 
     def save_lr_scheduler(self, lr_scheduler: Any, checkpoint: str | Path) -> None:
-        """Saves a scheduler's state; all ranks call it."""
+        """Saves a scheduler's state."""
         _save_whole(lr_scheduler.state_dict(), checkpoint)
 
     def load_lr_scheduler(self, lr_scheduler: Any, checkpoint: str | Path) -> None:
