@@ -144,6 +144,12 @@ def titled(title: str, rows: Sequence[Sequence[str]]) -> str:
     return f"\n{title}\n{table(rows, terminal_width() if sys.stdout.isatty() else None)}\n"
 
 
+def ranged(spread: Mapping[str, float], digits: int = 2) -> str:
+    """The median, and the least and the most, of what Rounds.spread() gives."""
+    median, least, most = (f"{spread[key]:.{digits}f}" for key in ("median", "min", "max"))
+    return f"{median} ({least}-{most})"
+
+
 def program_parser(name: str, description: str | None) -> argparse.ArgumentParser:
     """A parser whose help is the program's docstring, in the words of command_line()."""
     text = description or ""
@@ -220,7 +226,7 @@ def whole(least: int = 1) -> Kind:
     return Kind("N", read)
 
 
-def _seconds(option: str, text: str) -> float:
+def _number(option: str, text: str) -> float:
     try:
         return float(text)
     except ValueError:
@@ -277,7 +283,8 @@ FILE = Kind("FILE", TEXT.read)
 FOLDER = Kind("DIR", TEXT.read)
 COUNT = Kind("N", parse_count)
 SIZE = Kind("SIZE", parse_size)
-SECONDS = Kind("SECONDS", _seconds)
+NUMBER = Kind("N", _number)
+SECONDS = Kind("SECONDS", _number)
 
 _PEER_PYTHON = Option(
     "--peer-python",
@@ -299,58 +306,3 @@ def peer_options(known: Sequence[str], default: str | None = None) -> tuple[Opti
 def left_out(failed: Mapping[str, str]) -> list[str]:
     """A line for each contender that was left out, and why."""
     return [f"{name}: left out: {reason}" for name, reason in failed.items()]
-
-
-# Until all programs are Programs.
-
-
-def run_program(
-    name: str,
-    measure: Callable[[], dict[str, Any]],
-    show: Callable[[dict[str, Any], Any], None],
-    as_json: bool,
-) -> int:
-    """Measures, then prints the result on stdout. Returns the exit code: 2 for bad input."""
-    try:
-        result = measure()
-    except KeyboardInterrupt:
-        return 130
-    except (ValueError, HeteroError, OSError, MemoryError) as error:
-        print(f"{name}: error: {error}", file=sys.stderr)
-        return 2
-    if as_json:
-        print(json.dumps(result))
-    else:
-        show(result, wide_console())
-    return 0
-
-
-def wide_console() -> Any:
-    """Where there is no terminal rich would squeeze tables into 80 columns."""
-    from rich.console import Console
-
-    return Console(width=None if sys.stdout.isatty() else 160)
-
-
-def print_header(result: Mapping[str, Any], console: Any) -> None:
-    """The machine and the command of a result."""
-    text = header(result["machine"], result["command"])
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-
-def add_peer_arguments(
-    parser: argparse._ActionsContainer, known: Sequence[str], default: str
-) -> None:
-    """--peers, which chosen_peers() reads, and --peer-python."""
-    parser.add_argument("--peers", default=default, metavar="LIST", help=f"of {', '.join(known)}")
-    _PEER_PYTHON.add_to(parser)
-
-
-def add_json_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
-
-
-def chosen_peers(text: str, known: Sequence[str]) -> list[str]:
-    """The peers that --peers asks for; "none" is no peer. Raises ValueError for an unknown one."""
-    found: list[str] = peers_of(known).read("--peers", text)
-    return found

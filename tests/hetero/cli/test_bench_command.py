@@ -29,11 +29,12 @@ def test_it_lists_every_program_with_a_line(capsys: pytest.CaptureFixture[str]) 
     assert all(line.endswith(".") for line in listed.values())
 
 
-def test_every_program_takes_its_options() -> None:
+def test_every_program_takes_its_options(capsys: pytest.CaptureFixture[str]) -> None:
     for name, found in command.programs(ROOT / "bench").items():
         with pytest.raises(SystemExit) as raised:
             importlib.import_module(found.module).main(["--help"])
         assert raised.value.code == 0, name
+        assert f"python -m bench.{name}" in capsys.readouterr().out
 
 
 def test_options_and_the_exit_code_are_the_programs(capsys: pytest.CaptureFixture[str]) -> None:
@@ -85,7 +86,7 @@ def test_a_missing_extra_is_named(
     for name in [name for name in sys.modules if name.partition(".")[0] in ("rich", "bench")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "rich", None)
-    assert main(["bench", "adam"]) == 2
+    assert main(["bench", "peers_tests"]) == 2
     assert capsys.readouterr().err == (
         'hetero bench: error: rich is missing; install it: pip install "hetero[train]"\n'
     )
