@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 import torch
 
-from bench.harness.peer_process import PeerProcess
+from bench.harness.peer_process import DEEPSPEED_INSTALL, PeerProcess
 from bench.harness.program import (
     COUNT,
     Option,
@@ -47,11 +47,6 @@ MAIN_KIND = UpdateKind("bf16", "bf16")
 BESIDE_NUMEL = 16 << 20  # the most for the update beside torch: some milliseconds long
 
 DEEPSPEED_STEP = "deepspeed step"
-
-DEEPSPEED_INSTALL = (
-    "python -m venv VENV && VENV/bin/pip install torch deepspeed setuptools ninja, then"
-    " --peer-python VENV/bin/python"
-)
 
 # Peers that wait for their turn sleep, and their arrays get huge pages, as hetero's do.
 PEER_ENVIRONMENT = {"OMP_WAIT_POLICY": "passive", "THP_MEM_ALLOC_ENABLE": "1"}

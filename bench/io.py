@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from bench.harness.peer_process import PeerProcess
+from bench.harness.peer_process import DEEPSPEED_INSTALL, PeerProcess
 from bench.harness.program import (
     SIZE,
     Option,
@@ -43,11 +43,6 @@ BEST_OF = {
     "fio": tuple(SETTINGS),
     "deepspeed": tuple(DEEPSPEED_THREADS),
 }
-
-DEEPSPEED_INSTALL = (
-    "python -m venv VENV && VENV/bin/pip install torch deepspeed setuptools ninja (and the"
-    " system's libaio-dev), then --peer-python VENV/bin/python"
-)
 
 Sampler = Callable[[str], Sample]  # of a pattern
 

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from bench.harness.peer_process import PeerProcess
+from bench.harness.peer_process import DEEPSPEED_INSTALL, PeerProcess
 from bench.harness.program import (
     COUNT,
     FILE,
@@ -45,11 +45,6 @@ from offload import _native
 from offload.memory.sizes import format_bytes
 
 PEERS = ("deepspeed",)
-DEEPSPEED_INSTALL = (
-    "python -m venv VENV && VENV/bin/pip install torch deepspeed setuptools ninja (and the"
-    " system's libaio-dev), then --peer-python VENV/bin/python"
-)
-
 # The engine of hetero.initialize() has these; the yardstick must not have less in flight.
 DEPTH = 32
 BLOCK_BYTES = 1 << 20

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.activations.training import Spec
-from bench.harness.contenders import DEEPSPEED_INSTALL
-from bench.harness.peer_process import import_environment, path_beside
+from bench.harness.peer_process import DEEPSPEED_INSTALL, import_environment, path_beside
 from bench.harness.ranks import last_line
 from bench.largest_model.rungs import LIMIT_PER_BUDGET, MALLOC
 from bench.work.gpt import Shape
