@@ -86,7 +86,7 @@ def plan(arguments: argparse.Namespace) -> bool:
 
 def _activation_words(estimate: ActivationEstimate) -> str:
     return (
-        f"Activations (estimated, beside the budgets): {format_bytes(estimate.kept_bytes)} a rank, "
+        f"Activations (estimated, not in the budgets): {format_bytes(estimate.kept_bytes)} a rank, "
         f"{format_bytes(estimate.checkpointed_bytes)} with --gradient-checkpointing; logits are "
         f"not in it."
     )

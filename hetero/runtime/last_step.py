@@ -163,4 +163,4 @@ class LastStep:
                     chunk_group.memory.arenas.forget_read_ahead()
                     for members in made:
                         chunk_group.params.updates.undo(members[0].chunk, members)
-                chunk_group.params.updates.finish_undo([members[0].chunk for members in made])
+                chunk_group.params.updates.gather([members[0].chunk for members in made])

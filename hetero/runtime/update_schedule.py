@@ -269,7 +269,7 @@ class UpdateSchedule:
                 chunk_group.update_tasks.submit(update, last=True)
         finally:  # other ranks that ask are told of a failure, too
             for chunk in chunk_group.updates.under_way:
-                chunk_group.params.updates.publish(chunk)
+                chunk_group.params.updates.versions.publish(chunk)
             chunk_group.params.updates.begin_gathers(chunk_group.updates.under_way)
 
     def end_step(self) -> None:

@@ -34,6 +34,8 @@ def await_forward(arena: ConstructionArena) -> None:
 def _call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     """torch.nn.Module.__call__(), while some model waits. (A hook could not add the hooks that
     initialize() adds to the call that has begun.)"""
+    if torch.compiler.is_compiling():  # what is traced lies inside of a call that was not
+        return _plain_call(module, *args, **kwargs)
     if module.training and torch.is_grad_enabled():
         for arena in list(_waiting):
             if arena.is_closed:

@@ -198,9 +198,8 @@ class ChunkAccess:
         self.updates.versions.change(chunk)
         self.copies.drop(chunk)
         self.copies.shards.filled(chunk)
-        self.updates.publish(chunk)
-        self.updates.begin_gathers([chunk])
-        self.updates.finish_gathers([chunk])
+        self.updates.versions.publish(chunk)
+        self.updates.gather([chunk])
 
     def keep_written(self, managed: ManagedParam, values: torch.Tensor) -> None:
         """Brings what user code has made of the parameter home. For one rank.

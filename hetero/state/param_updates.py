@@ -30,7 +30,8 @@ class ParamUpdates:
         versions: Versions,
         gathering: Gathering | None,
     ) -> None:
-        """No update has begun. `versions` tell other ranks of changes; one rank gathers nothing."""
+        """No update has begun. `versions` make other ranks wait from a change until it is
+        published; one rank gathers nothing."""
         self._homes = homes
         self._copies = copies
         self._updates = updates
@@ -84,10 +85,6 @@ class ParamUpdates:
         self._copies.discard(chunk)  # also of old values that were read while it was prepared
         self._updates.decide(chunk, confirmed)
 
-    def publish(self, chunk: Chunk) -> None:
-        """The update is submitted: other ranks may ask for new values, and wait for it here."""
-        self.versions.publish(chunk)
-
     def finish(self, chunks: Sequence[Chunk]) -> None:
         """Waits for the updates of `chunks` that are under way; parameters get the new values.
 
@@ -96,7 +93,7 @@ class ParamUpdates:
         chunks = [chunk for chunk in chunks if self._chunks[chunk.id].is_under_way]
         for chunk in chunks:
             self._updates.wait_updated(chunk)
-        self.finish_gathers(chunks)
+        self._finish_gathers(chunks)
         for chunk in chunks:
             update, home = self._chunks[chunk.id].update, self._homes.resident(chunk)
             if isinstance(update, Done):
@@ -108,7 +105,7 @@ class ParamUpdates:
         """The chunk's last update, of `members`, is undone: its old state comes back.
 
         It is finished, and nobody uses the parameters. For those who have values or graphs this is
-        a write. Then all ranks call finish_undo(). Raises NativeIoError.
+        a write. Then all ranks call gather(). Raises NativeIoError.
         """
         self._updates.versions.snapshots.wait(chunk)
         self.versions.change(chunk)
@@ -117,11 +114,6 @@ class ParamUpdates:
         for m in members:
             m.undo_update()
         self.versions.publish(chunk)
-
-    def finish_undo(self, chunks: Iterable[Chunk]) -> None:
-        """Returns when the old values are everywhere, after undo() of all chunks."""
-        self.begin_gathers(chunks)
-        self.finish_gathers(chunks)
 
     # Where homes are whole
 
@@ -140,7 +132,12 @@ class ParamUpdates:
                 gather = self._gathering.start(chunk, self._homes.flat(chunk))
                 self._chunks[chunk.id].whole_gather = gather
 
-    def finish_gathers(self, chunks: Iterable[Chunk]) -> None:
+    def gather(self, chunks: Sequence[Chunk]) -> None:
+        """Returns when the other ranks' values of `chunks` are here. All ranks call it."""
+        self.begin_gathers(chunks)
+        self._finish_gathers(chunks)
+
+    def _finish_gathers(self, chunks: Iterable[Chunk]) -> None:
         """Waits for what begin_gathers() has started of `chunks`. Raises what it met."""
         for chunk in chunks:
             state = self._chunks[chunk.id]

@@ -94,8 +94,8 @@ class ManagedRun:
         result.placement = _chunk_counts(engine)
         result.predicted = _predicted(self.options, engine, [])
         result.changes = [(change.step, change.words()) for change in engine.changes]
-        again = list(filter(None, [engine.recompute.words()]))
-        result.notes = list(dict.fromkeys((*result.notes, *engine.notes, *again)))
+        notes = (*result.notes, *engine.notes, engine.recompute.words())
+        result.notes = list(dict.fromkeys(filter(None, notes)))
         result.peak_rss_by_rank_bytes = [int(n) for n in ranks.gather(peak_resident_bytes())]
 
     def measure(self, result: TrainResult) -> None:

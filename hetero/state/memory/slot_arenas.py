@@ -56,7 +56,8 @@ class SlotArenas:
         self.unkept = backend.arena(0, self._slot.gathered, ledger, Account.GATHERED)
         resources.callback(self.unkept.close)
         self._pipeline: StepPipeline | None = None
-        self.is_reading_ahead = False  # for the next step; the pipeline keeps that until it is lost
+        # Whether the pipeline reads ahead, or has read, what the next step needs.
+        self.is_reading_ahead = False
         resources.callback(self._close_pipeline)
 
     @property

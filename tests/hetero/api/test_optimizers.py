@@ -222,7 +222,7 @@ def test_options_out_of_range(make: Make, options: dict[str, object], message: s
     ("saving", "loading", "message"),
     [
         ("adam", "adagrad", "is not HybridAdagrad's: it lacks lr_decay"),
-        ("adam", "lion", "has 'exp_avg_sq', which HybridLion has not"),
+        ("adam", "lion", "has 'exp_avg_sq', which HybridLion does not have"),
         ("lion", "adam", "is not HybridAdam's: it lacks eps"),
         ("sgd", "lion", "is not HybridLion's: it lacks betas"),
         ("adagrad", "sgd", "is not HybridSGD's: it lacks dampening, momentum, nesterov"),

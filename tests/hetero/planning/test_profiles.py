@@ -3,6 +3,7 @@
 import pytest
 
 from hetero.planning.profiles import find_profile, listing, shipped_profiles
+from hetero.text_table import terminal_width
 
 
 @pytest.mark.parametrize("name", shipped_profiles())
@@ -26,5 +27,5 @@ def test_the_listing_says_what_each_is_and_where_its_figures_are_from():
     heads = [line for line in lines if not line.startswith(" ")]
     assert [line.partition(":")[0] for line in heads] == list(shipped_profiles())
     assert "rtx4090-nvme: a GPU of 22.4 GiB, 59.6 GiB of RAM, NVMe at 6.5 GB/s" in heads
-    assert max(map(len, lines)) <= 100
+    assert max(map(len, lines)) <= terminal_width()
     assert "    Not measured. From data sheets: NVIDIA GeForce RTX 4090" in "\n".join(lines)

@@ -119,7 +119,8 @@ class Steps:
         self.group = ChunkGroupPlan(spec, place(spec))
         assert Tier.DISK in self.group.placement.optim_state
         self.notes: list[str] = []
-        group: Any = SimpleNamespace(world=SimpleNamespace(size=1, local_ranks=1))
+        world = SimpleNamespace(size=1, local_ranks=1, is_on_several_machines=False)
+        group: Any = SimpleNamespace(world=world)
         shared: Any = SimpleNamespace(
             ledger=SimpleNamespace(budget_bytes=dict.fromkeys(("device", "host", "disk"))),
             backend=SimpleNamespace(separate=False),
