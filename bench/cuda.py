@@ -46,9 +46,9 @@ from bench.harness.peer_process import import_environment
 from bench.harness.program import command_line, names, program_parser
 from bench.kernels.cuda_copies import measure_copies, measure_updates
 from bench.work.gpt import SHAPES, VOCABULARY, Gpt, Shape, fill, quick_init
-from bench.work.transfers import measure_mixed_bandwidth
 from offload.device.cuda_backend import DEFAULT_SHARE, cuda_available
 from offload.memory.sizes import format_bytes
+from offload.profile.measure import measure_disk
 
 WARM_UP, STEPS = 2, 5
 ENOUGH_S = 15.0  # of measured steps
@@ -126,7 +126,7 @@ def _disk_rate(rows: Sequence[dict[str, Any]], directory: str | None) -> float |
     """What the disk moves in the update's pattern, if a contender has used it."""
     if directory is None or not any(row.get("disk_bytes") for row in rows):
         return None
-    return measure_mixed_bandwidth(directory)
+    return measure_disk((directory,), lambda text: None)["mixed"]
 
 
 def _run(one: str, nvme: str | None, deadline_s: float) -> dict[str, Any]:

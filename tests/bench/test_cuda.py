@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -173,6 +174,16 @@ def test_updates_are_measured_alone_and_beside_copies() -> None:
     found = measure_updates(runtime, numel=1 << 20, copied_bytes=1 << 16)  # type: ignore[arg-type]
     assert set(found) == {"memory", "update", "update_beside", "both", "both_alone"}
     assert all(rate > 0 for rate in found.values())
+
+
+def test_the_disk_is_measured_if_it_was_used(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    used = [row("m", "10", 1.0, disk_bytes=9e9)]
+    assert cuda._disk_rate(used, None) is None
+    assert cuda._disk_rate([row("m", "10", 1.0)], str(tmp_path)) is None
+    monkeypatch.setattr(cuda, "measure_disk", lambda paths, tell: {"mixed": len(paths) * 2e9})
+    assert cuda._disk_rate(used, str(tmp_path)) == 2e9
 
 
 def test_every_contender_runs_in_a_process_of_its_own(
