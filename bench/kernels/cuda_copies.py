@@ -11,6 +11,7 @@ from contextlib import closing, contextmanager
 
 import torch
 
+from bench.harness.rounds import Sample
 from bench.work.updates import Updates
 from offload._native import UpdateKind
 from offload.device.cuda_backend import CudaBackend
@@ -85,7 +86,7 @@ def measure_updates(
     return found
 
 
-def _best(sample: Callable[[], dict[str, float]]) -> float:
+def _best(sample: Callable[[], Sample]) -> float:
     return 1e9 * max(sample()["gbps"] for _ in range(3))
 
 
