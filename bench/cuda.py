@@ -313,7 +313,7 @@ def _fsdp2(model: Gpt) -> Callable[[torch.Tensor], object]:
     import torch.distributed as dist
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-    store = dist.HashStore()
+    store = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group("cuda:nccl,cpu:gloo", store=store, rank=0, world_size=1)
     options: dict[str, Any] = {
         "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16),
