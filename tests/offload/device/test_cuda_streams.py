@@ -315,7 +315,7 @@ def test_an_arena_that_finds_no_room_has_no_slots() -> None:
 
 def test_a_fetch_looks_at_one_arena_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
     """Homes on a device have an arena each; some are gone, one has another place."""
-    runtime, backend, arena = make()
+    _, backend, arena = make()
     ledger = Ledger({})
     arenas = [backend.arena(1, SLOT, ledger, Account.PARAM) for _ in range(200)]
     for closed in arenas[::3]:
