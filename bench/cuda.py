@@ -29,6 +29,7 @@ import importlib.util
 import json
 import os
 import resource
+import signal
 import statistics
 import subprocess
 import sys
@@ -136,7 +137,8 @@ def _run(one: str, nvme: str | None, deadline_s: float) -> dict[str, Any]:
     left_s = deadline_s - time.monotonic()
     if left_s < _LEAST_S:
         return {"status": "no time left"}
-    command = [sys.executable, "-m", "bench.cuda", "--one", one]
+    # A crash says where.
+    command = [sys.executable, "-X", "faulthandler", "-m", "bench.cuda", "--one", one]
     if nvme is not None:
         command += ["--nvme", nvme]
     try:
@@ -151,8 +153,11 @@ def _run(one: str, nvme: str | None, deadline_s: float) -> dict[str, Any]:
         return {"status": "out of time"}
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no message"]
-        print("\n".join(lines[-12:]), file=sys.stderr)
-        return {"status": f"failed: {lines[-1][:200]}"}
+        print("\n".join(lines[-30:]), file=sys.stderr)
+        last = lines[-1][:200]
+        if done.returncode < 0:
+            last = f"ended by {signal.Signals(-done.returncode).name}"
+        return {"status": f"failed: {last}", "stderr": done.stderr[-4000:]}
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
