@@ -6,6 +6,7 @@ What only a true device shows is in tests/cuda.
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from offload.device.fetch_queue import FetchQueue
 from offload.errors import BudgetError, HeteroError
 from offload.memory.arena import HostArena
 from offload.memory.tiers import Tier
+from tests.support.cuda.watch import Watch
 from tests.support.native.fake_cuda import FakeRuntime
 from tests.support.training.loops import Run, batches, build, train
 from tests.support.waiting import PATIENCE_S, until
@@ -45,13 +47,14 @@ REFERENCES: dict[Any, Run] = {}
 
 
 @pytest.fixture
-def runtime(monkeypatch: pytest.MonkeyPatch) -> FakeRuntime:
-    """The device that Config's backend will be."""
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeRuntime]:
+    """The device that Config's backend will be; what torch computes is watched."""
     made = FakeRuntime()
     monkeypatch.setattr("hetero.config.cuda_available", lambda: True)
     monkeypatch.setattr("hetero.config.default_device_bytes", lambda *_: 64 << 20)
     monkeypatch.setattr("hetero.config.CudaBackend", lambda: CudaBackend(made))
-    return made
+    with Watch(made):
+        yield made
 
 
 def options(path: Path, settings: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -212,6 +215,7 @@ def test_the_first_forward_may_be_in_any_stream(
 
     def to(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         there = torch.full_like(tensor, 7)
+        runtime.order.forget(there.data_ptr(), there.nbytes)  # torch orders what it allocates
         runtime.give(
             default, lambda: there.copy_(tensor), writes=[(there.data_ptr(), there.nbytes)]
         )

@@ -18,6 +18,7 @@ import hetero
 from offload.device.cuda_backend import CudaBackend
 from offload.memory.tiers import Tier
 from tests.support.cuda.fake_nccl import FakeNccl
+from tests.support.cuda.watch import Watch
 from tests.support.native.fake_cuda import FakeRuntime
 from tests.support.ranks.rank_training import inputs, make
 
@@ -32,6 +33,7 @@ def fake_device(nccl: bool = False) -> Iterator[FakeRuntime]:
         patch("hetero.config.cuda_available", lambda: True),
         patch("hetero.config.default_device_bytes", lambda *_: 64 << 20),
         patch("hetero.config.CudaBackend", lambda: CudaBackend(made)),
+        Watch(made),
     ):
         yield made
 

@@ -3,19 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass
 
 HOST = "host"  # waits for streams, and gives them all their work
 Clock = dict[Hashable, int]  # of each stream, up to which of its uses
-
-
-@dataclass(frozen=True)
-class _Use:
-    stream: Hashable
-    number: int
-    begin: int
-    end: int
-    writes: bool
+_Range = tuple[int, int, bool]  # from one address to another, and whether it is written
 
 
 class StreamOrder:
@@ -28,7 +19,8 @@ class StreamOrder:
 
     def __init__(self) -> None:
         self._clocks: dict[Hashable, Clock] = {HOST: {}}
-        self._uses: list[_Use] = []  # that the host does not know to have ended
+        # By stream, the last use of each range that the host does not know to have ended.
+        self._uses: dict[Hashable, dict[_Range, int]] = {}
 
     def now(self, stream: Hashable) -> Clock:
         """What comes before an event that is recorded in the stream now."""
@@ -38,7 +30,10 @@ class StreamOrder:
         """What `waiting`, a stream or the HOST, does from now on comes after what `clock` has."""
         _merge(self._clock(waiting), clock)
         if waiting is HOST:
-            self._uses = [use for use in self._uses if not _has(clock, use)]
+            for stream, uses in self._uses.items():
+                ended = clock.get(stream, 0)
+                for used in [used for used, number in uses.items() if number <= ended]:
+                    del uses[used]
 
     def use(self, stream: Hashable, ranges: Iterable[tuple[int, int]], *, writes: bool) -> None:
         """The stream is given a use of ranges, addresses and bytes."""
@@ -46,22 +41,28 @@ class StreamOrder:
         _merge(clock, self._clocks[HOST])
         number = clock[stream] = clock.get(stream, 0) + 1
         for begin, nbytes in ranges:
-            found = _Use(stream, number, begin, begin + nbytes, writes)
-            for other in self._uses:
-                meet = other.begin < found.end and begin < other.end
-                if meet and (writes or other.writes):
-                    assert _has(clock, other), (
-                        "two streams use the same memory, and none waits for the other's event"
-                    )
-            if nbytes:
-                self._uses.append(found)
+            if not nbytes:
+                continue
+            end = begin + nbytes
+            for other, uses in self._uses.items():
+                if other is stream:
+                    continue
+                known = clock.get(other, 0)
+                for (first, last, written), used_at in uses.items():
+                    if used_at > known and first < end and begin < last and (writes or written):
+                        raise AssertionError(
+                            "two streams use the same memory, and none waits for the other's event"
+                        )
+            self._uses.setdefault(stream, {})[begin, end, writes] = number
+
+    def forget(self, begin: int, nbytes: int) -> None:
+        """The memory is another's now, who knows when it was used last."""
+        for uses in self._uses.values():
+            for used in [u for u in uses if u[0] < begin + nbytes and begin < u[1]]:
+                del uses[used]
 
     def _clock(self, stream: Hashable) -> Clock:
         return self._clocks.setdefault(stream, {})
-
-
-def _has(clock: Clock, use: _Use) -> bool:
-    return clock.get(use.stream, 0) >= use.number
 
 
 def _merge(into: Clock, clock: Clock) -> None:

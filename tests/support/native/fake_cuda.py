@@ -371,6 +371,7 @@ class FakeRuntime:
         )
         with self.lock:
             self.page_locked[address] = nbytes
+            self.order.forget(address, nbytes)
         return None
 
     def unregister(self, address: int) -> None:

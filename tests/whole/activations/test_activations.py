@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from offload.device.cuda_backend import CudaBackend
 from offload.errors import BudgetError
 from offload.memory.tiers import Account, Tier
 from tests.support.activations import steps_of_rank
+from tests.support.cuda.watch import Watch
 from tests.support.native.fake_cuda import FakeRuntime
 from tests.support.ranks.processes import RankPool
 from tests.support.training.loops import Run, batches, build, train
@@ -42,13 +44,14 @@ REFERENCES: dict[Any, Run] = {}
 
 
 @pytest.fixture(autouse=True)
-def runtime(monkeypatch: pytest.MonkeyPatch) -> FakeRuntime:
-    """The device that the backend "cuda" is."""
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeRuntime]:
+    """The device that the backend "cuda" is; what torch computes is watched."""
     made = FakeRuntime()
     monkeypatch.setattr("hetero.config.cuda_available", lambda: True)
     monkeypatch.setattr("hetero.config.default_device_bytes", lambda *_: 64 << 20)
     monkeypatch.setattr("hetero.config.CudaBackend", lambda: CudaBackend(made))
-    return made
+    with Watch(made):
+        yield made
 
 
 def made(path: Path, settings: dict[str, Any], reentrant: bool | None = None, **more: Any) -> Any:

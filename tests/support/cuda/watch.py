@@ -1,0 +1,74 @@
+"""What torch computes, as uses of memory in the fake device's current stream.
+
+Compute on the fake device is done at once, and copies as late as they may, so a copy that
+overwrites what compute still reads would change no bit. Its order shows it nevertheless: each
+operator's arguments are read, or written, and its results written, in the current stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hetero.stand_ins.offloaded_tensor import OffloadedTensor
+from tests.support.native.fake_cuda import FakeRuntime
+
+Ranges = list[tuple[int, int]]  # addresses and bytes
+
+
+class Watch(TorchDispatchMode):
+    """Inside, torch's operators in this thread are uses of memory, page-locked RAM excepted."""
+
+    def __init__(self, runtime: FakeRuntime) -> None:
+        super().__init__()
+        self._runtime = runtime
+        self.seen = 0  # operators
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        given = dict(kwargs or {})
+        schema = func._schema  # type: ignore[attr-defined]
+        reads: Ranges = []
+        writes: Ranges = []
+        named = [given.get(argument.name) for argument in schema.arguments[len(args) :]]
+        for argument, value in zip(schema.arguments, [*args, *named], strict=True):
+            alias = argument.alias_info
+            (writes if alias is not None and alias.is_write else reads).extend(self._ranges(value))
+        found = func(*args, **given)
+        if any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns):
+            return found  # a view
+        writes += self._ranges(found)
+        runtime = self._runtime
+        with runtime.lock:
+            stream = runtime.current_stream()
+            runtime.order.use(stream, reads, writes=False)
+            runtime.order.use(stream, writes, writes=True)
+        self.seen += 1
+        return found
+
+    def _ranges(self, value: object) -> Ranges:
+        """The memory of the tensors in `value`, without gaps where they are dense."""
+        if isinstance(value, torch.Tensor):
+            if (
+                value.device.type != "cpu"
+                or value.numel() == 0
+                or isinstance(value, OffloadedTensor)
+            ):
+                return []
+            begin = value.data_ptr()
+            span = sum((n - 1) * abs(s) for n, s in zip(value.shape, value.stride(), strict=True))
+            page_locked = self._runtime.page_locked.items()
+            if begin == 0 or any(a <= begin < a + n for a, n in page_locked):
+                return []
+            return [(begin, (span + 1) * value.element_size())]
+        if isinstance(value, Iterable) and not isinstance(value, str):
+            return [found for each in value for found in self._ranges(each)]
+        return []
