@@ -13,26 +13,24 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import psutil
 import torch
-from rich.console import Console
-from rich.table import Table
 
-from bench.harness.machine import describe_machine
-from bench.harness.peer_process import PeerProcess
+from bench.harness.peer_process import DEEPSPEED_INSTALL, PeerProcess
 from bench.harness.program import (
-    add_json_argument,
-    add_peer_arguments,
-    chosen_peers,
-    command_line,
-    parse_count,
-    print_header,
-    program_parser,
-    run_program,
+    COUNT,
+    Option,
+    Program,
+    left_out,
+    list_of,
+    peer_options,
+    ranged,
+    titled,
+    whole,
 )
 from bench.harness.rounds import Rounds, Sample, run_rounds
 from bench.peers.adam_timing import huge_page_share
@@ -49,11 +47,6 @@ MAIN_KIND = UpdateKind("bf16", "bf16")
 BESIDE_NUMEL = 16 << 20  # the most for the update beside torch: some milliseconds long
 
 DEEPSPEED_STEP = "deepspeed step"
-
-DEEPSPEED_INSTALL = (
-    "python -m venv VENV && VENV/bin/pip install torch deepspeed setuptools ninja, then"
-    " --peer-python VENV/bin/python"
-)
 
 # Peers that wait for their turn sleep, and their arrays get huge pages, as hetero's do.
 PEER_ENVIRONMENT = {"OMP_WAIT_POLICY": "passive", "THP_MEM_ALLOC_ENABLE": "1"}
@@ -84,56 +77,28 @@ PEER_KINDS = {
 }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Returns 0, or 2 when something about the input is wrong."""
-    arguments = _parser().parse_args(argv)
-    command = command_line("bench.adam", argv)
-    return run_program("bench.adam", lambda: run(arguments, command), print_table, arguments.json)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = program_parser("bench.adam", __doc__)
-    parser.add_argument(
-        "--numel", default="64Mi", help="elements of each array (default: %(default)s)"
-    )
-    parser.add_argument(
+OPTIONS = (
+    Option("--numel", "64Mi", "elements of each array", COUNT),
+    Option(
         "--tiles",
-        metavar="N,N",
-        help="instead of the kernels measure Adam in tiles of so many elements, each a task of a"
-        " step pipeline: a tile is a slot divided by the ranks",
-    )
-    parser.add_argument("--threads", type=int, help="of every contender (default: the usable CPUs)")
-    parser.add_argument(
-        "--rounds", type=int, default=5, help="after one of warm-up (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--repeats", type=int, default=3, help="timed updates per turn (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--matmul",
-        type=int,
-        default=2048,
-        metavar="N",
-        help="rows of torch's matrices in beside_torch (default: %(default)s)",
-    )
-    add_peer_arguments(parser, PEERS, default=",".join(PEERS))
-    add_json_argument(parser)
-    return parser
+        None,
+        "instead of the kernels measure Adam in tiles of so many elements, each a task of a step"
+        " pipeline: a tile is a slot divided by the ranks",
+        list_of(COUNT),
+    ),
+    Option("--threads", None, "of every contender (default: the usable CPUs)", whole()),
+    Option("--rounds", "5", "after one of warm-up", whole()),
+    Option("--repeats", "3", "timed updates per turn", whole()),
+    Option("--matmul", "2048", "rows of torch's matrices in beside_torch", whole()),
+    *peer_options(PEERS),
+)
 
 
-def run(arguments: argparse.Namespace, command: str) -> dict[str, Any]:
-    """All figures. Raises ValueError for input that cannot be measured."""
-    numel = parse_count("--numel", arguments.numel)
-    for option in ("rounds", "repeats", "matmul"):
-        value = getattr(arguments, option)
-        if value < 1:
-            raise ValueError(f"--{option} must be 1 or more, got {value}")
-    threads = arguments.threads
-    if threads is None:
-        threads = _native.usable_cpus()
-    elif threads < 1:
-        raise ValueError(f"--threads must be 1 or more, got {threads}")
-    kinds = [kind for peer in chosen_peers(arguments.peers, PEERS) for kind in PEER_KINDS[peer]]
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """All figures. Raises ValueError for what cannot be measured."""
+    numel = arguments.numel
+    threads = arguments.threads or _native.usable_cpus()
+    kinds = [kind for peer in arguments.peers for kind in PEER_KINDS[peer]]
     _check_memory(numel, kinds)
     _native.set_threads(threads)
     # Fills the arrays alone: no thread of torch's may be about when hetero's turn is timed.
@@ -149,8 +114,8 @@ def run(arguments: argparse.Namespace, command: str) -> dict[str, Any]:
     if arguments.tiles is None:
         variants += [*updates.updates(), *updates.norms()]
     else:
-        sizes = [parse_count("--tiles", size) for size in arguments.tiles.split(",")]
-        variants += [updates.update(MAIN_KIND), *(updates.tiles(size) for size in sizes)]
+        tiles = (updates.tiles(size) for size in arguments.tiles)
+        variants += [updates.update(MAIN_KIND), *tiles]
     bytes_per_param = {variant.name: variant.bytes_per_param for variant in variants}
     turns: dict[str, Callable[[], Sample]] = {variant.name: variant.sample for variant in variants}
     with contextlib.ExitStack() as stack:
@@ -169,7 +134,7 @@ def run(arguments: argparse.Namespace, command: str) -> dict[str, Any]:
             if "huge_page_share" in process.info
         }
     del turns, variants, updates
-    notes += [f"{name}: left out: {reason}" for name, reason in rounds.failed.items()]
+    notes += left_out(rounds.failed)
     beside = measure_beside_torch(
         Updates(min(numel, BESIDE_NUMEL), arguments.repeats),
         arguments.matmul,
@@ -186,8 +151,6 @@ def run(arguments: argparse.Namespace, command: str) -> dict[str, Any]:
         "rounds": arguments.rounds,
         "repeats": arguments.repeats,
         "notes": notes,
-        "machine": describe_machine(),
-        "command": command,
     }
 
 
@@ -250,45 +213,42 @@ def summarize(
     }
 
 
-def print_table(result: dict[str, Any], console: Console) -> None:
+def show(result: dict[str, Any]) -> Iterator[str]:
     """One line per kernel and peer, then the ratios."""
-    print_header(result, console)
-    table = Table(
-        title=f"bench.adam: {result['numel']:,} elements, {result['threads']} threads, stream"
-        f" {result['stream_gbps']:.1f} GB/s, median of {result['rounds']} (least-most)",
-        title_justify="left",
-    )
-    table.add_column("update", no_wrap=True)
-    for heading in ("G params/s", "B/param", "GB/s", "of stream"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for group in ("variants", "peers"):
-        for entry in result[group]:
-            table.add_row(
+    rows = [["update", "G params/s", "B/param", "GB/s", "of stream"]]
+    for entry in (*result["variants"], *result["peers"]):
+        rates = {key: entry[f"params_per_s{end}"] / 1e9
+                 for key, end in (("median", ""), ("min", "_min"), ("max", "_max"))}  # fmt: skip
+        rows.append(
+            [
                 entry["name"],
-                f"{entry['params_per_s'] / 1e9:.2f}"
-                f" ({entry['params_per_s_min'] / 1e9:.2f}-{entry['params_per_s_max'] / 1e9:.2f})",
+                ranged(rates),
                 f"{entry['bytes_per_param']:g}",
                 f"{entry['gbps']:.1f}",
                 f"{entry['share_of_stream']:.2f}",
-            )
-        table.add_section()
-    console.print(table)
-    lines = [
-        f"{label}: {result['beside_torch'][key]:.3f}"
-        for key, label in (
-            ("matmul_fp32", "torch fp32 product beside hetero's idle pool / alone"),
-            ("matmul_bf16", "torch bf16 product beside hetero's idle pool / alone"),
-            ("adam_after_torch", "update right after a product of torch / alone"),
+            ]
         )
-    ]
+    yield titled(
+        f"bench.adam: {result['numel']:,} elements, {result['threads']} threads, stream"
+        f" {result['stream_gbps']:.1f} GB/s, median of {result['rounds']} (least-most)",
+        rows,
+    )
+    for key, label in (
+        ("matmul_fp32", "torch fp32 product beside hetero's idle pool / alone"),
+        ("matmul_bf16", "torch bf16 product beside hetero's idle pool / alone"),
+        ("adam_after_torch", "update right after a product of torch / alone"),
+    ):
+        yield f"{label}: {result['beside_torch'][key]:.3f}"
     if result["speedup_vs_deepspeed_step"] is not None:
-        lines.append(
+        yield (
             f"{update_name(MAIN_KIND)} / {DEEPSPEED_STEP}, parameters per second:"
             f" {result['speedup_vs_deepspeed_step']:.2f}"
         )
-    for line in lines + result["notes"]:
-        console.print(line, markup=False, highlight=False)
+    yield from result["notes"]
 
+
+PROGRAM = Program("bench.adam", __doc__, OPTIONS, run, show)
+main = PROGRAM.main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -33,24 +33,26 @@ import re
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
-from rich.console import Console
-from rich.table import Table
 
-from bench.harness.machine import describe_machine
 from bench.harness.program import (
-    command_line,
+    FILE,
+    SIZE,
+    Kind,
+    Option,
+    Program,
+    list_of,
     names,
-    parse_size,
-    print_header,
-    program_parser,
-    run_program,
+    one_of,
+    some_of,
+    titled,
+    whole,
 )
 from bench.harness.rounds import Sample, run_rounds
 from bench.work.bandwidths import LinkBandwidth, MemoryBandwidth
@@ -113,78 +115,53 @@ class Case:
         return max(self.options.steps, round(1 / rarer) if rarer else 1)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Returns 0, or 2 when something about the input is wrong."""
-    arguments = _parser().parse_args(argv)
-
-    def measure() -> dict[str, Any]:
-        result = run(arguments)
-        return {
-            "machine": describe_machine(),
-            "command": command_line("bench.bound", argv),
-            **result,
-        }
-
-    return run_program("bench.bound", measure, show, arguments.json)
+def _percentage(option: str, text: str) -> float:
+    try:
+        found = float(text)
+    except ValueError:
+        found = -1.0
+    if not 0 <= found <= 100:
+        raise ValueError(f"{option} must be percentages such as 0,50,100, got {text!r}")
+    return found
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = program_parser("bench.bound", __doc__)
-    add_train_arguments(parser, DEFAULTS)
-    group = parser.add_argument_group("benchmark")
-    group.add_argument(
-        "--models",
-        default=MODELS,
-        metavar="LIST",
-        help="names, where neither --model nor --config is given (default: %(default)s)",
-    )
-    group.add_argument(
+OPTIONS = (
+    Option("--models", MODELS, "names, where neither --model nor --config is given"),
+    Option(
         "--settings",
-        default=",".join(SETTINGS),
-        metavar="LIST",
-        help="nvme: policy nvme, computing in RAM; emulated: policy auto, on an emulated device"
-        " behind a link; budgets that are not given are a third of 16 bytes a parameter of RAM, and"
-        " an eighth of the device (default: %(default)s)",
-    )
-    group.add_argument(
+        ",".join(SETTINGS),
+        "nvme: policy nvme, computing in RAM; emulated: policy auto, on an emulated device behind a"
+        " link; budgets that are not given are a third of 16 bytes a parameter of RAM, and an"
+        " eighth of the device",
+        some_of(SETTINGS),
+    ),
+    Option(
         "--clipped",
-        default="0,10,50,100",
-        metavar="LIST",
-        help="percentages of the steps that are clipped (default: %(default)s)",
-    )
-    group.add_argument(
-        "--rounds",
-        type=int,
-        default=3,
-        metavar="N",
-        help="of --steps steps in a row each, after one of warm-up (default: %(default)s)",
-    )
-    group.add_argument(
+        "0,10,50,100",
+        "percentages of the steps that are clipped",
+        list_of(Kind("PERCENT", _percentage)),
+    ),
+    Option("--rounds", "3", "of --steps steps in a row each, after one of warm-up", whole()),
+    Option(
         "--compute",
-        choices=("auto", "whole", "layers"),
-        default="auto",
-        help="how compute alone is measured: with the whole model, or from some of its layers"
-        " (default: whole where RAM holds it beside --host-memory)",
-    )
-    group.add_argument(
-        "--io-size",
-        default="1GiB",
-        metavar="SIZE",
-        help="of the file on which the disk alone is measured (default: %(default)s)",
-    )
-    group.add_argument(
+        "auto",
+        "how compute alone is measured: with the whole model, or from some of its layers; auto:"
+        " whole where RAM holds it beside --host-memory",
+        one_of(("auto", "whole", "layers")),
+    ),
+    Option("--io-size", "1GiB", "of the file on which the disk alone is measured", SIZE),
+    Option(
         "--picture",
-        metavar="FILE",
-        help="draws two steps' timeline, and writes it as a trace (.trace.json) for"
-        " ui.perfetto.dev; of several cases each gets its name before the suffix",
-    )
-    return parser
+        None,
+        "draws two steps' timeline, and writes it as a trace (.trace.json) for ui.perfetto.dev; of"
+        " several cases each gets its name before the suffix",
+        FILE,
+    ),
+)
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """The figures of all cases. Raises ValueError for options that cannot work."""
-    if arguments.rounds < 1:
-        raise ValueError(f"--rounds must be 1 or more, got {arguments.rounds}")
     if arguments.backend != "cpu":
         raise ValueError("--backend follows from --settings; leave it out")
     if arguments.timeline is not None:
@@ -195,7 +172,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     with contextlib.ExitStack() as stack:
         temporary = tempfile.TemporaryDirectory(prefix="hetero-bound-", dir=given)
         folder = stack.enter_context(temporary)
-        shape = Shape.of(parse_size("--io-size", arguments.io_size), BLOCK_BYTES, DEPTH)
+        shape = Shape.of(arguments.io_size, BLOCK_BYTES, DEPTH)
         cases = list(_cases(arguments))
         file = stack.enter_context(measured_file(given or folder, shape.size_bytes))
         found = [_case(case, arguments, folder, file, shape, len(cases) > 1) for case in cases]
@@ -207,17 +184,11 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _cases(arguments: argparse.Namespace) -> Iterator[Case]:
-    settings = names(arguments.settings)
-    for setting in settings:
-        if setting not in SETTINGS:
-            raise ValueError(f"--settings: unknown {setting!r}; known: {', '.join(SETTINGS)}")
     models = names(arguments.models)
     if arguments.model is not None or arguments.config is not None:
         models = [arguments.model or TrainOptions.model]
-    if not models or not settings:
-        raise ValueError("--models and --settings must name one at least")
     for model in models:
-        for setting in settings:
+        for setting in arguments.settings:
             own = argparse.Namespace(**vars(arguments))
             own.model = model
             own.vocab_size = wanted_vocab_size(model, own.config, own.vocab_size)
@@ -231,19 +202,9 @@ def _cases(arguments: argparse.Namespace) -> Iterator[Case]:
             if setting == "emulated":
                 device = options.device_memory or str(int(usual * DEVICE_SHARE))
                 options = replace(options, backend="emulated", device_memory=device)
-            for percent in _percentages(arguments.clipped):
+            for percent in arguments.clipped:
                 name = f"{model_label(options)} {setting}, {percent:g} % clipped"
                 yield Case(name, options, percent / 100)
-
-
-def _percentages(text: str) -> list[float]:
-    try:
-        found = [float(each) for each in names(text)]
-    except ValueError:
-        found = []
-    if not found or not all(0 <= each <= 100 for each in found):
-        raise ValueError(f"--clipped must be percentages such as 0,50,100, got {text!r}")
-    return found
 
 
 def _case(
@@ -337,63 +298,60 @@ def _draw(job: Job, case: Case, picture: Path) -> dict[str, Any]:
     return {"picture": str(picture), "trace": str(trace), **overlap(timeline)}
 
 
-def show(result: dict[str, Any], console: Console) -> None:
-    """Prints a table per case."""
-    print_header(result, console)
+def show(result: dict[str, Any]) -> Iterator[str]:
+    """A table per case."""
     for case in result["cases"]:
         if case["status"] != "measured":
-            text = f"{case['name']}: {case['status']}: {case['reason']}"
-            console.print(text, markup=False, highlight=False)
+            yield f"{case['name']}: {case['status']}: {case['reason']}"
             continue
-        console.print(_table(case))
-        console.print(
+        yield _table(case)
+        yield (
             f"step {case['step_s']:.3f} s, bound {case['bound_s']:.3f} s by {case['bound']}:"
-            f" {case['ratio']:.2f} times (goal {result['goal']})",
-            highlight=False,
+            f" {case['ratio']:.2f} times (goal {result['goal']})"
         )
         if "timeline" in case:
             drawn = case["timeline"]
-            console.print(
+            yield (
                 f"of {drawn['seconds']:.2f} s drawn NVMe was busy {drawn['nvme_busy_s']:.2f} s,"
                 f" {drawn['nvme_beside_compute_s']:.2f} s of them beside compute; the link"
                 f" {drawn['link_busy_s']:.2f} s, {drawn['link_beside_compute_s']:.2f} s:"
-                f" {drawn['picture']}, {drawn['trace']}",
-                highlight=False,
+                f" {drawn['picture']}, {drawn['trace']}"
             )
 
 
-def _table(case: Mapping[str, Any]) -> Table:
+def _table(case: Mapping[str, Any]) -> str:
     parts, moved, rates = case["parts_s"], case["bytes"], case["gbps"]
     compute, size = case["compute_s"], format_bytes
-    table = Table(
-        title=f"bench.bound: {case['name']}, {case['params'] / 1e6:.0f}M parameters,"
-        f" {case['dtype']}, {size(case['budget_bytes']['host'])} of RAM",
-        title_justify="left",
-    )
-    table.add_column("")
-    table.add_column("seconds", justify="right")
-    table.add_column("of")
-    phases = ", ".join(f"{name[:-2]} {value:.2f}" for name, value in case["phases_s"].items())
-    table.add_row("step", f"{case['step_s']:.3f}", phases)
+
+    def each(seconds: Mapping[str, float]) -> str:
+        return ", ".join(f"{k[:-2]} {v:.2f}" for k, v in seconds.items() if k != "compute_s")
+
     whats = {
-        "compute": ", ".join(
-            f"{name[:-2]} {value:.2f}" for name, value in compute.items() if name != "compute_s"
-        )
-        + f" ({case['compute_from']})",
+        "compute": f"{each(compute)} ({case['compute_from']})",
         "link": f"{size(round(moved['h2d']))} there, {size(round(moved['d2h']))} back",
         "NVMe": f"{size(round(moved['disk_read']))} read, {size(round(moved['disk_write']))}"
         " written",
         "DRAM": f"{size(round(moved['dram']))} touched",
     }
+    rows = [["", "seconds", "of"], ["step", f"{case['step_s']:.3f}", each(case["phases_s"])]]
     for part in RESOURCES:
         rate = f" at {rates[part]:.2f} GB/s" if part in rates else ""
-        table.add_row(part, f"{parts[part]:.3f}", whats[part] + rate)
-    return table
+        rows.append([part, f"{parts[part]:.3f}", whats[part] + rate])
+    return titled(
+        f"bench.bound: {case['name']}, {case['params'] / 1e6:.0f}M parameters,"
+        f" {case['dtype']}, {size(case['budget_bytes']['host'])} of RAM",
+        rows,
+    )
 
 
 def _tell(text: str) -> None:
     print(f"bench.bound: {text}", file=sys.stderr, flush=True)
 
+
+PROGRAM = Program(
+    "bench.bound", __doc__, OPTIONS, run, show, lambda parser: add_train_arguments(parser, DEFAULTS)
+)
+main = PROGRAM.main
 
 if __name__ == "__main__":
     sys.exit(main())

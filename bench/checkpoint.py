@@ -29,29 +29,27 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
-from bench.harness.machine import describe_machine
 from bench.harness.peer_process import PeerProcess
 from bench.harness.program import (
-    add_json_argument,
-    chosen_peers,
-    command_line,
-    parse_size,
-    print_header,
-    program_parser,
-    run_program,
+    FOLDER,
+    SIZE,
+    Option,
+    Program,
+    left_out,
+    peers_of,
+    ranged,
+    titled,
+    whole,
 )
 from bench.harness.rounds import Rounds, Sample, run_rounds
 from bench.train import write_workload
 from bench.work.checkpoints import HeteroCheckpoints
-from bench.work.job_steps import steady_options
+from bench.work.job_steps import job_options, steady_options
 from bench.work.transfers import HeteroTransfers, Shape, measured_file
 from hetero.cli.job.job import open_job
 from hetero.cli.job.models import model_label
@@ -63,7 +61,6 @@ from offload.memory.sizes import format_bytes
 PEERS = ("torch", "dcp", "deepspeed")
 # The programs of peers, and who of them is in which.
 PROGRAMS = {"checkpoint_torch": ("torch", "dcp"), "checkpoint_deepspeed": ("deepspeed",)}
-POLICIES = ("nvme", "cpu")
 
 # The I/O engine of a checkpoint has these; the yardstick must not have less in flight.
 DEPTH = 32
@@ -72,77 +69,21 @@ BLOCK_BYTES = 1 << 20
 MIB = 1 << 20
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Returns 0, or 2 when something about the input is wrong."""
-    arguments = _parser().parse_args(argv)
-    command = command_line("bench.checkpoint", argv)
-    return run_program("bench.checkpoint", lambda: run(arguments, command), show, arguments.json)
+OPTIONS = (
+    *job_options("gpt2-medium"),
+    Option("--path", ".", "directory on NVMe; all is removed in the end", FOLDER),
+    Option("--rounds", "3", "after one of warm-up", whole()),
+    Option("--steps", "3", "in a row, without a save", whole()),
+    Option("--io-size", "1GiB", "of the file on which the disk alone is measured", SIZE),
+    Option("--peers", ",".join(PEERS), f"of {', '.join(PEERS)}; or none", peers_of(PEERS)),
+)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = program_parser("bench.checkpoint", __doc__)
-    parser.add_argument(
-        "--model",
-        default="gpt2-medium",
-        help="as of hetero train, with its published vocabulary (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--config", metavar="FILE", help="JSON file with a model's configuration, instead"
-    )
-    parser.add_argument(
-        "--policy",
-        choices=POLICIES,
-        default=POLICIES[0],
-        help="where hetero's state is: in RAM and on NVMe, or all in RAM (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--host-memory",
-        metavar="BYTES",
-        help="RAM budget of hetero's state (default: with policy nvme a third of 16 bytes a"
-        " parameter, 256MiB at least; else no limit)",
-    )
-    parser.add_argument(
-        "--path",
-        default=".",
-        metavar="DIR",
-        help="directory on NVMe for checkpoints and state; all is removed in the end"
-        " (default: the current one)",
-    )
-    parser.add_argument(
-        "--rounds", type=int, default=3, help="after one of warm-up (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--steps", type=int, default=3, help="in a row, without a save (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--seq-len",
-        type=int,
-        default=128,
-        help="tokens of a step, which is one sequence (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--io-size",
-        default="1GiB",
-        metavar="SIZE",
-        help="of the file on which the disk alone is measured (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--peers",
-        default=",".join(PEERS),
-        metavar="LIST",
-        help=f"of {', '.join(PEERS)}; or none (default: all)",
-    )
-    add_json_argument(parser)
-    return parser
-
-
-def run(arguments: argparse.Namespace, command: str) -> dict[str, Any]:
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measures all in turns. Raises ValueError, OSError or a hetero error for input that cannot be
     measured."""
-    if arguments.rounds < 1 or arguments.steps < 1:
-        raise ValueError("--rounds and --steps must be 1 or more")
-    peers = chosen_peers(arguments.peers, PEERS)
-    shape = Shape.of(parse_size("--io-size", arguments.io_size), BLOCK_BYTES, DEPTH)
+    peers = arguments.peers
+    shape = Shape.of(arguments.io_size, BLOCK_BYTES, DEPTH)
     options = steady_options(arguments)
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(measured_file(arguments.path, shape.size_bytes))
@@ -176,9 +117,8 @@ def run(arguments: argparse.Namespace, command: str) -> dict[str, Any]:
             "io_engine": disk.engine.kind,
             **summarize(rounds),
         }
-    notes = [f"{name}: left out: {why}" for name, why in rounds.failed.items()]
-    return result | {"notes": notes, "steps": arguments.steps, "rounds": arguments.rounds,
-                     "machine": describe_machine(), "command": command}  # fmt: skip
+    notes = left_out(rounds.failed)
+    return result | {"notes": notes, "steps": arguments.steps, "rounds": arguments.rounds}
 
 
 def _io_engine() -> str:
@@ -288,78 +228,61 @@ def _beside(rounds: Rounds, alone: str, beside: str) -> dict[str, Any]:
     }
 
 
-def show(result: dict[str, Any], console: Console) -> None:
-    """Prints a table of saves and loads, one of steps, and what was left out."""
-    print_header(result, console)
-    console.print(_transfer_table(result))
-    console.print(_step_table(result))
-    for note in result["notes"]:
-        console.print(note, markup=False, highlight=False)
-
-
-def _transfer_table(result: dict[str, Any]) -> Table:
+def show(result: dict[str, Any]) -> Iterator[str]:
+    """A table of saves and loads, one of steps, and what was left out."""
     size = format_bytes
-    table = Table(
-        title=f"bench.checkpoint: {result['model']} {result['policy']},"
-        f" {result['params'] / 1e6:.0f}M parameters, {result['dtype']}, median of"
-        f" {result['rounds']} rounds (least-most)",
-        title_justify="left",
-    )
-    for heading in ("", "seconds", "GB/s", "bytes", "memory", "", "of"):
-        table.add_column(heading, justify="left" if heading in ("", "of") else "right")
+    rows = [["", "seconds", "GB/s", "bytes", "memory", "/ disk", "hetero / it"]]
+    limits = []
     for what in ("save", "load"):
         own = result[what]
         moved = own["disk_bytes"]
-        table.add_row(
-            f"hetero {what}",
-            *_transfer_cells(own),
-            f"{own['of_the_disk']:.2f}",
-            f"the disk: {own['disk_s']:.2f} s for {size(round(moved['read']))} read and"
-            f" {size(round(moved['written']))} written at {own['disk_gbps']:.2f} GB/s",
+        rows.append([f"hetero {what}", *_transfer_cells(own), f"{own['of_the_disk']:.2f}", ""])
+        limits.append(
+            f"{what}, by the disk: {own['disk_s']:.2f} s for {size(round(moved['read']))} read"
+            f" and {size(round(moved['written']))} written at {own['disk_gbps']:.2f} GB/s"
         )
     for name, peer in result["peers"].items():
         for what in ("save", "load"):
             if what in peer:
                 factor = f"{peer[what]['hetero_is_faster_by']:.2f}"
-                cells = _transfer_cells(peer[what])
-                table.add_row(f"{name} {what}", *cells, factor, "hetero's rate over this")
-    return table
+                rows.append([f"{name} {what}", *_transfer_cells(peer[what]), "", factor])
+    yield titled(
+        f"bench.checkpoint: {result['model']} {result['policy']},"
+        f" {result['params'] / 1e6:.0f}M parameters, {result['dtype']}, median of"
+        f" {result['rounds']} rounds (least-most)",
+        rows,
+    )
+    yield from limits
+    rows = [["", "step alone", "beside", "slower by", "steps beside", "save", "pause", "lost",
+             "memory alone", "memory beside"]]  # fmt: skip
+    peers = {name: peer["beside"] for name, peer in result["peers"].items() if "beside" in peer}
+    for name, figures in {"hetero": result["beside"], **peers}.items():
+        rows.append(
+            [
+                name,
+                ranged(figures["range_alone_s"]),
+                ranged(figures["range_beside_s"]),
+                f"{figures['slower_by']:.2f}",
+                f"{figures['steps']:g}",
+                *(f"{figures[key]:.2f}" for key in ("save_s", "pause_s", "lost_s")),
+                *(f"{figures[key] / MIB:.0f} MiB" for key in ("alone_above_bytes", "above_bytes")),
+            ]
+        )
+    yield titled("steps beside a save, and without; seconds", rows)
+    yield from result["notes"]
 
 
 def _transfer_cells(figures: dict[str, Any]) -> tuple[str, ...]:
     return (
-        _with_range(figures["s"], figures["range_s"]),
+        ranged(figures["range_s"]),
         f"{figures['gbps']:.2f}",
         format_bytes(round(figures["bytes"])),
         f"{figures['above_bytes'] / MIB:.0f} MiB",
     )
 
 
-def _step_table(result: dict[str, Any]) -> Table:
-    table = Table(title="steps beside a save, and without; seconds", title_justify="left")
-    headings = ("", "step alone", "beside", "slower by", "steps beside", "save", "pause", "lost",
-                "memory alone", "memory beside")  # fmt: skip
-    for heading in headings:
-        table.add_column(heading, justify="right" if heading else "left")
-    peers = {name: peer["beside"] for name, peer in result["peers"].items() if "beside" in peer}
-    for name, figures in {"hetero": result["beside"], **peers}.items():
-        table.add_row(
-            name,
-            _with_range(figures["alone_s"], figures["range_alone_s"]),
-            _with_range(figures["beside_s"], figures["range_beside_s"]),
-            f"{figures['slower_by']:.2f}",
-            f"{figures['steps']:g}",
-            f"{figures['save_s']:.2f}",
-            f"{figures['pause_s']:.2f}",
-            f"{figures['lost_s']:.2f}",
-            *(f"{figures[key] / MIB:.0f} MiB" for key in ("alone_above_bytes", "above_bytes")),
-        )
-    return table
-
-
-def _with_range(median: float, spread: dict[str, float]) -> str:
-    return f"{median:.2f} ({spread['min']:.2f}-{spread['max']:.2f})"
-
+PROGRAM = Program("bench.checkpoint", __doc__, OPTIONS, run, show)
+main = PROGRAM.main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -25,66 +25,23 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 import hetero
-from bench.harness.machine import describe_machine
-from bench.harness.program import (
-    add_json_argument,
-    command_line,
-    print_header,
-    program_parser,
-    run_program,
-)
+from bench.harness.program import FOLDER, Option, Program, list_of, ranged, titled, whole
 from bench.harness.rounds import Rounds, Sample, run_rounds
-from bench.work.job_steps import JobSteps, steady_options
+from bench.work.job_steps import JobSteps, job_options, steady_options
 from hetero.cli.job.job import Job, open_job
 from hetero.cli.job.models import model_label
 from hetero.cli.job.options import TrainOptions
 from hetero.cli.job.run_folder import RunFolder
 from offload.memory.sizes import format_bytes
 
-POLICIES = ("nvme", "cpu")
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Returns 0, or 2 when something about the input is wrong."""
-    arguments = _parser().parse_args(argv)
-    command = command_line("bench.durable", argv)
-    return run_program("bench.durable", lambda: run(arguments, command), show, arguments.json)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = program_parser("bench.durable", __doc__)
-    parser.add_argument("--model", default="gpt2", help="as of hetero train (default: %(default)s)")
-    parser.add_argument(
-        "--config", metavar="FILE", help="JSON file with a model's configuration, instead"
-    )
-    parser.add_argument(
-        "--policy",
-        choices=POLICIES,
-        default=POLICIES[0],
-        help="where the state is: in RAM and on NVMe, or all in RAM (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--host-memory", metavar="BYTES", help="RAM budget of each job (default: hetero train's)"
-    )
-    parser.add_argument(
-        "--path", default=".", metavar="DIR", help="directory on NVMe (default: the current one)"
-    )
-    parser.add_argument(
-        "--rounds", type=int, default=3, help="after one of warm-up (default: %(default)s)"
-    )
-    parser.add_argument("--steps", type=int, default=8, help="in a row (default: %(default)s)")
-    parser.add_argument(
-        "--every", default="1,8", metavar="LIST", help="steps of a commit (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--seq-len", type=int, default=128, help="tokens of a step (default: %(default)s)"
-    )
-    add_json_argument(parser)
-    return parser
+OPTIONS = (
+    *job_options("gpt2"),
+    Option("--path", ".", "directory on NVMe", FOLDER),
+    Option("--rounds", "3", "after one of warm-up", whole()),
+    Option("--steps", "8", "in a row", whole()),
+    Option("--every", "1,8", "steps of a commit", list_of(whole())),
+)
 
 
 class DurableSteps:
@@ -131,16 +88,10 @@ def _plain(steps: JobSteps, count: int) -> Sample:
     return {"step_s": found["step_s"], "written_bytes": found["disk_write"]}
 
 
-def run(arguments: argparse.Namespace, command: str) -> dict[str, Any]:
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measures all in turns. Raises ValueError, OSError or a hetero error for input that cannot be
     measured."""
-    try:
-        counts = [int(each) for each in arguments.every.split(",")]
-    except ValueError:
-        counts = [0]
-    if min([arguments.rounds, arguments.steps, *counts]) < 1:
-        raise ValueError("--rounds, --steps and --every must be whole numbers, 1 or more")
-    options = steady_options(arguments)
+    counts, options = arguments.every, steady_options(arguments)
     with contextlib.ExitStack() as stack:
         temporary = tempfile.TemporaryDirectory(prefix="hetero-bench-", dir=arguments.path)
         folder = Path(stack.enter_context(temporary))
@@ -176,8 +127,7 @@ def run(arguments: argparse.Namespace, command: str) -> dict[str, Any]:
             pass
         with _opened(durable_options, folder / "durable") as (durable_s, _):
             result["start"] = {"plain_s": plain_s, "durable_s": durable_s}
-    return result | {"steps": arguments.steps, "rounds": arguments.rounds,
-                     "machine": describe_machine(), "command": command}  # fmt: skip
+    return result | {"steps": arguments.steps, "rounds": arguments.rounds}
 
 
 def _file_bytes(job: Job) -> int:
@@ -218,38 +168,31 @@ def summarize(rounds: Rounds, counts: Sequence[int]) -> dict[str, Any]:
     return found
 
 
-def show(result: dict[str, Any], console: Console) -> None:
-    """Prints a table of steps, and lines on space, a commit alone and the start."""
-    print_header(result, console)
-    table = Table(
-        title=f"bench.durable: {result['model']} {result['policy']},"
+def show(result: dict[str, Any]) -> Iterator[str]:
+    """A table of steps, and a line on space, a commit alone and the start."""
+    rows = [["", "step, s", "/ plain", "written a step"]]
+    found = {"plain": result["plain"], "verified reads": result["verified"]}
+    found |= {f"a commit every {k} steps": figures for k, figures in result["every"].items()}
+    for name, figures in found.items():
+        written = format_bytes(round(figures["written_bytes"]))
+        rows.append([name, ranged(figures["range_s"], 3), f"{figures['slower_by']:.2f}", written])
+    yield titled(
+        f"bench.durable: {result['model']} {result['policy']},"
         f" {result['params'] / 1e6:.0f}M parameters, {result['dtype']}, median of"
         f" {result['rounds']} rounds of {result['steps']} steps (least-most)",
-        title_justify="left",
+        rows,
     )
-    for heading in ("", "step", "of plain", "written a step"):
-        table.add_column(heading, justify="left" if not heading else "right")
-    rows = {"plain": result["plain"], "verified reads": result["verified"]}
-    rows |= {f"a commit every {k} steps": figures for k, figures in result["every"].items()}
-    for name, figures in rows.items():
-        spread = figures["range_s"]
-        table.add_row(
-            name,
-            f"{figures['step_s']:.3f} s ({spread['min']:.3f}-{spread['max']:.3f})",
-            f"{figures['slower_by']:.2f}",
-            format_bytes(round(figures["written_bytes"])),
-        )
-    console.print(table)
     alone, start = result["commit_alone"], result["start"]
-    console.print(
+    yield (
         f"commit alone {alone['s']:.3f} s for {format_bytes(round(alone['written_bytes']))};"
         f" on NVMe {format_bytes(result['durable_bytes'])},"
         f" plain {format_bytes(result['plain_bytes'])};"
-        f" start {start['durable_s']:.2f} s, plain {start['plain_s']:.2f} s",
-        highlight=False,
-        soft_wrap=True,
+        f" start {start['durable_s']:.2f} s, plain {start['plain_s']:.2f} s"
     )
 
+
+PROGRAM = Program("bench.durable", __doc__, OPTIONS, run, show)
+main = PROGRAM.main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -14,23 +14,19 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
-from bench.harness.machine import describe_machine
-from bench.harness.peer_process import PeerProcess
+from bench.harness.peer_process import DEEPSPEED_INSTALL, PeerProcess
 from bench.harness.program import (
-    add_json_argument,
-    add_peer_arguments,
-    chosen_peers,
-    command_line,
-    parse_size,
-    print_header,
-    program_parser,
-    run_program,
+    SIZE,
+    Option,
+    Program,
+    left_out,
+    peer_options,
+    ranged,
+    titled,
+    whole,
 )
 from bench.harness.rounds import Rounds, Sample, run_rounds
 from bench.work.fio import INSTALL, SETTINGS, Fio, fio_version
@@ -48,23 +44,20 @@ BEST_OF = {
     "deepspeed": tuple(DEEPSPEED_THREADS),
 }
 
-DEEPSPEED_INSTALL = (
-    "python -m venv VENV && VENV/bin/pip install torch deepspeed setuptools ninja (and the"
-    " system's libaio-dev), then --peer-python VENV/bin/python"
-)
-
 Sampler = Callable[[str], Sample]  # of a pattern
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Returns 0, or 2 when something about the input is wrong."""
-    arguments = _parser().parse_args(argv)
-    command = command_line("bench.io", argv)
-    return run_program("bench.io", lambda: run(arguments, command), print_tables, arguments.json)
+OPTIONS = (
+    Option("--size", "2GiB", "of the file in each directory", SIZE),
+    Option("--block", "1MiB", "of one transfer", SIZE),
+    Option("--depth", "16", "blocks in flight", whole(0)),
+    Option("--sample", "4GiB", "least to move per turn, in whole passes over the file", SIZE),
+    Option("--rounds", "5", "after one of warm-up", whole()),
+    *peer_options(PEERS),
+)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = program_parser("bench.io", __doc__)
+def _add_path(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--path",
         action="append",
@@ -72,53 +65,21 @@ def _parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="directory to measure in; several are measured one after the other",
     )
-    parser.add_argument(
-        "--size", default="2GiB", help="of the file in each directory (default: %(default)s)"
-    )
-    parser.add_argument("--block", default="1MiB", help="of one transfer (default: %(default)s)")
-    parser.add_argument(
-        "--depth", type=int, default=16, help="blocks in flight (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--sample",
-        default="4GiB",
-        metavar="SIZE",
-        help="least to move per turn, in whole passes over the file (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--rounds", type=int, default=5, help="after one of warm-up (default: %(default)s)"
-    )
-    add_peer_arguments(parser, PEERS, default=",".join(PEERS))
-    add_json_argument(parser)
-    return parser
 
 
-def run(arguments: argparse.Namespace, command: str) -> dict[str, Any]:
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """The result of the first directory, and under "paths" those of all of them.
 
     Raises ValueError or OSError for input that cannot be measured.
     """
-    shape = Shape.of(
-        parse_size("--size", arguments.size),
-        parse_size("--block", arguments.block),
-        arguments.depth,
-        parse_size("--sample", arguments.sample),
-    )
-    if arguments.rounds < 1:
-        raise ValueError(f"--rounds must be 1 or more, got {arguments.rounds}")
-    peers = chosen_peers(arguments.peers, PEERS)
+    shape = Shape.of(arguments.size, arguments.block, arguments.depth, arguments.sample)
     results = []
     for path in dict.fromkeys(arguments.path):
         print(f"{path}: writing {format_bytes(shape.size_bytes)}", file=sys.stderr, flush=True)
         results.append(
-            measure_directory(path, shape, arguments.rounds, peers, arguments.peer_python)
+            measure_directory(path, shape, arguments.rounds, arguments.peers, arguments.peer_python)
         )
-    return {
-        **results[0],
-        "paths": results,
-        "machine": describe_machine(),
-        "command": command,
-    }
+    return {**results[0], "paths": results}
 
 
 def measure_directory(
@@ -153,7 +114,7 @@ def measure_directory(
             failed |= by_pattern[pattern].failed
             for name in by_pattern[pattern].failed:
                 del samplers[name]
-        notes += [f"{name}: left out: {reason}" for name, reason in failed.items()]
+        notes += left_out(failed)
     return {
         "path": path,
         **summarize(by_pattern),
@@ -239,47 +200,32 @@ def summarize(by_pattern: Mapping[str, Rounds]) -> dict[str, Any]:
     return {**rates, "share_of_fio": share, "cpu_s_per_gb": cpu, "ranges": ranges}
 
 
-def print_tables(result: dict[str, Any], console: Console) -> None:
+def show(result: dict[str, Any]) -> Iterator[str]:
     """One table per directory: rates with their ranges, CPU, and what was left out."""
-    print_header(result, console)
     for directory in result["paths"]:
-        table = Table(
-            title=f"bench.io {directory['path']}: {format_bytes(directory['size_bytes'])},"
+        ranges, cpu = directory["ranges"], directory["cpu_s_per_gb"]
+        units = ("GB/s", "CPU s/GB")
+        rows = [["contender", *(f"{pattern} {unit}" for unit in units for pattern in PATTERNS)]]
+        for name in cpu:
+            if name not in BEST_OF:
+                rates = (ranges[p].get(name) for p in PATTERNS)
+                seconds = (f"{cpu[name][p]:.3f}" if p in cpu[name] else "" for p in PATTERNS)
+                rows.append([name, *(ranged(r) if r else "" for r in rates), *seconds])
+        yield titled(
+            f"bench.io {directory['path']}: {format_bytes(directory['size_bytes'])},"
             f" blocks of {format_bytes(directory['block_bytes'])}, {directory['depth']} in flight,"
             f" median of {directory['rounds']} (least-most)",
-            title_justify="left",
+            rows,
         )
-        table.add_column("contender", no_wrap=True)
-        for pattern in PATTERNS:
-            table.add_column(f"{pattern} GB/s", justify="right", no_wrap=True)
-        for pattern in PATTERNS:
-            table.add_column(f"{pattern} CPU s/GB", justify="right", no_wrap=True)
-        for name in directory["cpu_s_per_gb"]:
-            if name not in BEST_OF:
-                table.add_row(name, *_rates(directory, name), *_cpu(directory, name))
-        console.print(table)
         share = directory["share_of_fio"]
         if any(share.values()):
             shares = ", ".join(f"{p} {s:.3f}" for p, s in share.items() if s is not None)
-            console.print(f"hetero io_uring / the best fio: {shares}", highlight=False)
-        for note in directory["notes"]:
-            console.print(note, markup=False, highlight=False)
+            yield f"hetero io_uring / the best fio: {shares}"
+        yield from directory["notes"]
 
 
-def _rates(directory: Mapping[str, Any], name: str) -> list[str]:
-    cells = []
-    for pattern in PATTERNS:
-        spread = directory["ranges"][pattern].get(name)
-        cells.append(
-            f"{spread['median']:.2f} ({spread['min']:.2f}-{spread['max']:.2f})" if spread else ""
-        )
-    return cells
-
-
-def _cpu(directory: Mapping[str, Any], name: str) -> list[str]:
-    cpu = directory["cpu_s_per_gb"][name]
-    return [f"{cpu[pattern]:.3f}" if pattern in cpu else "" for pattern in PATTERNS]
-
+PROGRAM = Program("bench.io", __doc__, OPTIONS, run, show, _add_path)
+main = PROGRAM.main
 
 if __name__ == "__main__":
     sys.exit(main())

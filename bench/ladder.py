@@ -24,24 +24,22 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
-from bench.harness.machine import describe_machine
 from bench.harness.program import (
-    add_json_argument,
-    add_peer_arguments,
-    chosen_peers,
-    command_line,
-    names,
-    parse_size,
-    print_header,
-    program_parser,
-    run_program,
+    FOLDER,
+    NUMBER,
+    SECONDS,
+    SIZE,
+    Option,
+    Program,
+    list_of,
+    one_of,
+    peer_options,
+    titled,
+    whole,
 )
 from bench.largest_model.limited_train import LIMITS
 from bench.largest_model.peer_rungs import MissingPeer, PeerRungs
@@ -53,88 +51,52 @@ from offload.memory.sizes import format_bytes
 PEERS = ("deepspeed",)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Returns 0, or 2 when something about the input is wrong."""
-    arguments = _parser().parse_args(argv)
-
-    def measure() -> dict[str, Any]:
-        result = run(arguments)
-        return {
-            "machine": describe_machine(),
-            "command": command_line("bench.ladder", argv),
-            **result,
-        }
-
-    return run_program("bench.ladder", measure, show, arguments.json)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = program_parser("bench.ladder", __doc__)
-    parser.add_argument(
+OPTIONS = (
+    Option(
         "--budgets",
-        default="1GiB,2GiB,4GiB,8GiB",
-        metavar="LIST",
-        help="peaks of the whole process's resident memory (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--only-rss",
-        metavar="BYTES",
-        help="one budget, for one model (--model), or with --beyond-ram",
-    )
-    parser.add_argument("--model", choices=MODEL_NAMES, metavar="NAME", help="of --only-rss")
-    parser.add_argument(
+        "1GiB,2GiB,4GiB,8GiB",
+        "peaks of the whole process's resident memory",
+        list_of(SIZE),
+    ),
+    Option("--only-rss", None, "one budget, for one --model, or with --beyond-ram", SIZE),
+    Option("--model", None, "of --only-rss", one_of(MODEL_NAMES)),
+    Option(
         "--beyond-ram",
-        type=float,
-        metavar="FACTOR",
-        help="one model whose state, at 16 bytes a parameter, is FACTOR times this machine's RAM;"
+        None,
+        "one model whose state, at 16 bytes a parameter, is so many times this machine's RAM;"
         " within --only-rss (default: a third of RAM)",
-    )
-    parser.add_argument(
-        "--most-params", metavar="N", help="of shapes, such as 2e9 (default: what the disk holds)"
-    )
-    parser.add_argument(
-        "--nvme-path", default=".", metavar="DIR", help="folder on NVMe (default: this one)"
-    )
-    for name, default, what in (
-        ("--vocab-size", GPT2_VOCAB_SIZE, "of the shapes"),
-        ("--seq-len", 128, "tokens per sequence"),
-        ("--batch-size", 1, "sequences per step"),
-        ("--steps", 3, "of each model"),
-        ("--tries", 4, "shapes that are trained for a budget, at most"),
-    ):
-        parser.add_argument(
-            name, type=int, default=default, metavar="N", help=f"{what} (default: %(default)s)"
-        )
+        NUMBER,
+    ),
+    Option("--most-params", None, "of shapes, as 2e9 (default: what the disk holds)", NUMBER),
+    Option("--nvme-path", ".", "folder on NVMe", FOLDER),
+    Option("--vocab-size", str(GPT2_VOCAB_SIZE), "of the shapes", whole()),
+    Option("--seq-len", "128", "tokens per sequence", whole()),
+    Option("--batch-size", "1", "sequences per step", whole()),
+    Option("--steps", "3", "of each model", whole()),
+    Option("--tries", "4", "shapes that are trained for a budget, at most", whole()),
+    Option(
+        "--limit",
+        "data",
+        f"what the operating system limits, to {LIMIT_PER_BUDGET} times the budget: data is"
+        " RLIMIT_DATA, address RLIMIT_AS",
+        one_of((*LIMITS, "none")),
+    ),
+    Option("--timeout", "3600", "of one training; a longer one does not fit in time", SECONDS),
+    *peer_options(PEERS, default="none"),
+)
+
+
+def _add_checkpointing(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--checkpointing",
         action=argparse.BooleanOptionalAction,
         default=True,
         help="backward computes forward once more (default: on)",
     )
-    parser.add_argument(
-        "--limit",
-        choices=(*LIMITS, "none"),
-        default="data",
-        help=f"what the operating system limits, to {LIMIT_PER_BUDGET} times the budget: data is"
-        " RLIMIT_DATA, address RLIMIT_AS (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--timeout",
-        type=float,
-        default=3600.0,
-        metavar="SECONDS",
-        help="of one training; a longer one does not fit in time (default: %(default).0f)",
-    )
-    add_peer_arguments(parser, PEERS, default="none")
-    add_json_argument(parser)
-    return parser
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """All rungs. Raises ValueError for options that cannot work."""
-    for name in ("vocab_size", "batch_size", "steps", "tries"):
-        if getattr(arguments, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be 1 or more")
     if arguments.vocab_size < 256 or arguments.seq_len < 2:
         raise ValueError("--vocab-size must be at least 256 and --seq-len at least 2")
     if (arguments.model is not None) and arguments.only_rss is None:
@@ -143,22 +105,20 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         raise ValueError("--only-rss needs --model NAME or --beyond-ram FACTOR")
     if not Path(arguments.nvme_path).is_dir():
         raise ValueError(f"--nvme-path {arguments.nvme_path} is not a folder")
-    peers = chosen_peers(arguments.peers, PEERS)
     with tempfile.TemporaryDirectory(prefix="hetero-ladder-", dir=arguments.nvme_path) as folder:
         ladder = Rungs(arguments, Path(folder), lambda spec: run_child(spec, arguments, folder))
         if arguments.model is not None:
-            rungs = [ladder.only(arguments.model, parse_size("--only-rss", arguments.only_rss))]
+            rungs = [ladder.only(arguments.model, arguments.only_rss)]
         elif arguments.beyond_ram is not None:
             rungs = [ladder.beyond_ram(arguments.beyond_ram)]
         else:
-            budgets = sorted(parse_size("--budgets", b) for b in names(arguments.budgets))
-            rungs = list(ladder.all(budgets))
+            rungs = list(ladder.all(sorted(set(arguments.budgets))))
         peer = PeerRungs(arguments, Path(folder), ladder.shapes)
         missing = None
         for rung in rungs:
             rung["peer"] = None
         try:
-            for rung in rungs if peers else []:
+            for rung in rungs if arguments.peers else []:
                 rung["peer"] = peer.rung(rung["budget_bytes"])
         except MissingPeer as error:
             missing = str(error)
@@ -175,19 +135,11 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def show(result: dict[str, Any], console: Console) -> None:
-    """Prints the table: a line per budget."""
-    print_header(result, console)
+def show(result: dict[str, Any]) -> Iterator[str]:
+    """A line per budget, then what did not train."""
     batch, seq_len = result["tokens"]
-    table = Table(
-        title=f"bench.ladder: peak RSS of the whole process, limit {result['limit']}; {batch} x"
-        f" {seq_len} tokens{', checkpointing' if result['checkpointing'] else ''}; the framework"
-        f" takes {format_bytes(result['framework_bytes'])}",
-        title_justify="left",
-    )
-    for heading in ("budget", "layers x width", "parameters", "16 B each", "peak RSS", "for state",
-                    "built s", "step s", "NVMe a step", "limited by", "DeepSpeed"):  # fmt: skip
-        table.add_column(heading, justify="right", no_wrap=True)
+    rows = [["budget", "layers x width", "parameters", "16 B each", "peak RSS", "for state",
+             "built s", "step s", "NVMe a step", "limited by", "DeepSpeed"]]  # fmt: skip
     notes = []
     for rung in result["rungs"]:
         peer = rung["peer"]
@@ -196,41 +148,51 @@ def show(result: dict[str, Any], console: Console) -> None:
             theirs = f"{peer['params'] / 1e6:.0f}M"
         budget = format_bytes(rung["budget_bytes"])
         if rung["status"] != "trained":
-            table.add_row(budget, rung["status"], *[""] * 8, theirs)
+            rows.append([budget, rung["status"], *[""] * 8, theirs])
             notes += [f"{budget}: {rung['error']}"] if rung.get("error") else []
         else:
-            table.add_row(
-                budget,
-                rung["shape"],
-                f"{rung['params'] / 1e6:,.0f}M",
-                format_bytes(rung["state_bytes"]),
-                format_bytes(rung["peak_rss_bytes"]),
-                format_bytes(rung["host_memory"]),
-                f"{rung['constructed_s']:.0f}",
-                f"{min(rung['step_s']):.1f}",
-                format_bytes(rung["nvme_bytes_per_step"]),
-                rung.get("limited_by", ""),
-                theirs,
+            rows.append(
+                [
+                    budget,
+                    rung["shape"],
+                    f"{rung['params'] / 1e6:,.0f}M",
+                    *(
+                        format_bytes(rung[key])
+                        for key in ("state_bytes", "peak_rss_bytes", "host_memory")
+                    ),
+                    f"{rung['constructed_s']:.0f}",
+                    f"{min(rung['step_s']):.1f}",
+                    format_bytes(rung["nvme_bytes_per_step"]),
+                    rung.get("limited_by", ""),
+                    theirs,
+                ]
             )
         notes += [f"{budget}: not {_why_not(one)}" for one in rung.get("tries", [])
                   if one["status"] != "trained"]  # fmt: skip
-    console.print(table)
+    yield titled(
+        f"bench.ladder: peak RSS of the whole process, limit {result['limit']}; {batch} x"
+        f" {seq_len} tokens{', checkpointing' if result['checkpointing'] else ''}; the framework"
+        f" takes {format_bytes(result['framework_bytes'])}",
+        rows,
+    )
+    yield from notes
     for rung in result["rungs"]:
         if "factor" in rung and rung["status"] == "trained":
             share = rung["state_bytes"] / rung["ram_bytes"]
-            notes.append(f"the state is {share:.2f} times the machine's RAM")
+            yield f"the state is {share:.2f} times the machine's RAM"
     for one in result["peer_runs"]:
         peak = format_bytes(one["peak_rss_bytes"]) if one["status"] == "trained" else one["error"]
-        notes.append(f"DeepSpeed, {one['shape']}, {one['params'] / 1e6:.0f}M: {peak}")
+        yield f"DeepSpeed, {one['shape']}, {one['params'] / 1e6:.0f}M: {peak}"
     if result["peer_missing"] is not None:
-        notes.append(f"no DeepSpeed: {result['peer_missing']}")
-    for note in notes:
-        console.print(note, markup=False, highlight=False)
+        yield f"no DeepSpeed: {result['peer_missing']}"
 
 
 def _why_not(one: Mapping[str, Any]) -> str:
     return f"{one['shape']}, {one['params'] / 1e6:.0f}M: {one['error']}"
 
+
+PROGRAM = Program("bench.ladder", __doc__, OPTIONS, run, show, _add_checkpointing)
+main = PROGRAM.main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -23,16 +23,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
-from bench.harness.machine import describe_machine
 from bench.harness.program import (
-    add_json_argument,
-    command_line,
-    print_header,
-    program_parser,
-    run_program,
+    FILE,
+    Option,
+    Program,
+    one_of,
+    titled,
+    whole,
 )
 from hetero.cli.job.job import open_job
 from hetero.cli.job.models import (
@@ -94,58 +91,36 @@ class Measured:
     nvme_written_bytes: float
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    arguments = _parser().parse_args(argv)
-
-    def measure() -> dict[str, Any]:
-        result = run(arguments)
-        return {
-            "machine": describe_machine(),
-            "command": command_line("bench.predict", argv),
-            **result,
-        }
-
-    return run_program("bench.predict", measure, show, arguments.json)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = program_parser("bench.predict", __doc__)
-    parser.add_argument("--model", default="gpt2-medium", choices=MODEL_NAMES, metavar="NAME")
-    parser.add_argument("--config", metavar="FILE", help="of a model, instead of a name")
-    parser.add_argument("--vocab-size", type=int, default=None, metavar="N")
-    parser.add_argument("--dtype", default="bf16", choices=tuple(STATE_BYTES))
-    for name, default, what in (
-        ("--seq-len", 256, "tokens per sequence"),
-        ("--batch-size", 1, "sequences per micro-batch"),
-        ("--steps", 6, f"steps of a configuration, the first {SKIPPED_STEPS} not counted"),
-        ("--rounds", 3, "of all configurations, one after the other"),
-    ):
-        parser.add_argument(
-            name, type=int, default=default, metavar="N", help=f"{what} (default: %(default)s)"
-        )
-    parser.add_argument(
+OPTIONS = (
+    Option("--model", "gpt2-medium", "by name", one_of(MODEL_NAMES)),
+    Option("--config", None, "of a model, instead of a name", FILE),
+    Option("--vocab-size", None, "of the model (default: its own)", whole()),
+    Option("--dtype", "bf16", f"of {', '.join(STATE_BYTES)}", one_of(STATE_BYTES)),
+    Option("--seq-len", "256", "tokens per sequence", whole()),
+    Option("--batch-size", "1", "sequences per micro-batch", whole()),
+    Option("--steps", "6", "of a configuration, the first two not counted", whole()),
+    Option("--rounds", "3", "of all configurations, one after the other", whole()),
+    Option(
         "--overlap-updates",
-        default=TrainOptions.overlap_updates,
-        choices=OVERLAPS,
-        help="as of `hetero train`; with none bytes are predicted exactly (default: %(default)s)",
-    )
-    parser.add_argument("--data", metavar="PATH", help="text to train on, as of `hetero train`")
+        TrainOptions.overlap_updates,
+        "as of `hetero train`; with none bytes are predicted exactly",
+        one_of(OVERLAPS),
+    ),
+    Option("--data", None, "text to train on, as of `hetero train`", FILE),
+    Option("--profile", None, "of this machine (default: measured in each round)", FILE),
+)
+
+
+def _add_path(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--nvme-path", action="append", metavar="DIR", help="folder on NVMe (default: a temporary)"
     )
-    parser.add_argument(
-        "--profile", metavar="FILE", help="of this machine (default: measured in each round)"
-    )
-    add_json_argument(parser)
-    return parser
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """The figures of all configurations. Raises ValueError for options that cannot work."""
     if arguments.steps <= SKIPPED_STEPS:
         raise ValueError(f"--steps must be more than {SKIPPED_STEPS}, got {arguments.steps}")
-    if arguments.rounds < 1:
-        raise ValueError(f"--rounds must be 1 or more, got {arguments.rounds}")
     with tempfile.TemporaryDirectory(prefix="hetero-predict-") as folder:
         paths = tuple(arguments.nvme_path or [folder])
         options = TrainOptions(
@@ -321,57 +296,44 @@ def train(
     )
 
 
-def show(result: dict[str, Any], console: Console) -> None:
-    """Prints the table."""
-    print_header(result, console)
-    table = Table(title="seconds measured / predicted, GB per step", title_justify="left")
-    table.add_column("configuration", no_wrap=True)
-    for heading in (
-        "step",
-        "error",
-        "forward",
-        "backward",
-        "optimizer",
-        "read",
-        "written",
-        "bound",
-    ):
-        table.add_column(heading, justify="right", no_wrap=True)
+def show(result: dict[str, Any]) -> Iterator[str]:
+    """The table, and how far predictions were off."""
+    rows = [["configuration", "step", "error", "forward", "backward", "optimizer", "read",
+             "written", "bound"]]  # fmt: skip
     for row in result["configurations"]:
         if row["status"] != "measured":
-            table.add_row(row["name"], row["status"])
+            rows.append([row["name"], row["status"], *[""] * 7])
             continue
         measured, predicted = row["measured"], row["predicted"]
-        table.add_row(
-            row["name"],
-            f"{measured['step_s']:.3f} / {predicted['step_s']:.3f}",
-            f"{row['error']:+.0%} ({min(row['errors']):+.0%} to {max(row['errors']):+.0%})",
-            *(
-                _beside(measured[f"{part}_s"], predicted["phases_s"].get(phase))
-                for part, phase in PHASES.items()
-            ),
-            *(
-                f"{measured[f'nvme_{verb}_bytes'] / 1e9:.2f} / "
-                f"{predicted[f'nvme_{verb}_bytes'] / 1e9:.2f}"
-                for verb in ("read", "written")
-            ),
-            predicted["bound"],
+        rows.append(
+            [
+                row["name"],
+                f"{measured['step_s']:.3f} / {predicted['step_s']:.3f}",
+                f"{row['error']:+.0%} ({min(row['errors']):+.0%} to {max(row['errors']):+.0%})",
+                *(
+                    _beside(measured[f"{part}_s"], predicted["phases_s"].get(phase))
+                    for part, phase in PHASES.items()
+                ),
+                *(
+                    f"{measured[f'nvme_{verb}_bytes'] / 1e9:.2f} / "
+                    f"{predicted[f'nvme_{verb}_bytes'] / 1e9:.2f}"
+                    for verb in ("read", "written")
+                ),
+                predicted["bound"],
+            ]
         )
-    console.print(table)
+    yield titled("seconds measured / predicted, GB per step", rows)
     count = sum(row["status"] == "measured" for row in result["configurations"])
-    console.print(
+    yield (
         f"{result['params']:,} parameters, {format_bytes(result['state_bytes'])} of state. Within"
         f" {result['goal']:.0%}: {result['within_goal']} of {count}. The traced configuration"
-        f" drifted by {result['drift']:+.0%} within a round.",
-        highlight=False,
+        f" drifted by {result['drift']:+.0%} within a round."
     )
     if count:
         beyond = ", ".join(f"{name} {e:+.0%}" for name, e in result["beyond_goal"].items())
-        console.print(
+        yield (
             f"error: mean {result['mean_error']:.1%}, median {result['median_error']:.1%}, largest"
-            f" {result['worst_error']:.1%}; beyond {result['goal']:.0%}: {beyond or 'none'}",
-            markup=False,
-            highlight=False,
+            f" {result['worst_error']:.1%}; beyond {result['goal']:.0%}: {beyond or 'none'}"
         )
 
 
@@ -383,6 +345,9 @@ def _beside(measured_s: float, predicted_s: float | None) -> str:
 def _tell(text: str) -> None:
     print(f"bench.predict: {text}", file=sys.stderr, flush=True)
 
+
+PROGRAM = Program("bench.predict", __doc__, OPTIONS, run, show, _add_path)
+main = PROGRAM.main
 
 if __name__ == "__main__":
     sys.exit(main())

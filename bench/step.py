@@ -19,24 +19,22 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
-from bench.harness.machine import describe_machine, header
-from bench.harness.peer_process import PeerProcess
+from bench.harness.peer_process import DEEPSPEED_INSTALL, PeerProcess
 from bench.harness.program import (
-    add_json_argument,
-    add_peer_arguments,
-    chosen_peers,
-    command_line,
-    parse_count,
-    parse_size,
-    program_parser,
-    run_program,
+    COUNT,
+    FILE,
+    FOLDER,
+    SIZE,
+    Option,
+    Program,
+    left_out,
+    peer_options,
+    titled,
+    whole,
 )
 from bench.harness.rounds import Rounds, Sample, run_rounds
 from bench.work.bandwidths import MemoryBandwidth
@@ -47,76 +45,33 @@ from offload import _native
 from offload.memory.sizes import format_bytes
 
 PEERS = ("deepspeed",)
-DEEPSPEED_INSTALL = (
-    "python -m venv VENV && VENV/bin/pip install torch deepspeed setuptools ninja (and the"
-    " system's libaio-dev), then --peer-python VENV/bin/python"
-)
-
 # The engine of hetero.initialize() has these; the yardstick must not have less in flight.
 DEPTH = 32
 BLOCK_BYTES = 1 << 20
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Returns 0, or 2 when something about the input is wrong."""
-    arguments = _parser().parse_args(argv)
-    command = command_line("bench.step", argv)
-    return run_program("bench.step", lambda: run(arguments, command), show, arguments.json)
+OPTIONS = (
+    Option("--params", "500e6", "of the model", COUNT),
+    Option("--host-memory", "512MiB", "RAM for buffers", SIZE),
+    Option("--path", ".", "directory on NVMe", FOLDER),
+    Option("--rounds", "5", "after one of warm-up", whole()),
+    Option("--steps", "3", "per sample, one after the other", whole()),
+    Option("--chunk-numel", None, "elements per chunk (default: what hetero chooses)", whole()),
+    Option("--io-size", "1GiB", "of the file on which the disk alone is measured", SIZE),
+    *peer_options(PEERS, default="none"),
+    Option("--curve", False, "also measure and draw traffic against budgets"),
+    Option("--picture", "step-curve.png", "of the curve", FILE),
+)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = program_parser("bench.step", __doc__)
-    parser.add_argument("--params", default="500e6", help="of the model (default: %(default)s)")
-    parser.add_argument(
-        "--host-memory", default="512MiB", help="RAM for buffers (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--path", default=".", metavar="DIR", help="directory on NVMe (default: the current one)"
-    )
-    parser.add_argument(
-        "--rounds", type=int, default=5, help="after one of warm-up (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--steps",
-        type=int,
-        default=3,
-        help="per sample, one after the other (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--chunk-numel", type=int, help="elements per chunk (default: what hetero chooses)"
-    )
-    parser.add_argument(
-        "--io-size",
-        default="1GiB",
-        metavar="SIZE",
-        help="of the file on which the disk alone is measured (default: %(default)s)",
-    )
-    add_peer_arguments(parser, PEERS, default="none")
-    parser.add_argument(
-        "--curve", action="store_true", help="also measure and draw traffic against budgets"
-    )
-    parser.add_argument(
-        "--picture",
-        default="step-curve.png",
-        metavar="FILE",
-        help="of the curve (default: %(default)s)",
-    )
-    add_json_argument(parser)
-    return parser
-
-
-def run(arguments: argparse.Namespace, command: str) -> dict[str, Any]:
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measures all contenders in turns, and the curve if asked for.
 
     Raises ValueError, OSError or a hetero error for input that cannot be measured.
     """
-    numel = parse_count("--params", arguments.params)
-    budget = parse_size("--host-memory", arguments.host_memory)
-    peers = chosen_peers(arguments.peers, PEERS)
-    if arguments.rounds < 1 or arguments.steps < 1:
-        raise ValueError("--rounds and --steps must be 1 or more")
+    numel, budget = arguments.params, arguments.host_memory
     plan = make_plan(numel, budget, arguments.path, arguments.chunk_numel)
-    shape = Shape.of(parse_size("--io-size", arguments.io_size), BLOCK_BYTES, DEPTH)
+    shape = Shape.of(arguments.io_size, BLOCK_BYTES, DEPTH)
     with contextlib.ExitStack() as stack:
         step = stack.enter_context(HeteroStep(numel, plan))
         file = stack.enter_context(measured_file(arguments.path, shape.size_bytes))
@@ -126,7 +81,7 @@ def run(arguments: argparse.Namespace, command: str) -> dict[str, Any]:
             "disk": lambda: disk.sample("mixed"),
             "memory": MemoryBandwidth().sample,
         }
-        for peer in peers:
+        for peer in arguments.peers:
             swap = stack.enter_context(_swap_folder(arguments.path))
             process = stack.enter_context(
                 PeerProcess(
@@ -141,15 +96,14 @@ def run(arguments: argparse.Namespace, command: str) -> dict[str, Any]:
         result |= {
             "peak_managed_bytes": step.peak_managed_bytes,
             "io_engine": step.io_engine,
-            "notes": [*step.notes, *(f"{n}: left out: {why}" for n, why in rounds.failed.items())],
+            "notes": [*step.notes, *left_out(rounds.failed)],
         }
     result |= describe_plan(plan, budget)
     if arguments.curve:
         points = measure_curve(numel, arguments.path, arguments.chunk_numel, arguments.steps)
         draw_curve(points, result["params"], arguments.picture)
         result |= {"curve": points, "picture": os.path.abspath(arguments.picture)}
-    return result | {"steps": arguments.steps, "rounds": arguments.rounds,
-                     "machine": describe_machine(), "command": command}  # fmt: skip
+    return result | {"steps": arguments.steps, "rounds": arguments.rounds}
 
 
 def summarize(rounds: Rounds, params: int) -> dict[str, Any]:
@@ -213,59 +167,52 @@ def _swap_folder(directory: str) -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="hetero-bench-swap-", dir=directory)
 
 
-def show(result: dict[str, Any], console: Console) -> None:
-    """Prints the table: the step, its bounds, the peers; then what was left out."""
-    console.print(
-        header(result["machine"], result["command"]), markup=False, highlight=False, soft_wrap=True
-    )
+def show(result: dict[str, Any]) -> Iterator[str]:
+    """The table: the step, its bounds, the peers; then what was left out."""
     moved, size = result["disk_bytes"], format_bytes
-    table = Table(
-        title=f"bench.step: {result['params'] / 1e6:.0f}M parameters, {result['buffers']} buffers"
-        f" of {size(result['optim_state_bytes'])} for {result['optim_states']} optimizer states, "
-        f"median of"
-        f" {result['rounds']} rounds of {result['steps']} steps",
-        title_justify="left",
-    )
-    table.add_column("")
-    table.add_column("step s", justify="right")
-    table.add_column("share", justify="right")
-    table.add_column("of", justify="left")
-    table.add_row("hetero", f"{result['step_s']:.3f}", f"{result['share_of_bound']:.3f}", "bound")
-    table.add_row(
-        "disk alone",
-        f"{result['bounds_s']['disk']:.3f}",
-        "",
-        f"{size(moved['read'])} read and {size(moved['written'])} written at"
-        f" {result['mixed_gbps']:.2f} GB/s",
-    )
-    table.add_row(
-        "memory alone",
-        f"{result['bounds_s']['memory']:.3f}",
-        "",
-        f"{UPDATE_BYTES} bytes a parameter at {result['stream_gbps']:.1f} GB/s",
-    )
+    rows = [
+        ["", "step s", "share", ""],
+        ["hetero", f"{result['step_s']:.3f}", f"{result['share_of_bound']:.3f}", "of the bound"],
+        [
+            "disk alone",
+            f"{result['bounds_s']['disk']:.3f}",
+            "",
+            f"{size(moved['read'])} read and {size(moved['written'])} written at"
+            f" {result['mixed_gbps']:.2f} GB/s",
+        ],
+        [
+            "memory alone",
+            f"{result['bounds_s']['memory']:.3f}",
+            "",
+            f"{UPDATE_BYTES} bytes a parameter at {result['stream_gbps']:.1f} GB/s",
+        ],
+    ]
     for name, peer in result["peers"].items():
-        table.add_row(
-            name, f"{peer['step_s']:.3f}", f"{peer['hetero_is_faster_by']:.2f}", "times hetero's"
-        )
-    console.print(table)
-    console.print(
+        faster = f"{peer['hetero_is_faster_by']:.2f}"
+        rows.append([name, f"{peer['step_s']:.3f}", faster, "times hetero's"])
+    yield titled(
+        f"bench.step: {result['params'] / 1e6:.0f}M parameters, {result['buffers']} buffers"
+        f" of {size(result['optim_state_bytes'])} for {result['optim_states']} optimizer states,"
+        f" median of {result['rounds']} rounds of {result['steps']} steps",
+        rows,
+    )
+    yield (
         f"RAM: {size(result['peak_managed_bytes'])} of {size(result['host_memory'])}"
-        f" for buffers, {size(result['resident_bytes'])} of parameters and gradients",
-        highlight=False,
+        f" for buffers, {size(result['resident_bytes'])} of parameters and gradients"
     )
     for point in result.get("curve", []):
-        console.print(
+        yield (
             f"budget {size(point['host_memory'])}: {size(point['read_bytes'])} read,"
             f" {size(point['written_bytes'])} written,"
-            f" theory {size(point['theory_bytes'])} together, {point['step_s']:.3f} s",
-            highlight=False,
+            f" theory {size(point['theory_bytes'])} together, {point['step_s']:.3f} s"
         )
-    for note in result["notes"]:
-        console.print(note, markup=False, highlight=False)
+    yield from result["notes"]
     if "picture" in result:
-        console.print(result["picture"], markup=False, highlight=False, soft_wrap=True)
+        yield result["picture"]
 
+
+PROGRAM = Program("bench.step", __doc__, OPTIONS, run, show)
+main = PROGRAM.main
 
 if __name__ == "__main__":
     sys.exit(main())

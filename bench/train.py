@@ -17,18 +17,16 @@ over network namespaces, with links of --rate between them (as root).
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.table import Table
 
 from bench.harness.contenders import (
     PEERS,
@@ -40,18 +38,20 @@ from bench.harness.contenders import (
 )
 from bench.harness.hosts import Hosts, parse_rate
 from bench.harness.program import (
-    add_peer_arguments,
-    chosen_peers,
+    SECONDS,
+    Kind,
+    Option,
+    Program,
     names,
-    program_parser,
-    wide_console,
+    peer_options,
+    titled,
+    whole,
 )
 from bench.peers.training.workload import Workload
 from hetero.cli.job.data import load_corpus
 from hetero.cli.job.models import model_config
 from hetero.cli.job.optimization import ADAM_BETAS, lr_factor
 from hetero.cli.job.options import TrainOptions, add_train_arguments, config_path
-from offload.errors import HeteroError
 from offload.memory.sizes import format_bytes
 
 # The shape of docs/benchmarks.md: 354M parameters with GPT-2's own vocabulary.
@@ -70,87 +70,39 @@ DEFAULTS = {
 VOCAB_SIZE = 50257
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Returns 0 if every contender that is installed ran."""
-    arguments = _parser().parse_args(argv)
-    try:
-        options, variants = _options(arguments)
-        rounds = run(options, variants, arguments)
-    except KeyboardInterrupt:
-        return 130
-    except (ValueError, HeteroError, OSError) as error:
-        print(f"bench.train: error: {error}", file=sys.stderr)
-        return 2
-    summary = summarize(rounds, f"hetero {options.policy}", arguments.skip_steps)
-    if arguments.json:
-        print(json.dumps(summary))
-    else:
-        print_table(summary)
-    return 1 if any(c["status"] == "failed" for c in summary["contenders"].values()) else 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = program_parser("bench.train", __doc__)
-    add_train_arguments(parser, DEFAULTS)
-    group = parser.add_argument_group("benchmark")
-    group.add_argument(
-        "--rounds",
-        type=int,
-        default=1,
-        metavar="N",
-        help="runs of every contender, in turns (default: %(default)s)",
-    )
-    group.add_argument(
-        "--ranks",
-        type=int,
-        default=1,
-        metavar="N",
-        help="processes of each contender; --threads is of each (default: %(default)s)",
-    )
-    group.add_argument(
+OPTIONS = (
+    Option("--rounds", "1", "runs of every contender, in turns", whole()),
+    Option("--ranks", "1", "processes of each contender; --threads is of each", whole()),
+    Option(
         "--hosts",
-        type=int,
-        metavar="N",
-        help="network namespaces that share the ranks evenly (default: ranks of one machine)",
-    )
-    group.add_argument(
+        None,
+        "network namespaces that share the ranks evenly (default: ranks of one machine)",
+        whole(),
+    ),
+    Option(
         "--rate",
-        type=parse_rate,
-        default="1gbit",
-        help="of each host's link: a number of mbit or gbit per second (default: %(default)s)",
-    )
-    group.add_argument(
-        "--variants",
-        metavar="LIST",
-        help="policies of hetero to run (default: --policy if given, else cpu,nvme)",
-    )
-    add_peer_arguments(group, PEERS, default="none")
-    group.add_argument(
-        "--skip-steps",
-        type=int,
-        default=2,
-        metavar="N",
-        help="first steps left out of the medians (default: %(default)s)",
-    )
-    group.add_argument(
-        "--timeout",
-        type=float,
-        default=1800.0,
-        metavar="SECONDS",
-        help="limit of one contender (default: %(default).0f)",
-    )
-    return parser
+        "1gbit",
+        "of each host's link: a number of mbit or gbit per second",
+        Kind("RATE", lambda option, text: parse_rate(text)),
+    ),
+    Option("--variants", None, "policies to run (default: --policy if given, else cpu,nvme)"),
+    *peer_options(PEERS, default="none"),
+    Option("--skip-steps", "2", "first steps left out of the medians", whole(0)),
+    Option("--timeout", "1800", "limit of one contender", SECONDS),
+)
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The figures of all contenders."""
+    options, variants = _options(arguments)
+    rounds = run(options, variants, arguments)
+    return summarize(rounds, f"hetero {options.policy}", arguments.skip_steps)
 
 
 def _options(arguments: argparse.Namespace) -> tuple[TrainOptions, list[str]]:
     """The options of every contender, with the policy of the main variant, and all variants."""
     given = arguments.policy
     variants = names(arguments.variants or given or "cpu,nvme")
-    if arguments.skip_steps < 0:
-        raise ValueError(f"--skip-steps must be 0 or more, got {arguments.skip_steps}")
-    for name in ("ranks", "rounds"):
-        if getattr(arguments, name) < 1:
-            raise ValueError(f"--{name} must be 1 or more, got {getattr(arguments, name)}")
     if not variants:
         raise ValueError("--variants names no policy")
     arguments.policy = given if given in variants else variants[-1]
@@ -222,7 +174,7 @@ def _contenders(
     """Raises ValueError for peers that are unknown or cannot run as that many ranks."""
     ranks = arguments.ranks
     contenders = [hetero_contender(options, name, folder, ranks) for name in variants]
-    for peer in chosen_peers(arguments.peers, PEERS):
+    for peer in arguments.peers:
         python = arguments.peer_python
         contenders += peer_contenders(peer, workload, folder, python, ranks, options.dtype)
     return contenders
@@ -314,78 +266,81 @@ def summarize(rounds: Sequence[list[Outcome]], main_name: str, skip_steps: int) 
     }
 
 
-def print_table(summary: dict[str, Any]) -> None:
-    """Prints one line per contender on stdout, and another about its ranks if there are several."""
-    contenders = summary["contenders"]
-    peers = [name for name, c in contenders.items() if not name.startswith("hetero ")
-             and c["status"] == "finished"]  # fmt: skip
+def show(summary: dict[str, Any]) -> Iterator[str]:
+    """One line per contender, and another about its ranks if there are several."""
+    finished = {n: c for n, c in summary["contenders"].items() if c["status"] == "finished"}
+    peers = [name for name in finished if not name.startswith("hetero ")]
     title = "bench.train"
     if summary["rounds"] > 1:
         title += f", {summary['rounds']} rounds; step s: the median round (all of them)"
-    table = Table(title=title, title_justify="left")
-    table.add_column("contender", no_wrap=True)
-    for heading in ("step s", "fwd", "bwd", "opt", "peak RSS", "NVMe read", "written", "loss"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for peer in peers:
-        table.add_column(f"x {peer}", justify="right")
+    rows = [["contender", "step s", "fwd", "bwd", "opt", "peak RSS", "NVMe read", "written",
+             "loss", *(f"x {peer}" for peer in peers)]]  # fmt: skip
     notes = []
-    for name, figures in contenders.items():
+    for name, figures in summary["contenders"].items():
         if figures["status"] != "finished":
-            table.add_row(name, figures["status"])
+            rows.append([name, figures["status"], *[""] * (len(rows[0]) - 2)])
             notes.append(f"{name}: {figures['error']}")
             continue
-        moved = figures["bytes_per_step"]
-        every = figures["round_step_s"]
-        table.add_row(
-            name,
-            f"{figures['median_step_s']:.2f}"
-            + (f" ({', '.join(f'{s:.2f}' for s in every)})" if len(every) > 1 else ""),
-            *(f"{figures[f'median_{part}_s']:.2f}" for part in ("forward", "backward",
-                                                                "optimizer")),
-            format_bytes(figures["peak_rss_max_bytes"]),
-            format_bytes(moved["disk_read"]),
-            format_bytes(moved["disk_write"]),
-            f"{figures['losses'][-1]:.3f}",
-            *(f"{figures['ratio_to'][peer]:.2f}" if peer in figures["ratio_to"] else ""
-              for peer in peers),
-        )  # fmt: skip
-    console = wide_console()
-    console.print(table)
-    finished = {name: c for name, c in contenders.items() if c["status"] == "finished"}
+        moved, every = figures["bytes_per_step"], figures["round_step_s"]
+        all_of_them = f" ({', '.join(f'{s:.2f}' for s in every)})" if len(every) > 1 else ""
+        rows.append(
+            [
+                name,
+                f"{figures['median_step_s']:.2f}{all_of_them}",
+                *(f"{figures[f'median_{p}_s']:.2f}" for p in ("forward", "backward", "optimizer")),
+                format_bytes(figures["peak_rss_max_bytes"]),
+                format_bytes(moved["disk_read"]),
+                format_bytes(moved["disk_write"]),
+                f"{figures['losses'][-1]:.3f}",
+                *(f"{r:.2f}" if (r := figures["ratio_to"].get(p)) else "" for p in peers),
+            ]
+        )
+    yield titled(title, rows)
     if any(figures["ranks"] > 1 for figures in finished.values()):
-        console.print(_ranks_table(finished))
-    for note in notes:
-        console.print(note, markup=False, highlight=False)
+        yield titled("ranks; sent, received and waited in a step of one", _of_ranks(finished))
+    yield from notes
 
 
-def _ranks_table(finished: dict[str, dict[str, Any]]) -> Table:
+def _of_ranks(finished: dict[str, dict[str, Any]]) -> list[list[str]]:
     """What all ranks did together, and what one exchanged in a step as far as it is known."""
-    table = Table(title="ranks; sent, received and waited in a step of one", title_justify="left")
-    table.add_column("contender", no_wrap=True)
-    for heading in ("ranks", "threads each", "tokens/s of all", "peak RSS of one", "of all",
-                    "sent", "received", "a host sent", "waited for gathers s"):  # fmt: skip
-        table.add_column(heading, justify="right")
+    rows = [["contender", "ranks", "threads each", "tokens/s of all", "peak RSS of one", "of all",
+             "sent", "received", "a host sent", "waited for gathers s"]]  # fmt: skip
     for name, figures in finished.items():
         wait_s = figures["gather_wait_s_per_step"]
         moved = (figures[f"{verb}_bytes_per_step"] for verb in ("sent", "received"))
-        table.add_row(
-            name,
-            str(figures["ranks"]),
-            str(figures["threads"]),
-            f"{figures['tokens_per_s']:.0f}",
-            format_bytes(figures["peak_rss_max_bytes"]),
-            format_bytes(figures["peak_rss_sum_bytes"]),
-            *("" if nbytes is None else format_bytes(nbytes) for nbytes in moved),
-            _per_step(figures.get("sent_bytes_per_host", ()), len(figures["step_s"])),
-            "" if wait_s is None else f"{wait_s:.2f}",
+        # Bytes that the busiest host sent, its start included.
+        hosts = figures.get("sent_bytes_per_host")
+        rows.append(
+            [
+                name,
+                str(figures["ranks"]),
+                str(figures["threads"]),
+                f"{figures['tokens_per_s']:.0f}",
+                format_bytes(figures["peak_rss_max_bytes"]),
+                format_bytes(figures["peak_rss_sum_bytes"]),
+                *("" if nbytes is None else format_bytes(nbytes) for nbytes in moved),
+                format_bytes(max(hosts) // len(figures["step_s"])) if hosts else "",
+                "" if wait_s is None else f"{wait_s:.2f}",
+            ]
         )
-    return table
+    return rows
 
 
-def _per_step(sent_bytes: Sequence[int], steps: int) -> str:
-    """Bytes that the busiest host sent, its start included, for each step."""
-    return format_bytes(max(sent_bytes) // steps) if sent_bytes else ""
+def _exit_code(summary: dict[str, Any]) -> int:
+    """0 if every contender that is installed ran."""
+    return int(any(c["status"] == "failed" for c in summary["contenders"].values()))
 
+
+PROGRAM = Program(
+    "bench.train",
+    __doc__,
+    OPTIONS,
+    measure,
+    show,
+    lambda parser: add_train_arguments(parser, DEFAULTS),
+    _exit_code,
+)
+main = PROGRAM.main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -8,10 +8,8 @@ from bench.peers.deepspeed_world import AIO, start_world
 from bench.work.gpt import Gpt, Shape, checkpoint_blocks
 
 
-def make_engine(
-    shape: dict[str, int], vocabulary: int, swap_folder: str, lr: float
-) -> tuple[Any, Any]:
-    """Its engine for a GPT-2 whose blocks are checkpoints of DeepSpeed's, and the blocks.
+def make_engine(shape: dict[str, int], vocabulary: int, swap_folder: str, lr: float) -> Any:
+    """Its engine for a GPT-2 whose blocks are checkpoints of DeepSpeed's.
 
     Raises ModuleNotFoundError where DeepSpeed is not installed.
     """
@@ -22,7 +20,6 @@ def make_engine(
     config = deepspeed_config(shape, vocabulary, swap_folder, lr)
     with deepspeed.zero.Init(config_dict_or_path=config):
         model = Gpt(Shape(**shape), vocabulary)
-    blocks = model.blocks
     deepspeed.checkpointing.configure(
         None,
         partition_activations=False,
@@ -33,7 +30,7 @@ def make_engine(
     engine, *_ = deepspeed.initialize(
         model=model, config=config, model_parameters=model.parameters()
     )
-    return engine, blocks
+    return engine
 
 
 def deepspeed_config(

@@ -25,27 +25,25 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
-from bench.activations.options import add_counts, add_model_arguments, model_shape
-from bench.activations.search import longest
 from bench.activations.training import CONTENDERS, Spec
-from bench.activations.trial import run_trial, tell
-from bench.harness.machine import describe_machine
+from bench.activations.trial import POLICIES, model_shape, run_trial, tell
 from bench.harness.program import (
-    add_json_argument,
-    command_line,
-    names,
-    parse_size,
-    print_header,
-    program_parser,
-    run_program,
+    FILE,
+    FOLDER,
+    NUMBER,
+    SIZE,
+    Option,
+    Program,
+    list_of,
+    one_of,
+    some_of,
+    titled,
+    whole,
 )
-from bench.work.gpt import Shape
+from bench.work.gpt import VOCABULARY, Shape
 from offload.memory.sizes import format_bytes
 
 NAME = "bench.activations.longest"
@@ -66,57 +64,35 @@ LIMITED_BY = {
 }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Returns 0, or 2 when something about the input is wrong."""
-    arguments = _parser().parse_args(argv)
-    command = command_line(NAME, argv)
-    return run_program(NAME, lambda: run(arguments, command), show, arguments.json)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = program_parser(NAME, __doc__)
-    parser.add_argument("--budgets", default="2GiB,3GiB,4GiB", metavar="LIST", help="of a process")
-    parser.add_argument("--kinds", default=",".join(LEAST_TOKENS), metavar="LIST")
-    parser.add_argument(
+OPTIONS = (
+    Option("--budgets", "2GiB,3GiB,4GiB", "of a process", list_of(SIZE)),
+    Option("--kinds", ",".join(LEAST_TOKENS), "of batches", some_of(LEAST_TOKENS)),
+    Option(
         "--contenders",
-        default=",".join(DEFAULT_CONTENDERS),
-        metavar="LIST",
-        help=f"of {', '.join(CONTENDERS)} (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--seconds", type=float, default=120.0, metavar="N", help="of a try (default: %(default)s)"
-    )
-    add_counts(
-        parser,
-        ("--steps", 2, "of a try; the last one is timed"),
-        ("--first-tokens", 1024, "of a step in the first try"),
-        ("--most-tokens", 1 << 17, "beyond which nothing is tried"),
-        ("--bisections", 2, "after doubling"),
-    )
-    add_model_arguments(parser)
-    parser.add_argument(
-        "--peer-python", default=sys.executable, metavar="FILE", help="Python that has DeepSpeed"
-    )
-    add_json_argument(parser)
-    return parser
+        ",".join(DEFAULT_CONTENDERS),
+        f"of {', '.join(CONTENDERS)}",
+        some_of(CONTENDERS),
+    ),
+    Option("--seconds", "120", "of a try", NUMBER),
+    Option("--steps", "2", "of a try; the last one is timed", whole()),
+    Option("--first-tokens", "1024", "of a step in the first try", whole()),
+    Option("--most-tokens", str(1 << 17), "beyond which nothing is tried", whole()),
+    Option("--bisections", "2", "after doubling", whole(0)),
+    Option("--layers", "24", "of the model", whole()),
+    Option("--width", "1024", "of the model", whole()),
+    Option("--heads", "16", "of the model", whole()),
+    Option("--vocabulary", str(VOCABULARY), "of the model", whole()),
+    Option("--policy", "nvme", "of hetero", one_of(POLICIES)),
+    Option("--path", None, "on the NVMe disk (default: a new folder)", FOLDER),
+    Option("--peer-python", sys.executable, "Python that has DeepSpeed", FILE),
+)
 
 
-def run(arguments: argparse.Namespace, command: str) -> dict[str, Any]:
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """All figures. Raises ValueError for input that cannot be measured."""
-    chosen, kinds = names(arguments.contenders), names(arguments.kinds)
-    for option, known, given in (
-        ("--contenders", CONTENDERS, chosen),
-        ("--kinds", LEAST_TOKENS, kinds),
-    ):
-        for name in given:
-            if name not in known:
-                raise ValueError(f"unknown name {name!r} in {option}; known: {', '.join(known)}")
-    for option in ("steps", "first_tokens", "most_tokens", "bisections"):
-        least = 0 if option == "bisections" else 1
-        if getattr(arguments, option) < least:
-            raise ValueError(f"--{option.replace('_', '-')} must be {least} or more")
+    chosen, kinds = arguments.contenders, arguments.kinds
     model_shape(arguments, 1, 1)
-    budgets = sorted(parse_size("--budgets", text) for text in names(arguments.budgets))
+    budgets = sorted(arguments.budgets)
     with tempfile.TemporaryDirectory(dir=arguments.path, prefix="bench-longest-") as folder:
         searches = {name: _Search(name, arguments, folder) for name in chosen}
         found: list[dict[str, Any]] = [
@@ -136,8 +112,6 @@ def run(arguments: argparse.Namespace, command: str) -> dict[str, Any]:
         is_there = tokens and row["limited_by"] != LIMITED_BY["missing"]
         row["of_checkpoints"] = row["tokens"] / tokens if is_there else None
     return {
-        "machine": describe_machine(),
-        "command": command,
         "model": vars(model_shape(arguments, 1, 1))
         | {"vocabulary": arguments.vocabulary, "seq_len": None, "batch_size": None},
         "seconds_of_a_try": arguments.seconds,
@@ -233,37 +207,78 @@ class _Search:
         return found
 
 
-def show(result: dict[str, Any], console: Console) -> None:
-    """A table of a line for each contender, budget and kind."""
-    print_header(result, console)
-    model = result["model"]
-    table = Table(
-        title=f"{NAME}: {model['layers']} layers of {model['width']}, vocabulary"
-        f" {model['vocabulary']:,}; at most {result['seconds_of_a_try']:.0f} s a try",
-        title_justify="left",
-    )
-    for title in ("", "budget", "", "tokens", "limited by", "step, s", "peak", "x checkpoints"):
-        right = title in ("tokens", "step, s", "peak", "x checkpoints")
-        table.add_column(title, justify="right" if right else "left", no_wrap=True)
+def longest(
+    works: Callable[[int], bool], first: int, least: int, most: int, bisections: int
+) -> int:
+    """The largest multiple of `least`, up to `most`, of which `works` was true; 0 if of none.
+
+    Up to some number all work, and from there on none. From `first` it doubles until one does not
+    work; if `first` does not, and `least` does, it halves until one works. Then it halves what is
+    between so many times.
+    """
+    low, high = 0, None
+    if works(first):
+        low = first
+    elif first > least and works(least):
+        low, high = least, first
+        while low == least and high // 2 > least:
+            at = high // 2 // least * least
+            if works(at):
+                low = at
+            else:
+                high = at
+    if not low:
+        return 0
+    while high is None and low < most:
+        at = min(2 * low, most)
+        if works(at):
+            low = at
+        else:
+            high = at
+    if high is None:
+        return low
+    for _ in range(bisections):
+        at = (low + high) // 2 // least * least
+        if at <= low:
+            break
+        if works(at):
+            low = at
+        else:
+            high = at
+    return low
+
+
+def show(result: dict[str, Any]) -> Iterator[str]:
+    """A line for each contender, budget and kind; then why some trained nothing."""
+    model, rows = result["model"], [["contender", "budget", "tokens", "limited by", "step, s",
+                                     "peak", "x checkpoints"]]  # fmt: skip
     for row in result["found"]:
         bound = ">= " if row["is_lower_bound"] and row["tokens"] else ""
-        ratio = row["of_checkpoints"]
-        table.add_row(
-            row["kind"],
-            format_bytes(row["budget_bytes"]),
-            CONTENDERS[row["contender"]],
-            f"{bound}{row['tokens']:,}" if row["limited_by"] != LIMITED_BY["missing"] else "",
-            row["limited_by"],
-            "" if row["step_s"] is None else f"{row['step_s']:.2f}",
-            "" if row["peak_bytes"] is None else format_bytes(row["peak_bytes"]),
-            "" if ratio is None else f"{bound}{ratio:.2f}",
+        ratio, step_s, peak = row["of_checkpoints"], row["step_s"], row["peak_bytes"]
+        rows.append(
+            [
+                f"{row['kind']}: {CONTENDERS[row['contender']]}",
+                format_bytes(row["budget_bytes"]),
+                f"{bound}{row['tokens']:,}" if row["limited_by"] != LIMITED_BY["missing"] else "",
+                row["limited_by"],
+                "" if step_s is None else f"{step_s:.2f}",
+                "" if peak is None else format_bytes(peak),
+                "" if ratio is None else f"{bound}{ratio:.2f}",
+            ]
         )
-    console.print(table)
+    yield titled(
+        f"{NAME}: {model['layers']} layers of {model['width']}, vocabulary"
+        f" {model['vocabulary']:,}; at most {result['seconds_of_a_try']:.0f} s a try",
+        rows,
+    )
     for row in result["found"]:
         if not row["tokens"]:
-            text = f"{row['contender']}, {row['kind']}, {format_bytes(row['budget_bytes'])}: "
-            console.print(text + str(row["error"]), markup=False, highlight=False, soft_wrap=True)
+            budget = format_bytes(row["budget_bytes"])
+            yield f"{row['contender']}, {row['kind']}, {budget}: {row['error']}"
 
+
+PROGRAM = Program(NAME, __doc__, OPTIONS, run, show)
+main = PROGRAM.main
 
 if __name__ == "__main__":
     sys.exit(main())

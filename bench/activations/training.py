@@ -29,10 +29,13 @@ if TYPE_CHECKING:
 
 CONTENDERS = {
     "torch": "PyTorch, all kept",
+    "torch-on-cpu": "PyTorch, save_on_cpu()",
     "torch-checkpoints": "PyTorch, each block a checkpoint",
     "torch-checkpoints-tiled-loss": "PyTorch, each block a checkpoint, hetero's tiled loss",
     "torch-checkpoints-on-cpu": "PyTorch, each block a checkpoint, save_on_cpu()",
     "hetero": "hetero",
+    "hetero-whole-loss": "hetero, the loss not in tiles",
+    "hetero-whole-loss-checkpoints": "hetero, the loss not in tiles, each block a checkpoint",
     "deepspeed": "DeepSpeed ZeRO-3 on NVMe, cpu_checkpointing",
 }
 LR = 1e-4
@@ -51,7 +54,6 @@ class Spec:
         micro_batches: equal parts of the batch, each with a forward and a backward of its own.
         steps: in all.
         skip_steps: first steps that are in no median, and whose bytes do not count.
-        measure_blocks: whether the blocks' costs are measured, all of whose activations stay.
     """
 
     contender: str
@@ -62,7 +64,6 @@ class Spec:
     micro_batches: int = 1
     steps: int = 2
     skip_steps: int = 1
-    measure_blocks: bool = False
 
     def write(self, path: Path) -> None:
         """As the JSON that the program reads."""
@@ -84,7 +85,6 @@ class Training:
     """A model and how its steps are made. `traffic` gives bytes moved so far, by name."""
 
     model: torch.nn.Module
-    blocks: torch.nn.ModuleList
     backward: Callable[[torch.Tensor], object]
     update: Callable[[], object]  # makes the gradients zero, too
     saving: Callable[[], AbstractContextManager[Any]] = nullcontext  # around forwards
@@ -140,18 +140,13 @@ def _train(spec: Spec) -> dict[str, Any]:
     made_s = time.perf_counter()
     training = _MAKERS[spec.contender](spec)
     made_s = time.perf_counter() - made_s
-    costs = None
-    if spec.measure_blocks:
-        from bench.activations.block_costs import BlockCosts
-
-        costs = BlockCosts(training.model, training.blocks)
+    before_bytes = memory_bytes()["VmRSS"]
     seq_len, batch_size = spec.shape["seq_len"], spec.shape["batch_size"]
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(0, spec.vocabulary, (batch_size, seq_len), generator=generator)
     losses: list[float] = []
     seconds: list[float] = []
     forward_s: list[float] = []
-    blocks_s: list[float] = []
     before: dict[str, int] = {}
     try:
         for number in range(spec.steps):
@@ -160,8 +155,7 @@ def _train(spec: Spec) -> dict[str, Any]:
             begin_s, in_forward_s, loss_sum = time.perf_counter(), 0.0, 0.0
             for micro_batch in tokens.chunk(spec.micro_batches):
                 start_s = time.perf_counter()
-                counting = nullcontext() if costs is None or number else costs.counting_bytes()
-                with training.saving(), counting:
+                with training.saving():
                     loss = training.model(micro_batch) / spec.micro_batches
                 loss_sum += loss.item()
                 in_forward_s += time.perf_counter() - start_s
@@ -171,8 +165,6 @@ def _train(spec: Spec) -> dict[str, Any]:
             seconds.append(time.perf_counter() - begin_s)
             forward_s.append(in_forward_s)
             losses.append(loss_sum)
-            if costs is not None:
-                blocks_s.append(costs.forward_s - sum(blocks_s))
             # So that a try which is ended says on stderr how far it came.
             print(f"step {number + 1}: {seconds[-1]:.2f} s", file=sys.stderr, flush=True)
         moved = training.traffic()
@@ -183,13 +175,7 @@ def _train(spec: Spec) -> dict[str, Any]:
             "steps_s": seconds,
             "step_s": _median(seconds[counted]),
             "forward_s": _median(forward_s[counted]),
-            "blocks": None
-            if costs is None
-            else {
-                "forward_s": _median(blocks_s[counted]),
-                "saved_bytes": costs.saved_bytes,
-                "input_bytes": costs.input_bytes,
-            },
+            "before_bytes": before_bytes,
             "made_s": made_s,
             "bytes_per_step": {name: (moved[name] - before.get(name, 0)) / steps for name in moved},
             "io_engine": training.io_engine,
@@ -220,7 +206,6 @@ def _make_torch(spec: Spec) -> Training:
         model = _gpt(spec)
     finally:
         torch.set_default_dtype(before)
-    blocks = model.blocks
     if "checkpoints" in spec.contender:
         checkpoint_blocks(model)
     if spec.contender.endswith("tiled-loss"):
@@ -235,17 +220,20 @@ def _make_torch(spec: Spec) -> Training:
         optimizer.zero_grad()
 
     saving = save_on_cpu if spec.contender.endswith("on-cpu") else nullcontext
-    return Training(model, blocks, lambda loss: loss.backward(), update, saving)
+    return Training(model, lambda loss: loss.backward(), update, saving)
 
 
 def _make_hetero(spec: Spec) -> Training:
-    """With the loss in tiles."""
+    """With the loss in tiles, unless its name says that it is whole."""
     import hetero
+    from bench.work.gpt import checkpoint_blocks
 
     with hetero.ZeroInitContext(**spec.options):
         model = _gpt(spec)
-    blocks = model.blocks
-    hetero.tile_heads(model)
+        if spec.contender.endswith("checkpoints"):
+            checkpoint_blocks(model)
+    if "whole-loss" not in spec.contender:
+        hetero.tile_heads(model)
     optimizer: Any = hetero.HybridAdam(model.parameters(), lr=LR)
     managed, optimizer = hetero.initialize(model, optimizer)
     engine = optimizer.engine
@@ -256,7 +244,6 @@ def _make_hetero(spec: Spec) -> Training:
 
     return Training(
         managed,
-        blocks,
         lambda loss: loss.backward(),
         update,
         traffic=lambda: dataclasses.asdict(engine.traffic),
@@ -271,8 +258,8 @@ def _make_deepspeed(spec: Spec) -> Training:
 
     if spec.micro_batches != 1:
         raise ValueError(f"DeepSpeed takes the batch whole here, not {spec.micro_batches} parts")
-    engine, blocks = make_engine(spec.shape, spec.vocabulary, spec.options["nvme_path"], LR)
-    return Training(engine, blocks, engine.backward, engine.step)
+    engine = make_engine(spec.shape, spec.vocabulary, spec.options["nvme_path"], LR)
+    return Training(engine, engine.backward, engine.step)
 
 
 def _gpt(spec: Spec) -> Gpt:
@@ -285,7 +272,9 @@ def _gpt(spec: Spec) -> Gpt:
 
 
 _MAKERS: Mapping[str, Callable[[Spec], Training]] = {
-    name: {"hetero": _make_hetero, "deepspeed": _make_deepspeed}.get(name, _make_torch)
+    name: {"hetero": _make_hetero, "deepspeed": _make_deepspeed, "torch": _make_torch}[
+        name.partition("-")[0]
+    ]
     for name in CONTENDERS
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shutil
@@ -15,13 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from bench.activations.training import Spec
-from bench.harness.contenders import DEEPSPEED_INSTALL
-from bench.harness.peer_process import import_environment, path_beside
+from bench.harness.peer_process import DEEPSPEED_INSTALL, import_environment, path_beside
 from bench.harness.ranks import last_line
 from bench.largest_model.rungs import LIMIT_PER_BUDGET, MALLOC
+from bench.work.gpt import Shape
 from offload.memory.sizes import format_bytes
 
 POLL_S = 0.05
+POLICIES = ("nvme", "auto")
 
 
 def run_trial(
@@ -137,6 +139,13 @@ def _answer(folder: Path, code: int) -> dict[str, Any]:
     if code < 0:  # libraries abort where there is no memory
         return {"status": "failed", "error": f"{signal.Signals(-code).name}: {said}"}
     return {"status": "broken", "error": f"exit code {code}: {said}"}
+
+
+def model_shape(arguments: argparse.Namespace, seq_len: int, batch_size: int) -> Shape:
+    """GPT-2's, of --layers, --width and --heads. Raises ValueError for what is no shape."""
+    if arguments.width % arguments.heads:
+        raise ValueError(f"--width {arguments.width} is no multiple of --heads {arguments.heads}")
+    return Shape(arguments.layers, arguments.width, arguments.heads, seq_len, batch_size)
 
 
 def tell(name: str, text: str) -> None:

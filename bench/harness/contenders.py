@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.harness.hosts import Hosts
-from bench.harness.peer_process import import_environment, path_beside
+from bench.harness.peer_process import DEEPSPEED_INSTALL, import_environment, path_beside
 from bench.harness.ranks import RankError, last_line, rank_log, run_ranks
 from bench.peers.serve import EXIT_MISSING
 from hetero.cli.job.options import TrainOptions, to_arguments
@@ -20,11 +20,6 @@ from hetero.cli.job.options import TrainOptions, to_arguments
 PEERS = ("torch", "ddp", "fsdp2", "deepspeed")
 ONE_RANK_PEERS = ("torch",)
 SEVERAL_RANKS_PEERS = ("ddp", "fsdp2")
-
-DEEPSPEED_INSTALL = (
-    "python -m venv VENV && VENV/bin/pip install torch==2.13.0 transformers psutil numpy ninja"
-    " setuptools deepspeed (and the system's libaio-dev), then --peer-python VENV/bin/python"
-)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,12 @@ from bench.harness.machine import ROOT
 from bench.harness.rounds import ContenderError
 from bench.peers.serve import EXIT_MISSING
 
+# Enough for every peer of it: those that train, that update and that move bytes.
+DEEPSPEED_INSTALL = (
+    "python -m venv VENV && VENV/bin/pip install torch==2.13.0 transformers psutil numpy ninja"
+    " setuptools deepspeed (and the system's libaio-dev), then --peer-python VENV/bin/python"
+)
+
 
 class PeerProcess:
     """A program that speaks the protocol of bench/peers/serve.py; started by the first sample.

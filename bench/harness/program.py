@@ -1,4 +1,9 @@
-"""What every benchmark's main() does alike: bad input is one line, --json exactly one object."""
+"""What every benchmark is: options, a measurement, and its result as text or as one JSON object.
+
+A program declares its options, each with a Kind that reads its text; `measure` gets them read, and
+returns figures; `show` turns these into blocks of text. Bad input is one line on stderr, and exit
+code 2.
+"""
 
 from __future__ import annotations
 
@@ -9,50 +14,140 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from rich.console import Console
-
-from bench.harness.machine import header, is_checkout
+from bench.harness.machine import describe_machine, header, is_checkout
+from hetero.text_table import table, terminal_width
 from offload.errors import HeteroError
 from offload.memory.sizes import parse_bytes
 
 
-def run_program(
-    name: str,
-    measure: Callable[[], dict[str, Any]],
-    show: Callable[[dict[str, Any], Console], None],
-    as_json: bool,
-) -> int:
-    """Measures, then prints the result on stdout. Returns the exit code: 2 for bad input.
+class OptionError(Exception):
+    """An option has a text that it cannot have; not a ValueError, which argparse would reword."""
 
-    `measure` reports progress on stderr; `show` prints the result for people.
+
+@dataclass(frozen=True)
+class Kind:
+    """What an option takes: `read` gets its name and its text, and raises ValueError."""
+
+    metavar: str
+    read: Callable[[str, str], Any]
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option of a program.
+
+    Attributes:
+        name: with its dashes.
+        default: as one would type it; False: a flag; None: nothing.
+        help: what it is; the default is added.
+        kind: how it is read.
     """
-    try:
-        result = measure()
-    except KeyboardInterrupt:
-        return 130
-    except (ValueError, HeteroError, OSError, MemoryError) as error:
-        print(f"{name}: error: {error}", file=sys.stderr)
-        return 2
-    if as_json:
-        print(json.dumps(result))
-    else:
-        show(result, wide_console())
-    return 0
+
+    name: str
+    default: str | bool | None
+    help: str
+    kind: Kind | None = None
+
+    def add_to(self, parser: argparse._ActionsContainer) -> None:
+        """Makes it an option of `parser`."""
+        if self.default is False:
+            parser.add_argument(self.name, action="store_true", help=self.help)
+            return
+        kind = self.kind or TEXT
+
+        def read(text: str) -> Any:
+            try:
+                return kind.read(self.name, text)
+            except ValueError as error:
+                raise OptionError(str(error)) from None
+
+        said = self.help if self.default is None else f"{self.help} (default: %(default)s)"
+        parser.add_argument(
+            self.name, type=read, default=self.default, metavar=kind.metavar, help=said
+        )
 
 
-def wide_console() -> Console:
-    """Where there is no terminal rich would squeeze tables into 80 columns."""
-    return Console(width=None if sys.stdout.isatty() else 160)
+class Program:
+    """A benchmark that can be run; main() is its command."""
+
+    def __init__(
+        self,
+        name: str,
+        about: str | None,
+        options: Sequence[Option],
+        measure: Callable[[argparse.Namespace], dict[str, Any]],
+        show: Callable[[dict[str, Any]], Iterable[str]],
+        add: Callable[[argparse.ArgumentParser], None] = lambda parser: None,
+        exit_code: Callable[[dict[str, Any]], int] = lambda result: 0,
+    ) -> None:
+        """
+        Args:
+            name: of its module.
+            about: the module's docstring, which is the help.
+            options: beside --json, which every program has.
+            measure: makes the result; reports progress on stderr.
+            show: makes the result's blocks of text.
+            add: adds options that are no Option.
+            exit_code: of a result.
+        """
+        self.name = name
+        self._about = about
+        self._options = options
+        self._measure = measure
+        self._show = show
+        self._add = add
+        self._exit_code = exit_code
+
+    def parse(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
+        """The options, read. Raises OptionError."""
+        parser = program_parser(self.name, self._about)
+        self._add(parser)
+        group = parser.add_argument_group("benchmark")
+        for option in self._options:
+            option.add_to(group)
+        if "--json" not in parser._option_string_actions:
+            parser.add_argument(
+                "--json", action="store_true", help="one JSON object instead of a table"
+            )
+        return parser.parse_args(argv)
+
+    def main(self, argv: Sequence[str] | None = None) -> int:
+        """Measures, and prints the result on stdout. Returns the exit code: 2 for bad input."""
+        try:
+            arguments = self.parse(argv)
+            result = {
+                **self._measure(arguments),
+                "machine": describe_machine(),
+                "command": command_line(self.name, argv),
+            }
+        except KeyboardInterrupt:
+            return 130
+        except (ValueError, HeteroError, OSError, MemoryError, OptionError) as error:
+            print(f"{self.name}: error: {error}", file=sys.stderr)
+            return 2
+        if arguments.json:
+            print(json.dumps(result))
+        else:
+            print(header(result["machine"], result["command"]))
+            for block in self._show(result):
+                print(block)
+        return self._exit_code(result)
 
 
-def print_header(result: Mapping[str, Any], console: Console) -> None:
-    """The machine and the command of a result."""
-    text = header(result["machine"], result["command"])
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
+def titled(title: str, rows: Sequence[Sequence[str]]) -> str:
+    """A table below its title; the first row has the columns' titles."""
+    return f"\n{title}\n{table(rows, terminal_width() if sys.stdout.isatty() else None)}\n"
+
+
+def ranged(spread: Mapping[str, float], digits: int = 2) -> str:
+    """The median, and the least and the most, of what Rounds.spread() gives."""
+    median, least, most = (f"{spread[key]:.{digits}f}" for key in ("median", "min", "max"))
+    return f"{median} ({least}-{most})"
 
 
 def program_parser(name: str, description: str | None) -> argparse.ArgumentParser:
@@ -79,45 +174,9 @@ def _words(name: str) -> list[str]:
     return ["hetero", "bench", name.removeprefix("bench.")]
 
 
-def add_peer_arguments(
-    parser: argparse._ActionsContainer, known: Sequence[str], default: str
-) -> None:
-    """--peers, which chosen_peers() reads, and --peer-python."""
-    shown = "all, as far as they are installed" if default == ",".join(known) else default
-    parser.add_argument(
-        "--peers",
-        default=default,
-        metavar="LIST",
-        help=f"of {', '.join(known)}; or none (default: {shown})",
-    )
-    parser.add_argument(
-        "--peer-python",
-        default=os.environ.get("BENCH_PEER_PYTHON", sys.executable),
-        metavar="FILE",
-        help="Python that has DeepSpeed (default: $BENCH_PEER_PYTHON, else this one)",
-    )
-
-
-def add_json_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
-
-
 def names(text: str) -> list[str]:
     """The names of a comma-separated list, each once."""
     return list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
-
-
-def chosen_peers(text: str, known: Sequence[str]) -> list[str]:
-    """The peers that --peers asks for; "none" is no peer. Raises ValueError for an unknown one."""
-    chosen = names(text)
-    if chosen == ["none"]:
-        return []
-    for name in chosen:
-        if name not in known:
-            near = difflib.get_close_matches(name, (*known, "none"), n=1)
-            hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}, none"
-            raise ValueError(f"unknown peer {name!r} in --peers; {hint}")
-    return chosen
 
 
 _COUNT_UNITS = {
@@ -152,3 +211,98 @@ def parse_size(option: str, text: str) -> int:
         return parse_bytes(text)
     except ValueError as error:
         raise ValueError(f"{option}: {error}") from None
+
+
+def whole(least: int = 1) -> Kind:
+    """A whole number of `least` or more."""
+
+    def read(option: str, text: str) -> int:
+        if re.fullmatch(r"[+-]?[0-9]+", text.strip()) is None:
+            raise ValueError(f"{option} must be a whole number, got {text!r}")
+        if int(text) < least:
+            raise ValueError(f"{option} must be {least} or more, got {text}")
+        return int(text)
+
+    return Kind("N", read)
+
+
+def _number(option: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"{option} must be a number, got {text!r}") from None
+
+
+def one_of(known: Iterable[str]) -> Kind:
+    """One of these names."""
+
+    def read(option: str, text: str) -> str:
+        if text not in known:
+            raise ValueError(f"unknown name {text!r} in {option}; known: {', '.join(known)}")
+        return text
+
+    return Kind("NAME", read)
+
+
+def some_of(known: Iterable[str]) -> Kind:
+    """A list of some of these names, one at least."""
+    return list_of(one_of(known))
+
+
+def list_of(kind: Kind) -> Kind:
+    """A comma-separated list of one at least."""
+
+    def read(option: str, text: str) -> list[Any]:
+        found = [kind.read(option, each) for each in names(text)]
+        if not found:
+            raise ValueError(f"{option} must name one at least")
+        return found
+
+    return Kind("LIST", read)
+
+
+def peers_of(known: Sequence[str]) -> Kind:
+    """A list of some of the peers `known`; "none" is no peer."""
+
+    def read(option: str, text: str) -> list[str]:
+        chosen = names(text)
+        if chosen == ["none"]:
+            return []
+        for name in chosen:
+            if name not in known:
+                near = difflib.get_close_matches(name, (*known, "none"), n=1)
+                hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}, none"
+                raise ValueError(f"unknown peer {name!r} in {option}; {hint}")
+        return chosen
+
+    return Kind("LIST", read)
+
+
+TEXT = Kind("TEXT", lambda option, text: text)
+FILE = Kind("FILE", TEXT.read)
+FOLDER = Kind("DIR", TEXT.read)
+COUNT = Kind("N", parse_count)
+SIZE = Kind("SIZE", parse_size)
+NUMBER = Kind("N", _number)
+SECONDS = Kind("SECONDS", _number)
+
+_PEER_PYTHON = Option(
+    "--peer-python",
+    os.environ.get("BENCH_PEER_PYTHON", sys.executable),
+    "Python that has DeepSpeed",
+    FILE,
+)
+
+
+def peer_options(known: Sequence[str], default: str | None = None) -> tuple[Option, ...]:
+    """--peers, by default all of them as far as they are installed, and --peer-python."""
+    peers = Option(
+        "--peers", default or ",".join(known), f"of {', '.join(known)}; or none",
+        peers_of(known),
+    )  # fmt: skip
+    return peers, _PEER_PYTHON
+
+
+def left_out(failed: Mapping[str, str]) -> list[str]:
+    """A line for each contender that was left out, and why."""
+    return [f"{name}: left out: {reason}" for name, reason in failed.items()]

@@ -12,22 +12,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
-from bench.harness.machine import describe_machine
-from bench.harness.program import (
-    add_json_argument,
-    command_line,
-    parse_count,
-    print_header,
-    program_parser,
-    run_program,
-)
+from bench.harness.program import COUNT, Option, Program, titled, whole
 from bench.harness.rounds import run_rounds
 from bench.work.updates import Updates
 from offload import _native
@@ -44,34 +34,17 @@ PAIRS: tuple[tuple[DtypeName, DtypeName], ...] = (
 )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Returns 0, or 2 when something about the input is wrong."""
-    parser = program_parser("bench.kernels.arrival", __doc__)
-    parser.add_argument("--numel", default="16Mi", help="elements (default: %(default)s)")
-    parser.add_argument("--threads", type=int, help="of hetero and torch (default: usable CPUs)")
-    parser.add_argument("--rounds", type=int, default=7, help="(default: %(default)s)")
-    parser.add_argument(
-        "--repeats", type=int, default=3, help="timed calls per turn (default: %(default)s)"
-    )
-    add_json_argument(parser)
-    arguments = parser.parse_args(argv)
-    command = command_line("bench.kernels.arrival", argv)
-    return run_program(
-        "bench.kernels.arrival", lambda: run(arguments, command), show, arguments.json
-    )
+OPTIONS = (
+    Option("--numel", "16Mi", "elements", COUNT),
+    Option("--threads", None, "of hetero and torch (default: usable CPUs)", whole()),
+    Option("--rounds", "7", "after one of warm-up", whole()),
+    Option("--repeats", "3", "timed calls per turn", whole()),
+)
 
 
-def run(arguments: argparse.Namespace, command: str) -> dict[str, Any]:
-    """All figures. Raises ValueError for input that cannot be measured."""
-    numel = parse_count("--numel", arguments.numel)
-    threads = _native.usable_cpus() if arguments.threads is None else arguments.threads
-    for option, value in (
-        ("threads", threads),
-        ("rounds", arguments.rounds),
-        ("repeats", arguments.repeats),
-    ):
-        if value < 1:
-            raise ValueError(f"--{option} must be 1 or more, got {value}")
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """All figures."""
+    numel, threads = arguments.numel, arguments.threads or _native.usable_cpus()
     _native.set_threads(threads)
     torch.set_num_threads(threads)
     updates = Updates(numel, arguments.repeats)
@@ -93,29 +66,24 @@ def run(arguments: argparse.Namespace, command: str) -> dict[str, Any]:
         "numel": numel,
         "rounds": arguments.rounds,
         "repeats": arguments.repeats,
-        "machine": describe_machine(),
-        "command": command,
     }
 
 
-def show(result: dict[str, Any], console: Console) -> None:
+def show(result: dict[str, Any]) -> Iterator[str]:
     """Milliseconds of each, and the ratios of their times."""
-    print_header(result, console)
-    for what, factor, digits in (("seconds", 1e3, 2), ("ratios", 1.0, 2)):
-        title = "ms" if what == "seconds" else "ratios of times"
-        table = Table(
-            title=f"bench.kernels.arrival: {result['numel']:,} elements,"
-            f" {result['threads']} threads, {title}, median of {result['rounds']}",
-            title_justify="left",
-        )
-        table.add_column("gradient", no_wrap=True)
-        for name in result["pairs"][0][what]:
-            table.add_column(name, justify="right", no_wrap=True)
+    for what, factor, title in (("seconds", 1e3, "ms"), ("ratios", 1.0, "ratios of times")):
+        rows = [["gradient", *result["pairs"][0][what]]]
         for pair in result["pairs"]:
-            figures = [f"{factor * value:.{digits}f}" for value in pair[what].values()]
-            table.add_row(pair["of"], *figures)
-        console.print(table)
+            rows.append([pair["of"], *(f"{factor * value:.2f}" for value in pair[what].values())])
+        yield titled(
+            f"bench.kernels.arrival: {result['numel']:,} elements, {result['threads']} threads,"
+            f" {title}, median of {result['rounds']}",
+            rows,
+        )
 
+
+PROGRAM = Program("bench.kernels.arrival", __doc__, OPTIONS, run, show)
+main = PROGRAM.main
 
 if __name__ == "__main__":
     sys.exit(main())

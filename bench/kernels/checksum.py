@@ -14,23 +14,12 @@ import ctypes
 import sys
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
-from bench.harness.machine import describe_machine
-from bench.harness.program import (
-    add_json_argument,
-    command_line,
-    names,
-    parse_size,
-    print_header,
-    program_parser,
-    run_program,
-)
+from bench.harness.program import SIZE, Option, Program, list_of, ranged, titled, whole
 from bench.harness.rounds import Sample, run_rounds
 from offload import _native
 from offload._native import Arena
@@ -39,39 +28,20 @@ from offload.memory.sizes import format_bytes
 TURN_BYTES = 256 << 20
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Returns 0, or 2 when something about the input is wrong."""
-    parser = program_parser("bench.kernels.checksum", __doc__)
-    parser.add_argument(
-        "--sizes", default="256KiB,256MiB", help="of the buffers (default: %(default)s)"
-    )
-    parser.add_argument("--rounds", type=int, default=7, help="(default: %(default)s)")
-    add_json_argument(parser)
-    arguments = parser.parse_args(argv)
-    command = command_line("bench.kernels.checksum", argv)
-    return run_program(
-        "bench.kernels.checksum", lambda: run(arguments, command), show, arguments.json
-    )
+OPTIONS = (
+    Option("--sizes", "256KiB,256MiB", "of the buffers", list_of(SIZE)),
+    Option("--rounds", "7", "after one of warm-up", whole()),
+)
 
 
-def run(arguments: argparse.Namespace, command: str) -> dict[str, Any]:
-    """All figures. Raises ValueError for input that cannot be measured."""
-    if arguments.rounds < 1:
-        raise ValueError(f"--rounds must be 1 or more, got {arguments.rounds}")
-    sizes = [parse_size("--sizes", text) for text in names(arguments.sizes)]
-    if not sizes:
-        raise ValueError("--sizes names no size; write e.g. 256KiB,256MiB")
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """All figures."""
     buffers = []
-    for nbytes in sizes:
+    for nbytes in arguments.sizes:
         rounds = run_rounds(_contenders(nbytes), arguments.rounds)
         gbps = {name: rounds.spread(name, "gbps") for name in rounds.samples}
         buffers.append({"nbytes": nbytes, "gbps": gbps})
-    return {
-        "buffers": buffers,
-        "rounds": arguments.rounds,
-        "machine": describe_machine(),
-        "command": command,
-    }
+    return {"buffers": buffers, "rounds": arguments.rounds}
 
 
 def _contenders(nbytes: int) -> dict[str, Callable[[], Sample]]:
@@ -101,23 +71,19 @@ def _turn(body: Callable[[], object], nbytes: int) -> Callable[[], Sample]:
     return sample
 
 
-def show(result: dict[str, Any], console: Console) -> None:
+def show(result: dict[str, Any]) -> Iterator[str]:
     """GB/s of each contender at each size."""
-    print_header(result, console)
-    table = Table(
-        title=f"bench.kernels.checksum: GB/s, one thread, median of {result['rounds']}"
-        " (least-most)",
-        title_justify="left",
+    buffers = result["buffers"]
+    rows = [["contender", *(format_bytes(buffer["nbytes"]) for buffer in buffers)]]
+    for name in buffers[0]["gbps"]:
+        rows.append([name, *(ranged(buffer["gbps"][name]) for buffer in buffers)])
+    yield titled(
+        f"bench.kernels.checksum: GB/s, one thread, median of {result['rounds']} (least-most)", rows
     )
-    table.add_column("contender", no_wrap=True)
-    for buffer in result["buffers"]:
-        table.add_column(format_bytes(buffer["nbytes"]), justify="right", no_wrap=True)
-    for name in result["buffers"][0]["gbps"]:
-        spreads = [buffer["gbps"][name] for buffer in result["buffers"]]
-        cells = [f"{s['median']:.2f} ({s['min']:.2f}-{s['max']:.2f})" for s in spreads]
-        table.add_row(name, *cells)
-    console.print(table)
 
+
+PROGRAM = Program("bench.kernels.checksum", __doc__, OPTIONS, run, show)
+main = PROGRAM.main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -10,10 +10,12 @@ all ranks together, over the tensor's. Each rank computes with one thread.
 
 from __future__ import annotations
 
+import argparse
 import os
 import statistics
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,50 +24,29 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
-from rich.console import Console
-from rich.table import Table
 
-from bench.harness.machine import describe_machine
-from bench.harness.program import (
-    add_json_argument,
-    command_line,
-    print_header,
-    program_parser,
-    run_program,
-)
+from bench.harness.program import SIZE, Option, Program, titled, whole
 from bench.peers.world import free_port
-from offload.memory.sizes import parse_bytes
+
+OPTIONS = (
+    Option("--ranks", "2", "processes", whole(2)),
+    Option("--size", "64MiB", "of the whole tensor", SIZE),
+    Option("--rounds", "5", "turns of each call", whole()),
+    Option("--repeats", "3", "timed calls per turn", whole()),
+)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Returns 0, or 2 when something about the input is wrong."""
-    parser = program_parser("bench.kernels.collectives", __doc__)
-    parser.add_argument("--ranks", type=int, default=2, help="(default: %(default)s)")
-    parser.add_argument(
-        "--size", default="64MiB", help="of the whole tensor (default: %(default)s)"
-    )
-    parser.add_argument("--rounds", type=int, default=5, help="(default: %(default)s)")
-    parser.add_argument(
-        "--repeats", type=int, default=3, help="timed calls per turn (default: %(default)s)"
-    )
-    add_json_argument(parser)
-    arguments = parser.parse_args(argv)
-
-    def measure() -> dict[str, Any]:
-        ranks, nbytes = arguments.ranks, parse_bytes(arguments.size)
-        if ranks < 2:
-            raise ValueError(f"--ranks must be at least 2, not {ranks}")
-        nbytes -= nbytes % (4 * ranks)
-        if nbytes <= 0:
-            raise ValueError(f"--size {arguments.size} is too small for {ranks} ranks")
-        given = ranks, free_port(), nbytes, arguments.rounds, arguments.repeats
-        queue = torch.multiprocessing.get_context("spawn").SimpleQueue()
-        spawn: Any = torch.multiprocessing.spawn  # type: ignore[attr-defined]
-        spawn(_rank, args=(*given, queue), nprocs=ranks)
-        command = command_line("bench.kernels.collectives", argv)
-        return {"machine": describe_machine(), "command": command, "calls": queue.get()}
-
-    return run_program("bench.kernels.collectives", measure, _show, arguments.json)
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The seconds and bytes of each call. Raises ValueError for a size that is too small."""
+    ranks = arguments.ranks
+    nbytes = arguments.size - arguments.size % (4 * ranks)
+    if nbytes <= 0:
+        raise ValueError(f"--size {arguments.size} is too small for {ranks} ranks")
+    given = ranks, free_port(), nbytes, arguments.rounds, arguments.repeats
+    queue = torch.multiprocessing.get_context("spawn").SimpleQueue()
+    spawn: Any = torch.multiprocessing.spawn  # type: ignore[attr-defined]
+    spawn(_rank, args=(*given, queue), nprocs=ranks)
+    return {"calls": queue.get()}
 
 
 def _rank(
@@ -141,13 +122,16 @@ def _loopback_bytes() -> int:
     return sum(int(line.split()[1]) for line in lines if line.strip().startswith("lo:"))
 
 
-def _show(result: dict[str, Any], console: Console) -> None:
-    print_header(result, console)
-    table = Table("call", "ms", "bytes on loopback / tensor")
-    for name, found in result["calls"].items():
-        table.add_row(name, f"{1e3 * found['s']:.1f}", f"{found['bytes']:.2f}")
-    console.print(table)
+def show(result: dict[str, Any]) -> Iterator[str]:
+    """Milliseconds and bytes of each call."""
+    rows = [["call", "ms", "bytes over loopback / tensor"]]
+    for name, figures in result["calls"].items():
+        rows.append([name, f"{figures['s'] * 1e3:.1f}", f"{figures['bytes']:.2f}"])
+    yield titled("collectives", rows)
 
+
+PROGRAM = Program("bench.kernels.collectives", __doc__, OPTIONS, run, show)
+main = PROGRAM.main
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main())

@@ -184,8 +184,8 @@ def _train(spec: Spec, host_memory: int) -> dict[str, Any]:
 
 def memory_bytes() -> dict[str, int]:
     """What Linux counts of this process: address space, private writable memory, resident, and how
-    much of that is of files ("VmPeak", "VmData", "VmHWM", "RssFile")."""
-    names = ("VmPeak", "VmData", "VmHWM", "RssFile")
+    much of that is of files ("VmPeak", "VmData", "VmHWM", "VmRSS", "RssFile")."""
+    names = ("VmPeak", "VmData", "VmHWM", "VmRSS", "RssFile")
     lines = Path("/proc/self/status").read_text().splitlines()
     found = dict(line.split(":", 1) for line in lines)
     return {name: int(found[name].split()[0]) * 1024 for name in names if name in found}

@@ -17,7 +17,6 @@ import psutil
 import torch
 
 from bench.harness.peer_process import import_environment
-from bench.harness.program import parse_size
 from bench.largest_model.climb import climb
 from bench.largest_model.limited_train import MARGIN_BYTES, Spec, outside_bytes
 from bench.largest_model.shapes import Shape, family, params_of, shape_name
@@ -62,7 +61,7 @@ class Rungs:
         self._too_much_bytes = 0
         shapes = family(arguments.vocab_size, arguments.seq_len)
         held = self._disk_bytes / (BUILDING_BYTES + TRAINING_BYTES)
-        most = held if arguments.most_params is None else float(arguments.most_params)
+        most = held if arguments.most_params is None else arguments.most_params
         self.shapes = [c for c in shapes if params_of(c) <= min(most, held)]
         self._end = "disk" if held <= most else "--most-params"
         if len(self.shapes) == len(shapes):
@@ -144,8 +143,7 @@ class Rungs:
     def beyond_ram(self, factor: float) -> dict[str, Any]:
         """The smallest shape whose usual state is `factor` times RAM."""
         ram = psutil.virtual_memory().total
-        given = self._arguments.only_rss
-        budget = ram // 3 if given is None else parse_size("--only-rss", given)
+        budget = self._arguments.only_rss or ram // 3
         least = factor * ram / USUAL_STATE_BYTES
         config = next((c for c in self.shapes if params_of(c) >= least), None)
         if config is None:

@@ -22,123 +22,111 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from bench.harness.program import (
-    add_json_argument,
-    command_line,
-    names,
-    parse_count,
-    parse_size,
-    program_parser,
-    run_program,
+    COUNT,
+    FILE,
+    SIZE,
+    Option,
+    Program,
+    list_of,
+    some_of,
+    titled,
+    whole,
 )
 from bench.scaling.cases import LOCAL_RANKS, Case, two_level_means
-from bench.scaling.schedule import Schedule, schedule_of
-from bench.scaling.simulation import simulate
-from bench.scaling.stragglers import Stragglers
+from bench.scaling.simulation import Schedule, Stragglers, schedule_of, simulate
 from hetero.cli.job.models import MODEL_NAMES
 from hetero.cli.show.step_timeline import check_picture
-from hetero.planning.collective_cost import CollectiveCost, Network, all_gather, all_to_all
+from hetero.planning.collective_cost import Network, all_gather, all_to_all
 from hetero.planning.profiles import find_profile
 from offload.errors import BudgetError
 from offload.profile.machine_profile import Profile
 
-MODELS = "llama-7b,llama-13b,llama-70b"
-SLOWER = (0.0, 0.05, 0.1, 0.2, 0.3)
-JITTER = (0.0, 0.05, 0.1, 0.2, 0.4)
-STALL_S = (0.0, 0.01, 0.02, 0.05, 0.1)
+# Each kind of straggler: what it is, and how much of it there is.
+STRAGGLERS = {
+    "slower": ("one rank is slower by", (0.0, 0.05, 0.1, 0.2, 0.3)),
+    "jitter": (
+        "each use on each rank varies by (standard deviation)",
+        (0.0, 0.05, 0.1, 0.2, 0.4),
+    ),
+    "stall_s": ("one rank stands still once, for seconds", (0.0, 0.01, 0.02, 0.05, 0.1)),
+}
 SEEDS = 3
 LATENCY_SHARE = 0.1
 CHUNK_BYTES = tuple(1 << shift for shift in range(20, 33))
+OPTIONS = (
+    Option("--models", "llama-7b,llama-13b,llama-70b", "by name", some_of(MODEL_NAMES)),
+    Option("--nodes", "1,8,64", "machines", list_of(whole())),
+    Option("--sequences", "1", "of 4096 tokens, that a rank computes in a step", whole()),
+    Option("--chunk-numel", None, "elements of a chunk (default: as hetero chooses)", COUNT),
+    Option("--host-memory", None, "RAM of a rank, for model state (default: 80%% of it)", SIZE),
+    Option("--device-memory", None, "a device's memory, likewise", SIZE),
+    Option("--profile", "8xh200-node", "of a machine: a file, or one that comes along", FILE),
+    Option("--picture", None, ".png, .svg or .pdf", FILE),
+)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Returns 0, or 2 when something about the input is wrong."""
-    parser = program_parser("bench.scaling", __doc__)
-    parser.add_argument(
-        "--models", default=MODELS, metavar="LIST", help="by name (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--nodes", default="1,8,64", metavar="LIST", help="machines (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--sequences",
-        type=int,
-        default=1,
-        metavar="N",
-        help="of 4096 tokens, that a rank computes in a step (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--chunk-numel", metavar="N", help="elements of a chunk (default: as hetero chooses)"
-    )
-    for name, what in (("--host-memory", "RAM"), ("--device-memory", "a device's memory")):
-        parser.add_argument(
-            name, metavar="SIZE", help=f"{what} of a rank, for model state (default: 80%% of it)"
-        )
-    parser.add_argument(
-        "--profile",
-        default="8xh200-node",
-        metavar="FILE",
-        help="of a machine: a file, or one that comes along (default: %(default)s)",
-    )
-    parser.add_argument("--picture", metavar="FILE", help=".png, .svg or .pdf")
-    add_json_argument(parser)
-    arguments = parser.parse_args(argv)
-    command = command_line("bench.scaling", argv)
-    return run_program("bench.scaling", lambda: run(arguments, command), show, arguments.json)
-
-
-def run(arguments: argparse.Namespace, command: str) -> dict[str, Any]:
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """All figures. Raises ValueError for input that makes no sense."""
     profile = find_profile(arguments.profile)
-    models, nodes = names(arguments.models), _counts(arguments.nodes)
-    if not models:
-        raise ValueError("--models must name one at least")
-    for model in models:
-        if model not in MODEL_NAMES:
-            raise ValueError(f"--models: unknown {model!r}; known: {', '.join(MODEL_NAMES)}")
-    if arguments.sequences < 1:
-        raise ValueError(f"--sequences must be 1 or more, got {arguments.sequences}")
-    given = arguments.chunk_numel
-    common = Case(
-        models[0],
-        nodes[0],
-        chunk_numel=None if given is None else parse_count("--chunk-numel", given),
-        host_bytes=_size("--host-memory", arguments.host_memory),
-        device_bytes=_size("--device-memory", arguments.device_memory),
-        sequences=arguments.sequences,
-    )
-    if common.device_bytes is not None and not profile.separate:
+    models, nodes = arguments.models, sorted(arguments.nodes)
+    if arguments.device_memory is not None and not profile.separate:
         raise ValueError(f"--device-memory: {profile.name!r} has no device with memory of its own")
     if Network.of(profile, LOCAL_RANKS, max(nodes)) is None:
         raise ValueError(f"the profile {profile.name!r} says nothing about the network")
     if arguments.picture is not None:
         check_picture("--picture", Path(arguments.picture))
+    given = arguments.chunk_numel, arguments.host_memory, arguments.device_memory
     cases = [
-        replace(common, model=model, nodes=count, hybrid=hybrid)
+        Case(model, count, hybrid, *given, arguments.sequences)
         for model in models
         for count in nodes
         for hybrid in (False, True)
         if count > 1 or not hybrid
     ]
+    steps, stragglers = [], []
+    for case in cases:
+        about = {"model": case.model, "ranks": case.ranks, "hybrid": case.hybrid}
+        label = f"{case.model}, {case.ranks} ranks{', hybrid' if case.hybrid else ''}"
+        print(f"bench.scaling: {label}", file=sys.stderr, flush=True)
+        try:
+            plan = case.plan(profile)
+        except BudgetError as error:
+            steps.append({**about, "status": "refused", "reason": str(error)})
+            continue
+        schedule = schedule_of(plan.problem, plan.placement)
+        roomy = replace(plan.placement, bucket_slots=2 * plan.placement.bucket_slots)
+        simulated_s = simulate(schedule)
+        steps.append(
+            {
+                **about,
+                "status": "planned",
+                "chunks": len(plan.group.layout.chunks),
+                "gathers": len(schedule.gathers),
+                "computing_s": schedule.computing_s,
+                "predicted_s": plan.cost.seconds,
+                "simulated_s": simulated_s,
+                "error": plan.cost.seconds / simulated_s - 1,
+                "two_level_s": simulate(two_level_means(schedule, plan)),
+                "more_buckets_s": simulate(schedule_of(plan.problem, roomy)),
+                "bound": plan.cost.bound,
+                "busy_s": plan.cost.busy_s,
+                "sent_bytes": plan.cost.traffic["sent"],
+            }
+        )
+        for kind, (_, amounts) in STRAGGLERS.items() if case.model == models[0] else ():
+            seconds = [_mean_s(schedule, kind, amount) for amount in amounts]
+            stragglers.append({**about, "kind": kind, "amounts": amounts, "seconds": seconds})
     result: dict[str, Any] = {
-        "command": command,
         "profile": {"name": profile.name, "date": profile.date, "source": profile.source},
-        "steps": [_step(case, profile) for case in cases],
-        "stragglers": [
-            found
-            for case in cases
-            if case.model == models[0]
-            for found in _disturbed(case, profile)
-        ],
+        "steps": steps,
+        "stragglers": stragglers,
         "collectives": [found for n in nodes for found in _collectives(profile, n)],
     }
     if arguments.picture is not None:
@@ -152,64 +140,9 @@ def run(arguments: argparse.Namespace, command: str) -> dict[str, Any]:
     return result
 
 
-def _size(option: str, text: str | None) -> int | None:
-    return None if text is None else parse_size(option, text)
-
-
-def _counts(text: str) -> list[int]:
-    found = [int(each) for each in names(text) if each.isdecimal()]
-    if not found or len(found) != len(names(text)) or min(found) < 1:
-        raise ValueError(f"--nodes must be numbers such as 1,8,64, got {text!r}")
-    return sorted(found)
-
-
-def _step(case: Case, profile: Profile) -> dict[str, Any]:
-    """One case, predicted and simulated; why not, where nothing fits."""
-    about = {"model": case.model, "ranks": case.ranks, "hybrid": case.hybrid}
-    _tell(f"{case.model}, {case.ranks} ranks{', hybrid' if case.hybrid else ''}")
-    try:
-        plan = case.plan(profile)
-    except BudgetError as error:
-        return {**about, "status": "refused", "reason": str(error)}
-    schedule = schedule_of(plan.problem, plan.placement)
-    simulated_s = simulate(schedule).seconds
-    roomy = replace(plan.placement, bucket_slots=2 * plan.placement.bucket_slots)
-    return {
-        **about,
-        "status": "planned",
-        "chunks": len(plan.group.layout.chunks),
-        "gathers": len(schedule.gathers),
-        "computing_s": schedule.computing_s,
-        "predicted_s": plan.cost.seconds,
-        "simulated_s": simulated_s,
-        "error": plan.cost.seconds / simulated_s - 1,
-        "two_level_s": simulate(two_level_means(schedule, plan)).seconds,
-        "more_buckets_s": simulate(schedule_of(plan.problem, roomy)).seconds,
-        "bound": plan.cost.bound,
-        "busy_s": plan.cost.busy_s,
-        "sent_bytes": plan.cost.traffic["sent"],
-    }
-
-
-def _disturbed(case: Case, profile: Profile) -> Iterator[dict[str, Any]]:
-    """The case with stragglers of each kind, from none on."""
-    try:
-        plan = case.plan(profile)
-    except BudgetError:
-        return
-    schedule = schedule_of(plan.problem, plan.placement)
-    about = {"model": case.model, "ranks": case.ranks, "hybrid": case.hybrid}
-    for kind, amounts in (("slower", SLOWER), ("jitter", JITTER), ("stall_s", STALL_S)):
-        _tell(f"{case.model}, {case.ranks} ranks{', hybrid' if case.hybrid else ''}: {kind}")
-        seconds = [_mean_s(schedule, kind, amount) for amount in amounts]
-        yield {**about, "kind": kind, "amounts": amounts, "seconds": seconds}
-
-
 def _mean_s(schedule: Schedule, kind: str, amount: float) -> float:
     seeds = range(SEEDS if kind == "jitter" and amount else 1)
-    return mean(
-        simulate(schedule, Stragglers(**{kind: amount}, seed=seed)).seconds for seed in seeds
-    )
+    return mean(simulate(schedule, Stragglers(**{kind: amount}, seed=seed)) for seed in seeds)
 
 
 def _collectives(profile: Profile, nodes: int) -> Iterator[dict[str, Any]]:
@@ -225,24 +158,17 @@ def _collectives(profile: Profile, nodes: int) -> Iterator[dict[str, Any]]:
             "ranks": network.ranks,
             "latency_s": costs[0].latency_s,
             "bytes": CHUNK_BYTES,
-            "latency_share": [_latency_share(cost) for cost in costs],
+            "latency_share": [c.latency_s / c.seconds if c.seconds else 0.0 for c in costs],
             "seconds": [cost.seconds for cost in costs],
             "enough_bytes": CHUNK_BYTES[0] * wanted_s / costs[0].transfer_s,
         }
 
 
-def _latency_share(cost: CollectiveCost) -> float:
-    return cost.latency_s / cost.seconds if cost.seconds else 0.0
-
-
-def show(result: dict[str, Any], console: Console) -> None:
-    """Prints the tables."""
-    about = f"{result['profile']['name']} ({result['profile']['date']}): nothing is measured"
-    console.print(f"{result['command']}\n{about}", markup=False, highlight=False, soft_wrap=True)
-    steps = _table("seconds of a step", "model", "ranks", "chunks are shared by", "compute")
-    for name in ("predicted", "simulated", "error", "two levels", "more buckets"):
-        steps.add_column(name, justify="right")
-    steps.add_column("the busiest resource")
+def show(result: dict[str, Any]) -> Iterator[str]:
+    """The tables."""
+    yield f"{result['profile']['name']} ({result['profile']['date']}): nothing is measured"
+    steps = [["", "ranks", "chunks are shared by", "compute", "predicted", "simulated", "error",
+              "two levels", "more buckets", "the busiest resource"]]  # fmt: skip
     for row in result["steps"]:
         cells = [row["model"], str(row["ranks"]), _sharing(row)]
         if row["status"] == "planned":
@@ -250,50 +176,33 @@ def show(result: dict[str, Any], console: Console) -> None:
             cells += [f"{row['error']:+.1%}", f"{row['two_level_s']:.3f}"]
             cells.append(f"{row['more_buckets_s']:.3f}")
             cells.append(f"{row['bound']}, {row['busy_s'][row['bound']]:.3f}")
-        else:
-            cells.append(row["reason"])
-        steps.add_row(*cells)
-    console.print(steps)
-    for kind, title in (
-        ("slower", "one rank is slower by"),
-        ("jitter", "each use on each rank varies by (standard deviation)"),
-        ("stall_s", "one rank stands still once, for seconds"),
-    ):
-        rows = [row for row in result["stragglers"] if row["kind"] == kind]
-        if rows:
-            amounts = rows[0]["amounts"]
-            heads = [f"{each:g}" if kind == "stall_s" else f"{each:.0%}" for each in amounts]
-            table = _table(f"{rows[0]['model']}: {title}", "ranks", "chunks are shared by", *heads)
-            for row in rows:
-                cells = [f"{seconds:.3f}" for seconds in row["seconds"]]
-                table.add_row(str(row["ranks"]), _sharing(row), *cells)
-            console.print(table)
-    chunks = _table("collectives of one chunk", "", "ranks", "latency, us")
-    chunks.add_column(f"bytes of which latency is {LATENCY_SHARE:.0%}, MB", justify="right")
+        steps.append(cells + [""] * (len(steps[0]) - len(cells)))
+    yield titled("seconds of a step", steps)
+    for row in result["steps"]:
+        if row["status"] != "planned":
+            yield f"{row['model']}, {row['ranks']} ranks: {row['reason']}"
+    for kind, (what, amounts) in STRAGGLERS.items():
+        heads = [f"{each:g}" if kind == "stall_s" else f"{each:.0%}" for each in amounts]
+        table = [["ranks", "chunks are shared by", *heads]]
+        for row in result["stragglers"]:
+            if row["kind"] == kind:
+                seconds = [f"{each:.3f}" for each in row["seconds"]]
+                table.append([str(row["ranks"]), _sharing(row), *seconds])
+        if len(table) > 1:
+            yield titled(f"{result['stragglers'][0]['model']}: {what}", table)
+    chunks = [["", "ranks", "latency, us", f"MB of which latency is {LATENCY_SHARE:.0%}"]]
     for row in result["collectives"]:
-        chunks.add_row(
-            row["name"],
-            str(row["ranks"]),
-            f"{row['latency_s'] * 1e6:.0f}",
-            f"{row['enough_bytes'] / 1e6:.0f}",
-        )
-    console.print(chunks)
-
-
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left")
-    for column in columns:
-        table.add_column(column, justify="left" if column in ("", "model") else "right")
-    return table
+        figures = f"{row['latency_s'] * 1e6:.0f}", f"{row['enough_bytes'] / 1e6:.0f}"
+        chunks.append([row["name"], str(row["ranks"]), *figures])
+    yield titled("collectives of one chunk", chunks)
 
 
 def _sharing(row: dict[str, Any]) -> str:
     return "a machine" if row["hybrid"] else "all ranks"
 
 
-def _tell(text: str) -> None:
-    print(f"bench.scaling: {text}", file=sys.stderr)
-
+PROGRAM = Program("bench.scaling", __doc__, OPTIONS, run, show)
+main = PROGRAM.main
 
 if __name__ == "__main__":
     sys.exit(main())

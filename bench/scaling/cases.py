@@ -1,4 +1,4 @@
-"""Models on clusters: what is planned, predicted and simulated."""
+"""Models on clusters: what is planned and predicted."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import torch
 
-from bench.scaling.schedule import Mean, Schedule
+from bench.scaling.simulation import Collective, Schedule
 from hetero.cli.job.job import arrange_shape
 from hetero.cli.job.models import build_shape, model_config, wanted_vocab_size
 from hetero.cli.job.options import TrainOptions
@@ -54,36 +54,29 @@ class Case:
         return self.nodes * LOCAL_RANKS
 
     def plan(self, profile: Profile) -> Plan:
-        """What `hetero plan` says, with checkpointing and updates that overlap with nothing.
-
-        Args:
-            profile: of one machine.
-
-        Raises:
-            BudgetError: nothing fits.
-        """
+        """What `hetero plan` says of machines with this profile, with checkpointing and updates
+        that overlap with nothing. Raises BudgetError if nothing fits."""
         mine = profile.share(LOCAL_RANKS)
         host, device = self.host_bytes, self.device_bytes
         if host is None:
             host = int(mine.host_bytes * _SHARE)
         if device is None and mine.device_bytes is not None:
             device = int(mine.device_bytes * _SHARE)
-        options = _options(self.model)
-        config = Config(host_memory=host, chunk_numel=self.chunk_numel)
+        options, shape = _model(self.model)
         shard_ranks = LOCAL_RANKS if self.hybrid else self.ranks
-        groups = arrange_shape(
-            _shape(self.model),
+        arranged = arrange_shape(
+            shape,
             options,
-            config,
+            Config(host_memory=host, chunk_numel=self.chunk_numel),
             Ranks(0, shard_ranks),
             host,
             mine.nvme_bytes or 0,
             device,
             policy="auto",
             replicas=self.ranks // shard_ranks,
-        ).chunk_groups
+        )
         (plan,) = predict(
-            groups,
+            arranged.chunk_groups,
             mine,
             Work(_SEQ_LEN * self.sequences, self.micro_batches, checkpointing=True),
             overlap=OverlapUpdates.NONE,
@@ -99,33 +92,24 @@ def two_level_means(schedule: Schedule, plan: Plan) -> Schedule:
     of additions, and so the last bit, would depend on the machines. With hybrid sharding it is the
     same schedule.
     """
-    problem = plan.problem
-    network, shard = problem.network, problem.layout.shard
+    network, shard = plan.problem.network, plan.problem.layout.shard
     if network is None or shard.replicas > 1 or network.nodes == 1:
         return schedule
     inside = network.shard_group(network.local_ranks)
     between = network.replica_group(network.local_ranks)
 
-    def two_levels(mean: Mean) -> Mean:
-        assert mean.shard_cost is not None
-        nbytes = mean.shard_cost.bytes_sent * shard.ranks / (shard.ranks - 1)
+    def two_levels(mean: Collective) -> Collective:
+        nbytes = mean.cost.bytes_sent * shard.ranks / (shard.ranks - 1)
         first, second = all_to_all(inside, nbytes), all_to_all(between, nbytes / inside.ranks)
-        cost = CollectiveCost(
-            first.latency_s + second.latency_s,
-            first.transfer_s + second.transfer_s,
-            first.bytes_sent + second.bytes_sent,
-            crosses_nodes=True,
-        )
-        return replace(mean, shard_cost=cost)
+        sent = first.bytes_sent + second.bytes_sent
+        latency_s = first.latency_s + second.latency_s
+        transfer_s = first.transfer_s + second.transfer_s
+        return replace(mean, cost=CollectiveCost(latency_s, transfer_s, sent, crosses_nodes=True))
 
     return replace(schedule, means=tuple(map(two_levels, schedule.means)))
 
 
 @lru_cache
-def _options(model: str) -> TrainOptions:
-    return TrainOptions(model=model, vocab_size=wanted_vocab_size(model, None, None))
-
-
-@lru_cache
-def _shape(model: str) -> torch.nn.Module:
-    return build_shape(model_config(_options(model)))
+def _model(name: str) -> tuple[TrainOptions, torch.nn.Module]:
+    options = TrainOptions(model=name, vocab_size=wanted_vocab_size(name, None, None))
+    return options, build_shape(model_config(options))

@@ -1,4 +1,4 @@
-"""A discrete-event simulation of one training step of many ranks, in the agreed order.
+"""A discrete-event simulation of one training step of many ranks, in the order that they agreed on.
 
 Every rank computes one use after the other, and has a disk and a link of its own, which work on one
 transfer after the other. A collective begins when the last of its ranks has issued it and the one
@@ -15,41 +15,240 @@ is late, nor how two streams share links from one moment to the next, nor that b
 from __future__ import annotations
 
 import heapq
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
+import numpy.typing as npt
 
-from bench.scaling.schedule import Schedule
-from bench.scaling.stragglers import Seconds, Stragglers
+from hetero.overlap import OverlapUpdates
+from hetero.planning.belady import PREFETCH_CHUNKS, step_fetches
+from hetero.planning.collective_cost import CollectiveCost, agreement_s
+from hetero.planning.placement import Placement, SlotBytes
+from hetero.planning.step_cost import CostModel
+from hetero.planning.step_timeline import Collectives, Problem, disk_rates
+from hetero.planning.trace import use_order
+from offload.memory.tiers import Tier
 
-_LINK_UP, _LINK_DOWN, _DISK = "link to device", "link to RAM", "NVMe"
+Seconds = npt.NDArray[np.float64]
+_UP, _DOWN, _DISK = "link to device", "link to RAM", "NVMe"
 
 
 @dataclass(frozen=True)
-class SimulatedStep:
-    """What came of it.
+class Collective:
+    """A chunk's all-gather, or the mean of its gradient, and its way there and away.
 
     Attributes:
-        seconds: of the whole step, the agreement and the update at its end included.
-        computing_s: by rank.
-        ended_s: by rank, when it had computed and its gradients were home.
-        gathered_s, averaged_s: when the last all-gather and the last mean of all ended.
+        cost: of the collective of the ranks that share the chunk.
+        before, after: seconds of each rank's link or disk, in order.
+        replicas_s: of the mean over replicas, which follows.
+        bucket: of a mean, the mean at whose end there is room for its gradient; -1: there is.
     """
 
-    seconds: float
-    computing_s: Seconds
-    ended_s: Seconds
-    gathered_s: float
-    averaged_s: float
+    cost: CollectiveCost
+    before: tuple[tuple[str, float], ...] = ()
+    after: tuple[tuple[str, float], ...] = ()
+    replicas_s: float = 0.0
+    bucket: int = -1
 
 
-def simulate(schedule: Schedule, stragglers: Stragglers | None = None) -> SimulatedStep:
-    """One step from its first use; nothing is left over from a step before."""
+@dataclass(frozen=True)
+class Use:
+    """Forward or backward of one chunk.
+
+    Attributes:
+        computing_s: on a rank that nothing disturbs.
+        gather: which it waits for; None if the chunk is there.
+        demanded: gathers that begin before it waits.
+        prefetched: gathers that begin when it computes.
+        mean: which it is followed by.
+    """
+
+    computing_s: float
+    gather: int | None = None
+    demanded: tuple[int, ...] = ()
+    prefetched: tuple[int, ...] = ()
+    mean: int | None = None
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A step of `replicas` groups of `shard_ranks` ranks, two or more, which share its chunks.
+
+    All-gathers and means have an order each. `end_s` is what comes when all ranks are there: they
+    agree on the step, and update.
+    """
+
+    uses: tuple[Use, ...]
+    gathers: tuple[Collective, ...]
+    means: tuple[Collective, ...]
+    shard_ranks: int
+    replicas: int
+    end_s: float
+
+    @property
+    def ranks(self) -> int:
+        """All ranks."""
+        return self.shard_ranks * self.replicas
+
+    @property
+    def computing_s(self) -> float:
+        """Seconds that a rank computes which nothing disturbs."""
+        return sum(use.computing_s for use in self.uses)
+
+
+def schedule_of(problem: Problem, made: Placement) -> Schedule:
+    """The step that `problem` is under the placement `made` of its chunks.
+
+    Raises ValueError for what is not simulated: one rank, other stages than 3, updates that overlap
+    with compute, and shard groups that share adapters with replicas.
+    """
+    shard, network = problem.layout.shard, problem.network
+    if network is None or not (shard.ranks > 1 and shard.grads and shard.params):
+        raise ValueError("only stage 3 is simulated: all ranks share parameters and gradients")
+    if problem.overlap is not OverlapUpdates.NONE:
+        raise ValueError("updates that overlap with compute are not simulated")
+    if shard.replicas > 1 and shard.ranks > network.local_ranks:
+        raise ValueError("replicas of several machines each are not simulated")
+    order, trace = use_order(problem.layout), problem.trace
+    numel = {c.id: sum(s.param.numel for s in c.slices) for c in problem.layout.chunks}
+    chunks = {chunk.id: chunk for chunk in problem.layout.chunks}
+    gathered = CostModel(problem).gathered(made)
+    step = [(chunk, False) for chunk in order] + [(chunk, True) for chunk in reversed(order)]
+    step *= trace.micro_batches
+    fetched = [chunk for chunk, _ in step if chunk in gathered]
+    gathers: list[Collective] = []
+    of_use: dict[int, int] = {}
+    demanded: defaultdict[int, list[int]] = defaultdict(list)
+    prefetched: defaultdict[int, list[int]] = defaultdict(list)
+    begin = 0
+    for number, fetch in enumerate(step_fetches(fetched, problem.layout, made.gathered_slots)):
+        gathers.append(_gather(problem, made, fetched[fetch.use], chunks[fetched[fetch.use]].slots))
+        of_use[fetch.use] = number
+        # Gathers begin in the order of their uses, each when it is near and its room is free.
+        ahead = PREFETCH_CHUNKS if problem.prefetch else 0
+        begin = min(fetch.use, max(begin, fetch.use - ahead, fetch.after + 1))
+        (prefetched if begin < fetch.use else demanded)[begin].append(number)
+    uses: list[Use] = []
+    means: list[Collective] = []
+    buckets: list[int] = []  # slots of each mean's gradient
+    use = 0  # of a gathered chunk
+    for chunk, backward in step:
+        mean = None
+        if backward and chunks[chunk].trainable:
+            mean = len(means)
+            buckets.append(chunks[chunk].slots)
+            first = len(uses) < 2 * len(order)
+            made_mean = _mean(problem, made, chunk, buckets[-1], numel[chunk], first)
+            means.append(replace(made_mean, bucket=_bucket(buckets, made.bucket_slots)))
+        whole_s = trace.backward_s if backward else trace.forward_s
+        computing_s = whole_s * numel[chunk] / problem.layout.numel / trace.micro_batches
+        if chunk in gathered:
+            begins = tuple(demanded[use]), tuple(prefetched[use])
+            uses.append(Use(computing_s, of_use.get(use), *begins, mean))
+            use += 1
+        else:
+            uses.append(Use(computing_s, mean=mean))
+    update_s = CostModel(replace(problem, network=None)).cost(made).phases[-1].seconds
+    end_s = update_s + agreement_s(network)
+    return Schedule(tuple(uses), tuple(gathers), tuple(means), shard.ranks, shard.replicas, end_s)
+
+
+def _bucket(taken: list[int], slots: int) -> int:
+    """The last mean that must have ended before the newest of `taken` has room; first come, first
+    served. -1 if there is room; no `slots` are no limit."""
+    for mean in range(len(taken) - 1, -1, -1) if slots else ():
+        slots -= taken[mean]
+        if slots < 0:
+            return mean
+    return -1
+
+
+def _gather(problem: Problem, made: Placement, chunk: int, slots: int) -> Collective:
+    """The chunk's way into its slot; the link comes first if collectives are between devices."""
+    assert problem.network is not None
+    slot, rates = SlotBytes.of(problem.layout, problem.dtypes), problem.profile
+    home, first = made.param[chunk], problem.network.between_devices
+    disk = [(_DISK, slots * slot.param / disk_rates(rates, False)[0])] * (home is Tier.DISK)
+    link = []
+    if home is not Tier.DEVICE and rates.h2d_bytes_per_s is not None:
+        link = [(_UP, slots * (slot.param if first else slot.gathered) / rates.h2d_bytes_per_s)]
+    cost = Collectives(problem).gather(slots)
+    return Collective(cost, tuple(disk + link * first), tuple(link * (not first)))
+
+
+def _mean(
+    problem: Problem, made: Placement, chunk: int, slots: int, numel: int, first: bool
+) -> Collective:
+    """The gradient's way home; the first of a step is not added to what is there."""
+    assert problem.network is not None
+    slot, rates = SlotBytes.of(problem.layout, problem.dtypes), problem.profile
+    home, last = made.grad[chunk], problem.network.between_devices
+    cost, *over_replicas = Collectives(problem).mean(slots)
+    link, disk = [], []
+    if home is not Tier.DEVICE and rates.d2h_bytes_per_s is not None:
+        nbytes = slots * slot.grad if last else numel * problem.dtypes.param_bytes
+        link = [(_DOWN, nbytes / rates.d2h_bytes_per_s)]
+    if home is Tier.DISK:
+        reading, writing = disk_rates(rates, True)
+        disk = [(_DISK, slots * slot.grad * (1 / writing + (0.0 if first else 1 / reading)))]
+    replicas_s = sum(each.seconds for each in over_replicas)
+    return Collective(cost, tuple(link * (not last)), tuple(link * last + disk), replicas_s)
+
+
+@dataclass(frozen=True)
+class Stragglers:
+    """Disturbances of compute; none by default.
+
+    Attributes:
+        jitter: standard deviation of each use on each rank, as a share of it; normally distributed,
+            and never below zero.
+        slower: by which share one rank is slower than the others, always.
+        stall_s: for which one rank stands still once, in the middle of backward.
+        seed: of the random numbers.
+    """
+
+    jitter: float = 0.0
+    slower: float = 0.0
+    stall_s: float = 0.0
+    seed: int = 0
+
+    def computing_s(self, schedule: Schedule) -> Seconds:
+        """Seconds by use and rank. The slower rank is the first, the one that stalls the last."""
+        alone = np.array([use.computing_s for use in schedule.uses])
+        found = np.repeat(alone[:, None], schedule.ranks, axis=1)
+        if self.jitter:
+            random = np.random.default_rng(self.seed)
+            found *= np.maximum(0.0, 1 + self.jitter * random.standard_normal(found.shape))
+        found[:, 0] *= 1 + self.slower
+        found[len(found) * 3 // 4, -1] += self.stall_s
+        return found
+
+
+def simulate(schedule: Schedule, stragglers: Stragglers | None = None) -> float:
+    """Seconds of one step from its first use, its end included."""
     computing_s = (stragglers or Stragglers()).computing_s(schedule)
-    return _Simulation(schedule, computing_s).run()
+    clock = _Clock()
+    arrived: defaultdict[int, int] = defaultdict(int)  # shard groups that have made a mean
+    count = schedule.shard_ranks
+
+    def meet(number: int) -> None:
+        """A shard group has its mean of that number: the last one begins that over replicas."""
+        arrived[number] += 1
+        if arrived[number] == len(groups):
+            for group in groups:
+                clock.at(clock.now_s + schedule.means[number].replicas_s, group.end_mean, number)
+
+    groups = [
+        _ShardGroup(schedule, computing_s[:, first : first + count], clock, meet)
+        for first in range(0, schedule.ranks, count)
+    ]
+    for group in groups:
+        group.advance()
+    clock.run()
+    return max(group.ended_s() for group in groups) + schedule.end_s
 
 
 class _Clock:
@@ -60,9 +259,10 @@ class _Clock:
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
 
-    def at(self, time_s: float, action: Callable[[], None]) -> None:
+    def at(self, time_s: float, action: Callable[..., None], *given: object) -> None:
         self._count += 1
-        heapq.heappush(self._events, (max(time_s, self.now_s), self._count, action))
+        then: Callable[[], None] = partial(action, *given)
+        heapq.heappush(self._events, (max(time_s, self.now_s), self._count, then))
 
     def run(self) -> None:
         while self._events:
@@ -70,135 +270,86 @@ class _Clock:
             action()
 
 
-class _SharedLink:
-    """Carries several collectives at once, each at an equal part of the bandwidth."""
+class _Network:
+    """A shard group's streams of collectives, which share the links."""
 
     def __init__(self, clock: _Clock) -> None:
         self._clock = clock
-        self._carried: list[tuple[list[float], Callable[[], None]]] = []  # seconds left, then what
+        self._waiting: defaultdict[str, deque[tuple[float, CollectiveCost, Callable[[], None]]]]
+        self._waiting = defaultdict(deque)
+        self._busy: set[str] = set()
+        self._carried: dict[str, tuple[float, Callable[[], None]]] = {}  # seconds left, then what
         self._seen_s = 0.0
         self._changes = 0
 
-    def carry(self, seconds: float, then: Callable[[], None]) -> None:
-        """Does `then` when the link has carried what would take it `seconds` alone."""
+    def issue(
+        self, stream: str, ready_s: float, cost: CollectiveCost, then: Callable[[], None]
+    ) -> None:
+        """Does `then` when a collective has ended, which all have issued at `ready_s`."""
+        self._waiting[stream].append((ready_s, cost, then))
+        self._next(stream)
+
+    def end(self, stream: str) -> None:
+        """The stream's next one can begin."""
+        self._busy.remove(stream)
+        self._next(stream)
+
+    def _next(self, stream: str) -> None:
+        if self._waiting[stream] and stream not in self._busy:
+            self._busy.add(stream)
+            ready_s, cost, then = self._waiting[stream].popleft()
+            begin_s = max(ready_s, self._clock.now_s) + cost.latency_s
+            self._clock.at(begin_s, self._carry, stream, cost.transfer_s, then)
+
+    def _carry(self, stream: str, seconds: float, then: Callable[[], None]) -> None:
         self._catch_up()
-        self._carried.append(([seconds], then))
+        self._carried[stream] = seconds, then
         self._expect_end()
 
     def _catch_up(self) -> None:
-        if self._carried:
+        for stream, (left_s, then) in self._carried.items():
             done_s = (self._clock.now_s - self._seen_s) / len(self._carried)
-            for left, _ in self._carried:
-                left[0] -= done_s
+            self._carried[stream] = left_s - done_s, then
         self._seen_s = self._clock.now_s
 
     def _expect_end(self) -> None:
         self._changes += 1
         if self._carried:
-            least_s = max(0.0, min(left[0] for left, _ in self._carried))
+            least_s = max(0.0, min(left_s for left_s, _ in self._carried.values()))
             at_s = self._clock.now_s + least_s * len(self._carried)
-            self._clock.at(at_s, partial(self._end, self._changes))
+            self._clock.at(at_s, self._end, self._changes)
 
     def _end(self, change: int) -> None:
         if change != self._changes:  # another one has come meanwhile, so this is not the time
             return
         self._catch_up()
-        first = min(range(len(self._carried)), key=lambda n: self._carried[n][0][0])
-        _, then = self._carried.pop(first)
+        _, then = self._carried.pop(min(self._carried, key=lambda each: self._carried[each][0]))
         self._expect_end()
         then()
-
-
-class _Stream:
-    """Collectives, one after the other, each not before its last rank has issued it."""
-
-    def __init__(self, clock: _Clock) -> None:
-        self._clock = clock
-        self._waiting: deque[tuple[float, Callable[[], None]]] = deque()
-        self._is_busy = False
-
-    def issue(self, ready_s: float, begin: Callable[[], None]) -> None:
-        self._waiting.append((ready_s, begin))
-        self._next()
-
-    def end(self) -> None:
-        """The collective that it is busy with has ended."""
-        self._is_busy = False
-        self._next()
-
-    def _next(self) -> None:
-        if self._waiting and not self._is_busy:
-            self._is_busy = True
-            self._clock.at(*self._waiting.popleft())
-
-
-class _Simulation:
-    """All shard groups of a step."""
-
-    def __init__(self, schedule: Schedule, computing_s: Seconds) -> None:
-        self.schedule = schedule
-        self.clock = _Clock()
-        self._computing_s = computing_s
-        ranks = schedule.shard_ranks
-        self._groups = [
-            _ShardGroup(self, computing_s[:, first : first + ranks])
-            for first in range(0, schedule.ranks, ranks)
-        ]
-        self._arrived: dict[int, int] = {}  # shard groups that have made a mean, by its number
-
-    def run(self) -> SimulatedStep:
-        for group in self._groups:
-            group.advance()
-        self.clock.run()
-        assert all(group.is_done for group in self._groups)
-        ended_s = np.concatenate([group.ended_s for group in self._groups])
-        return SimulatedStep(
-            seconds=float(ended_s.max(initial=0.0)) + self.schedule.end_s,
-            computing_s=self._computing_s.sum(axis=0),
-            ended_s=ended_s,
-            gathered_s=max(group.gathered_s for group in self._groups),
-            averaged_s=max(group.averaged_s for group in self._groups),
-        )
-
-    def average_replicas(self, number: int) -> None:
-        """One more shard group has its means of that chunk."""
-        self._arrived[number] = self._arrived.get(number, 0) + 1
-        if self._arrived[number] == len(self._groups):
-            at_s = self.clock.now_s + self.schedule.means[number].replicas_s
-            for group in self._groups:
-                self.clock.at(at_s, partial(group.end_mean, number))
 
 
 class _ShardGroup:
     """The ranks that share chunks; all times are arrays over them."""
 
-    def __init__(self, simulation: _Simulation, computing_s: Seconds) -> None:
-        self._simulation = simulation
-        self._schedule, self._clock = simulation.schedule, simulation.clock
+    def __init__(
+        self, schedule: Schedule, computing_s: Seconds, clock: _Clock, meet: Callable[[int], None]
+    ) -> None:
+        self._schedule, self._clock, self._meet = schedule, clock, meet
         self._computing_s = computing_s
-        self._gathers, self._means = _Stream(self._clock), _Stream(self._clock)
-        self._link = _SharedLink(self._clock)
-        ranks = computing_s.shape[1]
-        self._now_s = np.zeros(ranks)  # of compute
-        self._free_s = {name: np.zeros(ranks) for name in (_LINK_UP, _LINK_DOWN, _DISK)}
+        self._network = _Network(clock)
+        self._now_s = np.zeros(computing_s.shape[1])  # of compute
+        self._home_s = np.zeros_like(self._now_s)  # of gradients
+        self._free_s = {name: np.zeros_like(self._now_s) for name in (_UP, _DOWN, _DISK)}
         self._use = 0
         self._demanded = -1
         self._arrived_s: dict[int, Seconds] = {}  # gathers that are there and not yet used
         self._averaged_s: list[float] = []  # by mean
-        self._home_s = np.zeros(ranks)
-        self.gathered_s = self.averaged_s = 0.0
 
-    @property
-    def is_done(self) -> bool:
-        """Whether all has been computed and averaged."""
-        schedule = self._schedule
-        averaged = len(self._averaged_s) == len(schedule.means)
-        return self._use == len(schedule.uses) and averaged
-
-    @property
-    def ended_s(self) -> Seconds:
-        """When each rank had computed, and its gradients were home."""
-        return np.maximum(self._now_s, self._home_s)
+    def ended_s(self) -> float:
+        """When the last rank had computed, and its gradients were home."""
+        assert self._use == len(self._schedule.uses)
+        assert len(self._averaged_s) == len(self._schedule.means)
+        return float(np.maximum(self._now_s, self._home_s).max())
 
     def advance(self) -> None:
         """Computes as far as gathers have arrived and buckets are free."""
@@ -211,81 +362,46 @@ class _ShardGroup:
                     self._begin_gather(number)
             if use.gather is not None and use.gather not in self._arrived_s:
                 return
-            after = -1 if use.mean is None else means[use.mean].after
-            if after >= len(self._averaged_s):
+            bucket = -1 if use.mean is None else means[use.mean].bucket
+            if bucket >= len(self._averaged_s):
                 return
             if use.gather is not None:
                 self._now_s = np.maximum(self._now_s, self._arrived_s.pop(use.gather))
-            if after >= 0:
-                self._now_s = np.maximum(self._now_s, self._averaged_s[after])
+            if bucket >= 0:
+                self._now_s = np.maximum(self._now_s, self._averaged_s[bucket])
             for number in use.prefetched:
                 self._begin_gather(number)
             self._now_s = self._now_s + self._computing_s[self._use]
             self._use += 1
             if use.mean is not None:
-                self._begin_mean(use.mean)
+                mean = means[use.mean]
+                ready_s = self._move(mean.before, self._now_s).max()
+                then = self._meet if self._schedule.replicas > 1 else self.end_mean
+                self._network.issue("means", ready_s, mean.cost, partial(then, use.mean))
 
     def _begin_gather(self, number: int) -> None:
         gather = self._schedule.gathers[number]
-        ready_s = self._move(_DISK, gather.disk_s, self._now_s)
-        ready_s = self._move(_LINK_UP, gather.link_before_s, ready_s)
-        if gather.cost is None:
-            self._arrived_s[number] = self._move(_LINK_UP, gather.link_after_s, ready_s)
-            return
+        ready_s = self._move(gather.before, self._now_s).max()
+        self._network.issue("gathers", ready_s, gather.cost, partial(self._end_gather, number))
 
-        def end() -> None:
-            self.gathered_s = self._clock.now_s
-            self._gathers.end()
-            at_s = np.full_like(ready_s, self._clock.now_s)
-            self._arrived_s[number] = self._move(_LINK_UP, gather.link_after_s, at_s)
-            self.advance()
-
-        carry = partial(self._link.carry, gather.cost.transfer_s, end)
-        latency_s = gather.cost.latency_s
-        self._gathers.issue(
-            float(ready_s.max()), lambda: self._clock.at(self._clock.now_s + latency_s, carry)
-        )
-
-    def _begin_mean(self, number: int) -> None:
-        mean = self._schedule.means[number]
-        ready_s = self._move(_LINK_DOWN, mean.link_before_s, self._now_s)
-        if self._schedule.ranks == 1:
-            self._come_home(number, ready_s)
-            self._averaged_s.append(float(ready_s.max()))
-            return
-
-        end = partial(self._end_shard_mean, number)
-        if mean.shard_cost is None:
-            self._means.issue(float(ready_s.max()), end)
-            return
-        carry = partial(self._link.carry, mean.shard_cost.transfer_s, end)
-        latency_s = mean.shard_cost.latency_s
-        self._means.issue(
-            float(ready_s.max()), lambda: self._clock.at(self._clock.now_s + latency_s, carry)
-        )
-
-    def _end_shard_mean(self, number: int) -> None:
-        if self._schedule.replicas > 1:
-            self._simulation.average_replicas(number)
-        else:
-            self.end_mean(number)
+    def _end_gather(self, number: int) -> None:
+        self._network.end("gathers")
+        there_s = np.full_like(self._now_s, self._clock.now_s)
+        self._arrived_s[number] = self._move(self._schedule.gathers[number].after, there_s)
+        self.advance()
 
     def end_mean(self, number: int) -> None:
         """All ranks have the mean of their shards."""
-        self.averaged_s = self._clock.now_s
         self._averaged_s.append(self._clock.now_s)
-        self._come_home(number, np.full_like(self._now_s, self._clock.now_s))
-        self._means.end()
+        there_s = np.full_like(self._now_s, self._clock.now_s)
+        home_s = self._move(self._schedule.means[number].after, there_s)
+        self._home_s = np.maximum(self._home_s, home_s)
+        self._network.end("means")
         self.advance()
 
-    def _come_home(self, number: int, ready_s: Seconds) -> None:
-        mean = self._schedule.means[number]
-        ready_s = self._move(_LINK_DOWN, mean.link_after_s, ready_s)
-        self._home_s = np.maximum(self._home_s, self._move(_DISK, mean.disk_s, ready_s))
-
-    def _move(self, resource: str, seconds: float, ready_s: Seconds) -> Seconds:
-        """Keeps each rank's resource busy from when it is free and all is ready; when it ends."""
-        if not seconds:
-            return ready_s
-        self._free_s[resource] = np.maximum(self._free_s[resource], ready_s) + seconds
-        return self._free_s[resource]
+    def _move(self, parts: tuple[tuple[str, float], ...], ready_s: Seconds) -> Seconds:
+        """Keeps each rank's resources busy from when they are free and all is ready; the end."""
+        for resource, seconds in parts:
+            ready_s = np.maximum(self._free_s[resource], ready_s) + seconds
+            self._free_s[resource] = ready_s
+        return ready_s

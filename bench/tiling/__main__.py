@@ -19,23 +19,12 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
-from bench.harness.machine import describe_machine
 from bench.harness.peer_process import import_environment
-from bench.harness.program import (
-    add_json_argument,
-    command_line,
-    names,
-    print_header,
-    program_parser,
-    run_program,
-)
+from bench.harness.program import FOLDER, Option, Program, one_of, ranged, some_of, titled, whole
 from bench.harness.rounds import ContenderError, Sample, run_rounds
 from bench.tiling.contenders import CONTENDERS, Sizes, arguments
 from offload.memory.sizes import format_bytes
@@ -43,44 +32,26 @@ from offload.memory.sizes import format_bytes
 _METRICS = ("seconds", "cpu_seconds", "grown_bytes", "host_memory_bytes")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Returns 0, or 2 when something about the input is wrong."""
-    parser = program_parser("bench.tiling", __doc__)
-    parser.add_argument("--parts", default=",".join(CONTENDERS), help="(default: %(default)s)")
-    for name, default, text in (
-        ("tokens", Sizes.tokens, "tokens of a step"),
-        ("vocabulary", Sizes.vocabulary, "rows of the head"),
-        ("width", Sizes.width, "elements of a hidden state"),
-        ("tiles", Sizes.tiles, "parts of the sequence, and of the linear layer"),
-        ("rounds", 3, "turns of each contender, after one of warm-up"),
-    ):
-        parser.add_argument(
-            f"--{name}", type=int, default=default, help=f"{text} (default: %(default)s)"
-        )
-    parser.add_argument("--tile-tokens", type=int, help="of the losses (default: hetero's)")
-    parser.add_argument("--dtype", choices=("bf16", "fp32"), default=Sizes.dtype)
-    parser.add_argument("--threads", type=int, help="of torch (default: its own number)")
-    parser.add_argument("--path", default=".", help="a folder on NVMe (default: this one)")
-    add_json_argument(parser)
-    options = parser.parse_args(argv)
-    command = command_line("bench.tiling", argv)
-    return run_program("bench.tiling", lambda: run(options, command), show, options.json)
+OPTIONS = (
+    Option("--parts", ",".join(CONTENDERS), "what is measured", some_of(CONTENDERS)),
+    Option("--tokens", str(Sizes.tokens), "tokens of a step", whole()),
+    Option("--vocabulary", str(Sizes.vocabulary), "rows of the head", whole()),
+    Option("--width", str(Sizes.width), "elements of a hidden state", whole()),
+    Option("--tiles", str(Sizes.tiles), "parts of the sequence, and of the linear layer", whole()),
+    Option("--rounds", "3", "turns of each contender, after one of warm-up", whole()),
+    Option("--tile-tokens", None, "of the losses (default: hetero's)", whole()),
+    Option("--dtype", Sizes.dtype, "bf16 or fp32", one_of(("bf16", "fp32"))),
+    Option("--threads", None, "of torch (default: its own number)", whole()),
+    Option("--path", ".", "a folder on NVMe", FOLDER),
+)
 
 
-def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
-    """All figures. Raises ValueError for input that cannot be measured."""
-    parts = names(options.parts)
-    for part in parts:
-        if part not in CONTENDERS:
-            raise ValueError(f"unknown part {part!r} in --parts; known: {', '.join(CONTENDERS)}")
-    for name in ("tokens", "vocabulary", "width", "tiles", "rounds", "tile_tokens", "threads"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be 1 or more, got {value}")
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """All figures. Raises ValueError for a part that cannot be measured."""
     given = {name: getattr(options, name) for name in Sizes.__dataclass_fields__}
     sizes = Sizes(**given)
     found: dict[str, dict[str, dict[str, Any]]] = {}
-    for part in parts:
+    for part in options.parts:
         turns: dict[str, Callable[[], Sample]] = {
             name: partial(_turn, part, name, sizes) for name in CONTENDERS[part]
         }
@@ -97,7 +68,7 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
             | {"cpu_of_first": rounds.ratio(name, next(iter(turns)), "cpu_seconds")}
             for name in turns
         }
-    return {"parts": found, **given, "machine": describe_machine(), "command": command}
+    return {"parts": found, **given}
 
 
 def _turn(part: str, name: str, sizes: Sizes) -> dict[str, float]:
@@ -115,31 +86,32 @@ def _turn(part: str, name: str, sizes: Sizes) -> dict[str, float]:
     return sample
 
 
-def show(result: dict[str, Any], console: Console) -> None:
+def show(result: dict[str, Any]) -> Iterator[str]:
     """A table of a line for each contender."""
-    print_header(result, console)
-    table = Table(
-        title=f"bench.tiling: {result['tokens']:,} tokens, vocabulary {result['vocabulary']:,}, "
-        f"width {result['width']:,}, {result['dtype']}; median (least, most)",
-        title_justify="left",
-    )
-    for title in ("part", "", "s", "/ first", "CPU s", "/ first", "grown", "host_memory"):
-        table.add_column(title, justify="left" if title in ("part", "") else "right", no_wrap=True)
+    rows = [["", "s", "/ first", "CPU s", "/ first", "grown", "host_memory"]]
     for part, contenders in result["parts"].items():
         for name, figures in contenders.items():
-            seconds, host = figures["seconds"], figures.get("host_memory_bytes")
-            table.add_row(
-                part,
-                name,
-                f"{seconds['median']:.2f} ({seconds['min']:.2f}, {seconds['max']:.2f})",
-                f"{figures['seconds_of_first']:.2f}",
-                f"{figures['cpu_seconds']['median']:.2f}",
-                f"{figures['cpu_of_first']:.2f}",
-                format_bytes(int(figures["grown_bytes"]["median"])),
-                "" if host is None else format_bytes(int(host["median"])),
+            host = figures.get("host_memory_bytes")
+            rows.append(
+                [
+                    f"{part}: {name}",
+                    ranged(figures["seconds"]),
+                    f"{figures['seconds_of_first']:.2f}",
+                    f"{figures['cpu_seconds']['median']:.2f}",
+                    f"{figures['cpu_of_first']:.2f}",
+                    format_bytes(int(figures["grown_bytes"]["median"])),
+                    "" if host is None else format_bytes(int(host["median"])),
+                ]
             )
-    console.print(table)
+    yield titled(
+        f"bench.tiling: {result['tokens']:,} tokens, vocabulary {result['vocabulary']:,}, "
+        f"width {result['width']:,}, {result['dtype']}; median (least-most)",
+        rows,
+    )
 
+
+PROGRAM = Program("bench.tiling", __doc__, OPTIONS, run, show)
+main = PROGRAM.main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -8,6 +8,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
+from bench.harness.program import FILE, TEXT, Kind, Option, one_of, whole
 from hetero.cli.job.job import Job
 from hetero.cli.job.metrics import StepMetrics
 from hetero.cli.job.models import wanted_vocab_size
@@ -102,6 +103,28 @@ def overlap(timeline: Timeline) -> dict[str, Any]:
         "link_beside_compute_s": computing.both_s(("compute", "update"), ("h2d", "d2h")),
         "dropped": timeline.dropped,
     }
+
+
+def job_options(model: str) -> tuple[Option, ...]:
+    """The options that steady_options() takes; `model` is the default."""
+    return (
+        Option("--model", model, "as of hetero train, with its published vocabulary"),
+        Option("--config", None, "JSON file with a model's configuration, instead", FILE),
+        Option(
+            "--policy",
+            "nvme",
+            "where hetero's state is: nvme (in RAM and on NVMe), or cpu (all in RAM)",
+            one_of(("nvme", "cpu")),
+        ),
+        Option(
+            "--host-memory",
+            None,
+            "RAM budget of a job's state (default: with policy nvme a third of 16 bytes a"
+            " parameter, 256MiB at least; else no limit)",
+            Kind("SIZE", TEXT.read),
+        ),
+        Option("--seq-len", "128", "tokens of a step, which is one sequence", whole()),
+    )
 
 
 def steady_options(arguments: argparse.Namespace) -> TrainOptions:

@@ -11,7 +11,6 @@ import contextlib
 import errno
 import os
 import resource
-import statistics
 import tempfile
 import time
 from collections.abc import Iterator
@@ -256,30 +255,6 @@ class HeteroTransfers:
 
     def _address(self, buffer: int) -> int:
         return self.arena.address + buffer * self.shape.request_bytes
-
-
-def measure_mixed_bandwidth(
-    directory: str,
-    size_bytes: int = 2 << 30,
-    block_bytes: int = 1 << 20,
-    depth: int = 16,
-    samples: int = 3,
-    kind: str = "io_uring",
-) -> float:
-    """Bytes per second, read and written together, of the optimizer step's pattern in `directory`.
-
-    The median of `samples` passes after one of warm-up, on a file of `size_bytes` that is gone
-    afterwards. To measure it in turn with something else, hold measured_file() and HeteroTransfers
-    open and call sample("mixed") instead.
-    """
-    shape = Shape.of(size_bytes, block_bytes, depth)
-    with (
-        measured_file(directory, shape.size_bytes) as path,
-        HeteroTransfers(kind, path, shape) as transfers,
-    ):
-        transfers.sample("mixed")
-        gbps = [transfers.sample("mixed")["gbps"] for _ in range(samples)]
-    return statistics.median(gbps) * 1e9
 
 
 def process_cpu_s() -> float:

@@ -13,7 +13,7 @@ import torch
 
 from bench import adam as bench_adam
 from bench.adam import DEEPSPEED_STEP, PEER_KINDS, main, summarize
-from bench.harness.program import chosen_peers, parse_count
+from bench.harness.program import parse_count, peers_of
 from bench.harness.rounds import Rounds
 from bench.kernels import arrival
 from bench.peers.adam_timing import timed_rate
@@ -231,8 +231,9 @@ def test_summary() -> None:
 
 
 def test_peers_of_a_name() -> None:
-    assert chosen_peers("torch, deepspeed", bench_adam.PEERS) == ["torch", "deepspeed"]
-    assert chosen_peers("none", bench_adam.PEERS) == []
+    peers = peers_of(bench_adam.PEERS)
+    assert peers.read("--peers", "torch, deepspeed") == ["torch", "deepspeed"]
+    assert peers.read("--peers", "none") == []
     assert set(PEER_KINDS) == set(bench_adam.PEERS)
 
 

@@ -123,7 +123,7 @@ def test_a_refused_case_does_not_end_the_others(
 @pytest.mark.parametrize(
     ("more", "fact"),
     [
-        (("--settings", "nvm"), "unknown 'nvm'"),
+        (("--settings", "nvm"), "unknown name 'nvm' in --settings"),
         (("--steps", "0"), "--max-steps must be at least 1"),
         (("--rounds", "0"), "--rounds must be 1 or more"),
         (("--backend", "emulated"), "--backend follows from --settings"),

@@ -115,7 +115,7 @@ def test_json(options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_table(options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*options, "--policy", "cpu", "--peers", "torch"]) == 0
     out = capsys.readouterr().out
-    for text in ("model cpu", "hetero save", "hetero load", "the disk:", "torch load", "lost"):
+    for text in ("model cpu", "hetero save", "hetero load", "by the disk:", "torch load", "lost"):
         assert text in out
     assert "dcp" not in out.partition("bench.checkpoint: ")[2]
     assert list((tmp_path / "nvme").iterdir()) == []
@@ -293,7 +293,7 @@ def test_loads_are_after_their_pages_were_dropped(
 @pytest.mark.parametrize(
     ("more", "fact"),
     [
-        (["--rounds", "0"], "--rounds and --steps must be 1 or more"),
+        (["--rounds", "0"], "--rounds must be 1 or more"),
         (["--peers", "tourch"], "did you mean torch"),
         (["--path", "/nonexistent"], "--path /nonexistent is not a directory"),
         (["--io-size", "1MiB"], "is too small"),

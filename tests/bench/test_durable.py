@@ -56,6 +56,10 @@ def test_the_table(options: list[str], capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_refusals(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    for wrong in (["--every", "0"], ["--every", "x"], ["--steps", "0"]):
+    for wrong, why in (
+        (["--every", "0"], "--every must be 1 or more"),
+        (["--every", "x"], "--every must be a whole number"),
+        (["--steps", "0"], "--steps must be 1 or more"),
+    ):
         assert main([*options, *wrong]) == 2
-        assert "must be whole numbers" in capsys.readouterr().err
+        assert why in capsys.readouterr().err

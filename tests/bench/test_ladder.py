@@ -132,7 +132,7 @@ def test_a_peak_above_the_budget_is_not_proven(machine: Machine, tmp_path: Path)
 
 
 def make(tmp_path: Path, machine: Machine, *more: str) -> Rungs:
-    arguments = bench_ladder._parser().parse_args(options(tmp_path, *more))
+    arguments = bench_ladder.PROGRAM.parse(options(tmp_path, *more))
     return Rungs(arguments, tmp_path, machine)
 
 
@@ -173,7 +173,7 @@ def test_what_takes_too_long_does_not_fit_in_time(machine: Machine, tmp_path: Pa
             return {"status": "late", "error": "not done after 9 s: it does not fit in time"}
         return machine(spec)
 
-    arguments = bench_ladder._parser().parse_args(options(tmp_path, "--tries", "20"))
+    arguments = bench_ladder.PROGRAM.parse(options(tmp_path, "--tries", "20"))
     ladder = Rungs(arguments, tmp_path, run)
     rung = ladder.rung(1 << 40)
     assert (rung["status"], rung["limited_by"]) == ("trained", "time")
@@ -368,7 +368,7 @@ def test_bad_input_is_one_line(
 
 
 def test_a_process_of_its_own_trains_and_says_what_it_took(tmp_path: Path) -> None:
-    arguments = bench_ladder._parser().parse_args(options(tmp_path))
+    arguments = bench_ladder.PROGRAM.parse(options(tmp_path))
     spec = Spec(
         model_config=Shape(2, 64).config(256, 16),
         rss_bytes=1 << 30,
@@ -389,7 +389,7 @@ def test_a_process_of_its_own_trains_and_says_what_it_took(tmp_path: Path) -> No
 
 
 def test_a_process_that_ends_badly_says_why(tmp_path: Path) -> None:
-    arguments = bench_ladder._parser().parse_args(options(tmp_path))
+    arguments = bench_ladder.PROGRAM.parse(options(tmp_path))
     spec = Spec(model_config={}, rss_bytes=1, nvme_path=str(tmp_path))
     found = rungs.run_child(spec, arguments, str(tmp_path))
     assert found["status"] == "failed"

@@ -79,8 +79,7 @@ def test_one_step_is_left_however_many_are_skipped() -> None:
 
 
 def test_table_shows_all_and_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
-    bench_train.print_table(summarize([OUTCOMES], "hetero nvme", skip_steps=2))
-    out = capsys.readouterr().out
+    out = "\n".join(bench_train.show(summarize([OUTCOMES], "hetero nvme", skip_steps=2)))
     for outcome in OUTCOMES:
         assert outcome.name in out
     assert "missing" in out
@@ -104,8 +103,7 @@ def test_ratios_are_of_runs_in_the_same_round(capsys: pytest.CaptureFixture[str]
     assert contenders["hetero cpu"]["round_step_s"] == [1.0, 30.0, 2.0]
     assert contenders["torch bf16"]["losses"] == [3.0]  # of the run with the median step time
     assert contenders["torch autocast"] == {"status": "failed", "error": "x"}
-    bench_train.print_table(summary)
-    out = capsys.readouterr().out
+    out = "\n".join(bench_train.show(summary))
     for text in ("3 rounds", "2.00 (1.00, 30.00, 2.00)", "0.67"):
         assert text in out
 
@@ -142,8 +140,7 @@ def test_several_ranks_have_a_table_of_their_own(capsys: pytest.CaptureFixture[s
     summary = summarize([outcomes], "hetero nvme", skip_steps=0)
     assert summary["peak_rss_max_bytes"] == 2 << 30
     assert summary["peak_rss_sum_bytes"] == 3 << 30
-    bench_train.print_table(summary)
-    out = capsys.readouterr().out
+    out = "\n".join(bench_train.show(summary))
     for text in ("ranks", "2.0 GiB", "3.0 GiB", "7.0 MiB", "0.25"):
         assert text in out
 
@@ -209,7 +206,7 @@ def test_deepspeed_gets_a_buffer_that_holds_the_largest_tensor(tmp_path: Path) -
 def test_variants_and_the_main_one(
     arguments: list[str], variants: list[str], main_policy: str
 ) -> None:
-    options, names = bench_train._options(bench_train._parser().parse_args(arguments))
+    options, names = bench_train._options(bench_train.PROGRAM.parse(arguments))
     assert names == variants
     assert options.policy == main_policy
     assert (options.model, options.vocab_size, options.seq_len) == ("gpt2-medium", 50257, 256)
@@ -243,7 +240,7 @@ def test_hetero_beside_torch_end_to_end(
 def test_two_ranks_train_as_one_with_twice_the_micro_batches(
     inputs: list[str], tmp_path: Path
 ) -> None:
-    parsed = bench_train._parser().parse_args([*inputs, "--ranks", "2", "--lr", "0.01"])
+    parsed = bench_train.PROGRAM.parse([*inputs, "--ranks", "2", "--lr", "0.01"])
     options, _ = bench_train._options(parsed)
     losses = {}
     for peer, ranks in (("torch", 1), ("ddp", 2), ("fsdp2", 2)):

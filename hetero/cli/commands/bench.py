@@ -83,8 +83,8 @@ class Program:
 def programs(bench: Path) -> dict[str, Program]:
     """The benchmarks in the folder `bench`, by name, without importing any.
 
-    They are the modules with a main(argv=None); what they start as processes of its own has
-    arguments that it needs, or none.
+    They are the modules whose `main` is a Program's, or takes arguments and needs none; what they
+    start as processes of its own has arguments that it needs, or none.
     """
     found = {}
     for path in sorted(bench.rglob("*.py")):
@@ -98,6 +98,8 @@ def programs(bench: Path) -> dict[str, Program]:
 
 
 def _runs_alone(node: ast.stmt) -> bool:
+    if isinstance(node, ast.Assign):
+        return ast.unparse(node) == "main = PROGRAM.main"
     return (
         isinstance(node, ast.FunctionDef)
         and node.name == "main"

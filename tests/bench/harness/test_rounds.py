@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
 
 from bench.harness.machine import commit, cpu_model, describe_machine, header
-from bench.harness.program import command_line, names, run_program
+from bench.harness.program import (
+    NUMBER,
+    SIZE,
+    Kind,
+    Option,
+    Program,
+    command_line,
+    list_of,
+    names,
+    peers_of,
+    some_of,
+    whole,
+)
 from bench.harness.rounds import ContenderError, Rounds, run_rounds
 
 
@@ -132,24 +145,71 @@ def test_commit_says_when_the_tree_has_changes(tmp_path: Path) -> None:
     assert commit(tmp_path) == f"{clean}+"
 
 
-def show(result: dict[str, Any], console: Console) -> None:
-    console.print(f"the table of {result['x']}")
+def show(result: dict[str, Any]) -> Iterator[str]:
+    yield f"the table of {result['x']}"
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    if arguments.size == 1 << 20:
+        raise ValueError("a size of 1 MiB cannot be measured")
+    return {"x": arguments.size}
+
+
+OPTIONS = (Option("--size", "1KiB", "of it", SIZE), Option("--fast", False, "a flag"))
+PROGRAM = Program("bench.x", "About it.", OPTIONS, measure, show, exit_code=lambda r: r["x"] % 7)
 
 
 def test_a_program_prints_a_table_or_one_object(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_program("bench.x", lambda: {"x": 1}, show, as_json=True) == 0
-    assert capsys.readouterr().out == '{"x": 1}\n'
-    assert run_program("bench.x", lambda: {"x": 1}, show, as_json=False) == 0
-    assert capsys.readouterr().out == "the table of 1\n"
+    assert PROGRAM.main(["--json"]) == 1024 % 7
+    out = capsys.readouterr().out
+    assert out.count("\n") == 1
+    result = json.loads(out)
+    assert result["x"] == 1024
+    assert result["command"] == "python -m bench.x --json"
+    assert result["machine"]["cores"] >= 1
+    assert PROGRAM.main(["--size", "7", "--fast"]) == 0
+    *header, table = capsys.readouterr().out.splitlines()
+    assert header[-1] == "python -m bench.x --size 7 --fast"
+    assert table == "the table of 7"
 
 
-def test_bad_input_is_one_line_and_exit_2(capsys: pytest.CaptureFixture[str]) -> None:
-    def refuse() -> dict[str, Any]:
-        raise ValueError("--size must be positive, got -1")
+@pytest.mark.parametrize(
+    ("size", "why"),
+    [
+        ("-1", "--size: cannot read '-1' as a size; write bytes or e.g. '4GiB', '512MB'"),
+        ("1MiB", "a size of 1 MiB cannot be measured"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_2(
+    size: str, why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert PROGRAM.main([f"--size={size}"]) == 2
+    assert capsys.readouterr() == ("", f"bench.x: error: {why}\n")
 
-    assert run_program("bench.x", refuse, show, as_json=True) == 2
-    out, err = capsys.readouterr()
-    assert (out, err) == ("", "bench.x: error: --size must be positive, got -1\n")
+
+@pytest.mark.parametrize(
+    ("kind", "text", "found"),
+    [
+        (whole(), "3", 3),
+        (whole(), "0", "--x must be 1 or more, got 0"),
+        (whole(0), "1.5", "--x must be a whole number, got '1.5'"),
+        (NUMBER, "1.5", 1.5),
+        (NUMBER, "much", "--x must be a number, got 'much'"),
+        (some_of("abc"), "b, a,b", ["b", "a"]),
+        (some_of("abc"), "d", "unknown name 'd' in --x; known: a, b, c"),
+        (list_of(SIZE), "1KiB,2", [1024, 2]),
+        (list_of(SIZE), ",", "--x must name one at least"),
+        (peers_of(("fio", "torch")), "none", []),
+        (peers_of(("fio", "torch")), "foi", "unknown peer 'foi' in --x; did you mean fio?"),
+    ],
+)
+def test_kinds(kind: Kind, text: str, found: object) -> None:
+    if not isinstance(found, str):
+        assert kind.read("--x", text) == found
+        return
+    with pytest.raises(ValueError, match="--x") as raised:
+        kind.read("--x", text)
+    assert str(raised.value) == found
 
 
 def test_command_line_and_names() -> None:

@@ -44,7 +44,7 @@ def test_the_table_has_a_column_for_each_size(capsys: pytest.CaptureFixture[str]
     ("options", "reason"),
     [
         (["--sizes", "much"], "--sizes: "),
-        (["--sizes", ""], "--sizes names no size"),
+        (["--sizes", ""], "--sizes must name one at least"),
         (["--sizes", "0"], "--sizes: a size must be positive"),
         (["--rounds", "0"], "--rounds must be 1 or more, got 0"),
     ],

@@ -36,7 +36,7 @@ def test_a_table_and_an_object(
     }
     assert program.main(["--rounds", "1", "--parts", "linear"]) == 0
     shown = capsys.readouterr().out
-    assert all(text in shown for text in ("linear", "2.00 (2.00, 2.00)", "4.8 MiB"))
+    assert all(text in shown for text in ("linear", "2.00 (2.00-2.00)", "4.8 MiB"))
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,10 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(
     ("options", "reason"),
-    [(["--parts", "head"], "unknown part 'head'"), (["--tiles", "0"], "--tiles must be 1 or more")],
+    [
+        (["--parts", "head"], "unknown name 'head' in --parts"),
+        (["--tiles", "0"], "--tiles must be 1 or more"),
+    ],
 )
 def test_bad_input_is_one_line(
     options: list[str], reason: str, capsys: pytest.CaptureFixture[str]

@@ -122,7 +122,8 @@ def _check_arguments(main: Callable[[list[str]], object], rest: list[str]) -> No
         contextlib.redirect_stderr(said),
     ):
         try:
-            main(rest)
+            code = main(rest)
+            assert code in (0, None), said.getvalue().strip().splitlines()[-1]
         except _Parsed:
             return
         except SystemExit as end:

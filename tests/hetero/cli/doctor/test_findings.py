@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from hetero.cli.doctor.device_checks import check_collectives, check_devices, check_page_locking
 from hetero.cli.doctor.facts import (
     CpuFacts,
     DeviceFacts,
@@ -17,16 +18,17 @@ from hetero.cli.doctor.facts import (
     MemoryFacts,
     SoftwareFacts,
 )
-from hetero.cli.doctor.finding import Finding, Level
-from hetero.cli.doctor.io_checks import check_folder, check_io_uring, check_locked_memory
-from hetero.cli.doctor.memory_checks import (
-    check_cpus,
-    check_huge_pages,
-    check_isa,
-    check_memory_limit,
-    check_numa,
+from hetero.cli.doctor.findings import (
+    Finding,
+    Level,
+    of_cpu,
+    of_device,
+    of_folder,
+    of_io_uring,
+    of_locked_memory,
+    of_memory,
+    of_software,
 )
-from hetero.cli.doctor.software_checks import check_extras, check_versions
 
 GIB = 1 << 30
 
@@ -47,8 +49,13 @@ def expect(finding: Finding, level: Level, fact: str, fix: str = "") -> None:
     assert bool(finding.fix) == (level is not Level.OK)
 
 
+def named(name: str, judge: Callable[[Any], Iterator[Finding]], facts: object) -> Finding:
+    """The finding of that name."""
+    return next(finding for finding in judge(facts) if finding.name == name)
+
+
 def test_io_uring_works() -> None:
-    expect(check_io_uring(URING), Level.OK, "works on Linux 6.1.0, by liburing 2.3")
+    expect(of_io_uring(URING), Level.OK, "works on Linux 6.1.0, by liburing 2.3")
 
 
 @pytest.mark.parametrize(
@@ -64,25 +71,23 @@ def test_io_uring_works() -> None:
     ],
 )
 def test_io_uring_is_refused(changes: dict[str, object], fact: str, fix: str) -> None:
-    expect(check_io_uring(replace(URING, **changes)), Level.NOTE, fact, fix)  # type: ignore[arg-type]
+    expect(of_io_uring(replace(URING, **changes)), Level.NOTE, fact, fix)  # type: ignore[arg-type]
 
 
 def test_locked_memory() -> None:
-    expect(
-        check_locked_memory(LOCKED), Level.OK, "8.0 MiB; io_uring took a registered buffer of 64"
-    )
+    expect(of_locked_memory(LOCKED), Level.OK, "8.0 MiB; io_uring took a registered buffer of 64")
     exempt = replace(LOCKED, exempt=True)
-    expect(check_locked_memory(exempt), Level.OK, "8.0 MiB, from which this process is exempt")
+    expect(of_locked_memory(exempt), Level.OK, "8.0 MiB, from which this process is exempt")
     unlimited = replace(LOCKED, limit_bytes=None, exempt=True)
-    expect(check_locked_memory(unlimited), Level.OK, "is unlimited; io_uring took")
+    expect(of_locked_memory(unlimited), Level.OK, "is unlimited; io_uring took")
     refused = replace(LOCKED, registered=False)
-    expect(check_locked_memory(refused), Level.NOTE, "refused a registered buffer", "ulimit -l")
-    expect(check_locked_memory(replace(LOCKED, registered=None)), Level.OK, "io_uring alone")
+    expect(of_locked_memory(refused), Level.NOTE, "refused a registered buffer", "ulimit -l")
+    expect(of_locked_memory(replace(LOCKED, registered=None)), Level.OK, "io_uring alone")
 
 
 def of(folder: FolderFacts) -> dict[str, Finding]:
     """The findings of a folder, by the first word of their names."""
-    return {finding.name.split()[0]: finding for finding in check_folder(folder)}
+    return {finding.name.split()[0]: finding for finding in of_folder(folder)}
 
 
 def test_a_good_folder() -> None:
@@ -117,69 +122,109 @@ def test_folders_with_something_to_do() -> None:
     slow = of(replace(FOLDER, write_bytes_per_s=0.2e9))["disk"]
     expect(slow, Level.NOTE, "0.20 GB/s writing: slower than an NVMe disk", "lsblk")
     assert "disk" not in of(replace(FOLDER, read_bytes_per_s=None))
-    (missing,) = check_folder(FolderFacts("/no", "it does not exist"))
+    (missing,) = of_folder(FolderFacts("/no", "it does not exist"))
     expect(missing, Level.PROBLEM, "it does not exist", "mkdir -p /no")
 
 
 def test_memory_limits() -> None:
     said = "64.0 GiB of RAM, 32.0 GiB of it available"
-    expect(check_memory_limit(MEMORY), Level.OK, f"{said}, all of it allowed (control groups ver")
-    expect(check_memory_limit(replace(MEMORY, allowed_bytes=65 * GIB)), Level.OK, "all of it")
-    expect(check_memory_limit(replace(MEMORY, cgroup_version=None)), Level.OK, "no control groups")
+    expect(
+        named("memory", of_memory, MEMORY),
+        Level.OK,
+        f"{said}, all of it allowed (control groups ver",
+    )
+    expect(
+        named("memory", of_memory, replace(MEMORY, allowed_bytes=65 * GIB)), Level.OK, "all of it"
+    )
+    expect(
+        named("memory", of_memory, replace(MEMORY, cgroup_version=None)),
+        Level.OK,
+        "no control groups",
+    )
     limited = replace(MEMORY, allowed_bytes=8 * GIB, cgroup_version=1)
-    expect(check_memory_limit(limited), Level.NOTE, "more than 8.0 GiB", "--process-memory auto")
+    expect(
+        named("memory", of_memory, limited),
+        Level.NOTE,
+        "more than 8.0 GiB",
+        "--process-memory auto",
+    )
 
 
 def test_huge_pages() -> None:
     for chosen in ("always", "madvise"):
-        expect(check_huge_pages(replace(MEMORY, huge_pages=chosen)), Level.OK, chosen)
-    never = check_huge_pages(replace(MEMORY, huge_pages="never"))
+        expect(named("huge pages", of_memory, replace(MEMORY, huge_pages=chosen)), Level.OK, chosen)
+    never = named("huge pages", of_memory, replace(MEMORY, huge_pages="never"))
     expect(never, Level.NOTE, "'never'", "transparent_hugepage/enabled")
-    expect(check_huge_pages(replace(MEMORY, huge_pages=None)), Level.NOTE, "kernel has no", "echo")
+    expect(
+        named("huge pages", of_memory, replace(MEMORY, huge_pages=None)),
+        Level.NOTE,
+        "kernel has no",
+        "echo",
+    )
 
 
 def test_processors() -> None:
-    expect(check_cpus(replace(CPU, usable_cpus=3)), Level.OK, "3 of 8 CPUs (x86_64)")
-    expect(check_isa(CPU), Level.OK, "avx512 (this machine and build have avx512, avx2, scalar)")
-    forced = check_isa(replace(CPU, isa="avx2", forced_isa="avx2"))
+    expect(
+        named("processors", of_cpu, replace(CPU, usable_cpus=3)), Level.OK, "3 of 8 CPUs (x86_64)"
+    )
+    expect(
+        named("update kernels", of_cpu, CPU),
+        Level.OK,
+        "avx512 (this machine and build have avx512, avx2, scalar)",
+    )
+    forced = named("update kernels", of_cpu, replace(CPU, isa="avx2", forced_isa="avx2"))
     expect(forced, Level.NOTE, "HETERO_ISA chose it", "unset HETERO_ISA")
-    expect(check_isa(replace(CPU, isa="avx2")), Level.NOTE, "set_isa() chose it", "unset")
+    expect(
+        named("update kernels", of_cpu, replace(CPU, isa="avx2")),
+        Level.NOTE,
+        "set_isa() chose it",
+        "unset",
+    )
     scalar = replace(CPU, isa="scalar", available_isas=("scalar",))
-    expect(check_isa(scalar), Level.NOTE, "no vector kernels", "AVX2")
+    expect(named("update kernels", of_cpu, scalar), Level.NOTE, "no vector kernels", "AVX2")
 
 
 def test_numa() -> None:
-    expect(check_numa(CPU), Level.OK, "one node")
-    expect(check_numa(replace(CPU, numa_nodes=2)), Level.OK, "2 nodes; memory is spread")
+    expect(named("NUMA", of_cpu, CPU), Level.OK, "one node")
+    expect(named("NUMA", of_cpu, replace(CPU, numa_nodes=2)), Level.OK, "2 nodes; memory is spread")
     held = replace(CPU, numa_nodes=2, memory_policy=False)
-    expect(check_numa(held), Level.NOTE, "may not choose", "--cap-add SYS_NICE")
+    expect(named("NUMA", of_cpu, held), Level.NOTE, "may not choose", "--cap-add SYS_NICE")
 
 
 def test_devices() -> None:
-    expect(check_devices(GPU), Level.OK, "H100 (80.0 GiB), CUDA 12.6")
-    expect(check_devices(NO_GPU), Level.OK, "compute on the CPU")
+    expect(named("GPU", of_device, GPU), Level.OK, "H100 (80.0 GiB), CUDA 12.6")
+    expect(named("GPU", of_device, NO_GPU), Level.OK, "compute on the CPU")
     built = replace(NO_GPU, driver=True)
-    expect(check_devices(built), Level.NOTE, "built without CUDA", "build of torch for CUDA")
+    expect(
+        named("GPU", of_device, built), Level.NOTE, "built without CUDA", "build of torch for CUDA"
+    )
     unseen = replace(GPU, devices=())
-    expect(check_devices(unseen), Level.PROBLEM, "sees no device", "docker run --gpus all")
+    expect(
+        named("GPU", of_device, unseen), Level.PROBLEM, "sees no device", "docker run --gpus all"
+    )
     hidden = replace(unseen, hidden=True)
-    expect(check_devices(hidden), Level.NOTE, "CUDA_VISIBLE_DEVICES hides", "unset")
+    expect(named("GPU", of_device, hidden), Level.NOTE, "CUDA_VISIBLE_DEVICES hides", "unset")
 
 
 def test_page_locking() -> None:
-    expect(check_page_locking(NO_GPU), Level.OK, "not needed")
-    expect(check_page_locking(GPU), Level.OK, "page-locks RAM")
+    expect(named("page-locked RAM", of_device, NO_GPU), Level.OK, "not needed")
+    expect(named("page-locked RAM", of_device, GPU), Level.OK, "page-locks RAM")
     refused = replace(GPU, page_locking="out of memory")
-    expect(check_page_locking(refused), Level.PROBLEM, "out of memory", "ulimit -l unlimited")
+    expect(
+        named("page-locked RAM", of_device, refused),
+        Level.PROBLEM,
+        "out of memory",
+        "ulimit -l unlimited",
+    )
 
 
 def test_collectives() -> None:
-    expect(check_collectives(NO_GPU), Level.OK, "gloo")
-    expect(check_collectives(GPU), Level.OK, "gloo and NCCL")
+    expect(named("collectives", of_device, NO_GPU), Level.OK, "gloo")
+    expect(named("collectives", of_device, GPU), Level.OK, "gloo and NCCL")
     several = replace(GPU, devices=GPU.devices * 2, nccl=False)
-    expect(check_collectives(several), Level.NOTE, "go through RAM", "NCCL")
+    expect(named("collectives", of_device, several), Level.NOTE, "go through RAM", "NCCL")
     none = replace(GPU, gloo=False)
-    expect(check_collectives(none), Level.PROBLEM, "no gloo", "torch.distributed")
+    expect(named("collectives", of_device, none), Level.PROBLEM, "no gloo", "torch.distributed")
 
 
 def test_what_is_installed() -> None:
@@ -187,7 +232,8 @@ def test_what_is_installed() -> None:
         {"hetero": "0.1.0", "torch": "2.13.0"},
         {"train": {"rich": "15.0", "matplotlib": None}, "completion": {"shtab": "1.7"}},
     )
-    expect(check_versions(facts), Level.OK, "hetero 0.1.0, torch 2.13.0")
-    train, completion = check_extras(facts)
+    versions, train, completion = of_software(facts)
+    expect(versions, Level.OK, "hetero 0.1.0, torch 2.13.0")
+
     expect(train, Level.NOTE, "missing: matplotlib", 'pip install "hetero[train]"')
     expect(completion, Level.OK, "shtab 1.7")

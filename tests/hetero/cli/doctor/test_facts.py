@@ -1,4 +1,4 @@
-"""hetero/cli/doctor/probe: the facts are this machine's."""
+"""hetero/cli/doctor/facts: the facts are this machine's."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hetero.cli.doctor.probe import gather
+from hetero.cli.doctor.facts import gather
 from offload import _native
 from offload.disk.directories import mounted_at
 
