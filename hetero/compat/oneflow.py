@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial, wraps
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -268,7 +267,7 @@ def _module_class(name: str) -> Any:
 
 _ADAM = "params lr betas eps weight_decay amsgrad do_bias_correction **options"
 _SGD = "params lr momentum dampening weight_decay nesterov **options"
-nn, optim = ModuleType(f"{__name__}.nn"), ModuleType(f"{__name__}.optim")
+nn, optim = mirrored(f"{__name__}.nn", {}), mirrored(f"{__name__}.optim", {})
 vars(nn).update(Graph=Graph, CrossEntropyLoss=CrossEntropyLoss, __getattr__=_module_class)
 vars(optim).update(
     SGD=renamed(optim.__name__, "SGD", optimizers.HybridSGD, _SGD),
@@ -276,7 +275,6 @@ vars(optim).update(
     Adam=renamed(optim.__name__, "Adam", optimizers.Adam, _ADAM),
     AdamW=renamed(optim.__name__, "AdamW", optimizers.Adam, _ADAM, decoupled_weight_decay=True),
 )
-mirrored(__name__, {"nn": nn, "optim": optim})
 
 
 def __getattr__(name: str) -> Any:

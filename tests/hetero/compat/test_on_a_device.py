@@ -27,7 +27,7 @@ def _device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hetero.config.cuda_available", lambda: True)
     monkeypatch.setattr("hetero.config.default_device_bytes", lambda *_: 64 << 20)
     monkeypatch.setattr("hetero.config.CudaBackend", lambda: CudaBackend(runtime))
-    monkeypatch.setattr("hetero.compat.colossalai.wrapped_model.cuda_available", lambda: True)
+    monkeypatch.setattr("hetero.compat.colossalai.zero.cuda_available", lambda: True)
 
 
 def with_deepspeed(**zero: Any) -> Trained:
