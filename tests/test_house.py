@@ -48,7 +48,6 @@ LARGE_CLASSES = {
     "hetero/compat/deepspeed/engine.py:DeepSpeedEngine": Size(27, 12, 0),
     "hetero/durable/commit_reader.py:CommitReader": Size(17, 13, 3),
     "hetero/planning/candidates.py:PlacementCandidates": Size(15, 15, 1),
-    "hetero/planning/step_timeline.py:StepTimeline": Size(10, 14, 3),
     "hetero/ranks/peers.py:Peers": Size(31, 13, 6),
     "hetero/runtime/engine.py:Engine": Size(40, 30, 6),
     "hetero/runtime/recompute/block_calls.py:BlockCalls": Size(14, 14, 7),

@@ -14,7 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hetero.cli.job.options import DEFAULT_DISK_SHARE, DEFAULT_SHARE, TrainOptions
-from hetero.cli.show.what_if import Case, explain_cases, other_budgets, other_disks
+from hetero.cli.show.what_if import (
+    Case,
+    draw_what_if,
+    explain_cases,
+    other_budgets,
+    other_disks,
+)
 from hetero.config import Config
 from hetero.planning.activation_estimate import ActivationEstimate
 from hetero.planning.candidates import SmallestBudgets, smallest_budgets
@@ -78,8 +84,6 @@ def plan(arguments: argparse.Namespace) -> bool:
             lines = wrapped(lines[0], terminal_width())
         print(*lines, sep="\n", file=sys.stderr if options.json else sys.stdout)
     if picture is not None:
-        from hetero.cli.show.what_if_figure import draw_what_if
-
         draw_what_if(cases, picture, f"{facts['model']}, policy {facts['policy']}")
     return not excess
 
@@ -93,8 +97,8 @@ def _activation_words(estimate: ActivationEstimate) -> str:
 
 
 def _what_if(planner: _Planner, plans: list[Plan], least: SmallestBudgets) -> list[Case]:
-    machine = planner.machine
-    state_bytes = sum(sum(kinds.values()) for kinds in state_by_tier(plans).values())
+    machine, groups = planner.machine, [plan.group for plan in plans]
+    state_bytes = sum(sum(kinds.values()) for kinds in state_by_tier(groups).values())
 
     def step_with(host_bytes: int, device_bytes: int | None) -> StepCost:
         return whole_step(
@@ -105,7 +109,6 @@ def _what_if(planner: _Planner, plans: list[Plan], least: SmallestBudgets) -> li
     found = other_budgets(step_with, given, least, state_bytes)
     traffic = whole_step(plans).traffic
     if traffic["nvme_read"] or traffic["nvme_written"]:
-        groups = [plan.group for plan in plans]
         found += other_disks(
             lambda profile: whole_step(planner.predict(groups, profile)), machine.rank_profile
         )

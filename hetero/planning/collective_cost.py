@@ -12,7 +12,7 @@ other down by more than the bandwidth that they share.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from offload.profile.machine_profile import Profile
 
@@ -107,7 +107,7 @@ class Network:
         Raises ValueError if they are neither.
         """
         local = self._per_node(ranks)
-        return self._group(local, ranks // local)
+        return replace(self, local_ranks=local, nodes=ranks // local)
 
     def replica_group(self, shard_ranks: int) -> Network:
         """The ranks that have the same shard, one of each shard group of `shard_ranks`.
@@ -117,7 +117,8 @@ class Network:
         Raises ValueError as shard_group() does.
         """
         local = self._per_node(shard_ranks)
-        return self._group(self.local_ranks // local, self.nodes // (shard_ranks // local))
+        nodes = self.nodes // (shard_ranks // local)
+        return replace(self, local_ranks=self.local_ranks // local, nodes=nodes)
 
     def _per_node(self, ranks: int) -> int:
         local = min(ranks, self.local_ranks)
@@ -127,17 +128,6 @@ class Network:
                 f" {self.local_ranks} each; choose parts of a node, or whole nodes"
             )
         return local
-
-    def _group(self, local_ranks: int, nodes: int) -> Network:
-        return Network(
-            local_ranks,
-            nodes,
-            self.rank_bytes_per_s,
-            self.node_bytes_per_s,
-            self.rank_latency_s,
-            self.node_latency_s,
-            self.between_devices,
-        )
 
 
 def all_gather(network: Network, nbytes: float) -> CollectiveCost:

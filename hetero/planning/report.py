@@ -46,7 +46,7 @@ def explain_bytes(
     groups: Sequence[ChunkGroupPlan], limits: Mapping[Tier, int | None], width: int | None = None
 ) -> str:
     """The bytes alone, where nothing is known of a step's seconds; `limits`: budgets by tier."""
-    found = _bytes(groups)
+    found = state_by_tier(groups)
     rows: list[tuple[str, ...]] = [("bytes of a rank", *_KINDS, "total", "budget")]
     for tier, limit in limits.items():
         if limit:
@@ -58,9 +58,9 @@ def explain_bytes(
 
 def as_dict(plans: Sequence[Plan], least: SmallestBudgets | None = None) -> dict[str, object]:
     """What explain() says, for programs: bytes and seconds; arguments as there."""
-    step = whole_step(plans)
+    groups, step = [plan.group for plan in plans], whole_step(plans)
     return {
-        "bytes": {tier.value: kinds for tier, kinds in _bytes([p.group for p in plans]).items()},
+        "bytes": {tier.value: kinds for tier, kinds in state_by_tier(groups).items()},
         "step_s": step.seconds,
         "phases": [
             {"chunk_group": number, **vars(phase)}
@@ -109,12 +109,8 @@ def _smallest(plans: Sequence[Plan]) -> SmallestBudgets:
     return smallest_budgets(place_within, spec.budgets.device)
 
 
-def state_by_tier(plans: Sequence[Plan]) -> dict[Tier, dict[str, int]]:
+def state_by_tier(groups: Sequence[ChunkGroupPlan]) -> dict[Tier, dict[str, int]]:
     """Bytes of one rank by tier and kind of state, and of the pools."""
-    return _bytes([plan.group for plan in plans])
-
-
-def _bytes(groups: Sequence[ChunkGroupPlan]) -> dict[Tier, dict[str, int]]:
     found = {tier: dict.fromkeys(_KINDS, 0) for tier in Tier}
     for group in groups:
         made, slot = group.placement, group.spec.slot

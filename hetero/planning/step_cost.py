@@ -1,29 +1,37 @@
 """What a training step takes under a placement: seconds by phase and resource, and bytes moved.
 
-A step is forward and backward of each micro-batch, which `step_timeline.py` follows use by use,
-then the update. What the update knows:
+It is a roofline: a phase takes as long as its busiest resource, which is bytes over a rate; or as
+long as computing, with what computing waits for. What it knows beside:
 
-- It begins when all gradients are there, and all ranks have agreed on the step.
-- It goes through tiles, with a disk that reads and writes at once. Of T tiles whose
-  optimizer state or parameter is in the file, B buffers save min(B, T) reads and writes of
-  optimizer states, and reads of parameters. What is on DEVICE is updated there meanwhile.
+- A gathered chunk's way is from the file, from other ranks, over the link, as far as it must. It is
+  hidden behind what is computed between the use that its room is free after (`belady.py`), or the
+  one PREFETCH_CHUNKS before, and its own; compute waits for the rest.
+- At one end of a phase the busiest resource waits for the computing of one chunk; when backward
+  ends, all wait for the last gradient.
+- The update begins when all gradients are there, and all ranks have agreed on the step. It goes
+  through tiles, with a disk that reads and writes at once. Of T tiles whose optimizer state or
+  parameter is in the file, B buffers save min(B, T) reads and writes of optimizer states, and reads
+  of parameters. What is on DEVICE is updated there meanwhile.
 - overlap_updates says whether update and backward overlap, or update and forward; with both
   all three. The order is the same in every step, so all buffers but STREAMING_BUFFERS save reads
   and writes. What backward updates, it writes with the old parameters, if these are in RAM; all
   such guesses are right.
-- That compute and updates on the CPU are slower while the disk is busy is left out: it changed
-  predictions by 2 % at most where it was measured.
+
+All ranks are alike: none waits for a slower one (bench.scaling simulates those). That compute and
+updates on the CPU are slower while the disk is busy is left out: it changed predictions by 2 % at
+most where it was measured.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import reduce
 from math import ceil
 
 from hetero.overlap import STREAMING_BUFFERS, OverlapUpdates
+from hetero.planning.belady import PREFETCH_CHUNKS, step_fetches
 from hetero.planning.collective_cost import agreement_s
 from hetero.planning.placement import Placement, SlotBytes
 from hetero.planning.step_timeline import (
@@ -34,18 +42,15 @@ from hetero.planning.step_timeline import (
     DEVICE_UPDATE,
     H2D,
     MEANS,
-    NETWORK,
-    NODE_LINKS,
     NVME,
     RESOURCES,
     Collectives,
     PhaseCost,
     Problem,
-    StepTimeline,
+    Transfers,
     disk_rates,
-    segments,
 )
-from hetero.planning.trace import use_order
+from hetero.planning.trace import Phase, use_order
 from offload.memory.tiers import Tier
 from offload.profile.machine_profile import Rates
 
@@ -91,7 +96,8 @@ class CostModel:
         self.slots = {chunk.id: chunk.slots for chunk in chunks}
         self.numel = {chunk.id: sum(s.param.numel for s in chunk.slices) for chunk in chunks}
         self.trained = {chunk.id for chunk in chunks if chunk.trainable}
-        self.segments = segments(problem.layout, problem.trace)
+        self._order = use_order(problem.layout)
+        self._collectives = Collectives(problem)
 
     def cost(self, made: Placement) -> StepCost:
         """What a step takes under the placement `made`.
@@ -101,14 +107,11 @@ class CostModel:
         """
         totals: dict[str, PhaseCost] = {}
         traffic: Counter[str] = Counter()
-        walked = StepTimeline(self.problem, made, self.gathered(made)).walk(self.segments)
-        for segment, (one, moved) in zip(self.segments, walked, strict=True):
-            if segment.weight > 1:  # of several in a row none can leave work to what comes after
-                one = replace(one, seconds=max(one.seconds, *one.busy_s.values()))
+        for one, moved, times in self._passes(made):
             before = totals.get(one.name, PhaseCost(one.name, 0.0, {}))
-            totals[one.name] = before.plus(one, segment.weight)
+            totals[one.name] = before.plus(one, times)
             for name, nbytes in moved.items():
-                traffic[name] += segment.weight * nbytes
+                traffic[name] += times * nbytes
         phases = list(totals.values())
         update, of_update = self._update(made)
         traffic.update(of_update)
@@ -130,6 +133,88 @@ class CostModel:
         here = Tier.DEVICE if self.problem.profile.separate else Tier.HOST
         return {chunk for chunk in self.slots if made.param[chunk] is not here}
 
+    def _passes(self, made: Placement) -> Iterator[tuple[PhaseCost, Counter[str], int]]:
+        """Forward and backward of the micro-batches, each with the bytes that it moves, and how
+        often it comes: of many micro-batches, which are alike, three stand for all."""
+        problem, trace = self.problem, self.problem.trace
+        count = trace.micro_batches
+        times = [1, count - 2, 1] if count > 3 else [1] * count
+        gathered = self.gathered(made)
+        orders = {Phase.FORWARD: self._order, Phase.BACKWARD: self._order[::-1]}
+        uses = [c for _ in times for chunks in orders.values() for c in chunks if c in gathered]
+        fetches = step_fetches(uses, problem.layout, made.gathered_slots)
+        room_after = {fetch.use: fetch.after for fetch in fetches}
+        # Seconds of computing until the uses of gathered chunks have ended; before all, and now.
+        ends_s, now_s = [0.0], 0.0
+        for number, weight in enumerate(times):
+            for phase, chunks in orders.items():
+                backward = phase is Phase.BACKWARD
+                work, waited_s, last_s = Transfers(), 0.0, 0.0
+                total_s = (trace.backward_s if backward else trace.forward_s) / count
+                reading, writing = disk_rates(problem.profile, backward and Tier.DISK in made.grad)
+                for chunk in chunks:
+                    use = len(ends_s) - 1
+                    if chunk in gathered and use in room_after:
+                        way_s = self._fetch(work, made, chunk, reading)
+                        uses_ahead = min(PREFETCH_CHUNKS, use - 1 - room_after[use])
+                        if uses_ahead and problem.prefetch:  # as many others are on their way
+                            way_s -= now_s - ends_s[use - uses_ahead]
+                            way_s /= uses_ahead
+                        waited_s += max(0.0, way_s)
+                    now_s += total_s * self.numel[chunk] / problem.layout.numel
+                    if chunk in gathered:
+                        ends_s.append(now_s)
+                    if backward and chunk in self.trained:
+                        rewrites = reading if number else None
+                        means_s, way_s = self._gradient(work, made, chunk, writing, rewrites)
+                        last_s = means_s + way_s
+                        if 0 < made.bucket_slots < 2 * self.slots[chunk]:
+                            waited_s += means_s  # there is no bucket for the next one meanwhile
+                busiest_s = max(work.busy_s.values())
+                work.busy_s[COMPUTE] = total_s
+                waited_s += last_s if backward and number == len(times) - 1 else 0.0
+                beside_s = busiest_s and busiest_s + total_s / len(chunks)
+                seconds = max(total_s + waited_s, beside_s)
+                yield PhaseCost(phase.value, seconds, work.busy_s), work.nbytes, weight
+
+    def _fetch(self, work: Transfers, made: Placement, chunk: int, reading: float) -> float:
+        """The chunk comes into a gathered slot; returns the seconds of its way."""
+        shard, profile = self.problem.layout.shard, self.problem.profile
+        home, slots = made.param[chunk], self.slots[chunk]
+        elsewhere = shard.ranks > 1 and shard.params
+        seconds = 0.0
+        if home is Tier.DISK:
+            seconds += work.move(NVME, "nvme_read", slots * self.slot.param, reading)
+        if elsewhere:
+            seconds += work.communicate(ALL_GATHERS, self._collectives.gather(slots))
+        if home is not Tier.DEVICE and profile.h2d_bytes_per_s is not None:
+            shared = elsewhere and self.problem.between_devices
+            nbytes = slots * (self.slot.param if shared else self.slot.gathered)
+            seconds += work.move(H2D, "h2d", nbytes, profile.h2d_bytes_per_s)
+        return seconds
+
+    def _gradient(
+        self, work: Transfers, made: Placement, chunk: int, writing: float, reading: float | None
+    ) -> tuple[float, float]:
+        """The chunk's gradient goes home; returns seconds of its means, and of the rest of its way.
+
+        `reading`: the disk's rate, if it is added to what is there; None: it is the first.
+        """
+        profile, home, slots = self.problem.profile, made.grad[chunk], self.slots[chunk]
+        means = self._collectives.mean(slots) if self.problem.layout.shard.grads else []
+        means_s = sum(work.communicate(MEANS, mean) for mean in means)
+        seconds = 0.0
+        if home is not Tier.DEVICE and profile.d2h_bytes_per_s is not None:
+            nbytes = self.numel[chunk] * self.problem.dtypes.param_bytes
+            if means and self.problem.between_devices:  # the mean of this rank's shard alone
+                nbytes = slots * self.slot.grad
+            seconds += work.move(D2H, "d2h", nbytes, profile.d2h_bytes_per_s)
+        if home is Tier.DISK:
+            seconds += work.move(NVME, "nvme_written", slots * self.slot.grad, writing)
+            if reading is not None:
+                seconds += work.move(NVME, "nvme_read", slots * self.slot.grad, reading)
+        return means_s, seconds
+
     def _is_early(self, made: Placement) -> bool:
         """Whether updates begin during backward: of what is on NVMe."""
         return self.problem.overlap.in_backward and Tier.DISK in made.optim_state
@@ -141,35 +226,32 @@ class CostModel:
             return Tier.DISK in made.optim_state
         return overlap.in_forward
 
-    def _norm_takes_a_pass(self) -> bool:
-        """Whether gradients arrive in RAM otherwise than by a write of this rank's CPU.
-
-        They do from a device of its own, and with stage 1 from other replicas, or from devices.
-        """
-        shard = self.problem.layout.shard
+    def _norm_s(self, made: Placement) -> float:
+        """Seconds that the norm of gradients takes, of those that arrive in RAM otherwise than by
+        a write of this rank's CPU: from a device of its own, and with stage 1 from other replicas,
+        or from devices. Sums of what goes to DISK are taken on its way."""
+        problem, shard = self.problem, self.problem.layout.shard
+        arrives = not shard.grads and (shard.replicas > 1 or problem.between_devices)
         if shard.ranks * shard.replicas == 1:
-            return self.problem.profile.separate
-        return not shard.grads and (shard.replicas > 1 or self.problem.between_devices)
+            arrives = problem.profile.separate
+        if not (problem.grad_factors and arrives):
+            return 0.0
+        kept = sum(self.numel[c] for c in self.trained if made.grad[c] is Tier.HOST)
+        nbytes = kept * problem.dtypes.grad_bytes / (shard.ranks if shard.grads else 1)
+        return nbytes / problem.profile.dram_bytes_per_s
 
-    def _update(self, made: Placement) -> tuple[PhaseCost, dict[str, int]]:
+    def _update(self, made: Placement) -> tuple[PhaseCost, Counter[str]]:
         """The update, and the bytes that it moves."""
         problem, profile, slot = self.problem, self.problem.profile, self.slot
-        shard, update_bytes = problem.layout.shard, problem.dtypes.update_bytes
+        per_element = problem.dtypes.update_bytes / problem.layout.shard.ranks
         dtype = problem.dtypes.compute
         on_device = {c for c in self.trained if made.optim_state[c] is Tier.DEVICE}
-        ranks = shard.ranks
-        device_bytes = sum(self.numel[c] for c in on_device) * update_bytes / ranks
-        host_numel = sum(self.numel[c] for c in self.trained - on_device)
-        host_s = host_numel * update_bytes / ranks
-        norm_s = 0.0
-        if host_s:
-            host_s /= profile.rate("update_bytes_per_s", dtype)
-            if problem.grad_factors and self._norm_takes_a_pass():
-                # Sums of what goes to DISK are taken on its way.
-                kept = sum(self.numel[c] for c in self.trained if made.grad[c] is Tier.HOST)
-                norm_s = kept * problem.dtypes.grad_bytes / profile.dram_bytes_per_s
-                norm_s /= ranks if shard.grads else 1
-        device_s = 0.0
+        device_bytes = sum(self.numel[c] for c in on_device) * per_element
+        host_bytes = sum(self.numel[c] for c in self.trained - on_device) * per_element
+        host_s = device_s = norm_s = 0.0
+        if host_bytes:
+            host_s = host_bytes / profile.rate("update_bytes_per_s", dtype)
+            norm_s = self._norm_s(made)
         if device_bytes:
             device_s = device_bytes / profile.rate("device_update_bytes_per_s", dtype)
 
@@ -181,21 +263,16 @@ class CostModel:
         missed = (cached - kept) / cached if cached else 0.0
         if problem.overlap is OverlapUpdates.BACKWARD:
             grads = 0  # gradients are used where they arrive
-        read = (
-            round((optim_states * slot.optim_state + params * slot.param) * missed)
-            + grads * slot.grad
-        )
+        read = round((optim_states * slot.optim_state + params * slot.param) * missed)
+        read += grads * slot.grad
         written = round(optim_states * slot.optim_state * missed) + params * slot.param
         if problem.undoable_steps:  # new state of what is on NVMe, old state of what is in RAM
             written = sum(self.slots[c] for c in self.trained - on_device)
             written *= slot.optim_state + slot.param
         elif self._is_early(made):
-            old_params = sum(
-                self.slots[c]
-                for c in self.trained
-                if made.optim_state[c] is Tier.DISK and made.param[c] is Tier.HOST
-            )
-            written += round(old_params * slot.param * missed)
+            both = zip(made.optim_state, made.param, strict=True)
+            old = {c for c, homes in enumerate(both) if homes == (Tier.DISK, Tier.HOST)}
+            written += round(sum(self.slots[c] for c in self.trained & old) * slot.param * missed)
         nvme_s = _nvme_seconds(profile, read, written)
         seconds = max(host_s, nvme_s)
         # Beside forward and backward the CPU takes twice as long, which few buffers do not hide.
@@ -210,18 +287,11 @@ class CostModel:
             tiles = ceil(max(cached - kept, grads))
             seconds += nvme_s * read / (read + written) / max(1, tiles)
         seconds = min(seconds, alone_s + nvme_s)
-        at_end_s, traffic, busy_at_end_s = self._communicated_at_end(made)
-        busy = {
-            CPU_UPDATE: host_s + norm_s,
-            NVME: nvme_s,
-            DEVICE_UPDATE: device_s,
-            **busy_at_end_s,
-        }
-        total = at_end_s + norm_s + max(seconds, device_s)
-        return (
-            PhaseCost("update", total, busy),
-            {"nvme_read": read, "nvme_written": written, **traffic},
-        )
+        work = Transfers()
+        total = self._communicate_at_end(work, made) + norm_s + max(seconds, device_s)
+        work.nbytes.update(nvme_read=read, nvme_written=written)
+        busy = {CPU_UPDATE: host_s + norm_s, NVME: nvme_s, DEVICE_UPDATE: device_s}
+        return PhaseCost("update", total, {**work.busy_s, **busy}), work.nbytes
 
     def _kept(self, made: Placement) -> tuple[int, int]:
         """Tiles whose updates take a buffer, and how many of them stay there for the next step."""
@@ -255,19 +325,18 @@ class CostModel:
         left = {n: max(0.0, other.busy_s.get(n, 0.0) - other.seconds) for n in RESOURCES}
         together = 0.0 if self.problem.profile.separate else busy[COMPUTE] + busy[CPU_UPDATE]
         busiest_s = max(together, *(busy[name] + left[name] for name in RESOURCES))
-        alone_s = self._first_alone_s(update, made)
-        phases_s = sum(each.seconds for each in phases)
+        phases_s = sum(each.seconds for each in phases) + self._first_alone_s(update, made)
         if len(phases) > 1:
-            waiting = sum(self.slots[c] for c in self.trained if made.grad[c] is not Tier.DISK)
-            share = waiting / max(1, sum(self.slots[c] for c in self.trained))
-            phases_s += max(0.0, (1 - share) * update.seconds - phases[-1].seconds)
-        seconds = max(phases_s + alone_s, update.seconds, busiest_s)
+            early = sum(self.slots[c] for c in self.trained if made.grad[c] is Tier.DISK)
+            share = early / max(1, sum(self.slots[c] for c in self.trained))
+            phases_s += max(0.0, share * update.seconds - phases[-1].seconds)
+        seconds = max(phases_s, update.seconds, busiest_s)
         *names, last = [each.name for each in (*phases, update)]
         return PhaseCost(f"{', '.join(names)} and {last}", seconds, busy)
 
     def _first_alone_s(self, update: PhaseCost, made: Placement) -> float:
         """The updates of the chunk that forward needs first."""
-        first = next((c for c in use_order(self.problem.layout) if c in self.trained), None)
+        first = next((c for c in self._order if c in self.trained), None)
         if first is None:
             return 0.0
         slot, optim_state, param = self.slot, made.optim_state[first], made.param[first]
@@ -282,50 +351,34 @@ class CostModel:
         on_cpu = sum(self.numel[c] for c in self.trained if made.optim_state[c] is not Tier.DEVICE)
         return max(nvme_s, update.busy_s[CPU_UPDATE] * self.numel[first] / on_cpu)
 
-    def _communicated_at_end(
-        self, made: Placement
-    ) -> tuple[float, dict[str, int], dict[str, float]]:
-        """Seconds, bytes that this rank moves and busy seconds, of what ranks do around the update.
+    def _communicate_at_end(self, work: Transfers, made: Placement) -> float:
+        """What ranks do around the update; returns its seconds.
 
         They agree on the step, and average gradients (stage 1) and gather parameters (stages 1 and
         2) that they have whole. Between devices what is at home in RAM crosses the link for that.
         """
-        shard, network = self.problem.layout.shard, self.problem.network
-        total_s = 0.0 if network is None else agreement_s(network)
-        busy = dict.fromkeys((NODE_LINKS, NETWORK, ALL_GATHERS, MEANS, H2D, D2H), 0.0)
-        sent, crossed = 0.0, {H2D: 0, D2H: 0}
-        collectives = Collectives(self.problem)
+        problem, shard, profile = self.problem, self.problem.layout.shard, self.problem.profile
+        total_s = 0.0 if problem.network is None else agreement_s(problem.network)
         for chunk in self.trained:
-            slots = self.slots[chunk]
-            costs = [] if shard.grads else [(MEANS, each) for each in collectives.mean(slots)]
+            slots, up, down = self.slots[chunk], 0, 0
+            means = [] if shard.grads else self._collectives.mean(slots)
+            total_s += sum(work.communicate(MEANS, mean) for mean in means)
+            if means and made.grad[chunk] is not Tier.DEVICE:
+                up, down = slots * self.slot.bucket, slots * self.slot.bucket // shard.ranks
             if shard.ranks > 1 and not shard.params:
-                costs.append((ALL_GATHERS, collectives.gather(slots)))
-                if self.problem.between_devices and made.param[chunk] is not Tier.DEVICE:
+                total_s += work.communicate(ALL_GATHERS, self._collectives.gather(slots))
+                if made.param[chunk] is not Tier.DEVICE:
                     whole = slots * self.slot.gathered
-                    crossed[H2D] += whole // shard.ranks
-                    crossed[D2H] += whole - whole // shard.ranks
-            averages = self.problem.between_devices and costs and not shard.grads
-            if averages and made.grad[chunk] is not Tier.DEVICE:
-                crossed[H2D] += slots * self.slot.bucket
-                crossed[D2H] += slots * self.slot.bucket // shard.ranks
-            for stream, cost in costs:
-                total_s += cost.seconds
-                sent += cost.bytes_sent
-                busy[stream] += cost.seconds
-                busy[NETWORK if cost.crosses_nodes else NODE_LINKS] += cost.transfer_s
-        profile = self.problem.profile
-        for way, rate in ((H2D, profile.h2d_bytes_per_s), (D2H, profile.d2h_bytes_per_s)):
-            if crossed[way] and rate is not None:
-                busy[way] = crossed[way] / rate
-                total_s += busy[way]
-        traffic = {"sent": round(sent), "h2d": crossed[H2D], "d2h": crossed[D2H]}
-        return total_s, traffic, busy
+                    up += whole // shard.ranks
+                    down += whole - whole // shard.ranks
+            if problem.between_devices and profile.h2d_bytes_per_s and profile.d2h_bytes_per_s:
+                total_s += work.move(H2D, "h2d", up, profile.h2d_bytes_per_s)
+                total_s += work.move(D2H, "d2h", down, profile.d2h_bytes_per_s)
+        return total_s
 
 
 def _nvme_seconds(profile: Rates, read: int, written: int) -> float:
     """As much of both as there is goes at the mixed rate, the rest alone."""
-    if not read + written:
-        return 0.0
     reading, writing = disk_rates(profile, False)
     mixed, _ = disk_rates(profile, True)
     both = min(read, written)

@@ -9,8 +9,8 @@ from hetero.activations.store import ActivationStore
 from hetero.chunk_groups.chunk_group import ChunkGroup
 from hetero.chunk_groups.shared import Shared
 from hetero.planning.group_plans import ChunkGroupPlan
-from hetero.planning.machine_profile import saved_profile
 from hetero.planning.predict import Plan, predict
+from hetero.planning.profiles import saved_profile
 from hetero.planning.report import explain, explain_bytes, gains
 from hetero.planning.trace import Work
 from hetero.runtime.learned_rates import LearnedRates, counters_of

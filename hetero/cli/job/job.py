@@ -22,8 +22,8 @@ from hetero.cli.job.ranks import ALONE, Ranks
 from hetero.cli.job.result import Setting, TrainResult, usual_state_bytes
 from hetero.cli.job.run_folder import RunFolder
 from hetero.planning.group_plans import Arrangement, arrange
-from hetero.planning.machine_profile import saved_profile
 from hetero.planning.predict import figures, predict
+from hetero.planning.profiles import saved_profile
 from hetero.planning.trace import Work
 from hetero.reporting.recorder import Recorder, facts_of
 from hetero.reporting.run_record import RunRecord

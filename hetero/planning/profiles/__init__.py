@@ -1,4 +1,5 @@
-"""Profiles of machines that one may not have: kinds of machine, from published figures."""
+"""Profiles: of machines that one may not have, from published figures, and the one that
+`hetero profile` saved for this machine, as one rank's share of it."""
 
 from __future__ import annotations
 
@@ -6,9 +7,10 @@ import difflib
 import os
 from pathlib import Path
 
+from hetero.config import Config
 from hetero.text_table import terminal_width, wrapped
 from offload.memory.sizes import format_bytes
-from offload.profile.machine_profile import Profile
+from offload.profile.machine_profile import Profile, default_path
 
 
 def find_profile(name: str) -> Profile:
@@ -45,3 +47,26 @@ def listing() -> list[str]:
 def shipped_profiles() -> dict[str, Path]:
     """The files that come with hetero, by name."""
     return {path.stem: path for path in sorted(Path(__file__).parent.glob("*.json"))}
+
+
+def saved_profile(
+    config: Config, local_ranks: int = 1, threads: int | None = None
+) -> Profile | None:
+    """What one of `local_ranks` of this machine has of it, as the backend of `config` uses it.
+
+    None if no profile was saved. Raises ValueError if the saved one is of another version, backend
+    or number of `threads` (None: as many as were measured).
+    """
+    path = default_path()
+    if not path.exists():
+        return None
+    profile = Profile.load(path)
+    if threads not in (None, profile.threads):
+        raise ValueError(f"the profile is of {profile.threads} threads; measure it again")
+    profile = profile.share(local_ranks)
+    profile.check_backend(config.backend)
+    if config.backend == "emulated":
+        assert config.debugging.link_gbps is not None
+        assert config.device_bytes is not None
+        return profile.with_link(config.debugging.link_gbps * 1e9, config.device_bytes)
+    return profile
