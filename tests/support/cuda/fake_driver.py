@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-import traceback
 import threading
+import traceback
 import weakref
 from ctypes import POINTER, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from functools import partial
