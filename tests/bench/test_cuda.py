@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
+import json
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +16,11 @@ import torch
 from torch import nn
 
 from bench import cuda, cuda_aims, cuda_check
+from bench.harness.machine import ROOT
 from bench.kernels.cuda_copies import measure_copies, measure_updates
 from bench.work.gpt import SHAPES, VOCABULARY, Gpt, fill, quick_init
 from tests.support.native.fake_cuda import FakeRuntime
+from tests.support.waiting import until
 
 
 def test_the_model_is_filled_and_learns() -> None:
@@ -220,3 +228,63 @@ def test_a_step_is_timed_with_what_it_moves(monkeypatch: pytest.MonkeyPatch) -> 
     times_s, of_a_step = cuda._time(prepared, SHAPES["tiny"])
     assert len(times_s) == cuda.STEPS
     assert of_a_step == [10, 20, 30]
+
+
+# What a machine with torch for a GPU may lack.
+BLOCKED = (
+    "accelerate",
+    "hypothesis",
+    "matplotlib",
+    "pydantic",
+    "rich",
+    "safetensors",
+    "transformers",
+)
+WITHOUT = f"""
+import importlib.abc, sys
+
+class Blocked(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {BLOCKED}:
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, Blocked())
+import bench.cuda, bench.cuda_check, pytest
+options = ["-q", "--collect-only", "--confcutdir=tests/cuda", "-p", "no:cacheprovider"]
+raise SystemExit(pytest.main([*options, "-p", "no:xdist", "tests/cuda"]))
+"""
+
+
+def test_the_check_needs_torch_numpy_psutil_and_pytest_alone() -> None:
+    environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT], capture_output=True, text=True, cwd=ROOT, env=environment
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert int(re.findall(r"(\d+) tests collected", done.stdout)[0]) > 250
+
+
+def test_what_tests_said_is_counted(tmp_path: Path) -> None:
+    results = tmp_path / "training.jsonl"
+    assert cuda_check.summary(results) == "no test ended"
+    lines = [{"test": "a", "outcome": "passed"}, {"test": "b", "outcome": "failed"}]
+    results.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert cuda_check.summary(results) == "1 passed, 1 failed, 0 skipped (b)"
+
+
+HOLDER = """
+import fcntl, subprocess, sys
+child = "import fcntl, sys, time; fcntl.flock(open(sys.argv[1], 'w'), 2); print(1, flush=True); "
+subprocess.run([sys.executable, "-c", child + "time.sleep(600)", sys.argv[1]])
+"""
+
+
+def test_a_process_that_does_not_end_is_ended_with_its_children(tmp_path: Path) -> None:
+    log, lock = tmp_path / "log", tmp_path / "lock"
+    process = cuda_check._start([sys.executable, "-c", HOLDER, str(lock)], log, {})
+    until(lambda: log.read_bytes())  # a child of its child has the lock
+    ended = cuda_check._start([sys.executable, "-c", "raise SystemExit(3)"], tmp_path / "log2", {})
+    ended.wait()
+    assert cuda_check._finish({"it": process, "ended": ended}, 0.0) == {"it": 124, "ended": 3}
+    with lock.open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # nobody has it any more
