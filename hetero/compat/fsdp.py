@@ -139,6 +139,10 @@ class FSDPModule:
         METHODS.read({"unshard": True})
         return UnshardHandle() if async_op else None
 
+    def reshard(self) -> None:
+        """Not needed: a slot is given up when another parameter needs it."""
+        METHODS.read({"reshard": True})
+
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:

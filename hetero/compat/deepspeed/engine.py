@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -151,8 +150,6 @@ class DeepSpeedEngine(torch.nn.Module):
         self._device_memory: int | None = None  # before offload_states()
 
     def __getattr__(self, name: str) -> Any:
-        if name in _ABOUT:
-            return partial(_ABOUT[name], self)
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -527,3 +524,7 @@ class DeepSpeedEngine(torch.nn.Module):
         """Frees memory, files and threads, as hetero's engine.close()."""
         if self._engine is not None:
             self._engine.close()
+
+
+for _name, _method in _ABOUT.items():
+    setattr(DeepSpeedEngine, _name, _method)

@@ -365,6 +365,7 @@ def test_the_models_attributes_are_the_engines() -> None:
     assert engine.get_mom() == [(0.9, 0.999)]
     engine.set_train_batch_size(6)
     assert (engine.gradient_accumulation_steps(), engine.train_batch_size()) == (6, 6)
+    assert deepspeed.DeepSpeedEngine.train_batch_size(engine) == 6
     engine.set_train_micro_batch_size(2)
     with pytest.raises(ValueError, match="must be a multiple of 2"):
         engine.set_train_batch_size(3)
