@@ -36,9 +36,9 @@ from bench.harness.program import (
     Program,
     list_of,
     some_of,
-    titled,
     whole,
 )
+from bench.harness.tables import titled
 from bench.scaling.cases import LOCAL_RANKS, Case, two_level_means
 from bench.scaling.simulation import Schedule, Stragglers, schedule_of, simulate
 from hetero.cli.job.models import MODEL_NAMES
