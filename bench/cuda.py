@@ -1,8 +1,8 @@
 """Training on a GPU whose memory is made smaller and smaller, beside training wholly in it.
 
-usage: python -m bench.cuda [--models gpt2-1.3b,gpt-6b,gpt-14b]
-                            [--contenders torch,100,50,25,10,deepspeed,80gb]
-                            [--nvme DIR] [--minutes 8] [--json]
+usage: python -m bench.cuda [--models gpt-6b,gpt-14b,gpt2-1.3b]
+                            [--contenders 25,100,10,torch,fsdp2,deepspeed,50,80gb]
+                            [--nvme DIR] [--minutes 8] [--rows FILE] [--json]
 
 A model *wants* on the device what it takes with all its state there: 14 bytes a parameter (bf16
 parameter and gradient, and an optimizer state of 10). Each contender is a process of its own. What
@@ -10,6 +10,8 @@ does not fit into the time is left out, and said to be.
 
     torch      plain PyTorch in bf16 with fused AdamW, all in the GPU's memory: 8 bytes a parameter
     100 % ...  hetero, policy auto, with that share of what the model wants as device_memory
+    fsdp2      fully_shard on one rank with CPUOffloadPolicy, fp32 in page-locked RAM, compute in
+               bf16, and torch's fused AdamW on the CPU
     deepspeed  ZeRO-3 with parameters and optimizer in RAM, where it is installed
     80gb       hetero on as much as a GPU of 80 GB and 128 GiB of RAM have, whatever is there: the
                one contender of gpt-14b, and of no other model
@@ -42,7 +44,7 @@ from bench.cuda_aims import LIMITED_DEVICE_BYTES, LIMITED_MODEL, LIMITED_RAM_BYT
 from bench.harness.machine import describe_machine, header
 from bench.harness.peer_process import import_environment
 from bench.harness.program import command_line, names, program_parser
-from bench.kernels.cuda_copies import measure_copies
+from bench.kernels.cuda_copies import measure_copies, measure_updates
 from bench.work.gpt import SHAPES, VOCABULARY, Gpt, Shape, fill, quick_init
 from offload.device.cuda_backend import DEFAULT_SHARE, cuda_available
 from offload.memory.sizes import format_bytes
@@ -52,8 +54,10 @@ WARM_UP, STEPS = 2, 5
 ENOUGH_S = 15.0  # of measured steps
 WANTED_BYTES = 14  # a parameter
 _LEAST_S = 25.0  # less is not worth starting a contender for
-_KINDS = ("torch", "100", "50", "25", "10", "deepspeed", "80gb")  # as the table has them
-_ORDER = ("100", "25", "10", "deepspeed", "torch", "50", "80gb")  # what says most first
+# As the table has them.
+_KINDS = ("torch", "100", "50", "25", "10", "fsdp2", "deepspeed", "80gb")
+# What says most first.
+_ORDER = ("25", "100", "10", "torch", "fsdp2", "deepspeed", "50", "80gb")
 _LINK = "link"  # stands in the place of a model and a contender for the measurement of copies
 
 
@@ -61,13 +65,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """0 also if contenders failed or had no time: the table says which."""
     parser = program_parser("bench.cuda", __doc__)
     parser.add_argument(
-        "--models", default="gpt2-1.3b,gpt-6b,gpt-14b", help="of " + ", ".join(SHAPES)
+        "--models", default="gpt-6b,gpt-14b,gpt2-1.3b", help="of " + ", ".join(SHAPES)
     )
     parser.add_argument("--contenders", default=",".join(_ORDER), help="default: %(default)s")
     parser.add_argument("--nvme", help="a directory on NVMe for scratch files (default: none)")
     parser.add_argument(
         "--minutes", type=float, default=8.0, help="for everything (default: %(default)s)"
     )
+    parser.add_argument("--rows", help="a file that gets each row as a line of JSON at once")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
@@ -79,6 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     deadline_s = time.monotonic() + 60 * arguments.minutes
     copies = _run(_LINK, arguments.nvme, deadline_s)
+    _keep(arguments.rows, {"contender": _LINK, **copies})
     rows: list[dict[str, Any]] = []
     for model in names(arguments.models):
         if model not in SHAPES:
@@ -93,6 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             found = _run(f"{model}/{kind}", arguments.nvme, deadline_s)
             row = {"model": model, "contender": kind, **found}
             rows.append(row)
+            _keep(arguments.rows, row)
             print(f"bench.cuda: {_line(row)}", file=sys.stderr, flush=True)
     models = [row["model"] for row in rows]
     rows.sort(key=lambda row: (models.index(row["model"]), _KINDS.index(row["contender"])))
@@ -106,6 +113,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     print(json.dumps(result) if arguments.json else "\n".join(_table(result)))
     return 0
+
+
+def _keep(path: str | None, row: dict[str, Any]) -> None:
+    """Whoever ends this program from outside loses none of the rows that are there."""
+    if path is not None:
+        with open(path, "a") as file:
+            file.write(json.dumps(row) + "\n")
 
 
 def _disk_rate(rows: Sequence[dict[str, Any]], directory: str | None) -> float | None:
@@ -159,7 +173,7 @@ class _Prepared:
 
 def _measure_one(one: str, nvme: str | None) -> dict[str, Any]:
     if one == _LINK:
-        return {"status": "ok", **measure_copies()}
+        return {"status": "ok", **measure_copies(), **measure_updates()}
     model, kind = one.split("/")
     return _measure(SHAPES[model], kind, nvme)
 
@@ -197,6 +211,8 @@ def _prepare(shape: Shape, kind: str, nvme: str | None) -> _Prepared:
     if kind == "torch":
         model.to(device="cuda", dtype=torch.bfloat16)
         return _Prepared(_torch(model), _numel(model))
+    if kind == "fsdp2":
+        return _Prepared(_fsdp2(model), _numel(model))
     if kind == "deepspeed":
         return _Prepared(_deepspeed(model), _numel(model))
     wanted = WANTED_BYTES * _numel(model)
@@ -293,6 +309,30 @@ def _torch(model: Gpt) -> Callable[[torch.Tensor], object]:
     return step
 
 
+def _fsdp2(model: Gpt) -> Callable[[torch.Tensor], object]:
+    import torch.distributed as dist
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("cuda:nccl,cpu:gloo", store=store, rank=0, world_size=1)
+    options: dict[str, Any] = {
+        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16),
+        "offload_policy": CPUOffloadPolicy(pin_memory=True),
+    }
+    model.places = model.places.cuda()
+    for block in model.blocks:
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.01, fused=True)
+
+    def step(tokens: torch.Tensor) -> None:
+        model(tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
 def _deepspeed(model: Gpt) -> Callable[[torch.Tensor], object]:
     import deepspeed  # type: ignore[import-not-found]
 
@@ -326,7 +366,7 @@ def _name(row: dict[str, Any]) -> str:
 
 
 def _line(row: dict[str, Any], in_memory: float | None = None) -> str:
-    head = f"{row['model']:<10} {_name(row):<14}"
+    head = f"{row['model']:<10} {_name(row):<18}"
     if row["status"] != "ok":
         return f"{head} {row['status']}"
     share = f"{row['tokens_per_s'] / in_memory:7.0%}" if in_memory else "      -"
@@ -339,7 +379,7 @@ def _line(row: dict[str, Any], in_memory: float | None = None) -> str:
 def _table(result: dict[str, Any]) -> list[str]:
     lines = [header(result["machine"], result["command"]), result["device"], ""]
     lines.append(
-        f"{'model':<10} {'contender':<14} {'s/step':>8} {'tokens/s':>10} {'TFLOP/s':>8} "
+        f"{'model':<10} {'contender':<18} {'s/step':>8} {'tokens/s':>10} {'TFLOP/s':>8} "
         f"{'of 100%':>7} {'GPU peak':>10} {'RSS':>10}"
     )
     rows = result["rows"]

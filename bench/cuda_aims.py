@@ -13,8 +13,11 @@ LIMITED_DEVICE_BYTES = 80_000_000_000
 LIMITED_RAM_BYTES = 128 << 30
 
 _LEAST_LINK_SHARE = 0.9
+_LEAST_OF_MEMORY = 0.9
 _MOST_OF_BOUND = 1.15
 _LEAST_AT_A_QUARTER = 0.9
+_UPDATE_BYTES = 26  # of RAM that the CPU's update of a parameter reads and writes
+_GRAD_BYTES = 2  # of it that come from the device
 _LEAST_OF_DEEPSPEED = 2.0
 _WAY_WORDS = {"h2d": "H2D", "d2h": "D2H", "d2h_added": "D2H, added"}
 
@@ -56,6 +59,7 @@ def aims(
             if there is none, or it was not measured.
     """
     found = [_of_link(way, copies) for way in WAYS]
+    found.append(_of_update(copies))
     for model in dict.fromkeys(row["model"] for row in rows):
         of_model = {row["contender"]: row for row in rows if row["model"] == model}
         if model == LIMITED_MODEL:
@@ -79,6 +83,18 @@ def _of_link(way: str, copies: Mapping[str, Any]) -> Aim:
     return Aim(what, copies[way] / alone, _LEAST_LINK_SHARE, True, note)
 
 
+def _of_update(copies: Mapping[str, Any]) -> Aim:
+    what = "the CPU's Adam: bytes/s, of memory's alone"
+    if copies["status"] != "ok":
+        return Aim(what, None, _LEAST_OF_MEMORY, True, copies["status"])
+    gb = {name: copies[name] / 1e9 for name in ("update", "memory", "update_beside", "both")}
+    note = (
+        f"{gb['update']:.0f} of {gb['memory']:.0f} GB/s; {gb['update_beside']:.0f} while the link "
+        f"moves {gb['both']:.0f} GB/s each way"
+    )
+    return Aim(what, gb["update"] / gb["memory"], _LEAST_OF_MEMORY, True, note)
+
+
 def _of_step(
     model: str,
     kind: str,
@@ -87,7 +103,7 @@ def _of_step(
     disk_bytes_per_s: float | None,
 ) -> Aim:
     """Compute is the step with all state on the GPU, so that of 100 % it is the step itself."""
-    what = f"{model}: step with {kind} %, of the slowest of compute, link, NVMe"
+    what = f"{model}: step with {kind} %, of the slowest part"
     missing = [
         f"{name}: {status}"
         for name, status in (
@@ -105,6 +121,9 @@ def _of_step(
     h2d_s = row["h2d_bytes"] / copies["h2d_alone"]
     d2h_s = row["d2h_bytes"] / copies["d2h_alone"]
     bounds_s = {"compute": of_model["100"]["step_s"], "link": max(h2d_s, d2h_s)}
+    # (Without gradients that are accumulated each crosses the link once.)
+    updated_bytes = row["d2h_bytes"] / _GRAD_BYTES * _UPDATE_BYTES
+    bounds_s["update"] = updated_bytes / copies["update"]
     if row["disk_bytes"] and disk_bytes_per_s is not None:
         bounds_s["NVMe"] = row["disk_bytes"] / disk_bytes_per_s
     slowest = max(bounds_s, key=lambda name: bounds_s[name])

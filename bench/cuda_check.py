@@ -1,51 +1,115 @@
 """`make cuda-check`: builds in the Python at hand, runs the tests that need a GPU, measures.
 
-Nothing is downloaded. Without a GPU all of it is skipped. It ends within nine minutes; the last
-thing it prints is a short table.
+usage: python -m bench.cuda_check [--save DIR] [--nvme DIR] [--minutes 8.75] [--parts LIST]
+                                  [--models LIST] [--contenders LIST] [PYTEST OPTION ...]
+
+It needs torch with CUDA, numpy and a C++ compiler, and downloads nothing. All that is missing is
+said first. No part's failure stops another, and what is known is in a file of --save at once: one
+JSON line for each test and for each row of the benchmark. Without a GPU all of it is skipped.
+
+    build      the extension
+    tests      tests/cuda in three processes side by side: training, kernels and copies, ranks
+    benchmark  bench.cuda in what is left of the time
 """
 
 from __future__ import annotations
 
+import argparse
+import importlib.util
+import json
 import os
+import platform
+import shutil
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-WHOLE_S = 8.75 * 60
-TESTS_S = 3.5 * 60  # at most
+PARTS = ("build", "tests", "benchmark")
 END_S = 10.0  # kept for the end
+TESTS_SHARE = 0.5  # of the whole time, at most
+# Those that take longest first; each a process of its own.
+TEST_GROUPS = {
+    "training": ["test_training.py"],
+    "kernels": ["test_kernels.py", "test_copies.py"],
+    "ranks": ["test_ranks.py"],
+}
+_NEEDED = ("numpy", "torch")
+# What is skipped or slower without the module.
+_WANTED = {
+    "pytest": "no test",
+    "psutil": "no test and no benchmark",
+    "cmake": "built by the compiler alone",
+    "ninja": "built by the compiler alone",
+}
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """0 if all tests passed and the benchmark ran, or there is no GPU."""
-    deadline_s = time.monotonic() + WHOLE_S
+    parser = argparse.ArgumentParser(
+        "bench.cuda_check",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--save", type=Path, default=ROOT / "build" / "cuda-check")
+    parser.add_argument("--nvme", help="a folder on NVMe for scratch files (default: no NVMe)")
+    parser.add_argument("--minutes", type=float, default=8.75, help="in all (default: 8.75)")
+    parser.add_argument("--parts", default=",".join(PARTS), help="(default: %(default)s)")
+    parser.add_argument("--models", help="as bench.cuda has it")
+    parser.add_argument("--contenders", help="as bench.cuda has it")
+    arguments, for_pytest = parser.parse_known_args(argv)
+    parts = arguments.parts.split(",")
+    if unknown := [part for part in parts if part not in PARTS]:
+        parser.error(f"--parts: {unknown[0]!r} is not one of {', '.join(PARTS)}")
+    deadline_s = time.monotonic() + 60 * arguments.minutes
     missing = _no_device()
     if missing:
         print(f"cuda-check: skipped: {missing}")
         return 0
-    jobs = {"HETERO_JOBS": os.environ.get("HETERO_JOBS", str(os.cpu_count() or 1))}
-    build = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
-    if _run("build", build, deadline_s - time.monotonic(), jobs):
-        return 1
-    tests = [sys.executable, "-m", "pytest", "-q", "-m", "cuda", "tests/cuda", *sys.argv[1:]]
-    limit_s = min(TESTS_S, deadline_s - time.monotonic())
-    failed = _run("tests", tests, limit_s, {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"})
-    print(f"cuda-check: tests {'FAILED (see above)' if failed else 'passed'}", flush=True)
-    left_s = deadline_s - time.monotonic() - END_S
-    minutes = f"{left_s / 60:.2f}"
-    benchmark = [sys.executable, "-m", "bench.cuda", "--minutes", minutes]
-    unmeasured = _run("benchmark", benchmark, left_s + END_S, {})
-    return 1 if failed or unmeasured else 0
+    arguments.save.mkdir(parents=True, exist_ok=True)
+    (arguments.save / "facts.json").write_text(json.dumps(_facts(), indent=1))
+    failures = []
+    if "build" in parts and _build(arguments.save, deadline_s):
+        failures.append("build")
+    if "tests" in parts:
+        limit_s = min(60 * arguments.minutes * TESTS_SHARE, deadline_s - time.monotonic())
+        failures += _tests(arguments.save, limit_s, for_pytest)
+    if "benchmark" in parts:
+        left_s = deadline_s - time.monotonic() - END_S
+        command = [sys.executable, "-m", "bench.cuda", "--minutes", f"{left_s / 60:.2f}"]
+        command += ["--rows", str(arguments.save / "rows.jsonl")]
+        for option in ("nvme", "models", "contenders"):
+            if (value := getattr(arguments, option)) is not None:
+                command += [f"--{option}", value]
+        print(f"cuda-check: benchmark: {' '.join(command[1:])}", flush=True)
+        try:
+            failed = subprocess.run(command, cwd=ROOT, timeout=max(1.0, left_s + END_S)).returncode
+        except subprocess.TimeoutExpired:
+            failed = 124
+        if failed:
+            failures.append("benchmark")
+    print(
+        f"cuda-check: {', '.join(failures) + ' FAILED' if failures else 'passed'}; files in "
+        f"{arguments.save}",
+        flush=True,
+    )
+    return 1 if failures else 0
 
 
 def _no_device() -> str | None:
-    try:
-        import torch
-    except ImportError:
+    """Why nothing can be checked; it also says all modules that are missing."""
+    lacking = [name for name in (*_NEEDED, *_WANTED) if not _has(name)]
+    if lacking:
+        uses = [f"{name} ({_WANTED.get(name, 'nothing goes')})" for name in lacking]
+        print(f"cuda-check: {sys.executable} lacks {', '.join(uses)}", flush=True)
+    if "torch" in lacking:
         return f"{sys.executable} has no torch"
+    import torch
+
     if torch.version.cuda is None:
         return f"torch {torch.__version__} of {sys.executable} is built without CUDA"
     if not torch.cuda.is_available():
@@ -54,20 +118,134 @@ def _no_device() -> str | None:
     return None
 
 
-def _run(what: str, command: Sequence[str], limit_s: float, more: Mapping[str, str]) -> int:
-    """The exit status; what it prints is passed on."""
-    began_s = time.monotonic()
-    print(f"cuda-check: {what}: {' '.join(command[1:])}", flush=True)
+def _has(name: str) -> bool:
+    return importlib.util.find_spec(name) is not None or shutil.which(name) is not None
+
+
+def _facts() -> dict[str, Any]:
+    """Why the rest behaves as it does."""
+    import torch
+
+    properties = torch.cuda.get_device_properties(0)
+    command = ["nvidia-smi", "--query-gpu=driver_version,pcie.link.gen.max,pcie.link.width.max"]
     try:
-        status = subprocess.run(
-            command, cwd=ROOT, env={**os.environ, **more}, timeout=max(1.0, limit_s)
-        ).returncode
-    except subprocess.TimeoutExpired:
-        print(f"cuda-check: {what} did not end within {limit_s:.0f} s", flush=True)
-        return 124
-    if what != "benchmark":  # its table is to be the last
-        print(f"cuda-check: {what}: {time.monotonic() - began_s:.0f} s", flush=True)
-    return status
+        smi = subprocess.run(
+            [*command, "--format=csv,noheader"], capture_output=True, text=True, timeout=20
+        ).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired) as error:
+        smi = str(error)
+    meminfo = {
+        line.split(":")[0]: line.split(":")[1].strip()
+        for line in Path("/proc/meminfo").read_text().splitlines()
+    }
+    return {
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "device": properties.name,
+        "device_bytes": properties.total_memory,
+        "driver, PCIe generation, width": smi,
+        "cores": len(os.sched_getaffinity(0)),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "memory": {name: meminfo.get(name) for name in ("MemTotal", "MemAvailable", "Hugetlb")},
+        "huge_pages": _read("/sys/kernel/mm/transparent_hugepage/enabled"),
+        "cgroup_memory_max": _read("/sys/fs/cgroup/memory.max"),
+        "io_uring_disabled": _read("/proc/sys/kernel/io_uring_disabled"),
+        "nodes": _read("/sys/devices/system/node/online"),
+        "disk_free_bytes": shutil.disk_usage(ROOT).free,
+    }
+
+
+def _read(path: str) -> str | None:
+    try:
+        return Path(path).read_text().strip()
+    except OSError:
+        return None
+
+
+def _build(save: Path, deadline_s: float) -> bool:
+    """Whether it failed."""
+    jobs = os.environ.get("HETERO_JOBS", str(os.cpu_count() or 1))
+    command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
+    began_s = time.monotonic()
+    status = _finish(
+        {"build": _start(command, save / "build.log", {"HETERO_JOBS": jobs})}, deadline_s
+    )["build"]
+    print(f"cuda-check: build: {time.monotonic() - began_s:.0f} s, status {status}", flush=True)
+    if status:
+        print("\n".join((save / "build.log").read_text().splitlines()[-30:]), flush=True)
+    return status != 0
+
+
+def _tests(save: Path, limit_s: float, for_pytest: Sequence[str]) -> list[str]:
+    """The groups that failed, and those that did not end in time."""
+    began_s = time.monotonic()
+    running = {}
+    for name, files in TEST_GROUPS.items():
+        results = save / f"{name}.jsonl"
+        results.unlink(missing_ok=True)
+        command = [sys.executable, "-m", "pytest", "-q", "-m", "cuda", "--tb=short"]
+        command += ["--confcutdir=tests/cuda", "-p", "no:cacheprovider"]
+        if _has("xdist"):  # it goes on after a crash
+            jobs = max(2, (os.cpu_count() or 1) // 4)
+            command += ["-n", str(jobs), "--dist", "worksteal"]
+        command += ["-o", "faulthandler_timeout=60", *for_pytest]
+        command += [f"tests/cuda/{file}" for file in files]
+        # State files must not be in RAM, as /tmp may be.
+        scratch = save / "tmp"
+        scratch.mkdir(exist_ok=True)
+        more = {
+            "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+            "HETERO_TEST_RESULTS": str(results),
+            "TMPDIR": str(scratch),
+        }
+        running[name] = _start(command, save / f"{name}.log", more)
+    statuses = _finish(running, began_s + limit_s)
+    for name, status in statuses.items():
+        print(f"cuda-check: tests: {name}: {summary(save / f'{name}.jsonl')}, status {status}")
+        if status not in (0, 5):
+            print("\n".join((save / f"{name}.log").read_text().splitlines()[-25:]))
+    print(f"cuda-check: tests: {time.monotonic() - began_s:.0f} s", flush=True)
+    return [f"tests of {name}" for name, status in statuses.items() if status not in (0, 5)]
+
+
+def summary(results: Path) -> str:
+    """Counts of outcomes of one file of JSON lines, and the names of what failed."""
+    if not results.exists():
+        return "no test ended"
+    lines = [json.loads(line) for line in results.read_text().splitlines()]
+    counts = {
+        outcome: sum(line["outcome"] == outcome for line in lines)
+        for outcome in ("passed", "failed", "skipped")
+    }
+    failed = [line["test"] for line in lines if line["outcome"] == "failed"]
+    text = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
+    return text + (f" ({', '.join(failed)})" if failed else "")
+
+
+def _start(command: Sequence[str], log: Path, more: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    with open(log, "wb") as output:
+        return subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env={**os.environ, **more},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def _finish(running: Mapping[str, subprocess.Popen[bytes]], until_s: float) -> dict[str, int]:
+    """Exit statuses; 124 of what had to be ended."""
+    statuses = {}
+    for name, process in running.items():
+        try:
+            statuses[name] = process.wait(max(1.0, until_s - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # its workers, too
+            process.wait()
+            statuses[name] = 124
+    return statuses
 
 
 if __name__ == "__main__":

@@ -68,13 +68,24 @@ def options_by_name(
 
 
 def options_from_file(path: str | PathLike[str]) -> dict[str, Any]:
-    """The options in a JSON file. Raises ValueError if it is not one, or has no object."""
+    """The options in a JSON file.
+
+    Raises ValueError if it is not one, has no object, or has a key twice.
+    """
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        names = [name for name, _ in pairs]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"{path} has {', '.join(twice)} more than once")
+        return dict(pairs)
+
     try:
         with open(path, encoding="utf-8") as file:
-            content = json.load(file)
+            content = json.load(file, object_pairs_hook=unique)
     except OSError as error:
         raise ValueError(f"cannot read the configuration {path}: {error.strerror}") from error
-    except ValueError as error:
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"the configuration {path} is not JSON: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"the configuration {path} must be a JSON object")

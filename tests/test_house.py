@@ -45,7 +45,7 @@ LARGE_CLASSES = {
     "hetero/api/optimizer.py:HybridOptimizer": Size(28, 3, 3),
     "hetero/checkpoint/contents.py:Contents": Size(6, 16, 3),
     "hetero/chunk_groups/update_tasks.py:UpdateTasks": Size(10, 16, 8),
-    "hetero/compat/deepspeed/engine.py:DeepSpeedEngine": Size(28, 11, 0),
+    "hetero/compat/deepspeed/engine.py:DeepSpeedEngine": Size(27, 12, 0),
     "hetero/durable/commit_reader.py:CommitReader": Size(17, 13, 3),
     "hetero/planning/candidates.py:PlacementCandidates": Size(15, 15, 1),
     "hetero/planning/step_timeline.py:StepTimeline": Size(10, 14, 3),
@@ -62,7 +62,7 @@ LARGE_CLASSES = {
     "hetero/state/memory/slot_arenas.py:SlotArenas": Size(11, 13, 6),
     "hetero/state/reduction/grad_reduce.py:GradReducer": Size(31, 17, 7),
     "offload/cache/slot_cache.py:SlotCache": Size(39, 11, 6),
-    "offload/device/cuda_backend.py:CudaBackend": Size(27, 9, 1),
+    "offload/device/cuda_backend.py:CudaBackend": Size(26, 9, 1),
     "offload/device/cuda_runtime.py:CudaRuntime": Size(27, 4, 0),
     "offload/device/fetch_queue.py:FetchQueue": Size(17, 13, 7),
 }
@@ -120,3 +120,11 @@ def test_a_package_is_one_sentence(package: Path) -> None:
 def test_a_folder_of_modules_is_a_package(tree: str) -> None:
     folders = {path.parent for path in sources() if path.parts[0] == tree and path.suffix == ".py"}
     assert not [str(folder) for folder in folders if not (ROOT / folder / "__init__.py").exists()]
+
+
+def test_native_code_has_no_streams() -> None:
+    """They crash where the extension has a C++ library of its own beside torch's."""
+    streams = {"<fstream>", "<iomanip>", "<iostream>", "<sstream>"}
+    for path in sources():
+        if path.parts[0] == "native" and path.suffix in (".cpp", ".h"):
+            assert not [name for name in streams if name in (ROOT / path).read_text()], path

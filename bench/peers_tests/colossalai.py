@@ -8,6 +8,7 @@ combination.
 from __future__ import annotations
 
 import functools
+import importlib
 import itertools
 import runpy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from typing import Any
 
 from bench.peers_tests.deepspeed import without_device_ids
 from bench.peers_tests.peer import Peer
+from bench.peers_tests.stand_ins import NotThere
 
 _ZOO = "tests.kit.model_zoo"
 # Models that no test here uses, and that other packages or the network bring.
@@ -136,6 +138,8 @@ def _names(module: str) -> Mapping[str, Any]:
         return {"search_chunk_configuration": _chunks}
     if module == "colossalai.legacy.amp":
         return {"convert_to_apex_amp": _apex}
+    if module == "apex":
+        return {"amp": importlib.import_module("apex.amp")}
     if module == "apex.amp":
         return {
             "initialize": lambda model, optimizer, **config: _apex(model, optimizer, config),
@@ -145,10 +149,17 @@ def _names(module: str) -> Mapping[str, Any]:
     return {}
 
 
+class _Chunk(dict[str, Any]):
+    """What the search for chunks found: tests set sizes, and nothing can be read."""
+
+    def __missing__(self, name: str) -> Any:
+        raise NotThere(f"colossalai.zero.gemini.chunk.search_chunk_configuration: {name}")
+
+
 def _chunks(model: Any, **_: Any) -> tuple[dict[int, dict[str, Any]], int, int]:
     import torch.distributed as dist
 
-    return {dist.get_world_size() if dist.is_initialized() else 1: {}}, 0, 0
+    return {dist.get_world_size() if dist.is_initialized() else 1: _Chunk()}, 0, 0
 
 
 def _master_params(optimizer: _Masters) -> Iterable[Any]:

@@ -21,20 +21,12 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from torch.utils._pytree import tree_map_only
 
 from hetero.api.access import masters, no_sync
 from hetero.api.optimizer import HybridOptimizer, unmanaged
 from hetero.compat import torch_optimizers as optim
-from hetero.compat.key_table import (
-    KeyTable,
-    honoured,
-    log_not_needed,
-    mapped,
-    not_needed,
-    refuse_unknown,
-    refused,
-)
+from hetero.compat.dtypes import NAMES, cast
+from hetero.compat.key_table import KeyTable, log_not_needed, refuse_unknown
 from hetero.compat.late_start import start
 from hetero.compat.ranks import ranks
 from hetero.config import Config, option_names
@@ -57,66 +49,49 @@ __all__ = [
 
 ARGUMENTS = KeyTable(
     "fully_shard",
-    {
-        "mesh": mapped("`mesh` of hetero.initialize(): one dimension shards, two also replicate"),
-        "reshard_after_forward": mapped("`zero_stage`: 2 if it is False, else 3"),
-        "mp_policy": mapped(
+    mapped={
+        "mesh": "`mesh` of hetero.initialize(): one dimension shards, two also replicate",
+        "reshard_after_forward": "`zero_stage`: 2 if it is False, else 3",
+        "mp_policy": (
             "`dtype`, `reduce_dtype`, `keep_fp32`; gradients are kept in fp32; output_dtype casts"
         ),
-        "offload_policy": mapped('`placement_policy="cpu"` for CPUOffloadPolicy'),
-        "shard_placement_fn": not_needed("a chunk is divided evenly, wherever tensors end"),
-        "ignored_params": refused(
-            "freeze them (requires_grad_(False)): they get no optimizer state"
-        ),
-        "dp_mesh_dims": refused("give a mesh of one or two dimensions"),
+        "offload_policy": '`placement_policy="cpu"` for CPUOffloadPolicy',
+    },
+    not_needed={"a chunk is divided evenly, wherever tensors end": "shard_placement_fn"},
+    refused={
+        "freeze them (requires_grad_(False)): they get no optimizer state": "ignored_params",
+        "give a mesh of one or two dimensions": "dp_mesh_dims",
     },
 )
-_ORDER = "the engine knows the order of uses, and overlaps"
-_EXACT = "ranks exchange parts and sum them in fp32, in a fixed order"
 METHODS = KeyTable(
     "FSDPModule",
-    {
-        "unshard": not_needed("parameters come in wherever they are used"),
-        "reshard": not_needed("slots are given up when others need them"),
-        "set_requires_gradient_sync": honoured("of the whole model, as hetero.no_sync()"),
-        "set_gradient_divide_factor": honoured("gradients of the module's own parameters"),
-        "set_reduce_scatter_divide_factor": honoured("its older name"),
-        **dict.fromkeys(
-            (
-                "set_modules_to_forward_prefetch",
-                "set_modules_to_backward_prefetch",
-                "set_reshard_after_forward",
-                "set_reshard_after_backward",
-                "set_is_last_backward",
-                "set_unshard_in_backward",
-                "set_requires_all_reduce",
-                "reset_iter_state",
-            ),
-            not_needed(_ORDER),
-        ),
-        "set_post_optim_event": not_needed("a use of a parameter waits for its update"),
-        **dict.fromkeys(
-            (
-                "set_allocate_memory_from_process_group_for_comm",
-                "set_force_sum_reduction_for_comms",
-                "set_reduce_scatter_max_input_buffers",
-                "set_separate_reduce_scatter_group",
-                "set_symm_mem_for_comm",
-            ),
-            not_needed(_EXACT),
-        ),
-        **dict.fromkeys(
-            ("set_all_reduce_hook", "set_custom_all_gather", "set_custom_reduce_scatter"),
-            refused("communication is the engine's; change gradients between backward and step()"),
-        ),
-        "set_reduce_scatter_unused_params": refused(
-            "zero_grad(set_to_none=False) updates parameters without a gradient by zeros"
-        ),
+    honoured={
+        "set_requires_gradient_sync": "of the whole model, as hetero.no_sync()",
+        "set_gradient_divide_factor": "gradients of the module's own parameters",
+        "set_reduce_scatter_divide_factor": "its older name",
+    },
+    not_needed={
+        "parameters come in wherever they are used": "unshard",
+        "slots are given up when others need them": "reshard",
+        "the engine knows the order of uses, and overlaps": """set_modules_to_forward_prefetch
+            set_modules_to_backward_prefetch set_reshard_after_forward set_reshard_after_backward
+            set_is_last_backward set_unshard_in_backward set_requires_all_reduce
+            reset_iter_state""",
+        "a use of a parameter waits for its update": "set_post_optim_event",
+        "ranks exchange parts and sum them in fp32, in a fixed order": """
+            set_allocate_memory_from_process_group_for_comm set_force_sum_reduction_for_comms
+            set_reduce_scatter_max_input_buffers set_separate_reduce_scatter_group
+            set_symm_mem_for_comm""",
+    },
+    refused={
+        "communication is the engine's; change gradients between backward and step()": """
+            set_all_reduce_hook set_custom_all_gather set_custom_reduce_scatter""",
+        "zero_grad(set_to_none=False) updates parameters without a gradient by zeros": """
+            set_reduce_scatter_unused_params""",
     },
 )
 # Attributes of a fully sharded module, which copies have not.
 _OWN = ("_fsdp_policy", "_unsynced", "_sync_later", "_divide_factor", "_divides")
-_DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", None: None}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,37 +130,22 @@ class FSDPModule:
             _initialize(_outermost(module))
         precision = _policy_of(module).precision
         if _is_managed(module):  # before that parameters are as they were made
-            args, kwargs = _cast((args, kwargs), precision.param_dtype)
+            args, kwargs = cast((args, kwargs), precision.param_dtype)
         output = function(*args, **kwargs)
-        return _cast(output, precision.output_dtype)
+        return cast(output, precision.output_dtype)
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Not needed: parameters come in wherever they are used.
-
-        Args:
-            async_op: whether a handle is returned.
-
-        Returns:
-            None, or the handle.
-        """
+        """Not needed: parameters come in wherever they are used. async_op: returns a handle."""
         METHODS.read({"unshard": True})
         return UnshardHandle() if async_op else None
-
-    def reshard(self) -> None:
-        """Not needed: a slot is given up when another parameter needs it."""
-        METHODS.read({"reshard": True})
 
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
         """False: from now on gradients are only added up on each rank, as in hetero.no_sync().
 
-        Args:
-            requires_gradient_sync: True: the next backward averages them.
-            recurse: True: this is for the whole model.
-
-        Raises:
-            ValueError: for recurse=False.
+        True: the next backward averages them. Raises ValueError for recurse=False: this is for the
+        whole model.
         """
         if not recurse:
             raise ValueError("set_requires_gradient_sync(recurse=False): it is for whole models")
@@ -204,8 +164,7 @@ class FSDPModule:
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Gradients are the ranks' sum divided by `factor`, instead of by the number of ranks.
 
-        Args:
-            factor: for the parameters whose nearest fully sharded module this is.
+        This is for the parameters whose nearest fully sharded module this one is.
         """
         module: Any = self
         module.__dict__["_divide_factor"] = float(factor)
@@ -227,12 +186,7 @@ class FSDPModule:
 def register_fsdp_forward_method(module: torch.nn.Module, method_name: str) -> None:
     """Makes a method of a fully sharded module do what its forward does besides: initialize, cast.
 
-    Args:
-        module: of fully_shard(); nothing is done for another one.
-        method_name: the method.
-
-    Raises:
-        ValueError: there is no such method.
+    Raises ValueError if there is no such method. For other modules nothing is done.
     """
     if not isinstance(module, FSDPModule):
         return
@@ -249,11 +203,7 @@ def _call_method(module: Any, name: str, *args: Any, **kwargs: Any) -> Any:
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
-    """Not needed: one engine has one order of communication.
-
-    Args:
-        modules: of fully_shard().
-    """
+    """Not needed: one engine has one order of communication."""
     log_not_needed("share_comm_ctx", "one engine has one order of communication")
 
 
@@ -262,11 +212,8 @@ def fully_shard(
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
-    shard_placement_fn: Callable[..., Any] | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
-    ignored_params: set[torch.nn.Parameter] | None = None,
-    dp_mesh_dims: Any = None,
     **options: Any,
 ) -> Any:
     """Says how the state of a module is to be kept; the outermost module's engine keeps all.
@@ -278,12 +225,10 @@ def fully_shard(
         module: a module, or a list of some.
         mesh: one dimension shards, two replicate and shard. Default: all ranks shard.
         reshard_after_forward: False: parameters stay whole on each rank (stage 2).
-        shard_placement_fn: not needed: chunks are divided evenly.
         mp_policy: dtypes. Default: fp32. Gradients are kept in fp32, as FSDP2 keeps them.
         offload_policy: CPUOffloadPolicy() keeps all state in RAM. Default: placement_policy "auto".
-        ignored_params: empty.
-        dp_mesh_dims: None.
-        options: hetero's, as host_memory and nvme_path, of the outermost module.
+        options: hetero's, as host_memory and nvme_path, of the outermost module; and FSDP2's other
+            arguments (`ARGUMENTS`).
 
     Returns:
         The same module, or list, with FSDPModule among its classes.
@@ -292,9 +237,8 @@ def fully_shard(
         ValueError: for arguments that are refused, and for unknown ones, with the nearest name.
     """
     refuse_unknown("fully_shard", options, [*ARGUMENTS.keys, *option_names()])
-    ARGUMENTS.read({"ignored_params": ignored_params or None, "dp_mesh_dims": dp_mesh_dims})
-    if shard_placement_fn is not None:
-        ARGUMENTS.read({"shard_placement_fn": shard_placement_fn})
+    others = {name: options.pop(name) for name in ARGUMENTS.keys if name in options}
+    ARGUMENTS.read({name: value for name, value in others.items() if value is not None})
     if isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool):
         log_not_needed(
             "fully_shard: a number as reshard_after_forward",
@@ -342,15 +286,6 @@ def _sharded_class(plain: type) -> type:
         members = {"__module__": plain.__module__, "__new__": new, "__reduce_ex__": reduce_ex}
         _classes[plain] = type(f"FSDP{plain.__name__}", (FSDPModule, plain), members)
     return _classes[plain]
-
-
-def _cast(values: Any, dtype: torch.dtype | None) -> Any:
-    """The values with their floating tensors in the dtype; None: as they are."""
-    if dtype is None:
-        return values
-    return tree_map_only(
-        torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, values
-    )
 
 
 def _new(plain: Any) -> Any:
@@ -533,6 +468,6 @@ def _check_same(
 
 
 def _dtype(what: str, dtype: torch.dtype | None) -> str | None:
-    if dtype not in _DTYPES:
+    if dtype is not None and dtype not in NAMES:
         raise ValueError(f"mp_policy: {what} must be a dtype of 16 or 32 bits, not {dtype}")
-    return _DTYPES[dtype]
+    return None if dtype is None else NAMES[dtype]

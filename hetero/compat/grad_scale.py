@@ -1,4 +1,4 @@
-"""Loss scaling as DeepSpeed and ColossalAI do it, for fp16.
+"""Loss scaling as DeepSpeed and ColossalAI do it, for fp16, and steps that overflows skip.
 
 hetero's own (Config.initial_loss_scale) halves the scale at each overflow. Theirs have more
 options, so an adapter initializes with initial_loss_scale=None and scales losses by this.
@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 
+from hetero.api.access import clip_grad_norm_
+from hetero.api.optimizer import HybridOptimizer
 from hetero.runtime.engine import Engine
-from offload.errors import NonFiniteError
+from offload.errors import HeteroError, NonFiniteError
 
 
 @dataclass(frozen=True)
@@ -127,3 +129,76 @@ class GradScale:
         """Takes what state_dict() gave."""
         self.value = float(state["value"])
         self._good_steps, self._left = int(state["good_steps"]), int(state["left"])
+
+
+class ScaledSteps:
+    """Steps of an optimizer whose losses are scaled; overflows skip them.
+
+    Anybody else's call of the optimizer's step() would leave that out, and is an error.
+
+    Args:
+        optimizer: the wrapper's.
+        policy: of the loss scale; None: it is 1 for ever.
+        call: what to call instead of step().
+
+    Attributes:
+        scale: of the losses.
+        is_scaled: gradients are times the scale.
+        norm: of all gradients before the last clipping; None: none was clipped yet.
+    """
+
+    def __init__(self, optimizer: HybridOptimizer, policy: ScalePolicy | None, call: str) -> None:
+        self.scale = GradScale(policy)
+        self.is_scaled = False
+        self.norm: float | None = None
+        self._optimizer, self._call = optimizer, call
+        self._overflow = self._is_own = False
+        optimizer.register_step_pre_hook(self._check)
+
+    def backward(self, loss: torch.Tensor, **options: Any) -> None:
+        """Adds the gradients of a loss, scaled; options as of torch.Tensor.backward()."""
+        self.is_scaled = True
+        self._optimizer.engine.backward(self.scale.scaled(loss), **options)
+
+    def clip(self, max_norm: float, norm_type: float = 2.0) -> bool:
+        """Clips the norm of all gradients together; False: they overflow, and are as they were."""
+        if not self._unscale():
+            self.norm = float(clip_grad_norm_(self._params(), max_norm, norm_type))
+        return not self._overflow
+
+    def step(self) -> bool:
+        """One update; False: gradients overflow, and are cleared. Raises as the optimizer's."""
+        overflow = self._unscale()
+        self._overflow = False
+        if overflow:
+            self._optimizer.zero_grad()
+        else:
+            self._is_own = True
+            try:
+                self._optimizer.step()
+            finally:
+                self._is_own = False
+        self.scale.update(overflow)
+        return not overflow
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients."""
+        self.is_scaled = self._overflow = False
+        self._optimizer.zero_grad(set_to_none)
+
+    def _unscale(self) -> bool:
+        """Divides gradients by the scale, once; whether they overflow."""
+        if self.is_scaled:
+            self.is_scaled = False
+            self._overflow = self.scale.unscale(self._optimizer.engine, self._params())
+        return self._overflow
+
+    def _params(self) -> list[torch.Tensor]:
+        return [param for group in self._optimizer.param_groups for param in group["params"]]
+
+    def _check(self, optimizer: Any, *_: Any) -> None:
+        if not self._is_own:
+            raise HeteroError(
+                f"step() of this {type(optimizer).__name__} would leave out what its wrapper does "
+                f"(loss scale, clipping, counts); call {self._call}"
+            )

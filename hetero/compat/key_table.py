@@ -12,16 +12,16 @@ import logging
 import os
 import reprlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 logger = logging.getLogger("hetero.compat")
 _logged: set[tuple[str, str]] = set()
 
 
 class Treatment(Enum):
-    """What becomes of a key."""
+    """The fate of a key."""
 
     HONOURED = "honoured"
     MAPPED = "mapped"
@@ -29,47 +29,48 @@ class Treatment(Enum):
     REFUSED = "refused"
 
 
-@dataclass(frozen=True)
-class Key:
-    """One key: its treatment, and what comes of it or why it is not needed or refused."""
+class Key(NamedTuple):
+    """One key: its treatment, and its effect, or why it is not needed or refused."""
 
     treatment: Treatment
     text: str
 
 
-def honoured(text: str) -> Key:
-    """A key that does what it does in the other project."""
-    return Key(Treatment.HONOURED, text)
-
-
-def mapped(text: str) -> Key:
-    """A key that becomes an option of hetero's Config; `text` says which."""
-    return Key(Treatment.MAPPED, text)
-
-
-def not_needed(text: str) -> Key:
-    """A key that hetero does not need, because `text`."""
-    return Key(Treatment.NOT_NEEDED, text)
-
-
-def refused(text: str) -> Key:
-    """A key without which training would be another one; `text` says what to do instead."""
-    return Key(Treatment.REFUSED, text)
-
-
-@dataclass(frozen=True)
 class KeyTable:
     """The keys of one mapping.
 
     Attributes:
-        name: how errors and messages name the mapping ("zero_optimization").
+        name: the mapping, as errors and messages name it ("zero_optimization").
         keys: by name.
         aliases: other spellings of keys.
     """
 
-    name: str
-    keys: Mapping[str, Key]
-    aliases: Mapping[str, str] = field(default_factory=dict)
+    def __init__(
+        self,
+        name: str,
+        honoured: Mapping[str, str] = MappingProxyType({}),
+        mapped: Mapping[str, str] = MappingProxyType({}),
+        not_needed: Mapping[str, str] = MappingProxyType({}),
+        refused: Mapping[str, str] = MappingProxyType({}),
+        *,
+        aliases: Mapping[str, str] = MappingProxyType({}),
+        others: Mapping[str, Key] = MappingProxyType({}),
+        order: str = "",
+    ) -> None:
+        """`honoured` and `mapped` have a text for each key.
+
+        `not_needed` and `refused` have names, with spaces between, for each reason; `others` are
+        keys of another table. `order`: the names of all keys, if they are in another order.
+        """
+        self.name, self.aliases = name, aliases
+        keys = {each: Key(Treatment.HONOURED, text) for each, text in honoured.items()}
+        keys |= {each: Key(Treatment.MAPPED, text) for each, text in mapped.items()}
+        for kind, reasons in ((Treatment.NOT_NEEDED, not_needed), (Treatment.REFUSED, refused)):
+            for reason, names in reasons.items():
+                keys |= dict.fromkeys(names.split(), Key(kind, reason))
+        keys |= others
+        self.keys = {each: keys.pop(each) for each in order.split() or list(keys)}
+        assert not keys, f"{name}: the order lacks {list(keys)}"
 
     def read(self, given: object) -> dict[str, Any]:
         """The values of honoured and mapped keys, under their usual names.
@@ -141,4 +142,5 @@ def _is_off(value: object) -> bool:
     if isinstance(value, Mapping):
         return not value.get("enabled", False)
     named = isinstance(value, (str, int, float)) and value in (0, "none", "None")
-    return value is None or named
+    empty = isinstance(value, (set, list, tuple)) and not value
+    return value is None or named or empty

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,19 +23,10 @@ from hetero.setup.same_start import require_same_writes
 from hetero.stand_ins.construction_uses import arena_of
 from offload.errors import HeteroError
 
-Optimizers = TypeVar("Optimizers", bound=HybridOptimizer | Sequence[HybridOptimizer])
-
 # Options that the construction arena has used when it was made.
 _USED_OPTIONS = (
-    "backend",
-    "link_gbps",
-    "host_memory",
-    "device_memory",
-    "process_memory",
-    "nvme_path",
-    "allow_ram_filesystem",
-    "nvme_capacity",
-    "rank_timeout_s",
+    *("backend", "link_gbps", "host_memory", "device_memory", "process_memory", "nvme_path"),
+    *("allow_ram_filesystem", "nvme_capacity", "rank_timeout_s"),
 )
 # The process group and the mesh that a context was given: its model is initialized with the same.
 _ranks: weakref.WeakKeyDictionary[ConstructionArena, tuple[Any, Any]] = weakref.WeakKeyDictionary()
@@ -90,19 +81,14 @@ def construction_of(model: torch.nn.Module) -> ConstructionArena | None:
     return arena
 
 
-def _all_ranks() -> Any:
-    """The process group that is there without being given."""
-    return dist.group.WORLD if is_distributed() else None
-
-
 def start(
     model: torch.nn.Module,
-    optimizer: Optimizers,
+    optimizer: HybridOptimizer | Sequence[HybridOptimizer],
     config: Config,
     *,
     process_group: Any = None,
     mesh: Any = None,
-) -> Optimizers:
+) -> None:
     """hetero.initialize() with `config`, whatever options the model was built with.
 
     Options of memory and disk can only change while all of the model is in RAM.
@@ -114,9 +100,6 @@ def start(
         process_group, mesh: the ranks, as hetero.initialize() takes them. Those of the context hold
             for a model that was built in it, and others are refused.
 
-    Returns:
-        The optimizer.
-
     Raises:
         HeteroError: memory or disk would change, and parts of the model are on disk, or with other
             ranks, or its context was hetero.ZeroInitContext; or the context had other ranks.
@@ -125,23 +108,23 @@ def start(
     construction = construction_of(model)
     if construction is None:
         initialize(model, optimizer, config, process_group=process_group, mesh=mesh)
-        return optimizer
+        return
     early = _ranks.get(construction, (None, None))
+    all_ranks = dist.group.WORLD if is_distributed() else None
     for name, given, before in zip(
         ("process_group", "mesh"), (process_group, mesh), early, strict=True
     ):
-        if given is not None and given != (before or _all_ranks()):
+        if given is not None and given != (before or all_ranks):
             raise HeteroError(
                 f"the model was built with another {name}; give it, or the configuration that has "
                 f"it, to the context that builds the model"
             )
-    made = construction.config
-    new, old = ({**vars(each), **vars(each.debugging)} for each in (config, made))
+    new, old = ({**vars(c), **vars(c.debugging)} for c in (config, construction.config))
     others = [name for name in _USED_OPTIONS if new[name] != old[name]]
     if not others:
         construction.take_options(config)
         initialize(model, optimizer)
-        return optimizer
+        return
     if construction.any_offloaded or construction not in _ranks:
         raise HeteroError(
             f"the model was built with other values of {', '.join(others)}, and parts of it may be "
@@ -151,4 +134,3 @@ def start(
     construction.restore(model.parameters())
     construction.world.close()
     initialize(model, optimizer, config, process_group=early[0], mesh=early[1])
-    return optimizer

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hetero.ranks.process_groups import is_distributed
 from hetero.ranks.start.default_group import init_default_group
@@ -29,19 +31,36 @@ def barrier() -> None:
 _LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torchrun sets
 
 
-def join(backend: str | None = None) -> None:
+def join(backend: str | None = None, **where: Any) -> None:
     """Makes the default process group of torchrun's ranks, of one alone, too, unless there is one.
 
     Idempotent.
 
     Args:
         backend: of torch.distributed. Default: gloo, which hetero needs; with NCCL gloo is added.
+        where: arguments of torch.distributed.init_process_group(), if torchrun does not say all.
     """
     is_alone = int(os.environ.get("WORLD_SIZE", "1")) < 2
-    if is_distributed() or (is_alone and any(name not in os.environ for name in _LAUNCHED)):
+    is_launched = all(name in os.environ for name in _LAUNCHED)
+    if is_distributed() or (is_alone and not is_launched and not where):
         return
-    if backend in (None, "gloo"):
+    if backend in (None, "gloo") and not where:
         init_default_group()
     else:
-        both = "cpu:gloo,cuda:nccl" if backend == "nccl" else backend
-        dist.init_process_group(both)
+        both = "cpu:gloo,cuda:nccl" if backend == "nccl" else backend or "gloo"
+        dist.init_process_group(both, **where)
+
+
+def shard_mesh(shard_size: int | None, process_group: Any = None) -> DeviceMesh | None:
+    """Replicas of `shard_size` ranks each; None for one group of all ranks.
+
+    Raises ValueError if the ranks cannot be divided so, or a process group is given, too.
+    """
+    world = ranks()
+    if shard_size is None or shard_size == world:
+        return None
+    if process_group is not None:
+        raise ValueError("give a process group, or the number of ranks that shard, not both")
+    if world % shard_size:
+        raise ValueError(f"{world} ranks cannot be divided into groups of {shard_size}")
+    return init_device_mesh("cpu", (world // shard_size, shard_size))

@@ -12,13 +12,11 @@ from typing import Any
 
 import torch
 
-from hetero.api.loaded_state import check_torch_arguments
 from hetero.api.optimizer import HybridOptimizer, unmanaged
 from hetero.api.optimizers import Adam, AdamW
 from hetero.api.optimizers import HybridAdagrad as Adagrad
 from hetero.api.optimizers import HybridMuon as Muon
 from hetero.api.optimizers import HybridSGD as SGD
-from offload.errors import HeteroError
 
 __all__ = ["SGD", "Adagrad", "Adam", "AdamW", "Muon"]
 
@@ -113,43 +111,3 @@ def _track_steps(optimizer: Any) -> None:
 
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     optimizer.step = step
-
-
-class OwnedSteps:
-    """The right to step an optimizer, of the wrapper whose step() also scales and clips.
-
-    Anybody else's call of the optimizer's step() would leave that out, and is an error.
-
-    Args:
-        optimizer: the wrapper's.
-        call: what to call instead.
-    """
-
-    def __init__(self, optimizer: HybridOptimizer, call: str) -> None:
-        self._call = call
-        self._is_owners = False
-        optimizer.register_step_pre_hook(self._check)
-
-    def step(self, optimizer: HybridOptimizer) -> None:
-        """The wrapper's step of its optimizer. Raises as that."""
-        self._is_owners = True
-        try:
-            optimizer.step()
-        finally:
-            self._is_owners = False
-
-    def _check(self, optimizer: Any, *_: Any) -> None:
-        if not self._is_owners:
-            raise HeteroError(
-                f"step() of this {type(optimizer).__name__} would leave out what its wrapper does "
-                f"(loss scale, clipping, counts); call {self._call}"
-            )
-
-
-def pop_torch_options(name: str, options: dict[str, Any]) -> None:
-    """Takes torch's own options out of `options`.
-
-    Raises ValueError for those that change the update, as amsgrad and maximize.
-    """
-    taken = ("amsgrad", "maximize", "foreach", "fused", "capturable", "differentiable")
-    check_torch_arguments(name, {each: options.pop(each, None) for each in taken})

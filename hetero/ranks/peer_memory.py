@@ -75,6 +75,9 @@ def _place() -> int:
     return int.from_bytes(blake2b(place.encode(), digest_size=7).digest(), "little")
 
 
+_PIECE_BYTES = 4 << 20  # on its way to a device
+
+
 class Process(NamedTuple):
     """A member's process: its number in the system, and its mark, by address and value."""
 
@@ -217,7 +220,15 @@ class PeerMemory:
 
     def _copy(self, peer: int, address: int, into: torch.Tensor) -> None:
         pid = self._processes[peer].pid
-        _native.read_peer_memory(pid, address, into.data_ptr(), into.nbytes)
+        if into.device.type == "cpu":
+            _native.read_peer_memory(pid, address, into.data_ptr(), into.nbytes)
+            return
+        # A home on a device that ranks share: Linux copies to RAM alone.
+        piece = torch.empty(min(into.nbytes, _PIECE_BYTES), dtype=torch.uint8)
+        for part in as_bytes(into).split(_PIECE_BYTES):
+            _native.read_peer_memory(pid, address, piece.data_ptr(), part.nbytes)
+            part.copy_(piece[: part.nbytes])
+            address += part.nbytes
 
     def close(self) -> None:
         """Ends the thread; what it is in, other ranks may not take part in any more."""

@@ -9,14 +9,20 @@ import torch
 from hetero.chunk_groups.shared import Shared
 from offload.memory.tiers import Tier
 
+_MOST_STAGED_BYTES = 64 << 20
+
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """`tensor`, or a copy of it on `device` if it is in RAM and `device` is not."""
     if device.type == "cpu" or tensor.device.type != "cpu":
         return tensor
-    # Of pageable memory CUDA has taken a copy when this returns. Pinned memory it reads later, when
-    # its owner may have changed it; so then the host waits.
-    return tensor.to(device, non_blocking=not tensor.is_pinned())
+    if tensor.nbytes > _MOST_STAGED_BYTES:
+        # CUDA may read it later, when its owner may have changed it; so the host waits.
+        return tensor.to(device)
+    # By a copy that nobody changes the host need not wait for the device, which has all of the last
+    # step to do yet. torch keeps the page-locked memory until the device has read it.
+    staged = torch.empty_like(tensor, pin_memory=True).copy_(tensor)
+    return staged.to(device, non_blocking=True)
 
 
 @torch.no_grad()

@@ -7,11 +7,10 @@
 #include <atomic>
 #include <cctype>
 #include <deque>
-#include <fstream>
-#include <sstream>
 #include <stdexcept>
 #include <utility>
 
+#include "base/text_file.h"
 #include "base/thread_annotations.h"
 
 namespace hetero {
@@ -19,32 +18,19 @@ namespace {
 
 // The numbers in a list of ranges as the kernel writes it, "0-3,8"; none if it is something else,
 // or the file is not there.
-std::vector<int> parse_list(const std::string& text) {
+std::vector<int> parse_list(std::string_view text) {
   std::vector<int> found;
-  std::istringstream list(text);
-  std::string range;
-  while (std::getline(list >> std::ws, range, ',')) {
-    std::istringstream in(range);
-    int first = 0, last = 0;
-    char dash = 0;
-    if (!(in >> first)) return {};
-    if (!(in >> dash)) {
-      last = first;
-    } else if (dash != '-' || !(in >> last)) {
-      return {};
-    }
-    if (first < 0 || last < first || last >= CPU_SETSIZE) return {};
-    for (int each = first; each <= last; ++each) found.push_back(each);
+  for (const std::string_view range : split(text, ',')) {
+    const std::size_t dash = range.find('-');
+    const auto first = whole_number(range.substr(0, dash));
+    const auto last = dash == std::string_view::npos ? first : whole_number(range.substr(dash + 1));
+    if (!first || !last || *first < 0 || *last < *first || *last >= CPU_SETSIZE) return {};
+    for (auto each = *first; each <= *last; ++each) found.push_back(static_cast<int>(each));
   }
   return found;
 }
 
-std::vector<int> read_list(const std::string& path) {
-  std::string line;
-  std::ifstream file(path);
-  std::getline(file, line);
-  return parse_list(line);
-}
+std::vector<int> read_list(const std::string& path) { return parse_list(trim(read_text(path))); }
 
 std::vector<int> cpus_of_node(int node, const std::string& root) {
   return read_list(root + "/sys/devices/system/node/node" + std::to_string(node) + "/cpulist");
@@ -57,10 +43,10 @@ bool has(const std::vector<int>& numbers, int number) {
 // The nodes, by the kernel's numbers and in their order, that have memory the process may use.
 std::vector<int> nodes_with_memory(const std::string& root) {
   std::vector<int> allowed;
-  std::ifstream status(root + "/proc/self/status");
-  for (std::string line; std::getline(status, line);) {
-    const std::string name = "Mems_allowed_list:";
-    if (line.rfind(name, 0) == 0) allowed = parse_list(line.substr(name.size()));
+  constexpr std::string_view kName = "Mems_allowed_list:";
+  const std::string status = read_text(root + "/proc/self/status");
+  for (const std::string_view line : split(status, '\n')) {
+    if (line.starts_with(kName)) allowed = parse_list(trim(line.substr(kName.size())));
   }
   // (Without control groups for memory all numbers that a kernel could have are allowed.)
   const std::vector<int> existing = read_list(root + "/sys/devices/system/node/has_memory");
@@ -187,10 +173,9 @@ std::vector<int> cpus_near(const std::string& pci_device, const std::string& roo
   // As the kernel writes hexadecimal digits.
   std::transform(name.begin(), name.end(), name.begin(),
                  [](unsigned char letter) { return static_cast<char>(std::tolower(letter)); });
-  std::ifstream file(root + "/sys/bus/pci/devices/" + name + "/numa_node");
-  int node = -1;  // as it is where the firmware does not say
-  if (!(file >> node) || node < 0) return {};
-  return cpus_of_node(node, root);
+  const auto node = whole_number(read_text(root + "/sys/bus/pci/devices/" + name + "/numa_node"));
+  if (!node || *node < 0) return {};  // -1 where the firmware does not say
+  return cpus_of_node(static_cast<int>(*node), root);
 }
 
 bool has_memory_policy() {

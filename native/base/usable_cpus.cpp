@@ -3,8 +3,11 @@
 #include <sched.h>
 
 #include <algorithm>
-#include <fstream>
+#include <string_view>
 #include <thread>
+#include <vector>
+
+#include "base/text_file.h"
 
 namespace hetero {
 namespace {
@@ -12,14 +15,16 @@ namespace {
 // quota / period of one group; none if it has no quota, or no such files. Version 2 has both in
 // one file, "max" for no quota; version 1 has two files, and -1 for no quota.
 std::optional<double> quota_of(const std::string& folder) {
-  double quota = -1, period = 0;
-  std::ifstream(folder + "/cpu.max") >> quota >> period;
-  if (period <= 0) {
-    std::ifstream(folder + "/cpu.cfs_quota_us") >> quota;
-    std::ifstream(folder + "/cpu.cfs_period_us") >> period;
+  const std::string both = read_text(folder + "/cpu.max");
+  const auto parts = split(both, ' ');
+  auto quota = parts.size() == 2 ? whole_number(parts[0]) : std::nullopt;
+  auto period = parts.size() == 2 ? whole_number(parts[1]) : std::nullopt;
+  if (!period) {
+    quota = whole_number(read_text(folder + "/cpu.cfs_quota_us"));
+    period = whole_number(read_text(folder + "/cpu.cfs_period_us"));
   }
-  if (quota <= 0 || period <= 0) return std::nullopt;
-  return quota / period;
+  if (!quota || !period || *quota <= 0 || *period <= 0) return std::nullopt;
+  return static_cast<double>(*quota) / static_cast<double>(*period);
 }
 
 }  // namespace
@@ -27,11 +32,14 @@ std::optional<double> quota_of(const std::string& folder) {
 std::optional<double> cpu_quota(const std::string& root) {
   const std::string mount = root + "/sys/fs/cgroup";
   std::optional<double> least;
-  std::ifstream groups(root + "/proc/self/cgroup");
   // Each line is hierarchy:controllers:path; version 2 is hierarchy 0 and names no controllers.
-  std::string hierarchy, controllers, path;
-  while (std::getline(groups, hierarchy, ':') && std::getline(groups, controllers, ':') &&
-         std::getline(groups, path)) {
+  const std::string groups = read_text(root + "/proc/self/cgroup");
+  for (const std::string_view line : split(groups, '\n')) {
+    const std::size_t first = line.find(':');
+    const std::size_t second = first == line.npos ? line.npos : line.find(':', first + 1);
+    if (second == line.npos) continue;
+    const std::string controllers(line.substr(first + 1, second - first - 1));
+    const std::string path(line.substr(second + 1));
     std::string hierarchy_at = mount;
     if (!controllers.empty()) {
       if (("," + controllers + ",").find(",cpu,") == std::string::npos) continue;

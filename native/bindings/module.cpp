@@ -2,9 +2,9 @@
 // other bindings files add.
 #include <chrono>
 #include <cstdint>
-#include <sstream>
 #include <string>
 
+#include "base/text_file.h"
 #include "base/timeline.h"
 #include "bindings/python.h"
 
@@ -23,8 +23,7 @@ namespace {
 
 py::dict build_info() {
   py::list isas;
-  std::istringstream names(HETERO_ISAS);
-  for (std::string name; std::getline(names, name, ',');) isas.append(name);
+  for (const std::string_view name : split(HETERO_ISAS, ',')) isas.append(std::string(name));
   py::dict info;
 #ifdef HETERO_LIBURING
   info["liburing"] = HETERO_LIBURING;

@@ -15,6 +15,7 @@ them. No part of this has run on a GPU.
 
 from __future__ import annotations
 
+import bisect
 import errno
 import threading
 import weakref
@@ -85,7 +86,7 @@ class CudaBackend(Backend):
         self._mean_kernel: MeanKernel | None = None
         # Reentrant: the garbage collector may close what it finds at any time.
         self._lock = threading.RLock()  # guards all below, and the order in the two streams
-        self._arenas: weakref.WeakSet[DeviceArena] = weakref.WeakSet()
+        self._arenas = _Arenas()
         self._updaters: dict[tuple[UpdateKind, int], Updater] = {}
         self.runtime.reset_peak()
 
@@ -116,7 +117,7 @@ class CudaBackend(Backend):
         """
         check_sides(to, source)
         with self._lock:
-            arena, slot, run = self._find(to)
+            arena, slot, run = self._arenas.find(to)
             copy = self._start(self._fetching, to, source, arena.before_write(slot, run))
             arena.written(slot, run, copy.event)
             self.h2d_bytes += to.nbytes
@@ -159,7 +160,7 @@ class CudaBackend(Backend):
     def unused_after(self, whole: torch.Tensor) -> list[Event]:
         """The events after which no work given so far uses `whole`, in slots of an arena."""
         with self._lock:
-            arena, slot, run = self._find(whole)
+            arena, slot, run = self._arenas.find(whole)
             return arena.before_write(slot, run)
 
     def gather(
@@ -192,7 +193,7 @@ class CudaBackend(Backend):
         # (Without the lock where collectives are given: NCCL may connect hosts then, and the other
         # one may be in a collective of another group, for which this one's thread needs the lock.)
         with self._lock:
-            arena, slot, run = self._find(whole)
+            arena, slot, run = self._arenas.find(whole)
             waits = list(unused)
             if computed is None:
                 check_sides(own, source)
@@ -234,7 +235,7 @@ class CudaBackend(Backend):
         `flat` is computed. Returns the event at which the mean is there.
         """
         with self._lock:
-            arena, slot, run = self._find(task.received)
+            arena, slot, run = self._arenas.find(task.received)
             stream, flat = streams.collectives, task.flat
             waits = [*after, *arena.before_write(slot, run)]
             if task.sent is not None:
@@ -257,7 +258,7 @@ class CudaBackend(Backend):
                 exchanged = exchanged if streams.group is not None else self.runtime.record(stream)
         with self._lock:
             if task.sent is not None:
-                sent_in, first, length = self._find(flat)
+                sent_in, first, length = self._arenas.find(flat)
                 sent_in.written(first, length, exchanged)
             done = self.runtime.record(stream)
             if task.in_ram is not None:
@@ -302,14 +303,6 @@ class CudaBackend(Backend):
             while way.under_way and way.under_way[0].done():
                 way.under_way.popleft()
 
-    def _find(self, to: torch.Tensor) -> tuple[DeviceArena, int, int]:
-        """The arena that has `to`, and its slots. Needs the lock."""
-        for arena in self._arenas:
-            slot = arena.slot_of(to.data_ptr()) if arena.is_open else None
-            if slot is not None:
-                return arena, slot, -(-to.nbytes // arena.slot_bytes)
-        raise AssertionError("a fetch goes to slots of an arena of this backend")
-
     def updater(self, kind: UpdateKind, tile_numel: int) -> Updater:
         key = kind, tile_numel
         if key not in self._updaters:
@@ -340,7 +333,7 @@ class CudaBackend(Backend):
         free, total = self.runtime.memory()
         others = max(0, total - free - taken)  # context, libraries, other processes
         with self._lock:
-            arenas = [arena for arena in self._arenas if arena.is_open]
+            arenas = self._arenas.open
         return max(0, others + most - sum(arena.slots * arena.slot_bytes for arena in arenas))
 
     def reset_beside(self) -> None:
@@ -364,6 +357,37 @@ class CudaBackend(Backend):
         if self._mean_kernel is not None:
             self._mean_kernel.close()
             self._mean_kernel = None
+
+
+class _Arenas:
+    """The device's arenas, found by an address in them. For callers with the backend's lock."""
+
+    def __init__(self) -> None:
+        self._all: weakref.WeakSet[DeviceArena] = weakref.WeakSet()
+        # Where they began when last looked at, in order.
+        self._begins: list[tuple[int, weakref.ref[DeviceArena]]] = []
+
+    def add(self, arena: DeviceArena) -> None:
+        """One more."""
+        self._all.add(arena)
+
+    @property
+    def open(self) -> list[DeviceArena]:
+        """Those that have memory."""
+        return [arena for arena in self._all if arena.is_open]
+
+    def find(self, to: torch.Tensor) -> tuple[DeviceArena, int, int]:
+        """The arena that has `to`, its first slot there, and its slots."""
+        address = to.data_ptr()
+        for _ in range(2):
+            index = bisect.bisect_right(self._begins, address, key=lambda entry: entry[0])
+            arena = self._begins[index - 1][1]() if index else None
+            slot = arena.slot_of(address) if arena is not None and arena.is_open else None
+            if arena is not None and slot is not None:
+                return arena, slot, -(-to.nbytes // arena.slot_bytes)
+            begins = [(arena.address(0), weakref.ref(arena)) for arena in self.open]
+            self._begins = sorted(begins, key=lambda entry: entry[0])
+        raise AssertionError("a fetch goes to slots of an arena of this backend")
 
 
 @dataclass

@@ -33,7 +33,9 @@ _PROTOTYPES = {
         POINTER(c_void_p),
     ),
     "cuGetErrorString": (c_int, POINTER(c_char_p)),
+    "cuStreamCreate": (POINTER(c_void_p), c_uint),
 }
+_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: it does not wait for work in the default stream
 # What native code calls to copy (native/link/cuda_copier.h).
 COPY_FUNCTIONS = (
     "cuCtxSetCurrent",
@@ -66,7 +68,7 @@ class CudaModule:
         self._context = c_void_p()
         _check(self._driver.cuDevicePrimaryCtxRetain(byref(self._context), index), "context")
         try:
-            with self._in_context():
+            with _in_context(self._context):
                 loaded = self._driver.cuModuleLoadData(byref(self._module), code)
                 _check(loaded, "loading kernels")
         except BaseException:
@@ -83,7 +85,7 @@ class CudaModule:
         pointers = (c_void_p * len(arguments))(*(ctypes.addressof(one) for one in arguments))
         shape = (blocks, 1, 1, THREADS, 1, 1, 0)
         handle = c_void_p(stream.cuda_stream)
-        with self._in_context():
+        with _in_context(self._context):
             if kernel not in self._functions:
                 name, function = kernel.encode(), c_void_p()
                 found = self._driver.cuModuleGetFunction(byref(function), self._module, name)
@@ -98,21 +100,30 @@ class CudaModule:
         """Unloads them; none of them is running. Idempotent."""
         if self._context.value is None:
             return
-        with suppress(HeteroError), self._in_context():
+        with suppress(HeteroError), _in_context(self._context):
             if self._module.value is not None:
                 self._driver.cuModuleUnload(self._module)
         self._driver.cuDevicePrimaryCtxRelease_v2(self._index)
         self._module, self._context = c_void_p(), c_void_p()
         self._functions.clear()
 
-    @contextmanager
-    def _in_context(self) -> Iterator[None]:
-        """The device's context is the thread's current one inside the block, and no longer."""
-        _check(self._driver.cuCtxPushCurrent_v2(self._context), "context")
-        try:
-            yield
-        finally:
-            self._driver.cuCtxPopCurrent_v2(byref(c_void_p()))
+
+@contextmanager
+def _in_context(context: c_void_p) -> Iterator[None]:
+    """The device's context is the thread's current one inside the block, and no longer."""
+    _check(_driver().cuCtxPushCurrent_v2(context), "context")
+    try:
+        yield
+    finally:
+        _driver().cuCtxPopCurrent_v2(byref(c_void_p()))
+
+
+def create_stream(index: int) -> int:
+    """The driver's handle of a new stream of device `index`. Raises HeteroError."""
+    handle = c_void_p()
+    with _in_context(c_void_p(primary_context(index))):
+        _check(_driver().cuStreamCreate(byref(handle), _NON_BLOCKING), "creating a stream")
+    return handle.value or 0
 
 
 @cache

@@ -8,6 +8,8 @@ wait.
 from __future__ import annotations
 
 import time
+import weakref
+from collections import defaultdict, deque
 from contextlib import AbstractContextManager, suppress
 from typing import Any
 
@@ -17,6 +19,7 @@ from offload._native import OffloadQueue, UpdateKind, node_near
 from offload.device.cuda_module import (
     COPY_FUNCTIONS,
     CudaModule,
+    create_stream,
     driver_functions,
     pci_device,
     primary_context,
@@ -25,6 +28,8 @@ from offload.device.event_pool import Event, EventPool
 from offload.device.nccl import has_nccl, nccl_group
 
 Stream = Any
+# By device, the handles of streams that nobody has any more.
+_UNUSED_STREAMS: defaultdict[int, deque[int]] = defaultdict(deque)
 _POLL_S = 0.0005  # CUDA knows no wait for an event with a limit
 
 
@@ -39,8 +44,20 @@ class CudaRuntime:
         self._events = EventPool(lambda: torch.cuda.Event(blocking=True))  # who waits sleeps
 
     def new_stream(self) -> Stream:
-        """A new stream."""
-        return torch.cuda.Stream(self.device)
+        """A stream of its own, as long as somebody has it.
+
+        torch's streams are 32 that it deals out in turns: the 33rd would be the first again, and
+        what must not wait for each other would, on several ranks in a circle.
+        """
+        unused = _UNUSED_STREAMS[self._index]
+        try:
+            handle = unused.popleft()
+        except IndexError:
+            handle = create_stream(self._index)
+        stream = torch.cuda.ExternalStream(handle, self.device)
+        # It is dealt out again and never destroyed: torch's allocators may remember it.
+        weakref.finalize(stream, unused.append, handle).atexit = False
+        return stream
 
     def current_stream(self) -> Stream:
         """The stream that gets the calling thread's work."""
@@ -136,7 +153,9 @@ class CudaRuntime:
 
         Returns the reason if that cannot be done."""
         cudart: Any = torch.cuda.cudart()
-        result = cudart.cudaHostRegister(address, nbytes, 1)  # portable: every context may use it
+        with torch.cuda.device(self._index):  # a new thread's would be device 0
+            # Portable: every context may use it.
+            result = cudart.cudaHostRegister(address, nbytes, 1)
         if int(result) == 0:
             return None
         # CUDA remembers its last error, and torch would take it for that of its next kernel.
@@ -150,7 +169,8 @@ class CudaRuntime:
     def unregister(self, address: int) -> None:
         """Undoes register()."""
         cudart: Any = torch.cuda.cudart()
-        cudart.cudaHostUnregister(address)
+        with torch.cuda.device(self._index):
+            cudart.cudaHostUnregister(address)
 
     def memory(self) -> tuple[int, int]:
         """(free, all) bytes of the device."""

@@ -13,9 +13,14 @@ import torch
 import torch.distributed as dist
 
 _FOREVER = timedelta(days=365)
-# What a process group reads when it is made. By default its own thread ends the process when a
-# collective fails; and by the other one a user may have made work.wait() wait on the host.
-_SETTINGS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_BLOCKING_WAIT": "0"}
+# What a process group reads when it is made. By default its own threads end the process when a
+# collective fails, or has made no progress for eight minutes; and by the last one a user may have
+# made work.wait() wait on the host.
+_SETTINGS = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_BLOCKING_WAIT": "0",
+}
 _setting = threading.Lock()
 
 

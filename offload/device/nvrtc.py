@@ -53,9 +53,13 @@ class Nvrtc:
                 return cls(load_library(name, _PROTOTYPES))
             except OSError as error:
                 tried.append(str(error))
+        # (The package of CUDA 13 has no number.)
+        package = "nvidia-cuda-nvrtc"
+        if (torch.version.cuda or "").startswith("12."):
+            package += "-cu12"
         raise HeteroError(
             f"updates on the GPU are compiled by NVRTC, which was not found "
-            f"({'; '.join(tried)}); install it (pip install nvidia-cuda-nvrtc), or add the "
+            f"({'; '.join(tried)}); install it (pip install {package}), or add the "
             f"directory of libnvrtc.so to LD_LIBRARY_PATH"
         )
 

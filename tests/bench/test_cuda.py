@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from bench import cuda, cuda_aims, cuda_check
-from bench.kernels.cuda_copies import measure_copies
+from bench.kernels.cuda_copies import measure_copies, measure_updates
 from bench.work.gpt import SHAPES, VOCABULARY, Gpt, fill, quick_init
 from tests.support.native.fake_cuda import FakeRuntime
 
@@ -90,6 +90,10 @@ COPIES = {
     "d2h": 46e9,
     "d2h_alone": 50e9,
     "d2h_added": 20e9,
+    "memory": 200e9,
+    "update": 190e9,
+    "update_beside": 150e9,
+    "both": 40e9,
 }
 
 
@@ -113,19 +117,19 @@ def test_copies_have_their_share_of_the_link() -> None:
 def test_a_step_stands_beside_its_slowest_part() -> None:
     rows = [
         row("m", "100", 1.0),
-        row("m", "50", 1.1, h2d_bytes=25e9, d2h_bytes=20e9),
-        row("m", "25", 2.4, h2d_bytes=50e9, d2h_bytes=100e9),
-        row("m", "10", 4.0, h2d_bytes=50e9, d2h_bytes=100e9, disk_bytes=9e9),
+        row("m", "50", 1.1, h2d_bytes=25e9, d2h_bytes=10e9),
+        row("m", "25", 2.4, h2d_bytes=100e9, d2h_bytes=10e9),
+        row("m", "10", 4.0, h2d_bytes=50e9, d2h_bytes=19e9, disk_bytes=9e9),
+        row("n", "100", 1.0),
+        row("n", "25", 1.5, h2d_bytes=50e9, d2h_bytes=19e9),  # 247 GB of RAM's traffic
     ]
     found = figures(rows, 2.5e9)
-    steps = [
-        found[f"m: step with {kind} %, of the slowest of compute, link, NVMe"][:2]
-        for kind in (100, 50, 25, 10)
-    ]
+    steps = [found[f"m: step with {kind} %, of the slowest part"][:2] for kind in (100, 50, 25, 10)]
     assert steps == [(1.0, True), (1.1, True), (1.2, False), (1.111, True)]
+    assert found["n: step with 25 %, of the slowest part"][:2] == (1.154, False)
     assert found["m: tokens/s with 25 % of the state on the GPU, of 100 %"][:2] == (0.417, False)
     # A disk that was used and not measured is no reason to leave it out of the bound.
-    unmeasured = figures(rows)["m: step with 10 %, of the slowest of compute, link, NVMe"]
+    unmeasured = figures(rows)["m: step with 10 %, of the slowest part"]
     assert unmeasured == (None, None, "NVMe: not measured")
 
 
@@ -153,7 +157,7 @@ def test_a_model_that_must_fit() -> None:
 
 def test_a_link_that_was_not_measured_is_said() -> None:
     found = cuda_aims.aims([row("m", "100", 1.0)], {"status": "no time left"}, None)
-    assert [aim.note for aim in found[:4]] == ["no time left"] * 3 + ["link: no time left"]
+    assert [aim.note for aim in found[:5]] == ["no time left"] * 4 + ["link: no time left"]
     assert "- >= 0.90" in found[0].line()
 
 
@@ -163,6 +167,13 @@ def test_copies_are_measured_as_training_makes_them() -> None:
     assert set(found) == {"h2d", "h2d_alone", "d2h", "d2h_alone", "d2h_added"}
     assert all(rate > 0 for rate in found.values())
     assert runtime.page_locked == {}
+
+
+def test_updates_are_measured_alone_and_beside_copies() -> None:
+    runtime = FakeRuntime()
+    found = measure_updates(runtime, numel=1 << 20, copied_bytes=1 << 16)  # type: ignore[arg-type]
+    assert set(found) == {"memory", "update", "update_beside", "both", "both_alone"}
+    assert all(rate > 0 for rate in found.values())
 
 
 def test_the_disk_is_measured_if_it_was_used(

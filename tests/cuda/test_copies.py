@@ -98,6 +98,22 @@ def test_events_are_used_again(runtime: CudaRuntime) -> None:
     assert len(raws) <= 2
 
 
+def test_streams_are_ones_own(runtime: CudaRuntime) -> None:
+    """torch has 32, which it deals out in turns."""
+    streams = [runtime.new_stream() for _ in range(70)]
+    assert len({stream.cuda_stream for stream in streams}) == 70
+    found = torch.zeros(len(streams), device="cuda")
+    torch.cuda.synchronize()
+    for number, stream in enumerate(streams):
+        with runtime.on(stream):
+            found[number] = number
+    torch.cuda.synchronize()
+    assert found.tolist() == list(range(70))
+    handles = {stream.cuda_stream for stream in streams}
+    del streams, stream
+    assert runtime.new_stream().cuda_stream in handles
+
+
 def test_what_is_uploaded_is_there(runtime: CudaRuntime) -> None:
     torch.cuda._sleep(100_000_000)
     found = [runtime.upload(bytes([number]) * 1000) for number in range(50)]

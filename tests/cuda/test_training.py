@@ -78,10 +78,17 @@ def no_waiting() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
-def test_a_step_does_not_wait_for_the_device(settings: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("inputs", ["device", "ram", "page-locked"])
+def test_a_step_does_not_wait_for_the_device(
+    settings: dict[str, Any], inputs: str, tmp_path: Path
+) -> None:
     given = {"device_memory": TIGHT["bf16"], **settings}
     model, optimizer = nets.managed(tmp_path, **given)
     data = nets.batches(4)
+    if inputs != "device":
+        data = [tokens.cpu() for tokens in data]
+    if inputs == "page-locked":
+        data = [tokens.pin_memory() for tokens in data]
     for number, tokens in enumerate(data):
         if number < 2:  # kernels are loaded, and orders learnt
             optimizer.backward(model(tokens))
@@ -144,7 +151,7 @@ def test_ram_is_pinned_exactly(tmp_path: Path) -> None:
     chunk_group = optimizer.engine.chunk_groups[0]
     chunk = chunk_group.layout.chunks[0]
     assert chunk_group.params._homes.flat(chunk).is_pinned()
-    assert chunk_group.grads._homes.flat(chunk).is_pinned()
+    assert chunk_group.grads.homes.flat(chunk).is_pinned()
     assert not chunk_group.optim_states.homes.flat(chunk).is_pinned()
     assert all(p.device.type == "cuda" for p in model.parameters())
     assert model.positions.device.type == "cuda"

@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Converts, and says what was written."""
     # Late, because other commands need none of it.
     from hetero.checkpoint.formats.conversion import convert
-    from hetero.cli.trained.stored import open_left
+    from hetero.cli.stored import open_left
 
     stored = convert(
         arguments.source,

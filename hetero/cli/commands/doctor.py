@@ -10,7 +10,6 @@ import sys
 from typing import TYPE_CHECKING
 
 from hetero.cli.commands.outcome import EXIT_FAILED, EXIT_OK
-from hetero.cli.doctor.finding import Level
 from hetero.cli.parser import examples
 
 if TYPE_CHECKING:
@@ -52,8 +51,8 @@ def add_command(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Gathers facts, checks them and prints the findings; returns 1 if one is a problem."""
     # Late, because psutil, torch and the native core take time, and other commands need less.
-    from hetero.cli.doctor.probe import gather
-    from hetero.cli.doctor.report import examine, show
+    from hetero.cli.doctor.facts import gather
+    from hetero.cli.doctor.findings import Level, examine, show
 
     def tell(text: str) -> None:
         print(f"hetero doctor: {text}", file=sys.stderr)
@@ -64,9 +63,8 @@ def run(arguments: argparse.Namespace) -> int:
         findings = examine(facts)
     healthy = all(finding.level is not Level.PROBLEM for finding in findings)
     if arguments.json:
-        found = [finding.as_dict() for finding in findings]
-        facts_found = dataclasses.asdict(facts)
-        print(json.dumps({"ok": healthy, "findings": found, "facts": facts_found}))
+        found = {"ok": healthy, "findings": [vars(finding) for finding in findings]}
+        print(json.dumps({**found, "facts": dataclasses.asdict(facts)}))
     else:
         show(findings)
     return EXIT_OK if healthy else EXIT_FAILED

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hetero.cli.commands.outcome import EXIT_OK
 from hetero.cli.parser import examples
@@ -61,26 +61,135 @@ def add_command(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the text as it comes."""
+    if arguments.tokens < 1:
+        raise ValueError(f"--tokens must be at least 1, got {arguments.tokens}")
+    if not 0 <= arguments.temperature < float("inf"):
+        raise ValueError(f"--temperature must be 0 or more, got {arguments.temperature}")
+    if arguments.top_k < 0:
+        raise ValueError(f"--top-k must be 0 or more, got {arguments.top_k}")
+    if not 0 <= arguments.seed < 2**63:
+        raise ValueError(f"--seed must be in [0, 2**63), got {arguments.seed}")
+    folder = _model_folder(None if arguments.path is None else Path(arguments.path))
     # Late, because transformers takes seconds and belongs to the extra `train`.
-    from hetero.cli.trained.model_folder import model_folder
-    from hetero.cli.trained.sampling import SamplingOptions, end_tokens, load_model, sample
+    import torch
 
-    options = SamplingOptions(
-        arguments.tokens, arguments.temperature, arguments.top_k, arguments.seed
-    )
-    path = None if arguments.path is None else Path(arguments.path)
-    model, vocabulary = load_model(model_folder(path))
-    made: list[int] = []
-    shown = ""
+    model, tokenizer = _load(folder)
+    printed = _Printed(model, tokenizer)
+    tokens = tokenizer.encode(arguments.prompt)
+    if not tokens:
+        raise ValueError("--prompt needs at least one token, for the model to go on from")
     sys.stdout.write(arguments.prompt)
-    prompt = vocabulary.encode(arguments.prompt)
-    for token in sample(model, prompt, options, end_tokens(model)):
-        made.append(token)
-        # The last characters may not be whole yet: a character has several bytes, or tokens.
-        text = vocabulary.decode(made).rstrip("\N{REPLACEMENT CHARACTER}")
-        if text.startswith(shown):
-            sys.stdout.write(text[len(shown) :])
-            sys.stdout.flush()
-            shown = text
+    torch.manual_seed(arguments.seed)
+    drawn = {"temperature": arguments.temperature, "top_k": arguments.top_k}
+    positions = getattr(model.config, "max_position_embeddings", None)
+    left = arguments.tokens
+    while left and not printed.has_ended:
+        # Once all positions are full, the model goes on with the last half of them.
+        if positions is not None and len(tokens) > positions:
+            tokens = tokens[-max(1, positions // 2) :]
+        room = left if positions is None else min(left, positions + 1 - len(tokens))
+        found = model.generate(
+            torch.tensor([tokens]),
+            attention_mask=torch.ones(1, len(tokens), dtype=torch.int64),
+            max_new_tokens=room,
+            do_sample=arguments.temperature > 0,
+            streamer=printed,
+            pad_token_id=0,  # of one sequence there is nothing to pad
+            **(drawn if arguments.temperature > 0 else {}),
+        )
+        tokens, left = found[0].tolist(), left - room
     sys.stdout.write("\n")
     return EXIT_OK
+
+
+class _Bytes:
+    """A tokenizer whose tokens are the values of bytes of UTF-8, as `hetero train` has them."""
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, tokens: list[int], **_: object) -> str:
+        return bytes(token for token in tokens if token < 256).decode(errors="replace")
+
+
+class _Printed:
+    """Prints tokens as they come: a streamer of transformers' generate().
+
+    Attributes:
+        has_ended: the model has said that its text ends.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any) -> None:
+        ends = getattr(model.generation_config, "eos_token_id", None)
+        self._ends = {ends} if isinstance(ends, int) else set(ends or ())
+        self._tokenizer = tokenizer
+        self._tokens: list[int] = []
+        self._shown = ""
+        self.has_ended = False
+
+    def put(self, value: Any) -> None:
+        """Takes the prompt, [1, tokens], which is shown already, and then each new token, [1]."""
+        if value.dim() > 1:
+            return
+        self.has_ended = value.item() in self._ends
+        if self.has_ended:
+            return
+        self._tokens.append(value.item())
+        # The last characters may not be whole yet: a character has several bytes, or tokens.
+        text = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
+        text = text.rstrip("\N{REPLACEMENT CHARACTER}")
+        if text.startswith(self._shown):
+            sys.stdout.write(text[len(self._shown) :])
+            sys.stdout.flush()
+            self._shown = text
+
+    def end(self) -> None:
+        """Does nothing: generate() may go on."""
+
+
+def _load(folder: Path) -> tuple[Any, Any]:
+    """The causal language model of a folder, ready to generate, and its tokenizer, or bytes if it
+    has none. Raises ValueError if transformers cannot read the folder."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", local_files_only=True)
+        if any(folder.glob("tokenizer*")) or (folder / "vocab.json").is_file():
+            return model.eval(), AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, KeyError) as error:
+        raise ValueError(f"{folder}: {error}") from error
+    return model.eval(), _Bytes()
+
+
+def _model_folder(path: Path | None) -> Path:
+    """The folder of the model that `path` means: itself, or that of the run which it is.
+
+    None means the newest run in `runs` that left a model. Raises ValueError if there is none.
+    """
+    from hetero.cli.job.run_folder import MODEL_NAME
+
+    if path is None:
+        runs = [run / MODEL_NAME for run in Path("runs").glob("*")]
+        found = [folder for folder in runs if _is_model(folder)]
+        if not found:
+            raise ValueError(
+                "no run in the folder runs has left a model; name a folder, or train one: "
+                "hetero train"
+            )
+        return max(found, key=lambda folder: (folder / "config.json").stat().st_mtime)
+    for folder in (path, path / MODEL_NAME):
+        if _is_model(folder):
+            return folder
+    raise ValueError(
+        f"{path} is neither a model folder (config.json and safetensors files) nor a run folder "
+        f"that has one; hetero convert makes one of a checkpoint"
+    )
+
+
+def _is_model(folder: Path) -> bool:
+    """Whether there are weights, or an adapter that names the folder of the weights."""
+    names = ("config.json", "adapter_config.json")
+    return any((folder / name).is_file() for name in names) and any(folder.glob("*.safetensors"))

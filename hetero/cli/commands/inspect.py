@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Prints what the checkpoint has; returns 1 if it was verified and is damaged."""
     # Late, because other commands need none of it.
     from hetero.cli.show.contents import as_dict, lines
-    from hetero.cli.trained.stored import open_left
+    from hetero.cli.stored import open_left
     from hetero.text_table import terminal_width
 
     with open_left(Path(arguments.path)) as stored:

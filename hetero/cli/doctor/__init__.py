@@ -1,1 +1,1 @@
-"""What `hetero doctor` looks at: facts of this machine, checks that judge them, and the report."""
+"""What `hetero doctor` looks at: facts of this machine, and the findings that judge them."""

@@ -5,163 +5,163 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hetero.compat.key_table import KeyTable, honoured, mapped, not_needed, refused
+from hetero.compat.key_table import KeyTable
 from hetero.config import option_names
 
 _SEARCHED = "sizes of chunks and slots are searched (hetero: chunk_numel sets them)"
 _EXACT = "ranks exchange parts and sum them in fp32, which needs no scaling and has fixed bits"
 _FREE = "what a step leaves free on the device is found out and used (hetero: device_memory)"
 _NO_SUCH = "hetero has no such feature"
-_PAGE_LOCKED = "buffers to and from a device are always page-locked"
+_PLACEMENT = "placement_policy says where parameters live"
+_POLICY = "tensor_placement_policy says it"
 _RANKS = "the context that built the model knows the ranks"
+_SLOTS = "slots are given up when others need them"
+_EXPLAIN = "engine.explain() says what was chosen"
+_OVERLAP = "communication overlaps with compute always"
 
 INIT_CONTEXT = KeyTable(
     "ZeroInitContext",
-    {
-        "target_device": not_needed("placement_policy says where parameters live"),
-        "shard_strategy": mapped("`shard_strategy`"),
-        "shard_param": mapped("`zero_stage`: 3, or 2 if it is false"),
-        "convert_fp16": mapped("`dtype`: fp16, or fp32 if it is false"),
-        "seed": honoured("torch.manual_seed() at the block's beginning, undone at its end"),
-        "default_dtype": honoured("parameters are drawn in it"),
-        "model_numel_tensor": refused("sum(p.numel() for p in model.parameters()) counts them"),
-        "convert_cuda": not_needed("placement_policy says where parameters live"),
-        "shard_grad": not_needed("gradients are sharded from stage 2 on"),
-        "rm_torch_payload_on_the_fly": not_needed("construction keeps to its budget always"),
-        "replicated": not_needed("all parameters are"),
+    honoured={
+        "seed": "torch.manual_seed() at the block's beginning, undone at its end",
+        "default_dtype": "parameters are drawn in it",
     },
+    mapped={
+        "shard_strategy": "`shard_strategy`",
+        "shard_param": "`zero_stage`: 3, or 2 if it is false",
+        "convert_fp16": "`dtype`: fp16, or fp32 if it is false",
+    },
+    not_needed={
+        _PLACEMENT: "target_device convert_cuda",
+        "gradients are sharded from stage 2 on": "shard_grad",
+        "construction keeps to its budget always": "rm_torch_payload_on_the_fly",
+        "all parameters are": "replicated",
+    },
+    refused={"sum(p.numel() for p in model.parameters()) counts them": "model_numel_tensor"},
 )
 SHARDED_MODEL = KeyTable(
     "ShardedModelV2",
-    {
-        "shard_strategy": mapped("`shard_strategy`"),
-        "process_group": mapped("`process_group` of hetero.initialize()"),
-        "tensor_placement_policy": mapped("`placement_policy`; cuda without a GPU: auto"),
-        "fp32_reduce_scatter": mapped('`reduce_dtype="fp32"`'),
-        "gradient_predivide_factor": not_needed(_EXACT),
-        "reuse_fp16_shard": not_needed("gradients have homes of their own, and may accumulate"),
-        "reduce_scatter_bucket_size_mb": not_needed(_SEARCHED),
-        "reduce_scatter_process_group": not_needed(_RANKS),
-        "use_memory_tracer": not_needed("the ledger counts every byte"),
-        "offload_config": not_needed("tensor_placement_policy says it"),
-        "reshard_after_forward": not_needed("slots are given up when others need them"),
-        "mixed_precision": not_needed("masters are always kept in fp32"),
+    mapped={
+        "shard_strategy": "`shard_strategy`",
+        "process_group": "`process_group` of hetero.initialize()",
+        "tensor_placement_policy": "`placement_policy`; cuda without a GPU: auto",
+        "fp32_reduce_scatter": '`reduce_dtype="fp32"`',
+    },
+    not_needed={
+        _EXACT: "gradient_predivide_factor",
+        "gradients have homes of their own, and may accumulate": "reuse_fp16_shard",
+        _SEARCHED: "reduce_scatter_bucket_size_mb",
+        _RANKS: "reduce_scatter_process_group",
+        "the ledger counts every byte": "use_memory_tracer",
+        _POLICY: "offload_config",
+        _SLOTS: "reshard_after_forward",
+        "masters are always kept in fp32": "mixed_precision",
     },
 )
 _SCALE = {
-    "initial_scale": honoured("the first loss scale"),
-    "min_scale": honoured("its least"),
-    "growth_factor": honoured("by which it grows"),
-    "backoff_factor": honoured("by which it becomes smaller"),
-    "growth_interval": honoured("steps without overflow until it grows"),
-    "hysteresis": honoured("overflows until it becomes smaller"),
-    "max_scale": honoured("its largest"),
+    "initial_scale": "the first loss scale",
+    "min_scale": "its least",
+    "growth_factor": "by which it grows",
+    "backoff_factor": "by which it becomes smaller",
+    "growth_interval": "steps without overflow until it grows",
+    "hysteresis": "overflows until it becomes smaller",
+    "max_scale": "its largest",
 }
 SHARDED_OPTIMIZER = KeyTable(
     "ShardedOptimizerV2",
-    {
-        **_SCALE,
-        "gpu_margin_mem_ratio": not_needed(_FREE),
-        "dp_process_group": not_needed(_RANKS),
-        "mp_process_group": not_needed("there is no model parallelism"),
-        "cpu_offload": not_needed("tensor_placement_policy says it"),
-        "verbose": not_needed("engine.explain() says what was chosen"),
+    honoured=_SCALE,
+    not_needed={
+        _FREE: "gpu_margin_mem_ratio",
+        _RANKS: "dp_process_group",
+        "there is no model parallelism": "mp_process_group",
+        _POLICY: "cpu_offload",
+        _EXPLAIN: "verbose",
     },
 )
+# The orders are those in which ColossalAI takes arguments; the last ones are of earlier releases.
 GEMINI = KeyTable(
     "GeminiDDP",
-    {  # in the order in which ColossalAI takes them
-        "chunk_config_dict": not_needed(_SEARCHED),
-        "chunk_init_device": not_needed("placement_policy says it"),
-        "placement_policy": mapped("`placement_policy`; static: by the two fractions below"),
-        "enable_gradient_accumulation": not_needed("gradients always accumulate until zero_grad()"),
-        "max_prefetch": not_needed("four uses are gathered ahead"),
-        "shard_param_frac": mapped("`zero_stage`: 2 if it is 0, else 3"),
-        "offload_optim_frac": mapped("static: 0 cuda, 1 cpu, between auto"),
-        "offload_param_frac": mapped("static: above 0 cpu"),
-        "warmup_non_model_data_ratio": not_needed(_FREE),
-        "steady_cuda_cap_ratio": not_needed(_FREE),
-        "search_range_m": not_needed(_SEARCHED),
-        "hidden_dim": not_needed(_SEARCHED),
-        "min_chunk_size_m": not_needed(_SEARCHED),
-        "pin_memory": not_needed(_PAGE_LOCKED),
-        "force_outputs_fp32": honoured("floating outputs become fp32"),
-        "strict_ddp_mode": mapped("`zero_stage=1`"),
-        "scatter_after_inference": not_needed("slots are given up when others need them"),
-        "mixed_precision": mapped("`dtype`"),
-        "zero_group": mapped("`process_group` of hetero.initialize()"),
-        "memstats": not_needed(_FREE),
-        "master_weights": not_needed("exact masters cost 2 bytes more than bf16"),
-        "extra_dp_group": refused("give hetero.ZeroInitContext a mesh of two dimensions"),
-        "verbose": not_needed("engine.explain() says what was chosen"),
-        "enable_async_reduce": not_needed("communication overlaps with compute always"),
-        "fp8_communication": refused(_NO_SUCH),
-        "use_fp8": refused(_NO_SUCH),
-        # Of earlier releases.
-        "device": not_needed("parameters come to where compute happens"),
-        "search_range_mb": not_needed(_SEARCHED),
-        "min_chunk_size_mb": not_needed(_SEARCHED),
-        "process_group": mapped("`process_group` of hetero.initialize()"),
+    honoured={"force_outputs_fp32": "floating outputs become fp32"},
+    mapped={
+        "placement_policy": "`placement_policy`; static: by the two fractions below",
+        "shard_param_frac": "`zero_stage`: 2 if it is 0, else 3",
+        "offload_optim_frac": "static: 0 cuda, 1 cpu, between auto",
+        "offload_param_frac": "static: above 0 cpu",
+        "strict_ddp_mode": "`zero_stage=1`",
+        "mixed_precision": "`dtype`",
+        "zero_group": "`process_group` of hetero.initialize()",
+        "process_group": "`process_group` of hetero.initialize()",
     },
+    not_needed={
+        _SEARCHED: """chunk_config_dict search_range_m hidden_dim min_chunk_size_m search_range_mb
+            min_chunk_size_mb""",
+        _PLACEMENT: "chunk_init_device device",
+        "gradients always accumulate until zero_grad()": "enable_gradient_accumulation",
+        "four uses are gathered ahead": "max_prefetch",
+        _FREE: "warmup_non_model_data_ratio steady_cuda_cap_ratio memstats",
+        "buffers to and from a device are always page-locked": "pin_memory",
+        _SLOTS: "scatter_after_inference",
+        "exact masters cost 2 bytes more than bf16": "master_weights",
+        _EXPLAIN: "verbose",
+        _OVERLAP: "enable_async_reduce",
+    },
+    refused={
+        "give hetero.ZeroInitContext a mesh of two dimensions": "extra_dp_group",
+        _NO_SUCH: "fp8_communication use_fp8",
+    },
+    order="""chunk_config_dict chunk_init_device placement_policy enable_gradient_accumulation
+        max_prefetch shard_param_frac offload_optim_frac offload_param_frac
+        warmup_non_model_data_ratio steady_cuda_cap_ratio search_range_m hidden_dim min_chunk_size_m
+        pin_memory force_outputs_fp32 strict_ddp_mode scatter_after_inference mixed_precision
+        zero_group memstats master_weights extra_dp_group verbose enable_async_reduce
+        fp8_communication use_fp8 device search_range_mb min_chunk_size_mb process_group""",
 )
 GEMINI_OPTIMIZER = KeyTable(
     "GeminiOptimizer",
-    {  # in the order in which ColossalAI takes them
-        "gpu_margin_mem_ratio": not_needed(_FREE),
-        **_SCALE,
-        "max_norm": honoured("step() clips the total norm"),
-        "norm_type": honoured("2, or infinity"),
-        "tp_group": refused(_NO_SUCH),
-        "params_info": not_needed("parameters are known by their names"),
-        "verbose": not_needed("engine.explain() says what was chosen"),
-        "enable_async_reduce": not_needed("communication overlaps with compute always"),
+    honoured={**_SCALE, "max_norm": "step() clips the total norm", "norm_type": "2, or infinity"},
+    not_needed={
+        _FREE: "gpu_margin_mem_ratio",
+        "parameters are known by their names": "params_info",
+        _EXPLAIN: "verbose",
+        _OVERLAP: "enable_async_reduce",
     },
+    refused={_NO_SUCH: "tp_group"},
+    order=f"""gpu_margin_mem_ratio {" ".join(_SCALE)} max_norm norm_type tp_group params_info
+        verbose enable_async_reduce""",
 )
-# What GeminiPlugin has beside the arguments of GeminiDDP and GeminiOptimizer.
+_NOT_OF_PLUGIN = ("mixed_precision", "tp_group", "params_info", "zero_group", "device")
 PLUGIN = KeyTable(
     "GeminiPlugin",
-    {
-        "precision": mapped("`dtype`: fp16, bf16 or fp32"),
-        "enable_tensor_parallelism": refused(_NO_SUCH),
-        "tp_size": not_needed("there is no tensor parallelism"),
-        "extra_dp_size": not_needed("there is no tensor parallelism"),
-        "enable_all_optimization": refused("use models that are optimized already"),
-        "enable_fused_normalization": refused("use models that are optimized already"),
-        "enable_flash_attention": refused("use models that are optimized already"),
-        "enable_jit_fused": refused("use models that are optimized already"),
-        "enable_sequence_parallelism": refused(_NO_SUCH),
-        "enable_sequence_overlap": refused(_NO_SUCH),
-        **{
-            name: key
-            for table in (GEMINI, GEMINI_OPTIMIZER)
-            for name, key in table.keys.items()
-            if name not in ("mixed_precision", "tp_group", "params_info", "zero_group", "device")
-        },
+    mapped={"precision": "`dtype`: fp16, bf16 or fp32"},
+    not_needed={"there is no tensor parallelism": "tp_size extra_dp_size"},
+    refused={
+        "use models that are optimized already": """enable_all_optimization
+            enable_fused_normalization enable_flash_attention enable_jit_fused""",
+        _NO_SUCH: "enable_tensor_parallelism enable_sequence_parallelism enable_sequence_overlap",
+    },
+    others={
+        name: key
+        for name, key in (GEMINI.keys | GEMINI_OPTIMIZER.keys).items()
+        if name not in _NOT_OF_PLUGIN
     },
 )
 CONFIGURATION = KeyTable(
     "the ColossalAI configuration",
-    {
-        "zero": honoured(
-            "model_config for ShardedModelV2, optimizer_config for ShardedOptimizerV2"
-        ),
-        "gradient_accumulation": honoured("micro-batches between steps; losses are divided"),
-        "clip_grad_norm": honoured("the total norm is clipped before each step"),
-        "gradient_handler": not_needed("gradients are averaged as they come"),
-        "cudnn_benchmark": honoured("torch.backends.cudnn.benchmark"),
-        "cudnn_deterministic": honoured("torch.backends.cudnn.deterministic"),
-        "parallel": refused("hetero has data parallelism alone"),
-        "fp16": refused("the dtype is the context's (convert_fp16)"),
+    honoured={
+        "zero": "model_config for ShardedModelV2, optimizer_config for ShardedOptimizerV2",
+        "gradient_accumulation": "micro-batches between steps; losses are divided",
+        "clip_grad_norm": "the total norm is clipped before each step",
+        "cudnn_benchmark": "torch.backends.cudnn.benchmark",
+        "cudnn_deterministic": "torch.backends.cudnn.deterministic",
+    },
+    not_needed={"gradients are averaged as they come": "gradient_handler"},
+    refused={
+        "hetero has data parallelism alone": "parallel",
+        "the dtype is the context's (convert_fp16)": "fp16",
     },
 )
 TABLES = (
-    INIT_CONTEXT,
-    SHARDED_MODEL,
-    SHARDED_OPTIMIZER,
-    GEMINI,
-    GEMINI_OPTIMIZER,
-    PLUGIN,
-    CONFIGURATION,
+    *(INIT_CONTEXT, SHARDED_MODEL, SHARDED_OPTIMIZER),
+    *(GEMINI, GEMINI_OPTIMIZER, PLUGIN, CONFIGURATION),
 )
 
 

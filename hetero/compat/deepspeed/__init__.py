@@ -1,6 +1,16 @@
 """DeepSpeed's names: `from hetero.compat import deepspeed` in the place of `import deepspeed`."""
 
-from hetero.compat.deepspeed import accelerator, checkpointing, comm, ops, runtime, utils, zero
+from hetero.compat.deepspeed import (
+    accelerator,
+    checkpointing,
+    comm,
+    lr_schedules,
+    offload_config,
+    optimizers,
+    utils,
+    zero,
+    zero_to_fp32,
+)
 from hetero.compat.deepspeed.accelerator import get_accelerator
 from hetero.compat.deepspeed.comm import init_distributed
 from hetero.compat.deepspeed.engine import DeepSpeedEngine
@@ -9,7 +19,15 @@ from hetero.compat.deepspeed.options import RELEASE as __version__
 from hetero.compat.deepspeed.options import DeepSpeedConfig
 from hetero.compat.deepspeed.refused_names import PipelineModule, init_inference, tp_model_init
 from hetero.compat.deepspeed.utils import OnDevice, logger
+from hetero.compat.module_paths import mirrored
 from hetero.ranks.process_groups import is_distributed as is_initialized
+
+mirrored(__name__, {"utils": utils, "utils.zero_to_fp32": zero_to_fp32})
+ops = mirrored(f"{__name__}.ops", dict.fromkeys(("adagrad", "adam", "lion"), optimizers))
+runtime = mirrored(
+    f"{__name__}.runtime",
+    {"lr_schedules": lr_schedules, "zero": zero, "zero.offload_config": offload_config},
+)
 
 __all__ = [
     "DeepSpeedConfig",

@@ -9,7 +9,14 @@ from typing import Any
 
 import torch
 
-_NAMES_OF_TORCH = ("get_rng_state", "set_rng_state", "manual_seed", "initial_seed")
+_OF_TORCH = ("get_rng_state", "set_rng_state", "manual_seed", "initial_seed")
+_ANSWERS = {
+    "is_available": True,  # there is a CPU
+    "supported_dtypes": [torch.float32, torch.float16, torch.bfloat16],
+    "is_fp16_supported": True,
+    "is_bf16_supported": True,  # without the instructions it is slow
+    "is_triton_supported": False,  # hetero has no kernels in Triton
+}
 
 
 class Accelerator:
@@ -22,10 +29,6 @@ class Accelerator:
     def __init__(self) -> None:
         self._on_gpu = torch.cuda.is_available()
         self._name = "cuda" if self._on_gpu else "cpu"
-
-    def is_available(self) -> bool:
-        """Always: there is a CPU."""
-        return True
 
     def device_name(self, device_index: int | None = None) -> str:
         """ "cuda", with the index if it is given, or "cpu"."""
@@ -42,7 +45,7 @@ class Accelerator:
 
     def current_device_name(self) -> str:
         """The name of the current device, as torch takes it."""
-        return f"cuda:{torch.cuda.current_device()}" if self._on_gpu else self._name
+        return self.device_name(torch.cuda.current_device() if self._on_gpu else None)
 
     def device_count(self) -> int:
         """GPUs, or, without one, processes of this machine."""
@@ -52,22 +55,6 @@ class Accelerator:
     def communication_backend_name(self) -> str:
         """For torch.distributed."""
         return "nccl" if self._on_gpu else "gloo"
-
-    def supported_dtypes(self) -> list[torch.dtype]:
-        """In which models compute."""
-        return [torch.float32, torch.float16, torch.bfloat16]
-
-    def is_fp16_supported(self) -> bool:
-        """Always."""
-        return True
-
-    def is_bf16_supported(self) -> bool:
-        """Always; without the instructions it is slow."""
-        return True
-
-    def is_triton_supported(self) -> bool:
-        """Never: hetero has no kernels in Triton."""
-        return False
 
     def is_synchronized_device(self) -> bool:
         """Whether calls return when they are done, as on a CPU."""
@@ -87,21 +74,15 @@ class Accelerator:
         """Whether the tensor is where models compute."""
         return tensor.device.type == self._name
 
-    def manual_seed_all(self, seed: int) -> None:
-        """Seeds the generators of all devices."""
-        torch.manual_seed(seed)
-
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        if name in _NAMES_OF_TORCH and not self._on_gpu:
-            return getattr(torch, name)
-        if hasattr(torch.cuda, name):
-            of_cpu = getattr(torch.cpu, name, None)
-            if self._on_gpu or of_cpu is not None:
-                return getattr(torch.cuda, name) if self._on_gpu else of_cpu
-            return (lambda *_: 0) if "memory" in name else (lambda *_, **__: None)
-        raise AttributeError(f"deepspeed.accelerator: hetero has no {name!r}")
+        if name in _ANSWERS:
+            return lambda: _ANSWERS[name]
+        if name == "manual_seed_all" or (name in _OF_TORCH and not self._on_gpu):
+            return getattr(torch, name.removesuffix("_all"))
+        if name.startswith("_") or not hasattr(torch.cuda, name):
+            raise AttributeError(f"deepspeed.accelerator: hetero has no {name!r}")
+        found = getattr(torch.cuda if self._on_gpu else torch.cpu, name, None)
+        return found or (lambda *_, **__: 0 if "memory" in name else None)
 
 
 @cache

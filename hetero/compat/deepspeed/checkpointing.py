@@ -13,13 +13,7 @@ _configured = False
 
 
 def configure(mpu_: Any = None, deepspeed_config: Any = None, **options: Any) -> None:
-    """Accepts DeepSpeed's options, none of which is needed; each is logged once.
-
-    Args:
-        mpu_: not needed.
-        deepspeed_config: not needed: deepspeed.initialize() reads it.
-        options: as of the configuration's activation_checkpointing.
-    """
+    """Accepts DeepSpeed's options, none of which is needed; each is logged once."""
     global _configured
     given = {"mpu_": mpu_, "deepspeed_config": deepspeed_config, **options}
     for name, value in given.items():
@@ -38,13 +32,5 @@ def reset() -> None:
 
 
 def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
-    """Calls the function without keeping its activations; backward computes them again.
-
-    Args:
-        function: of the region.
-        args: its arguments.
-
-    Returns:
-        What the function returns.
-    """
+    """Calls the function without keeping its activations; backward computes them again."""
     return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False)

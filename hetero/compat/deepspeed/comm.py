@@ -10,9 +10,6 @@ import torch.distributed
 
 from hetero.compat.key_table import log_not_needed
 from hetero.compat.ranks import join
-from hetero.ranks.process_groups import is_distributed
-
-_SAID = "torchrun's environment says it"
 
 
 def init_distributed(
@@ -43,19 +40,14 @@ def init_distributed(
         ("config", config is not None),
     ):
         if value:
-            log_not_needed(f"init_distributed: {name}", _SAID)
-    if is_distributed() or dist_init_required is False:
+            log_not_needed(f"init_distributed: {name}", "torchrun's environment says it")
+    is_launched = not {"RANK", "WORLD_SIZE", "MASTER_ADDR"} - os.environ.keys()
+    if dist_init_required is False or (init_method is None and not is_launched):
         return
-    if init_method is None and {"RANK", "WORLD_SIZE", "MASTER_ADDR"} - os.environ.keys():
-        return
-    if init_method is None and timeout is None and int(os.environ["WORLD_SIZE"]) > 1:
-        join(dist_backend)
-        return
-    backend = "cpu:gloo,cuda:nccl" if dist_backend == "nccl" else dist_backend or "gloo"
-    more: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
-    torch.distributed.init_process_group(
-        backend, init_method=init_method, rank=rank, world_size=world_size, **more
-    )
+    where: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
+    if init_method is not None:
+        where |= {"init_method": init_method, "rank": rank, "world_size": world_size}
+    join(dist_backend, **where)
 
 
 def __getattr__(name: str) -> Any:

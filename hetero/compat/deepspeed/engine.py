@@ -2,36 +2,101 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
-from hetero.api.access import clip_grad_norm_, no_sync
+from hetero.api.access import no_sync
 from hetero.api.optimizer import HybridOptimizer
 from hetero.checkpoint.load import load
 from hetero.checkpoint.save import save
-from hetero.compat.deepspeed.configured import ConfiguredModule, DeepSpeedUseError
 from hetero.compat.deepspeed.options import DeepSpeedOptions
-from hetero.compat.grad_scale import GradScale
+from hetero.compat.grad_scale import ScaledSteps
 from hetero.compat.key_table import log_not_needed, logger
 from hetero.compat.ranks import barrier, rank, ranks
-from hetero.compat.torch_optimizers import OwnedSteps
 from hetero.planning.placement import PlacementError
 from hetero.runtime.engine import Engine
-from offload.errors import BudgetError, CheckpointError
+from offload.errors import BudgetError, CheckpointError, HeteroError
 from offload.memory.tiers import Tier
 
 _LATEST = "latest"  # the file in a folder of checkpoints that names the last one
-
-
+_COUNTS = ("micro_steps", "global_steps", "global_samples", "skipped_steps")
 _running = 0  # backward() of engines: inside, gradients of outputs are scaled already
 
 
-class DeepSpeedEngine(ConfiguredModule):
+class DeepSpeedUseError(HeteroError, ValueError, AssertionError, RuntimeError):
+    """The engine was used as DeepSpeed's must not be, which raises one of the last two."""
+
+
+def _of_groups(engine: DeepSpeedEngine, option: str) -> list[Any]:
+    return [group[option] for group in engine._optimizer.param_groups]
+
+
+def _momentum(engine: DeepSpeedEngine) -> list[Any]:
+    return _of_groups(engine, "betas" if "betas" in engine._optimizer.defaults else "momentum")
+
+
+def _set_train_batch_size(engine: DeepSpeedEngine, train_batch_size: int) -> None:
+    """Makes a step of so many samples, by another number of micro-batches.
+
+    Raises ValueError if it is no multiple of the micro-batches of all ranks.
+    """
+    of_all = engine.options.micro_batch_size * ranks()
+    if train_batch_size < 1 or train_batch_size % of_all:
+        raise ValueError(
+            f"train_batch_size={train_batch_size} must be a multiple of {of_all}, the samples "
+            f"of a micro-batch of all {ranks()} ranks"
+        )
+    engine.options = replace(engine.options, accumulation_steps=train_batch_size // of_all)
+
+
+def _set_train_micro_batch_size(engine: DeepSpeedEngine, micro_batch_size: int) -> None:
+    """Says that a micro-batch of one rank has so many samples, for the counts."""
+    engine.options = replace(engine.options, micro_batch_size=micro_batch_size)
+
+
+def _module_state_dict(
+    engine: DeepSpeedEngine, exclude_frozen_parameters: bool = False
+) -> dict[str, Any]:
+    """The model's whole state_dict(), without frozen parameters if so wished."""
+    frozen = {n for n, p in engine.module.named_parameters() if not p.requires_grad}
+    left_out = frozen if exclude_frozen_parameters else set[str]()
+    return {n: v for n, v in engine.module.state_dict().items() if n not in left_out}
+
+
+# Methods about the configuration, the optimizer and the last step.
+_ABOUT: Mapping[str, Callable[..., Any]] = {
+    "train_batch_size": lambda e: (
+        e.options.micro_batch_size * e.options.accumulation_steps * ranks()
+    ),
+    "set_train_batch_size": _set_train_batch_size,
+    "set_train_micro_batch_size": _set_train_micro_batch_size,
+    "module_state_dict": _module_state_dict,
+    "train_micro_batch_size_per_gpu": lambda e: e.options.micro_batch_size,
+    "gradient_accumulation_steps": lambda e: e.options.accumulation_steps,
+    "managed_gradient_accumulation": lambda e: e.options.is_managed,
+    "gradient_clipping": lambda e: e.options.gradient_clipping,
+    "zero_optimization": lambda e: e.options.stage > 0,
+    "zero_optimization_stage": lambda e: e.options.stage,
+    "fp16_enabled": lambda e: e.options.config.dtype == "fp16",
+    "bfloat16_enabled": lambda e: e.options.config.dtype == "bf16",
+    "get_lr": lambda e: _of_groups(e, "lr"),
+    "get_mom": _momentum,  # the betas of each param group, or SGD's momentum
+    "get_global_grad_norm": lambda e: None if e._steps is None else e._steps.norm,
+    "was_step_applied": lambda e: e._was_applied,
+    "empty_partition_cache": lambda e: log_not_needed(
+        "empty_partition_cache()", "gathered parameters stay within the budget"
+    ),
+}
+
+
+class DeepSpeedEngine(torch.nn.Module):
     """A model and its training, as deepspeed.initialize() returns it.
 
         loss = engine(batch)
@@ -40,8 +105,23 @@ class DeepSpeedEngine(ConfiguredModule):
 
     Each of these is called once a micro-batch. At the end of gradient_accumulation_steps of them
     step() clips, updates, clears the gradients and steps the scheduler; before, it only counts.
-    Without managed_gradient_accumulation each step() is such an end.
+    Without managed_gradient_accumulation each step() is such an end. The model's attributes are the
+    engine's, too.
+
+    Attributes:
+        module: the model.
+        optimizer: hetero's, whose `engine` is hetero's engine; None for inference.
+        lr_scheduler: None if there is none.
+        training_dataloader: of the training data that initialize() was given, or None.
+        options: the configuration.
+        micro_steps, global_steps, global_samples, skipped_steps: counts; overflows skip.
     """
+
+    micro_steps: int
+    global_steps: int
+    global_samples: int
+    skipped_steps: int
+    _backwards: int  # backward() calls since the last update
 
     def __init__(
         self,
@@ -53,18 +133,48 @@ class DeepSpeedEngine(ConfiguredModule):
         engine: Engine | None = None,
     ) -> None:
         """`engine`: of a model without an optimizer."""
-        super().__init__(module, options, optimizer, lr_scheduler, training_dataloader)
+        super().__init__()
+        self.module = module
+        self.options: DeepSpeedOptions = options
+        self.optimizer = optimizer
+        self.lr_scheduler = lr_scheduler
+        self.training_dataloader = training_dataloader
+        vars(self).update(dict.fromkeys((*_COUNTS, "_backwards"), 0))
         self._engine = engine if optimizer is None else optimizer.engine
-        self._scale = GradScale(options.scale)
-        self._steps = None if optimizer is None else OwnedSteps(optimizer, "engine.step()")
+        self._steps: ScaledSteps | None = None
+        if optimizer is not None:
+            self._steps = ScaledSteps(optimizer, options.scale, "engine.step()")
         self._boundary: bool | None = None  # as the loop has set it
         self._is_announced = False  # scale() was called for the next backward
-        self._is_scaled = False  # gradients are times the loss scale
         self._unsynced = False  # inside no_sync()
-        self._backwards = 0  # backward() calls since the last update
-        self._was_applied = False
-        self._norm: float | None = None
+        self._was_applied: bool = False
         self._device_memory: int | None = None  # before offload_states()
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _ABOUT:
+            return partial(_ABOUT[name], self)
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self.__dict__.get("_modules", {}).get("module")
+            if module is None or name.startswith("__") or not hasattr(module, name):
+                raise
+            return getattr(module, name)
+
+    @property
+    def _optimizer(self) -> HybridOptimizer:
+        if self.optimizer is None:
+            raise DeepSpeedUseError(
+                "this engine has no optimizer; give deepspeed.initialize() one, or name one in the "
+                "configuration"
+            )
+        return self.optimizer
+
+    @property
+    def _scaled_steps(self) -> ScaledSteps:
+        _ = self._optimizer  # raises if there is none
+        assert self._steps is not None
+        return self._steps
 
     # A micro-batch
 
@@ -84,12 +194,12 @@ class DeepSpeedEngine(ConfiguredModule):
         """
         if _running:
             return None
-        if self._scale.value != 1.0 and not self._is_announced:
+        if self.loss_scale != 1.0 and not self._is_announced:
             raise DeepSpeedUseError(
                 "Loss scaling is required under fp16: call engine.backward(loss), or "
                 "engine.scale(loss).backward()"
             )
-        self._is_scaled = True
+        self._scaled_steps.is_scaled = True
         steps = self.options.accumulation_steps
         return grad / steps if steps > 1 else None
 
@@ -104,7 +214,7 @@ class DeepSpeedEngine(ConfiguredModule):
         """
         self._check_loss(loss)
         self._is_announced = True
-        return self._scale.scaled(loss)
+        return self._scaled_steps.scale.scaled(loss)
 
     def _check_loss(self, loss: torch.Tensor) -> None:
         _ = self._optimizer  # raises if there is none
@@ -134,11 +244,11 @@ class DeepSpeedEngine(ConfiguredModule):
         self._check_loss(loss)
         if scale_wrt_gas and self.options.accumulation_steps > 1:
             loss = loss / self.options.accumulation_steps
-        self._is_scaled, self._backwards = True, self._backwards + 1
+        self._backwards += 1
         _running += 1
         try:
             with self._kept_here():
-                self._optimizer.engine.backward(self._scale.scaled(loss), retain_graph=retain_graph)
+                self._scaled_steps.backward(loss, retain_graph=retain_graph)
         finally:
             _running -= 1
         return loss
@@ -173,24 +283,18 @@ class DeepSpeedEngine(ConfiguredModule):
         self.micro_steps += 1
 
     def _update(self, lr_kwargs: dict[str, Any]) -> None:
-        optimizer, options = self._optimizer, self.options
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        overflow = self._is_scaled and self._scale.unscale(optimizer.engine, params)
-        self._is_scaled = self._is_announced = False
-        if not overflow:
-            if options.gradient_clipping > 0:
-                self._norm = float(clip_grad_norm_(params, options.gradient_clipping))
-            assert self._steps is not None
-            self._steps.step(optimizer)
-        optimizer.zero_grad()
-        self._scale.update(overflow)
+        steps, options = self._scaled_steps, self.options
+        self._is_announced = False
+        if options.gradient_clipping > 0:
+            steps.clip(options.gradient_clipping)
+        self._was_applied = steps.step()
+        steps.zero_grad()
         self.global_steps += 1
         micro_batches = options.accumulation_steps if options.is_managed else self._backwards
         self.global_samples += options.micro_batch_size * micro_batches * ranks()
         self._backwards = 0
-        self.skipped_steps += int(overflow)
-        self._was_applied = not overflow
-        if self.lr_scheduler is not None and not overflow:
+        self.skipped_steps += int(not self._was_applied)
+        if self.lr_scheduler is not None and self._was_applied:
             self.lr_scheduler.step(**lr_kwargs)
         every = options.steps_per_print
         if every and self.global_steps % every == 0 and rank() == 0:
@@ -267,20 +371,9 @@ class DeepSpeedEngine(ConfiguredModule):
     @property
     def loss_scale(self) -> float:
         """The factor of fp16's losses now."""
-        return self._scale.value
+        return 1.0 if self._steps is None else self._steps.scale.value
 
-    @property
-    def cur_scale(self) -> float:
-        """As loss_scale."""
-        return self._scale.value
-
-    def was_step_applied(self) -> bool:
-        """Whether the last step() changed parameters."""
-        return self._was_applied
-
-    def get_global_grad_norm(self) -> float | None:
-        """The norm of all gradients before the last clipping; None if none was clipped yet."""
-        return self._norm
+    cur_scale = loss_scale
 
     def offload_states(
         self,
@@ -339,7 +432,7 @@ class DeepSpeedEngine(ConfiguredModule):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Saves a checkpoint of hetero's in save_dir/tag; all ranks call it.
+        """Saves a checkpoint of hetero's in save_dir/tag, and raises as hetero.save(); all call it.
 
         Args:
             save_dir: the folder of checkpoints.
@@ -347,20 +440,14 @@ class DeepSpeedEngine(ConfiguredModule):
             client_state: the loop's own, plain values.
             save_latest: the file "latest" in save_dir names it afterwards.
             exclude_frozen_parameters: not needed: they cost no states.
-
-        Returns:
-            True.
-
-        Raises:
-            Exception: as hetero.save().
         """
         if exclude_frozen_parameters:
             log_not_needed("save_checkpoint: exclude_frozen_parameters", "they have no states")
         name = tag or f"global_step{self.global_steps}"
         extra: dict[str, Any] = {
             "client_state": dict(client_state or {}),
-            "counts": self._counts(),
-            "loss_scale": self._scale.state_dict(),
+            "counts": {count: getattr(self, count) for count in _COUNTS},
+            "loss_scale": self._scaled_steps.scale.state_dict(),
         }
         if self.lr_scheduler is not None:
             extra["scheduler"] = self.lr_scheduler
@@ -412,7 +499,7 @@ class DeepSpeedEngine(ConfiguredModule):
         path = folder / tag
         with_states = load_optimizer_states and not load_module_only
         with_scheduler = load_lr_scheduler_states and not load_module_only
-        extra: dict[str, Any] = {"loss_scale": self._scale} if with_states else {}
+        extra: dict[str, Any] = {"loss_scale": self._scaled_steps.scale} if with_states else {}
         if with_scheduler and self.lr_scheduler is not None:
             extra["scheduler"] = self.lr_scheduler
         found = load(path, self.module, self._optimizer if with_states else None, extra=extra)
@@ -423,24 +510,12 @@ class DeepSpeedEngine(ConfiguredModule):
                 setattr(self, name, count)
         return str(path), dict(found.extra["client_state"])
 
-    def _counts(self) -> dict[str, int]:
-        names = ("micro_steps", "global_steps", "global_samples", "skipped_steps")
-        return {name: getattr(self, name) for name in names}
-
     def save_16bit_model(
         self, save_dir: str | Path, save_filename: str = "pytorch_model.bin"
     ) -> bool:
-        """Saves the whole state_dict() of the model, in its compute dtype; all ranks call it.
+        """Saves the model's whole state_dict() in its compute dtype; all ranks call it.
 
-        Args:
-            save_dir: is made if it does not exist.
-            save_filename: the name of the file, which torch.load() reads.
-
-        Returns:
-            True.
-
-        Raises:
-            OSError: the file cannot be written.
+        The folder is made if it does not exist; torch.load() reads the file.
         """
         if rank() == 0:
             Path(save_dir).mkdir(parents=True, exist_ok=True)

@@ -14,14 +14,13 @@ from hetero.api.optimizer import HybridOptimizer, ParamGroups
 from hetero.api.optimizers import HybridSGD
 from hetero.api.whole_state import write_parts
 from hetero.compat.deepspeed.engine import DeepSpeedEngine
-from hetero.compat.deepspeed.named_optimizers import make_optimizer
+from hetero.compat.deepspeed.lr_schedules import make_schedule
+from hetero.compat.deepspeed.optimizers import make_optimizer
 from hetero.compat.deepspeed.options import DeepSpeedOptions, read_options
-from hetero.compat.deepspeed.runtime.lr_schedules import make_schedule
-from hetero.compat.deepspeed.utils.tensor_fragment import remember
+from hetero.compat.deepspeed.utils import remember
 from hetero.compat.key_table import log_not_needed, log_once
 from hetero.compat.late_start import start
-from hetero.compat.meshes import shard_mesh
-from hetero.compat.ranks import join, rank, ranks
+from hetero.compat.ranks import join, rank, ranks, shard_mesh
 from hetero.compat.torch_optimizers import hybrid_optimizer
 from hetero.runtime.engine import Engine
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from contextlib import suppress
@@ -14,10 +13,12 @@ from typing import Any
 import torch
 
 from hetero.compat.deepspeed import config_keys
+from hetero.compat.dtypes import TORCH
 from hetero.compat.grad_scale import ScalePolicy
 from hetero.compat.key_table import log_not_needed, log_once, logger, refuse_unknown
 from hetero.compat.ranks import ranks
 from hetero.config import Config
+from hetero.option_checks import check_choice, check_integer, is_number, options_from_file
 
 # The release whose keys, defaults and names the adapter has. Where an older one had another
 # default, a configuration that leaves the key out is told so, once, in the log.
@@ -27,16 +28,10 @@ _OLDER = (
     "this is %s, as in DeepSpeed from 0.19.3 to %s; older releases had %s. Give the key to choose"
 )
 
-_TORCH_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 _DTYPES = {
-    "fp16": "fp16",
-    "float16": "fp16",
-    "half": "fp16",
-    "bf16": "bf16",
-    "bfloat16": "bf16",
-    "fp32": "fp32",
-    "float32": "fp32",
-    "float": "fp32",
+    **dict.fromkeys(("fp16", "float16", "half"), "fp16"),
+    **dict.fromkeys(("bf16", "bfloat16"), "bf16"),
+    **dict.fromkeys(("fp32", "float32", "float"), "fp32"),
 }
 
 
@@ -122,26 +117,7 @@ def load(config: Mapping[str, Any] | str | PathLike[str]) -> Mapping[str, Any]:
 
     Raises ValueError if the file cannot be read, is not JSON, or has a key twice.
     """
-    if isinstance(config, Mapping):
-        return config
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        names = [name for name, _ in pairs]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
-            raise ValueError(f"{config} has {', '.join(twice)} more than once")
-        return dict(pairs)
-
-    try:
-        with open(config, encoding="utf-8") as file:
-            content = json.load(file, object_pairs_hook=unique)
-    except OSError as error:
-        raise ValueError(f"cannot read the configuration {config}: {error.strerror}") from error
-    except json.JSONDecodeError as error:
-        raise ValueError(f"the configuration {config} is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"the configuration {config} must be a JSON object")
-    return content
+    return config if isinstance(config, Mapping) else options_from_file(config)
 
 
 def read_options(
@@ -164,7 +140,8 @@ def read_options(
     zero = _read_zero(top.get("zero_optimization", {}))
     for table in (config_keys.AIO, config_keys.CHECKPOINT):
         table.read(top.get(table.name, {}))
-    stage = _stage(zero.get("stage", 0))
+    stage: int = zero.get("stage", 0)
+    check_choice("zero_optimization: stage", stage, (0, 1, 2, 3))
     if stage == 0:
         log_not_needed(
             "zero_optimization: stage 0", "stage 1 gives the same numbers with less memory"
@@ -199,11 +176,12 @@ def read_options(
         raise ValueError(f"hetero must be a mapping of hetero's options, not {own!r}")
     micro, accumulation = _batch_sizes(top, world)
     shard_size = zero.get("mics_shard_size", -1)
-    if shard_size != -1:
-        _whole("mics_shard_size", shard_size)
-    steps_per_print = top.get("steps_per_print")
-    if steps_per_print is not None:
-        _whole("steps_per_print", steps_per_print)
+    for name, value in (
+        ("mics_shard_size", None if shard_size == -1 else shard_size),
+        ("steps_per_print", top.get("steps_per_print")),
+    ):
+        if value is not None:
+            check_integer(name, value, 1)
     return DeepSpeedOptions(
         Config.make(options, **own),
         accumulation,
@@ -214,7 +192,7 @@ def read_options(
         _named("scheduler", top.get("scheduler")),
         state_dtype,
         scale,
-        steps_per_print,
+        top.get("steps_per_print"),
         bool(top.get("dataloader_drop_last", False)),
         stage,
         shard_size if shard_size > 0 else None,
@@ -245,7 +223,7 @@ def _data_types(given: object, dtype: str) -> tuple[str | None, torch.dtype | No
             f"data_types: keep_in_fp32_modules={kept!r} is refused: buffers keep the dtype that "
             f"they were built with, unless buffer_dtype casts all"
         )
-    return grad, None if buffer is None else _TORCH_DTYPES[buffer]
+    return grad, None if buffer is None else TORCH[buffer]
 
 
 def _read_zero(given: object) -> dict[str, Any]:
@@ -259,13 +237,6 @@ def _read_zero(given: object) -> dict[str, Any]:
     if zero.get("zenflow"):
         config_keys.ZENFLOW.read(zero["zenflow"])
     return zero
-
-
-def _stage(stage: object) -> int:
-    if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
-        raise ValueError(f"zero_optimization: stage must be 0, 1, 2 or 3, not {stage!r}")
-    assert isinstance(stage, int)
-    return stage
 
 
 def _placement(zero: Mapping[str, Any]) -> dict[str, Any]:
@@ -378,15 +349,12 @@ def _dtype(name: str, value: object) -> str:
     return _DTYPES[str(value)]
 
 
-def _whole(name: str, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} must be a whole number from 1 on, not {value!r}")
-    return value
+def _whole(name: str, value: Any) -> int:
+    check_integer(name, value, 1)
+    return int(value)
 
 
-def _number(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ValueError(f"{name} must be a number, not {value!r}")
-    if not 0 <= value < math.inf:
+def _number(name: str, value: Any) -> float:
+    if not is_number(value) or not 0 <= value < math.inf:
         raise ValueError(f"{name} must be a finite number, 0 or more, not {value!r}")
     return float(value)

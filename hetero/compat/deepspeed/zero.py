@@ -11,14 +11,14 @@ import torch
 
 from hetero.api.access import gathered
 from hetero.compat.deepspeed.options import read_options
+from hetero.compat.dtypes import NAMES
 from hetero.compat.external_params import (
     register_external_parameter,
     unregister_external_parameter,
 )
-from hetero.compat.key_table import log_not_needed
+from hetero.compat.key_table import KeyTable, log_not_needed
 from hetero.compat.late_start import EarlyContext
-from hetero.compat.meshes import shard_mesh
-from hetero.compat.ranks import join, ranks
+from hetero.compat.ranks import join, ranks, shard_mesh
 from hetero.config import Config
 from hetero.stand_ins.construction_uses import arena_of
 from hetero.tiling import tiled_linear
@@ -31,7 +31,16 @@ __all__ = [
     "unregister_external_parameter",
 ]
 
-_DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+_INIT = KeyTable(
+    "zero.Init",
+    not_needed={
+        "saved parameters hold no memory": "mem_efficient_linear",
+        "buffers to and from a device are always page-locked": "pin_memory",
+        "ranks of a machine read each other's memory": "zero_param_parallel_group",
+        "gathers are exact": "zero_quantized_weights zero_quantized_nontrainable_weights",
+        "there is no sequence parallelism": "sequence_data_parallel_group",
+    },
+)
 
 
 class Init(EarlyContext):
@@ -43,8 +52,7 @@ class Init(EarlyContext):
     Args:
         module: a model that was built outside; its parameters are taken at once.
         data_parallel_group: the process group to shard over. Default: all ranks.
-        mem_efficient_linear, pin_memory, zero_param_parallel_group, zero_quantized_weights,
-            zero_quantized_nontrainable_weights, sequence_data_parallel_group: not needed.
+        mem_efficient_linear, pin_memory, not_needed: have no effect.
         remote_device: "cpu" or "nvme": where parameters live. Default: as configured.
         config_dict_or_path: a DeepSpeed configuration, or the path of one.
         config: another name of config_dict_or_path.
@@ -69,33 +77,10 @@ class Init(EarlyContext):
         enabled: bool = True,
         dtype: torch.dtype | None = None,
         mpu: Any = None,
-        zero_param_parallel_group: Any = None,
-        zero_quantized_weights: bool = False,
-        zero_quantized_nontrainable_weights: bool = False,
-        sequence_data_parallel_group: Any = None,
+        **not_needed: Any,
     ) -> None:
-        for name, value, reason in (
-            ("mem_efficient_linear", not mem_efficient_linear, "saved parameters hold no memory"),
-            ("pin_memory", pin_memory, "buffers to and from a device are always page-locked"),
-            (
-                "zero_param_parallel_group",
-                zero_param_parallel_group is not None,
-                "ranks of a machine read each other's memory",
-            ),
-            ("zero_quantized_weights", zero_quantized_weights, "gathers are exact"),
-            (
-                "zero_quantized_nontrainable_weights",
-                zero_quantized_nontrainable_weights,
-                "gathers are exact",
-            ),
-            (
-                "sequence_data_parallel_group",
-                sequence_data_parallel_group is not None,
-                "there is no sequence parallelism",
-            ),
-        ):
-            if value:
-                log_not_needed(f"zero.Init: {name}", reason)
+        not_needed |= {"mem_efficient_linear": not mem_efficient_linear, "pin_memory": pin_memory}
+        _INIT.read({name: v for name, v in not_needed.items() if v or name not in _INIT.keys})
         if enabled:
             join()
         if data_parallel_group is None and mpu is not None:
@@ -108,7 +93,7 @@ class Init(EarlyContext):
         else:
             made = Config.make(
                 backend="auto",
-                dtype=_DTYPES.get(dtype, "fp32") if dtype is not None else "fp32",
+                dtype=NAMES.get(dtype, "fp32") if dtype is not None else "fp32",
                 **_placement(remote_device, with_path=False),
             )
         super().__init__(
@@ -166,28 +151,14 @@ def GatheredParameters(
 
 
 class TiledLinear(tiled_linear.TiledLinear):
-    """hetero.TiledLinear with DeepSpeed's further arguments.
+    """hetero.TiledLinear, with DeepSpeed's linear_cls and init_linear, a layer to take values of.
 
-    Args:
-        in_features, out_features, bias, in_splits, out_splits, input_is_already_split,
-            combine_out_splits: as of hetero.TiledLinear.
-        linear_cls: torch.nn.Linear.
-        init_linear: a layer whose values are taken.
-        kwargs: device and dtype.
-
-    Raises:
-        ValueError: another linear_cls, or sizes that cannot be.
+    Raises ValueError for a linear_cls that is not torch.nn.Linear, and as hetero.TiledLinear.
     """
 
     def __init__(
         self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        in_splits: int = 1,
-        out_splits: int = 1,
-        input_is_already_split: bool = False,
-        combine_out_splits: bool = True,
+        *args: Any,
         linear_cls: type[torch.nn.Module] = torch.nn.Linear,
         init_linear: torch.nn.Linear | None = None,
         **kwargs: Any,
@@ -196,15 +167,6 @@ class TiledLinear(tiled_linear.TiledLinear):
             raise ValueError(
                 f"TiledLinear: linear_cls must be torch.nn.Linear, not {linear_cls.__name__}"
             )
-        super().__init__(
-            in_features,
-            out_features,
-            bias,
-            in_splits,
-            out_splits,
-            input_is_already_split,
-            combine_out_splits,
-            **kwargs,
-        )
+        super().__init__(*args, **kwargs)
         if init_linear is not None:
             self.copy_params_from(init_linear)

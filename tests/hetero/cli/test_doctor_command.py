@@ -9,14 +9,21 @@ from pathlib import Path
 
 import pytest
 
-from hetero.cli.doctor import report
-from hetero.cli.doctor.finding import note, ok, problem
+from hetero.cli.doctor import findings
+from hetero.cli.doctor.findings import Finding, Level
 from hetero.cli.main import main
 
 FINDINGS = [
-    ok("versions", "hetero 0.1.0"),
-    note("io_uring", "refused by the kernel", "sudo sysctl kernel.io_uring_disabled=0"),
-    problem("filesystem /x", "tmpfs: files there are RAM themselves", "name another folder"),
+    Finding("versions", "hetero 0.1.0"),
+    Finding(
+        "io_uring", "refused by the kernel", Level.NOTE, "sudo sysctl kernel.io_uring_disabled=0"
+    ),
+    Finding(
+        "filesystem /x",
+        "tmpfs: files there are RAM themselves",
+        Level.PROBLEM,
+        "name another folder",
+    ),
 ]
 TEXT = """\
 ok       versions       hetero 0.1.0
@@ -44,7 +51,7 @@ def test_a_problem_is_exit_code_1(
 def test_notes_are_exit_code_0(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(report, "examine", lambda facts: FINDINGS[:2])
+    monkeypatch.setattr(findings, "examine", lambda facts: FINDINGS[:2])
     assert main(["doctor", "--no-disk-speed"]) == 0
     assert capsys.readouterr().out.endswith("\n1 ok, 1 note, 0 problems\n")
 
@@ -56,13 +63,15 @@ def test_text(
     """The same on a terminal, but for colours."""
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
-    report.show(FINDINGS)
+    findings.show(FINDINGS)
     out = capsys.readouterr().out
     assert re.sub(r"\033\[[\d;]+m", "", out) == TEXT
     assert ("\033[1;31mproblem" in out) == terminal
 
 
 def test_long_lines_are_broken_between_words() -> None:
-    text = report.lines([ok("x", "word " * 40), note("y", "z", "do " * 40)], 60)
+    text = findings.lines(
+        [Finding("x", "word " * 40), Finding("y", "z", Level.NOTE, "do " * 40)], 60
+    )
     assert max(map(len, text)) <= 60
     assert text[1].startswith(" " * 12 + "word")

@@ -10,22 +10,32 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from hetero.cli.main import main
-from hetero.cli.trained.sampling import ByteVocabulary, SamplingOptions, end_tokens, sample
 
-GREEDY = SamplingOptions(tokens=20, temperature=0.0, top_k=0, seed=0)
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with one run that has learned a sentence."""
+    folder = tmp_path_factory.mktemp("trained")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        make_run()
+    return folder
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working folder with one run that has learned a sentence."""
-    monkeypatch.chdir(tmp_path)
+def run(trained: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The run folder; the folder that it is in is the working folder."""
+    monkeypatch.chdir(trained)
+    return trained / "runs" / "one"
+
+
+def make_run() -> None:
     model = {"model_type": "gpt2", "n_layer": 1, "n_embd": 64, "n_head": 2, "vocab_size": 256}
     Path("model.json").write_text(json.dumps({**model, "n_positions": 32}))
     Path("text").write_text("the quick brown fox jumps over the lazy dog. " * 40)
     trained = ["train", "--config", "model.json", "--data", "text", "--steps", "60"]
     trained += ["--seq-len", "32", "--batch-size", "8", "--lr", "1e-2", "--warmup", "2"]
     assert main([*trained, "--run-dir", "runs/one"]) == 0
-    return tmp_path / "runs" / "one"
 
 
 def test_what_a_run_has_learned(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -60,35 +70,44 @@ def test_a_run_that_keeps_no_model(run: Path, capsys: pytest.CaptureFixture[str]
     assert "neither a model folder" in capsys.readouterr().err
 
 
-def test_tokens_are_those_of_transformers() -> None:
-    """Its own greedy generation, which has no cache limit here, and feeds the same tokens."""
-    torch.manual_seed(0)
-    model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=32, n_head=2, n_positions=64)).eval()
-    prompt = [5, 6, 7]
-    right = model.generate(
-        torch.tensor([prompt]), max_new_tokens=20, do_sample=False, eos_token_id=None
-    )
-    assert list(sample(model, prompt, GREEDY)) == right[0, 3:].tolist()
+class TestFolders:
+    """Models of random weights, whose bytes are no text: printed ones are compared."""
 
+    @pytest.fixture
+    def model(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> GPT2LMHeadModel:
+        monkeypatch.chdir(tmp_path)
+        torch.manual_seed(0)
+        config = GPT2Config(n_layer=2, n_embd=32, n_head=2, n_positions=64, vocab_size=256)
+        config.eos_token_id = None
+        return GPT2LMHeadModel(config).eval()
 
-def test_text_ends_where_the_model_says() -> None:
-    torch.manual_seed(0)
-    model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=32, n_head=2, n_positions=64)).eval()
-    whole = list(sample(model, [5, 6, 7], GREEDY))
-    assert list(sample(model, [5, 6, 7], GREEDY, {whole[-1]})) == whole[: whole.index(whole[-1])]
-    model.generation_config.eos_token_id = [3, 4]
-    assert end_tokens(model) == {3, 4}
-    model.generation_config.eos_token_id = None
-    assert end_tokens(model) == set()
+    def printed(self, model: GPT2LMHeadModel, capsys: pytest.CaptureFixture[str]) -> str:
+        model.save_pretrained("model")
+        given = ["--prompt", "a", "--tokens", "20", "--temperature", "0"]
+        capsys.readouterr()
+        assert main(["generate", "model", *given]) == 0
+        return capsys.readouterr().out
 
+    def test_tokens_are_those_of_transformers(
+        self, model: GPT2LMHeadModel, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        right = model.generate(torch.tensor([[97]]), max_new_tokens=20, do_sample=False)
+        text = bytes(right[0].tolist()).decode(errors="replace").rstrip("\N{REPLACEMENT CHARACTER}")
+        assert self.printed(model, capsys) == f"{text}\n"
 
-def test_top_k_draws_from_no_other_tokens() -> None:
-    torch.manual_seed(0)
-    model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=50)).eval()
-    with torch.no_grad():
-        best = model(torch.tensor([[3]])).logits[0, -1].topk(3).indices.tolist()
-    options = [SamplingOptions(tokens=1, temperature=9.0, top_k=3, seed=seed) for seed in range(40)]
-    assert {next(sample(model, [3], each)) for each in options} == set(best)
+    def test_text_ends_where_the_model_says(
+        self, model: GPT2LMHeadModel, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        # So that each token is shown as soon as it is there.
+        with torch.no_grad():
+            model.lm_head.weight[128:] = 0.0
+        right = model.generate(torch.tensor([[97]]), max_new_tokens=20, do_sample=False)
+        made = right[0].tolist()
+        assert max(made) < 128
+        for ends in (made[5], [made[5], 300]):
+            model.generation_config.eos_token_id = ends
+            expected = bytes([97, *made[1 : made.index(made[5], 1)]]).decode()
+            assert self.printed(model, capsys) == f"{expected}\n"
 
 
 @pytest.mark.parametrize(
@@ -117,12 +136,6 @@ def test_what_cannot_work_is_said(
 def test_an_empty_prompt_is_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "--prompt", ""]) == 2
     assert "--prompt needs at least one token" in capsys.readouterr().err
-
-
-def test_bytes_that_are_no_text_are_shown_as_such() -> None:
-    vocabulary = ByteVocabulary()
-    assert vocabulary.decode(vocabulary.encode("naïve ✓")) == "naïve ✓"
-    assert vocabulary.decode([0xC3]) == "\N{REPLACEMENT CHARACTER}"
 
 
 def test_the_folder_is_one_of_transformers(run: Path) -> None:

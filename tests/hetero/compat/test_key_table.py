@@ -6,26 +6,29 @@ import logging
 
 import pytest
 
-from hetero.compat.key_table import (
-    KeyTable,
-    forget_logged,
-    honoured,
-    log_not_needed,
-    mapped,
-    not_needed,
-    refused,
-)
+from hetero.compat.key_table import Key, KeyTable, Treatment, forget_logged, log_not_needed
 
 TABLE = KeyTable(
     "things",
-    {
-        "size": mapped("`chunk_numel`"),
-        "count": honoured("so many"),
-        "buckets": not_needed("there are chunks"),
-        "magic": refused("do it by hand"),
-    },
-    {"sise": "size"},
+    honoured={"count": "so many"},
+    mapped={"size": "`chunk_numel`"},
+    not_needed={"there are chunks": "buckets"},
+    refused={"do it by hand": "magic"},
+    aliases={"sise": "size"},
 )
+
+
+def test_keys_of_a_reason_and_of_another_table() -> None:
+    table = KeyTable(
+        "more",
+        refused={"it is not there": "a b"},
+        others=TABLE.keys,
+        order="b size buckets a count magic",
+    )
+    assert list(table.keys) == ["b", "size", "buckets", "a", "count", "magic"]
+    assert table.keys["a"] == table.keys["b"] == Key(Treatment.REFUSED, "it is not there")
+    with pytest.raises(AssertionError, match="the order lacks .'b'."):
+        KeyTable("wrong", refused={"it is not there": "a b"}, order="a")
 
 
 def test_values_come_back_under_their_usual_names() -> None:

@@ -311,3 +311,28 @@ def test_an_arena_that_finds_no_room_has_no_slots() -> None:
     arena.resize(3)
     assert ledger.in_use_bytes["device"] == 3 * 4096
     arena.close()
+
+
+def test_a_fetch_looks_at_one_arena_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Homes on a device have an arena each; some are gone, one has another place."""
+    _, backend, arena = make()
+    ledger = Ledger({})
+    arenas = [backend.arena(1, SLOT, ledger, Account.PARAM) for _ in range(200)]
+    for closed in arenas[::3]:
+        closed.close()
+    del arenas[::3], closed
+    arenas[0].resize(2)
+    source = torch.ones(SLOT, dtype=torch.uint8)
+    backend.fetch(arena.view(0, 1, torch.uint8), source).wait()
+    looked: list[int] = []
+    slot_of = DeviceArena.slot_of
+    monkeypatch.setattr(
+        DeviceArena, "slot_of", lambda self, at: looked.append(at) or slot_of(self, at)
+    )
+    for one in (arena, *arenas):
+        backend.fetch(one.view(one.slots - 1, 1, torch.uint8), source).wait()
+        assert bool((one.view(one.slots - 1, 1, torch.uint8) == 1).all())
+    assert len(looked) == 1 + len(arenas)
+    for one in (arena, *arenas):
+        one.close()
+    backend.close()

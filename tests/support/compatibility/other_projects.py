@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from hetero.compat import fsdp
+from hetero.compat import fsdp, oneflow
 from hetero.compat.colossalai import argument_keys
 from hetero.compat.deepspeed import config_keys
-from hetero.compat.key_table import KeyTable
-from hetero.compat.oneflow import graph_config
+from hetero.compat.key_table import Key, KeyTable
 
 _PROJECTS = Path(__file__).parent / "projects"
 
@@ -22,12 +21,15 @@ def _rows(table: KeyTable) -> list[str]:
     rows = [
         f"#### `{table.name}`",
         "",
-        "| key | treatment | what it does, or why not |",
+        "| keys | treatment | what they do, or why not |",
         "|---|---|---|",
     ]
+    of_reason: dict[Key, list[str]] = {}
     for name, key in table.keys.items():
-        names = ", ".join(f"`{each}`" for each in (name, *other_names.get(name, ())))
-        rows.append(f"| {names} | {key.treatment.value} | {key.text} |")
+        of_reason.setdefault(key, []).extend((name, *other_names.get(name, ())))
+    for key, names in of_reason.items():
+        said = ", ".join(f"`{each}`" for each in names)
+        rows.append(f"| {said} | {key.treatment.value} | {key.text} |")
     return [*rows, ""]
 
 
@@ -47,6 +49,6 @@ def other_projects() -> str:
         _section("deepspeed", config_keys.TABLES),
         _section("colossalai", argument_keys.TABLES),
         _section("fsdp2", [fsdp.ARGUMENTS, fsdp.METHODS]),
-        _section("oneflow", [graph_config.METHODS]),
+        _section("oneflow", [oneflow.METHODS]),
     ]
     return "\n".join(sections)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
 
 import hetero
+
+if TYPE_CHECKING:
+    from transformers import GPT2LMHeadModel
 
 VOCABULARY = 301
 # The configuration of a language model, for `hetero train --config`.
@@ -27,6 +30,8 @@ SMALLEST_MODEL = {
 
 def tiny_gpt2(n_embd: int = 64, n_layer: int = 3) -> GPT2LMHeadModel:
     """A GPT-2 of about 0.2 M parameters, tied, without dropout."""
+    from transformers import GPT2Config, GPT2LMHeadModel  # tests of a GPU do without
+
     return GPT2LMHeadModel(
         GPT2Config(
             n_embd=n_embd,

@@ -1,1 +1,0 @@
-"""The model that a run leaves, and text that it makes."""

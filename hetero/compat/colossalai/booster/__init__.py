@@ -1,5 +1,0 @@
-"""colossalai.booster: Booster and its plugin."""
-
-from hetero.compat.colossalai.booster.booster import Booster
-
-__all__ = ["Booster"]

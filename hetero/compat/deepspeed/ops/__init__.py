@@ -1,5 +1,0 @@
-"""DeepSpeed's optimizers."""
-
-from hetero.compat.deepspeed.ops import adagrad, adam, lion
-
-__all__ = ["adagrad", "adam", "lion"]

@@ -1,0 +1,149 @@
+"""hetero/compat/renamed_optimizers: arguments of other projects' optimizers, in their order."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+import pickle
+from typing import Any
+
+import pytest
+import torch
+
+import hetero
+from hetero.compat import oneflow
+from hetero.compat.colossalai.nn.optimizer import CPUAdam, HybridAdam
+from hetero.compat.deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
+from hetero.compat.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from hetero.compat.deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
+from hetero.compat.key_table import forget_logged
+from hetero.compat.renamed_optimizers import RenamedOptimizer
+
+BETAS = (0.9, 0.999)
+SIGNATURES: list[tuple[Any, str]] = [
+    *(
+        (
+            kind,
+            "(model_params, lr=0.001, bias_correction=True, betas=(0.9, 0.999), eps=1e-08, "
+            "weight_decay=0.0, adamw_mode=True, nvme_offload_fraction=0.0, nvme_offload_dir=None, "
+            "**defaults)",
+        )
+        for kind in (HybridAdam, CPUAdam)
+    ),
+    (
+        DeepSpeedCPUAdam,
+        "(model_params, lr=0.001, bias_correction=True, betas=(0.9, 0.999), eps=1e-08, "
+        "weight_decay=0.0, amsgrad=False, adamw_mode=True, fp32_optimizer_states=True)",
+    ),
+    (
+        FusedAdam,
+        "(params, lr=0.001, bias_correction=True, betas=(0.9, 0.999), eps=1e-08, adam_w_mode=True, "
+        "weight_decay=0.0, amsgrad=False, set_grad_none=True)",
+    ),
+    (
+        DeepSpeedCPULion,
+        "(model_params, lr=0.001, betas=(0.9, 0.999), weight_decay=0.0, "
+        "fp32_optimizer_states=True)",
+    ),
+    (FusedLion, "(params, lr=0.001, betas=(0.9, 0.999), weight_decay=0.0, set_grad_none=True)"),
+    (
+        DeepSpeedCPUAdagrad,
+        "(model_params, lr=0.01, eps=1e-10, weight_decay=0.0, amsgrad=False, "
+        "fp32_optimizer_states=True)",
+    ),
+    (
+        oneflow.optim.SGD,
+        "(params, lr=0.001, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False, "
+        "**options)",
+    ),
+    *(
+        (
+            kind,
+            "(params, lr=0.001, betas=(0.9, 0.999), eps=1e-08, weight_decay=0.0, amsgrad=False, "
+            "do_bias_correction=True, **options)",
+        )
+        for kind in (oneflow.optim.Adam, oneflow.optim.AdamW)
+    ),
+]
+
+
+def params() -> list[torch.nn.Parameter]:
+    return [torch.nn.Parameter(torch.ones(3))]
+
+
+@pytest.mark.parametrize(("kind", "signature"), SIGNATURES)
+def test_order_and_defaults_are_the_projects(kind: Any, signature: str) -> None:
+    assert str(inspect.signature(kind)) == signature
+    made, groups = kind(params()), {}
+    for name, parameter in list(inspect.signature(kind).parameters.items())[1:]:
+        if name in made.defaults:
+            assert made.defaults[name] == parameter.default
+            groups[name] = parameter.default
+    assert "lr" in groups
+
+
+def test_arguments_by_their_order() -> None:
+    adam = FusedAdam(params(), 0.1, False, (0.5, 0.6), 1e-3, False, 0.2)
+    expected = {"lr": 0.1, "bias_correction": False, "betas": (0.5, 0.6), "eps": 1e-3}
+    expected |= {"adamw_mode": False, "weight_decay": 0.2}
+    assert {name: adam.defaults[name] for name in expected} == expected
+    cpu = DeepSpeedCPUAdam(params(), 0.1, True, BETAS, 1e-3, 0.2, False, False, False)
+    assert (cpu.defaults["adamw_mode"], cpu.state_dtype) == (False, "bf16")
+    assert isinstance(cpu, hetero.CPUAdam)
+    assert not cpu.device_updates
+    lion = DeepSpeedCPULion(params(), weight_decay=0.1)
+    assert (lion.defaults["betas"], lion.defaults["weight_decay"]) == (BETAS, 0.1)
+    assert oneflow.optim.Adam(params()).defaults["adamw_mode"] is False
+    assert isinstance(oneflow.optim.Adagrad(params()), hetero.HybridAdagrad)
+    adamw = oneflow.optim.AdamW(params(), 0.1, BETAS, 1e-3, 0.2, False, False, state_dtype="bf16")
+    assert (adamw.defaults["bias_correction"], adamw.state_dtype) == (False, "bf16")
+    assert oneflow.optim.AdamW(params(), decoupled_weight_decay=False).defaults["adamw_mode"] is (
+        False
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"beta": 1}, r"FusedAdam\(\): got an unexpected keyword argument 'beta'"),
+        ({"params": []}, "multiple values for argument 'params'"),
+    ],
+)
+def test_arguments_that_cannot_be(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        FusedAdam(params(), **given)
+    with pytest.raises(TypeError, match="missing a required argument: 'params'"):
+        FusedAdam()
+    with pytest.raises(ValueError, match="amsgrad=True is another update"):
+        FusedAdam(params(), amsgrad=True)
+    with pytest.raises(ValueError, match="maximize=True"):
+        oneflow.optim.SGD(params(), maximize=True)
+
+
+def test_one_that_is_not_needed_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    forget_logged()
+    with caplog.at_level(logging.WARNING, "hetero.compat"):
+        FusedAdam(params())
+        FusedAdam(params(), set_grad_none=True)
+        assert not caplog.messages
+        FusedAdam(params(), set_grad_none=False)
+        FusedLion(params(), set_grad_none=False)
+    named = [message.split(" is not needed")[0] for message in caplog.messages]
+    assert named == ["FusedAdam: set_grad_none", "FusedLion: set_grad_none"]
+
+
+class Mine(FusedAdam):
+    """A user's own, with arguments of its own."""
+
+    def __init__(self, of: Any, rate: float) -> None:
+        super().__init__(of, lr=rate)
+
+
+def test_it_may_have_subclasses_and_copies() -> None:
+    made = Mine(params(), 0.25)
+    assert made.defaults["lr"] == 0.25
+    assert issubclass(Mine, RenamedOptimizer)
+    for copied in (copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
+        assert type(copied) is Mine
+        assert copied.param_groups[0]["lr"] == 0.25
