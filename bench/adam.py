@@ -43,22 +43,21 @@ class PeerKind:
     """A peer's way to update and its traffic per parameter."""
 
     name: str
-    module: str
-    kind: str
+    kind: str  # of bench.peers.adam
     bytes_per_param: float  # read and written
     memory_bytes: int  # allocated, per parameter
 
 
 PEER_KINDS = {
     "torch": (
-        PeerKind("torch fused AdamW fp32", "adam_torch", "fp32", 28, 16),
-        PeerKind("torch fused AdamW bf16, no master", "adam_torch", "bf16", 14, 8),
+        PeerKind("torch fused AdamW fp32", "torch fp32", 28, 16),
+        PeerKind("torch fused AdamW bf16, no master", "torch bf16", 14, 8),
     ),
     "deepspeed": (
-        PeerKind("deepspeed kernel fp32", "adam_deepspeed", "fp32", 28, 16),
-        PeerKind("deepspeed kernel bf16, no master", "adam_deepspeed", "bf16", 22, 12),
+        PeerKind("deepspeed kernel fp32", "deepspeed fp32", 28, 16),
+        PeerKind("deepspeed kernel bf16, no master", "deepspeed bf16", 22, 12),
         # 2 + 4 for the gradient's cast, 28 for the update, 4 + 2 for the parameter's cast.
-        PeerKind(DEEPSPEED_STEP, "adam_deepspeed", "step", 40, 20),
+        PeerKind(DEEPSPEED_STEP, DEEPSPEED_STEP, 40, 20),
     ),
 }
 
@@ -132,10 +131,10 @@ def _check_memory(numel: int, kinds: Sequence[PeerKind]) -> None:
 def _process(
     kind: PeerKind, numel: int, threads: int, repeats: int, peer_python: str
 ) -> PeerProcess:
-    python = peer_python if kind.module == "adam_deepspeed" else sys.executable
+    python = peer_python if kind.kind.startswith("deepspeed") else sys.executable
     setup = {"numel": numel, "threads": threads, "kind": kind.kind, "repeats": repeats}
     return PeerProcess(
-        (python, "-m", f"bench.peers.{kind.module}"), setup, DEEPSPEED_INSTALL, PEER_ENVIRONMENT
+        (python, "-m", "bench.peers.adam"), setup, DEEPSPEED_INSTALL, PEER_ENVIRONMENT
     )
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import resource
 import tempfile
 import time
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from typing import Any
 
 import torch
 
+from bench.peers.serve import process_cpu_s
 from offload._native import Arena, IoEngine, IoOp
 from offload.disk.directories import free_bytes
 from offload.memory.sizes import PAGE_BYTES, format_bytes
@@ -229,12 +229,6 @@ class HeteroTransfers:
 
     def _address(self, buffer: int) -> int:
         return self.arena.address + buffer * self.shape.request_bytes
-
-
-def process_cpu_s() -> float:
-    """User and system time of this process, its kernel-side I/O workers included."""
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
 
 
 def _wait(op: IoOp | None) -> None:

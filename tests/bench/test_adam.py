@@ -14,8 +14,8 @@ import torch
 from bench import adam as bench_adam
 from bench.adam import PEER_KINDS, main
 from bench.harness.program import parse_count, peers_of
+from bench.peers.adam import AdamPeer
 from bench.peers.adam_timing import timed_rate
-from bench.peers.adam_torch import TorchPeer
 from bench.work.updates import (
     DTYPES,
     NORM_DTYPES,
@@ -149,7 +149,8 @@ def test_the_pool_is_as_large_as_said() -> None:
 
 def test_torch_peer_updates() -> None:
     for kind in ("fp32", "bf16"):
-        peer = TorchPeer({"numel": 64, "threads": 1, "kind": kind, "repeats": 2})
+        setup = {"numel": 64, "threads": 1, "kind": f"torch {kind}", "repeats": 2}
+        peer = AdamPeer(setup)
         assert peer.sample({})["params_per_s"] > 0
         state = peer._optimizer.state[peer._param]
         assert state["step"].item() == 1 + 1 + 2  # making the state, the warm-up, two timed
