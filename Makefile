@@ -26,7 +26,7 @@ has_liburing = $(CXX) -std=c++20 -fsyntax-only $(URING_CALLS) >/dev/null 2>&1
 LOCK_SOURCES = $(shell find native -name '*.cpp' -not -path '*/isa/*' -not -path '*/bindings/*' \
 	$$($(has_liburing) || echo -not -name 'uring_*'))
 
-.PHONY: help train test test-all bench bench-io bench-adam bench-step bench-checkpoint bench-durable \
+.PHONY: help train test test-all bench bench-io bench-adam bench-step bench-checkpoint \
 	docs cuda-check wheel lint tidy format clean
 
 help:
@@ -42,9 +42,8 @@ help:
 	@echo "             disk, update kernels, optimizer step beside their limits and other systems;"
 	@echo "             options: make bench-io ARGS='--path DIR --json'"
 	@echo "make bench-checkpoint"
-	@echo "             saves and loads beside the disk's limit and PyTorch's; options as for bench-io"
-	@echo "make bench-durable"
-	@echo "             steps that survive a crash beside plain ones; options as for bench-io"
+	@echo "             saves and loads beside the disk's limit and PyTorch's; steps that survive a"
+	@echo "             crash beside plain ones (ARGS='--of commits'); options as for bench-io"
 	@echo "make cuda-check  on a machine with a GPU: builds in \$$(PYTHON) as it is, without network,"
 	@echo "             runs the tests that need a GPU and measures; skipped where there is none"
 	@echo "make docs    the documents as a site, with an API reference, in build/site"
@@ -77,9 +76,6 @@ bench-step: $(VENV)/bench.stamp $(VENV)/fio.stamp
 
 bench-checkpoint: $(VENV)/bench.stamp
 	$(BIN)/python -m bench.checkpoint $(or $(ARGS),--path .)
-
-bench-durable: $(VENV)/bench.stamp
-	$(BIN)/python -m bench.durable $(or $(ARGS),--path .)
 
 # In the Python at hand: it has the torch that suits the GPU, and nothing may be downloaded.
 cuda-check:

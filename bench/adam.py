@@ -1,6 +1,6 @@
 """Update kernels and norms beside the limit of memory, torch and DeepSpeed, in one run.
 
-usage: python -m bench.adam [--numel 64Mi] [--tiles 256Ki,4Mi] [--threads T] [--rounds N]
+usage: python -m bench.adam [--numel 64Mi] [--threads T] [--rounds N]
                             [--peers torch,deepspeed] [--peer-python PY] [--json]
 
 One contender after the other takes a turn; a turn is one update of warm-up and --repeats timed
@@ -13,38 +13,24 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import psutil
 import torch
 
 from bench.harness.peer_process import DEEPSPEED_INSTALL, PeerProcess
-from bench.harness.program import (
-    COUNT,
-    Option,
-    Program,
-    left_out,
-    list_of,
-    peer_options,
-    ranged,
-    titled,
-    whole,
-)
-from bench.harness.rounds import Rounds, Sample, run_rounds
+from bench.harness.program import COUNT, Option, Program, left_out, peer_options, whole
+from bench.harness.rounds import Sample, run_rounds
+from bench.harness.tables import Column, Table, number, ranged, shown
 from bench.peers.adam_timing import huge_page_share
-from bench.work.beside_torch import measure_beside_torch
-from bench.work.updates import Updates, update_name
+from bench.work.updates import Updates
 from offload import _native
-from offload._native import UpdateKind
 from offload.memory.sizes import format_bytes
 
 PEERS = ("torch", "deepspeed")
-
-MAIN_KIND = UpdateKind("bf16", "bf16")
-
-BESIDE_NUMEL = 16 << 20  # the most for the update beside torch: some milliseconds long
 
 DEEPSPEED_STEP = "deepspeed step"
 
@@ -57,39 +43,30 @@ class PeerKind:
     """A peer's way to update and its traffic per parameter."""
 
     name: str
-    module: str
-    kind: str
+    kind: str  # of bench.peers.adam
     bytes_per_param: float  # read and written
     memory_bytes: int  # allocated, per parameter
 
 
 PEER_KINDS = {
     "torch": (
-        PeerKind("torch fused AdamW fp32", "adam_torch", "fp32", 28, 16),
-        PeerKind("torch fused AdamW bf16, no master", "adam_torch", "bf16", 14, 8),
+        PeerKind("torch fused AdamW fp32", "torch fp32", 28, 16),
+        PeerKind("torch fused AdamW bf16, no master", "torch bf16", 14, 8),
     ),
     "deepspeed": (
-        PeerKind("deepspeed kernel fp32", "adam_deepspeed", "fp32", 28, 16),
-        PeerKind("deepspeed kernel bf16, no master", "adam_deepspeed", "bf16", 22, 12),
+        PeerKind("deepspeed kernel fp32", "deepspeed fp32", 28, 16),
+        PeerKind("deepspeed kernel bf16, no master", "deepspeed bf16", 22, 12),
         # 2 + 4 for the gradient's cast, 28 for the update, 4 + 2 for the parameter's cast.
-        PeerKind(DEEPSPEED_STEP, "adam_deepspeed", "step", 40, 20),
+        PeerKind(DEEPSPEED_STEP, DEEPSPEED_STEP, 40, 20),
     ),
 }
 
 
 OPTIONS = (
     Option("--numel", "64Mi", "elements of each array", COUNT),
-    Option(
-        "--tiles",
-        None,
-        "instead of the kernels measure Adam in tiles of so many elements, each a task of a step"
-        " pipeline: a tile is a slot divided by the ranks",
-        list_of(COUNT),
-    ),
     Option("--threads", None, "of every contender (default: the usable CPUs)", whole()),
     Option("--rounds", "5", "after one of warm-up", whole()),
     Option("--repeats", "3", "timed updates per turn", whole()),
-    Option("--matmul", "2048", "rows of torch's matrices in beside_torch", whole()),
     *peer_options(PEERS),
 )
 
@@ -110,13 +87,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         " THP_MEM_ALLOC_ENABLE=1 (torch's huge pages)",
     ]
     updates = Updates(numel, arguments.repeats)
-    variants = [updates.stream()]
-    if arguments.tiles is None:
-        variants += [*updates.updates(), *updates.norms()]
-    else:
-        tiles = (updates.tiles(size) for size in arguments.tiles)
-        variants += [updates.update(MAIN_KIND), *tiles]
-    bytes_per_param = {variant.name: variant.bytes_per_param for variant in variants}
+    variants = [updates.stream(), *updates.updates(), *updates.norms()]
     turns: dict[str, Callable[[], Sample]] = {variant.name: variant.sample for variant in variants}
     with contextlib.ExitStack() as stack:
         processes = {}
@@ -125,32 +96,24 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
                 _process(kind, numel, threads, arguments.repeats, arguments.peer_python)
             )
             processes[kind.name] = process
-            bytes_per_param[kind.name] = kind.bytes_per_param
-            turns[kind.name] = _peer_turn(process, kind.bytes_per_param)
+            turns[kind.name] = partial(_peer_sample, process, kind.bytes_per_param)
         rounds = run_rounds(turns, arguments.rounds)
         pages = {"hetero": huge_page_share()} | {
             name: process.info["huge_page_share"]
             for name, process in processes.items()
             if "huge_page_share" in process.info
         }
-    del turns, variants, updates
-    notes += left_out(rounds.failed)
-    beside = measure_beside_torch(
-        Updates(min(numel, BESIDE_NUMEL), arguments.repeats),
-        arguments.matmul,
-        threads,
-        arguments.rounds,
-    )
+    rounds.compare("stream", "gbps", "of_stream")
+    rounds.compare(DEEPSPEED_STEP, "params_per_s", "of_deepspeed_step")
     return {
-        **summarize(rounds, bytes_per_param, {kind.name for kind in kinds}),
-        "beside_torch": beside,
+        "updates": rounds.figures(),
         "huge_page_share": pages,
         "threads": threads,
         "isa": _native.isa(),
         "numel": numel,
         "rounds": arguments.rounds,
         "repeats": arguments.repeats,
-        "notes": notes,
+        "notes": notes + left_out(rounds.failed),
     }
 
 
@@ -168,86 +131,38 @@ def _check_memory(numel: int, kinds: Sequence[PeerKind]) -> None:
 def _process(
     kind: PeerKind, numel: int, threads: int, repeats: int, peer_python: str
 ) -> PeerProcess:
-    python = peer_python if kind.module == "adam_deepspeed" else sys.executable
+    python = peer_python if kind.kind.startswith("deepspeed") else sys.executable
     setup = {"numel": numel, "threads": threads, "kind": kind.kind, "repeats": repeats}
     return PeerProcess(
-        (python, "-m", f"bench.peers.{kind.module}"), setup, DEEPSPEED_INSTALL, PEER_ENVIRONMENT
+        (python, "-m", "bench.peers.adam"), setup, DEEPSPEED_INSTALL, PEER_ENVIRONMENT
     )
 
 
-def _peer_turn(process: PeerProcess, bytes_per_param: float) -> Callable[[], Sample]:
-    def turn() -> Sample:
-        rate = process.sample()["params_per_s"]
-        return {"params_per_s": rate, "gbps": rate * bytes_per_param / 1e9}
-
-    return turn
+def _peer_sample(process: PeerProcess, bytes_per_param: float) -> Sample:
+    rate = process.sample()["params_per_s"]
+    gbps = rate * bytes_per_param / 1e9
+    return {"params_per_s": rate, "gbps": gbps, "bytes_per_param": bytes_per_param}
 
 
-def summarize(
-    rounds: Rounds, bytes_per_param: Mapping[str, float], peers: set[str]
-) -> dict[str, Any]:
-    """Medians and shares of the stream; the speed-up is null where DeepSpeed was left out."""
-    main = update_name(MAIN_KIND)
-    entries = [
-        {
-            "name": name,
-            "params_per_s": rounds.median(name, "params_per_s"),
-            "params_per_s_min": rounds.spread(name, "params_per_s")["min"],
-            "params_per_s_max": rounds.spread(name, "params_per_s")["max"],
-            "bytes_per_param": bytes_per_param[name],
-            "gbps": rounds.median(name, "gbps"),
-            "share_of_stream": rounds.ratio(name, "stream", "gbps"),
-        }
-        for name in rounds.samples
-        if name != "stream"
-    ]
-    return {
-        "stream_gbps": rounds.median("stream", "gbps"),
-        "variants": [entry for entry in entries if entry["name"] not in peers],
-        "peers": [entry for entry in entries if entry["name"] in peers],
-        "speedup_vs_deepspeed_step": (
-            rounds.ratio(main, DEEPSPEED_STEP, "params_per_s")
-            if DEEPSPEED_STEP in rounds.samples
-            else None
-        ),
-    }
-
-
-def show(result: dict[str, Any]) -> Iterator[str]:
-    """One line per kernel and peer, then the ratios."""
-    rows = [["update", "G params/s", "B/param", "GB/s", "of stream"]]
-    for entry in (*result["variants"], *result["peers"]):
-        rates = {key: entry[f"params_per_s{end}"] / 1e9
-                 for key, end in (("median", ""), ("min", "_min"), ("max", "_max"))}  # fmt: skip
-        rows.append(
-            [
-                entry["name"],
-                ranged(rates),
-                f"{entry['bytes_per_param']:g}",
-                f"{entry['gbps']:.1f}",
-                f"{entry['share_of_stream']:.2f}",
-            ]
-        )
-    yield titled(
-        f"bench.adam: {result['numel']:,} elements, {result['threads']} threads, stream"
-        f" {result['stream_gbps']:.1f} GB/s, median of {result['rounds']} (least-most)",
-        rows,
+def _title(result: Mapping[str, Any]) -> str:
+    return (
+        f"bench.adam: {result['numel']:,} elements, {result['threads']} threads,"
+        f" median of {result['rounds']} (least-most)"
     )
-    for key, label in (
-        ("matmul_fp32", "torch fp32 product beside hetero's idle pool / alone"),
-        ("matmul_bf16", "torch bf16 product beside hetero's idle pool / alone"),
-        ("adam_after_torch", "update right after a product of torch / alone"),
-    ):
-        yield f"{label}: {result['beside_torch'][key]:.3f}"
-    if result["speedup_vs_deepspeed_step"] is not None:
-        yield (
-            f"{update_name(MAIN_KIND)} / {DEEPSPEED_STEP}, parameters per second:"
-            f" {result['speedup_vs_deepspeed_step']:.2f}"
-        )
-    yield from result["notes"]
 
 
-PROGRAM = Program("bench.adam", __doc__, OPTIONS, run, show)
+TABLE = Table(
+    _title,
+    "updates",
+    (
+        Column("G params/s", "params_per_s", ranged(2, 1e-9)),
+        Column("B/param", "bytes_per_param", number(2)),
+        Column("GB/s", "gbps", number(1)),
+        Column("of stream", "of_stream", number()),
+        Column(f"/ {DEEPSPEED_STEP}", "of_deepspeed_step", number()),
+    ),
+)
+PROGRAM = Program("bench.adam", __doc__, OPTIONS, run, shown(TABLE))
 main = PROGRAM.main
 
 if __name__ == "__main__":

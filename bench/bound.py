@@ -14,8 +14,7 @@ The bound of a step is the largest of four times, all measured in the same round
   NVMe     bytes read and written, at what the same I/O engine moves alone when it reads and writes
            in the step's proportion
   DRAM     bytes that update, kept gradients, the disk's and the link's copies touch in RAM
-           (bench/work/lower_bound.py has the formula), at the rate of a kernel that does next to
-           nothing else
+           (see dram_bytes()), at the rate of a kernel that does next to nothing else
 
 What is updated during backward is updated once more if the step turns out to be clipped, so the
 share of steps that are matters: --clipped gives each of its shares, whatever the gradients' norms.
@@ -51,15 +50,13 @@ from bench.harness.program import (
     names,
     one_of,
     some_of,
-    titled,
     whole,
 )
 from bench.harness.rounds import Sample, run_rounds
-from bench.work.bandwidths import LinkBandwidth, MemoryBandwidth
+from bench.harness.tables import Column, middle, number, of_figures, ranged, size
+from bench.work.bandwidths import LinkBandwidth, disk_alone, memory_alone
 from bench.work.compute_alone import ComputeAlone, resident_bytes
 from bench.work.job_steps import JobSteps, overlap
-from bench.work.lower_bound import RESOURCES, summarize
-from bench.work.transfers import HeteroTransfers, Shape, measured_file
 from hetero.chunks.dtypes import Dtypes
 from hetero.cli.job.job import Job, open_job
 from hetero.cli.job.loop import PICTURED_STEPS, record_steps
@@ -73,7 +70,6 @@ from hetero.cli.job.options import TrainOptions, add_train_arguments
 from hetero.cli.job.run_folder import RunFolder
 from hetero.cli.show.step_timeline import check_steps_picture, draw_steps
 from offload.errors import HeteroError
-from offload.memory.sizes import format_bytes
 
 GOAL = 1.15
 POLICIES = {"nvme": "nvme", "emulated": "auto"}
@@ -95,9 +91,7 @@ DEFAULTS = {
 USUAL_STATE_BYTES = 16  # per parameter
 HOST_SHARE, DEVICE_SHARE = 1 / 3, 1 / 8  # of that, by default
 
-# The engine of hetero.initialize() has these; the yardstick must not have less in flight.
-DEPTH = 32
-BLOCK_BYTES = 1 << 20
+RESOURCES = ("compute", "link", "NVMe", "DRAM")
 
 
 @dataclass(frozen=True)
@@ -172,14 +166,16 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     with contextlib.ExitStack() as stack:
         temporary = tempfile.TemporaryDirectory(prefix="hetero-bound-", dir=given)
         folder = stack.enter_context(temporary)
-        shape = Shape.of(arguments.io_size, BLOCK_BYTES, DEPTH)
         cases = list(_cases(arguments))
-        file = stack.enter_context(measured_file(given or folder, shape.size_bytes))
-        found = [_case(case, arguments, folder, file, shape, len(cases) > 1) for case in cases]
+        disk = stack.enter_context(disk_alone(given or folder, arguments.io_size))
+        found = [_case(case, arguments, folder, disk, len(cases) > 1) for case in cases]
     return {
         "cases": found,
         "goal": GOAL,
-        "within_goal": sum(case.get("ratio", GOAL + 1) <= GOAL for case in found),
+        "within_goal": sum(
+            case["status"] == "measured" and middle(case["contenders"]["hetero"]["ratio"]) <= GOAL
+            for case in found
+        ),
     }
 
 
@@ -211,19 +207,14 @@ def _case(
     case: Case,
     arguments: argparse.Namespace,
     folder: str,
-    file: str,
-    shape: Shape,
+    disk: Callable[[float], Sample],
     several: bool,
 ) -> dict[str, Any]:
     """One case's figures; those of its refusal if its budgets cannot work."""
-    _tell(case.name)
+    print(f"bench.bound: {case.name}", file=sys.stderr, flush=True)
     about = {"name": case.name, "options": case.options.as_dict()}
     try:
-        with contextlib.ExitStack() as stack:
-            run_folder = stack.enter_context(RunFolder(folder))
-            job = stack.enter_context(open_job(case.options, run_folder))
-            kind = job.engine.io_engine or "io_uring"
-            disk = stack.enter_context(HeteroTransfers(kind, file, shape))
+        with RunFolder(folder) as run_folder, open_job(case.options, run_folder) as job:
             result = _measure(case, job, disk, arguments)
             if arguments.picture is not None:
                 picture = _picture_path(arguments.picture, case.name if several else None)
@@ -234,7 +225,7 @@ def _case(
 
 
 def _measure(
-    case: Case, job: Job, disk: HeteroTransfers, arguments: argparse.Namespace
+    case: Case, job: Job, disk: Callable[[float], Sample], arguments: argparse.Namespace
 ) -> dict[str, Any]:
     dtypes: Dtypes = job.engine.chunk_groups[0].dtypes
     steps = JobSteps(job, case.clipped)
@@ -245,16 +236,11 @@ def _measure(
         left = psutil.virtual_memory().available - sum(budgets)
         whole = resident_bytes(job.setting.params, dtypes) < left * 0.7
     alone = ComputeAlone(case.options, dtypes, whole)
-    memory = MemoryBandwidth()
-
-    def disk_sample() -> Sample:
-        return disk.sample_share(steps.read_share)
-
     contenders: dict[str, Callable[[], Sample]] = {
         "hetero": partial(steps.sample, case.steps),
         "compute": partial(alone.sample, arguments.steps),
-        "NVMe": disk_sample,
-        "DRAM": memory.sample,
+        "NVMe": lambda: disk(steps.read_share),
+        "DRAM": memory_alone(),
     }
     if case.options.backend == "emulated":
         contenders["link"] = LinkBandwidth(case.options.link_gbps or 0).sample
@@ -263,7 +249,9 @@ def _measure(
         rounds = run_rounds(contenders, arguments.rounds)
     finally:
         alone.close()
+    rounds.derive("hetero", partial(of_bound, job.setting.params, dtypes, case.options.accumulate))
     placement = job.engine.placement
+    figures = rounds.figures()
     return {
         "params": job.setting.params,
         "dtype": job.setting.dtype,
@@ -274,8 +262,39 @@ def _measure(
             part: Counter(tier.value for tier in getattr(placement, part) if tier is not None)
             for part in ("param", "grad", "optim_state")
         },
-        **summarize(rounds, job.setting.params, dtypes, case.options),
+        "contenders": figures,
+        "bound": max(RESOURCES, key=lambda part: middle(figures["hetero"][part])),
     }
+
+
+def dram_bytes(params: int, dtypes: Dtypes, accumulate: int, moved: Sample) -> float:
+    """Bytes of RAM that a step reads and writes, without what forward and backward themselves do.
+
+    Per parameter: what the update kernel counts (26 for AdamW in bf16); a gradient, read and
+    written, for keeping the first micro-batch's, and three of them for adding each further one's;
+    the norm's sums are taken on the way. Of what is moved, by "disk_read", "disk_write", "h2d" and
+    "d2h": each byte of the disk once, of the link twice, since the emulated device's memory is RAM,
+    too.
+    """
+    grads = 2 + 3 * (accumulate - 1)
+    per_param = dtypes.update_bytes + grads * dtypes.grad_bytes
+    disk = moved["disk_read"] + moved["disk_write"]
+    return params * per_param + disk + 2 * (moved["h2d"] + moved["d2h"])
+
+
+def of_bound(params: int, dtypes: Dtypes, accumulate: int, made: Mapping[str, Sample]) -> Sample:
+    """Seconds that each of RESOURCES needs for hetero's step, and that over the largest of them."""
+    step, rates = made["hetero"], {name: 1e9 * s["gbps"] for name, s in made.items() if "gbps" in s}
+    touched = dram_bytes(params, dtypes, accumulate, step)
+    seconds = {
+        "compute": made["compute"]["compute_s"],
+        "link": max(step["h2d"], step["d2h"]) / rates.get("link", 1.0),
+        "NVMe": (step["disk_read"] + step["disk_write"]) / rates["NVMe"],
+        "DRAM": touched / rates["DRAM"],
+    }
+    bound_s = max(seconds.values())
+    ratio = step["step_s"] / bound_s
+    return {**seconds, "dram": touched, "bound_s": bound_s, "ratio": ratio}
 
 
 def _picture_path(given: str, name: str | None) -> Path:
@@ -298,16 +317,37 @@ def _draw(job: Job, case: Case, picture: Path) -> dict[str, Any]:
     return {"picture": str(picture), "trace": str(trace), **overlap(timeline)}
 
 
+COLUMNS = (
+    Column("seconds", "s", ranged(3)),
+    *(Column(p, f"{p}_s", number()) for p in ("forward", "backward", "optimizer", "update")),
+    *(Column(way, way, size) for way in ("h2d", "d2h")),
+    Column("read", "disk_read", size),
+    Column("written", "disk_write", size),
+    Column("touched", "dram", size),
+    Column("GB/s", "gbps", ranged()),
+)
+
+
 def show(result: dict[str, Any]) -> Iterator[str]:
     """A table per case."""
     for case in result["cases"]:
         if case["status"] != "measured":
             yield f"{case['name']}: {case['status']}: {case['reason']}"
             continue
-        yield _table(case)
+        figures = case["contenders"]
+        own = figures["hetero"]
+        rows = {"hetero": {**own, "s": own["step_s"]}}
+        rows |= {part: {**figures.get(part, {}), "s": own[part]} for part in RESOURCES}
+        yield of_figures(
+            f"bench.bound: {case['name']}, {case['params'] / 1e6:.0f}M parameters,"
+            f" {case['dtype']}, {size(case['budget_bytes']['host'])} of RAM; compute from"
+            f" {case['compute_from']}",
+            rows,
+            COLUMNS,
+        )
         yield (
-            f"step {case['step_s']:.3f} s, bound {case['bound_s']:.3f} s by {case['bound']}:"
-            f" {case['ratio']:.2f} times (goal {result['goal']})"
+            f"step {middle(own['step_s']):.3f} s, bound {middle(own['bound_s']):.3f} s by"
+            f" {case['bound']}: {ranged()(own['ratio'])} times (goal {result['goal']})"
         )
         if "timeline" in case:
             drawn = case["timeline"]
@@ -317,35 +357,6 @@ def show(result: dict[str, Any]) -> Iterator[str]:
                 f" {drawn['link_busy_s']:.2f} s, {drawn['link_beside_compute_s']:.2f} s:"
                 f" {drawn['picture']}, {drawn['trace']}"
             )
-
-
-def _table(case: Mapping[str, Any]) -> str:
-    parts, moved, rates = case["parts_s"], case["bytes"], case["gbps"]
-    compute, size = case["compute_s"], format_bytes
-
-    def each(seconds: Mapping[str, float]) -> str:
-        return ", ".join(f"{k[:-2]} {v:.2f}" for k, v in seconds.items() if k != "compute_s")
-
-    whats = {
-        "compute": f"{each(compute)} ({case['compute_from']})",
-        "link": f"{size(round(moved['h2d']))} there, {size(round(moved['d2h']))} back",
-        "NVMe": f"{size(round(moved['disk_read']))} read, {size(round(moved['disk_write']))}"
-        " written",
-        "DRAM": f"{size(round(moved['dram']))} touched",
-    }
-    rows = [["", "seconds", "of"], ["step", f"{case['step_s']:.3f}", each(case["phases_s"])]]
-    for part in RESOURCES:
-        rate = f" at {rates[part]:.2f} GB/s" if part in rates else ""
-        rows.append([part, f"{parts[part]:.3f}", whats[part] + rate])
-    return titled(
-        f"bench.bound: {case['name']}, {case['params'] / 1e6:.0f}M parameters,"
-        f" {case['dtype']}, {size(case['budget_bytes']['host'])} of RAM",
-        rows,
-    )
-
-
-def _tell(text: str) -> None:
-    print(f"bench.bound: {text}", file=sys.stderr, flush=True)
 
 
 PROGRAM = Program(

@@ -15,34 +15,22 @@ import argparse
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from bench.harness.peer_process import DEEPSPEED_INSTALL, PeerProcess
-from bench.harness.program import (
-    SIZE,
-    Option,
-    Program,
-    left_out,
-    peer_options,
-    ranged,
-    titled,
-    whole,
-)
+from bench.harness.program import SIZE, Option, Program, left_out, peer_options, whole
 from bench.harness.rounds import Rounds, Sample, run_rounds
+from bench.harness.tables import Column, number, of_figures, ranged
 from bench.work.fio import INSTALL, SETTINGS, Fio, fio_version
 from bench.work.transfers import PATTERNS, HeteroTransfers, Shape, measured_file
 from offload.memory.sizes import format_bytes
 
 PEERS = ("fio", "aiofiles", "deepspeed")
 ENGINES = ("io_uring", "threads")
+HETERO = "hetero io_uring"
 
 DEEPSPEED_THREADS = {"deepspeed 1 thread": 1, "deepspeed 4 threads": 4}
-
-# What is measured with several settings counts with the one that is best for the pattern.
-BEST_OF = {
-    "fio": tuple(SETTINGS),
-    "deepspeed": tuple(DEEPSPEED_THREADS),
-}
 
 Sampler = Callable[[str], Sample]  # of a pattern
 
@@ -108,16 +96,20 @@ def measure_directory(
         by_pattern = {}
         failed: dict[str, str] = {}
         for pattern in PATTERNS:
-            turns = {name: _bound(sample, pattern) for name, sample in samplers.items()}
+            turns = {name: partial(sample, pattern) for name, sample in samplers.items()}
             print(f"{pattern}:", file=sys.stderr, flush=True)
             by_pattern[pattern] = run_rounds(turns, rounds)
             failed |= by_pattern[pattern].failed
             for name in by_pattern[pattern].failed:
                 del samplers[name]
         notes += left_out(failed)
+    found: dict[str, Any] = summarize(by_pattern)
+    if found["share_of_fio"]:
+        shares = ", ".join(f"{p} {share:.3f}" for p, share in found["share_of_fio"].items())
+        notes.insert(0, f"hetero io_uring / the best fio: {shares}")
     return {
         "path": path,
-        **summarize(by_pattern),
+        **found,
         "block_bytes": shape.block_bytes,
         "depth": shape.depth,
         "size_bytes": shape.size_bytes,
@@ -127,10 +119,6 @@ def measure_directory(
         "rounds": rounds,
         "notes": notes,
     }
-
-
-def _bound(sample: Sampler, pattern: str) -> Callable[[], Sample]:
-    return lambda: sample(pattern)
 
 
 def _peer_samplers(
@@ -154,9 +142,9 @@ def _peer_samplers(
         notes.append("aiofiles: buffered; drops the file's pages before reads, fsync after writes")
         command = (sys.executable, "-m", "bench.peers.io_aiofiles")
         process = stack.enter_context(PeerProcess(command, setup, "pip install aiofiles"))
-        return {"aiofiles": lambda pattern: process.sample(pattern=pattern)}
+        return {"aiofiles": partial(_peer_sample, process)}
     notes.append("deepspeed: libaio, O_DIRECT; a handle for each direction, each of --depth")
-    samplers = {}
+    samplers: dict[str, Sampler] = {}
     for name, threads in DEEPSPEED_THREADS.items():
         process = stack.enter_context(
             PeerProcess(
@@ -165,63 +153,47 @@ def _peer_samplers(
                 DEEPSPEED_INSTALL,
             )
         )
-        samplers[name] = _process_sampler(process)
+        samplers[name] = partial(_peer_sample, process)
     return samplers
 
 
-def _process_sampler(process: PeerProcess) -> Sampler:
-    return lambda pattern: process.sample(pattern=pattern)
+def _peer_sample(process: PeerProcess, pattern: str) -> Sample:
+    return process.sample(pattern=pattern)
 
 
 def summarize(by_pattern: Mapping[str, Rounds]) -> dict[str, Any]:
-    """Medians per pattern and contender, their ranges, and the share of fio's rate that
-    "hetero io_uring" reaches (null where one of them is missing)."""
-    rates: dict[str, dict[str, float]] = {}
-    ranges: dict[str, dict[str, dict[str, float]]] = {}
-    cpu: dict[str, dict[str, float]] = {}
-    share: dict[str, float | None] = {}
+    """Rates and CPU by contender and pattern; the share of the rate of the best of fio's settings
+    that "hetero io_uring" reaches, by pattern, where both are there."""
+    contenders: dict[str, dict[str, Any]] = {}
+    share: dict[str, float] = {}
     for pattern, rounds in by_pattern.items():
-        ranges[pattern] = {name: rounds.spread(name, "gbps") for name in rounds.samples}
-        rates[pattern] = {name: ranges[pattern][name]["median"] for name in rounds.samples}
-        best = {
-            group: max(present, key=rates[pattern].__getitem__)
-            for group, members in BEST_OF.items()
-            if (present := [name for name in members if name in rounds.samples])
-        }
-        for group, name in best.items():
-            rates[pattern][group] = rates[pattern][name]
-        for name in rates[pattern]:
-            measured = best.get(name, name)
-            cpu.setdefault(name, {})[pattern] = rounds.median(measured, "cpu_s_per_gb")
-        both = "fio" in best and "hetero io_uring" in rounds.samples
-        share[pattern] = (
-            rounds.ratio("hetero io_uring", best["fio"], "gbps") if both else None
-        )  # fmt: skip
-    return {**rates, "share_of_fio": share, "cpu_s_per_gb": cpu, "ranges": ranges}
+        for name, figures in rounds.figures().items():
+            own = contenders.setdefault(name, {})
+            own |= {f"{pattern}_{metric}": spread for metric, spread in figures.items()}
+        settings = [name for name in SETTINGS if name in rounds.samples]
+        if settings and HETERO in rounds.samples:
+            best = max(settings, key=lambda name: rounds.median(name, "gbps"))
+            rounds.compare(best, "gbps", "of_fio")
+            share[pattern] = rounds.median(HETERO, "of_fio")
+    return {"contenders": contenders, "share_of_fio": share}
+
+
+COLUMNS = (
+    *(Column(f"{pattern} GB/s", f"{pattern}_gbps", ranged()) for pattern in PATTERNS),
+    *(Column(f"{p} CPU s/GB", f"{p}_cpu_s_per_gb", number(3)) for p in PATTERNS),
+)
 
 
 def show(result: dict[str, Any]) -> Iterator[str]:
     """One table per directory: rates with their ranges, CPU, and what was left out."""
-    for directory in result["paths"]:
-        ranges, cpu = directory["ranges"], directory["cpu_s_per_gb"]
-        units = ("GB/s", "CPU s/GB")
-        rows = [["contender", *(f"{pattern} {unit}" for unit in units for pattern in PATTERNS)]]
-        for name in cpu:
-            if name not in BEST_OF:
-                rates = (ranges[p].get(name) for p in PATTERNS)
-                seconds = (f"{cpu[name][p]:.3f}" if p in cpu[name] else "" for p in PATTERNS)
-                rows.append([name, *(ranged(r) if r else "" for r in rates), *seconds])
-        yield titled(
-            f"bench.io {directory['path']}: {format_bytes(directory['size_bytes'])},"
-            f" blocks of {format_bytes(directory['block_bytes'])}, {directory['depth']} in flight,"
-            f" median of {directory['rounds']} (least-most)",
-            rows,
+    for found in result["paths"]:
+        title = (
+            f"bench.io {found['path']}: {format_bytes(found['size_bytes'])}, blocks of"
+            f" {format_bytes(found['block_bytes'])}, {found['depth']} in flight, median of"
+            f" {found['rounds']} (least-most)"
         )
-        share = directory["share_of_fio"]
-        if any(share.values()):
-            shares = ", ".join(f"{p} {s:.3f}" for p, s in share.items() if s is not None)
-            yield f"hetero io_uring / the best fio: {shares}"
-        yield from directory["notes"]
+        yield of_figures(title, found["contenders"], COLUMNS)
+        yield from found["notes"]
 
 
 PROGRAM = Program("bench.io", __doc__, OPTIONS, run, show, _add_path)

@@ -9,7 +9,7 @@ each is trained for some steps, and the median without the first two is what was
 traced configuration is measured again at the end: what it drifted, no prediction could know.
 
 A machine's disk and clock change within minutes, so each round has a profile and a trace of its
-own, errors are taken within a round, and a configuration counts with the round of its median error.
+own, errors are taken within a round, and a configuration counts with the median of its errors.
 """
 
 from __future__ import annotations
@@ -19,18 +19,13 @@ import gc
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
-from bench.harness.program import (
-    FILE,
-    Option,
-    Program,
-    one_of,
-    titled,
-    whole,
-)
+from bench.harness.program import FILE, Option, Program, left_out, one_of, whole
+from bench.harness.rounds import Rounds, Sample
+from bench.harness.tables import Column, Table, middle, number, shown, size
 from hetero.cli.job.job import open_job
 from hetero.cli.job.models import (
     MODEL_NAMES,
@@ -45,7 +40,6 @@ from hetero.planning.predict import figures, predict
 from hetero.planning.profiles import find_profile
 from hetero.planning.trace import Computing, Work
 from offload.errors import HeteroError
-from offload.memory.sizes import format_bytes
 from offload.profile.machine_profile import Profile
 from offload.profile.measure import measure_profile
 
@@ -77,18 +71,7 @@ CONFIGURATIONS: tuple[tuple[str, float | None, int], ...] = (
 
 # Names of what is measured, and of what is predicted.
 PHASES = {"forward": "forward", "backward": "backward", "optimizer": "update"}
-
-
-@dataclass(frozen=True)
-class Measured:
-    """Medians of the steps of one configuration, in seconds and bytes."""
-
-    step_s: float
-    forward_s: float
-    backward_s: float
-    optimizer_s: float
-    nvme_read_bytes: float
-    nvme_written_bytes: float
+TRACED = "traced"
 
 
 OPTIONS = (
@@ -139,117 +122,99 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             run_dir=folder,
         )
         state_bytes = STATE_BYTES[arguments.dtype] * count_parameters(model_config(options))
-        rounds = []
+        rounds = Rounds()
         for number in range(1, arguments.rounds + 1):
             _tell(f"round {number} of {arguments.rounds}")
             if arguments.profile is None:
                 profile = measure_profile(paths, tell=_tell)
             else:
                 profile = find_profile(arguments.profile)
-            rounds.append(_round(options, paths, state_bytes, profile, folder))
-    rows = [_middle(tries) for tries in zip(*(made["rows"] for made in rounds), strict=True)]
+            _round(rounds, options, paths, state_bytes, profile, folder)
+    drift = max(rounds.values(TRACED, "drift"), key=abs)
+    found = rounds.figures()
+    traced = found.pop(TRACED)
+    errors = errors_of(found)
+    beyond = ", ".join(f"{name} {e:+.0%}" for name, e in errors["beyond_goal"].items())
+    notes = [
+        f"within {GOAL:.0%}: {errors['within_goal']} of {len(found)}; beyond: {beyond or 'none'};"
+        f" the traced configuration drifted by {drift:+.0%} within a round",
+        *left_out(rounds.failed),
+    ]
+    if found:
+        notes.append(f"error: mean {errors['mean_error']:.1%}, most {errors['worst_error']:.1%}")
     return {
         "params": state_bytes // STATE_BYTES[arguments.dtype],
         "state_bytes": state_bytes,
-        "rounds": [{k: v for k, v in made.items() if k != "rows"} for made in rounds],
-        "drift": max((made["drift"] for made in rounds), key=abs),
-        "configurations": rows,
-        **errors_of(rows),
+        "rounds": arguments.rounds,
+        "profile": profile.as_dict(),
+        "traced": traced,
+        "drift": drift,
+        "configurations": found,
+        "refused": rounds.failed,
+        "notes": notes,
+        **errors,
     }
 
 
-def errors_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def errors_of(found: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """How far predictions were off, and which ones by more than the goal."""
-    errors = {row["name"]: row["error"] for row in rows if row["status"] == "measured"}
+    errors = {name: middle(row["error"]) for name, row in found.items()}
     sizes = [abs(error) for error in errors.values()]
     return {
         "goal": GOAL,
         "within_goal": sum(size <= GOAL for size in sizes),
         "beyond_goal": {name: error for name, error in errors.items() if abs(error) > GOAL},
         "mean_error": statistics.mean(sizes) if sizes else None,
-        "median_error": statistics.median(sizes) if sizes else None,
         "worst_error": max(sizes, default=None),
     }
 
 
 def _round(
+    rounds: Rounds,
     options: TrainOptions,
     paths: tuple[str, ...],
     state_bytes: int,
     profile: Profile,
     folder: str,
-) -> dict[str, Any]:
-    """Every configuration once, predicted from one profile and one trace."""
+) -> None:
+    """Adds a sample of every configuration, predicted from one profile and one trace."""
     traced = replace(options, policy="cpu")
     _tell("tracing: all in RAM")
     first = train(traced, folder)
-    computing = Computing(first.forward_s, first.backward_s)
-    rows = [
-        _row(made, state_bytes, profile, computing, folder)
-        for made in configurations(options, paths, state_bytes)
-    ]
+    computing = Computing(first["forward_s"], first["backward_s"])
+    for name, made in configurations(options, paths, state_bytes):
+        _tell(name)
+        try:
+            sample = train(made, folder, profile, computing)
+        except HeteroError as error:
+            _tell(f"  refused: {error}")
+            rounds.failed[name] = str(error)
+            continue
+        told = f"{sample['step_s']:.3f} s, predicted {sample['predicted_step_s']:.3f} s"
+        _tell(f"  a step took {told}: {sample['error']:+.0%}")
+        rounds.samples.setdefault(name, []).append(sample)
     _tell("tracing once more")
-    last = train(traced, folder)
-    return {
-        "profile": profile.as_dict(),
-        "traced": {"forward_s": computing.forward_s, "backward_s": computing.backward_s},
-        "drift": last.step_s / first.step_s - 1,
-        "rows": rows,
-    }
-
-
-def _middle(tries: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The row of the round with the median error; all rounds' errors beside it."""
-    measured = sorted((t for t in tries if t["status"] == "measured"), key=lambda t: t["error"])
-    if not measured:
-        return tries[0]
-    row = measured[(len(measured) - 1) // 2]
-    return {**row, "errors": [t["error"] for t in measured]}
+    drift = train(traced, folder)["step_s"] / first["step_s"] - 1
+    rounds.samples.setdefault(TRACED, []).append({**first, "drift": drift})
 
 
 def configurations(
     options: TrainOptions, paths: tuple[str, ...], state_bytes: int
-) -> Iterator[TrainOptions]:
-    """CONFIGURATIONS as options."""
+) -> Iterator[tuple[str, TrainOptions]]:
+    """CONFIGURATIONS as options, each with its name."""
     for policy, share, accumulate in CONFIGURATIONS:
-        yield replace(
-            options,
-            policy=policy,
-            host_memory=None if share is None else str(int(share * state_bytes)),
-            nvme_path=() if policy == "cpu" else paths,
-            accumulate=accumulate,
+        name = policy + (f", {share:.0%} in RAM" if share else ", all in RAM")
+        name += f", {accumulate} micro-batches" if accumulate > 1 else ""
+        yield (
+            name,
+            replace(
+                options,
+                policy=policy,
+                host_memory=None if share is None else str(int(share * state_bytes)),
+                nvme_path=() if policy == "cpu" else paths,
+                accumulate=accumulate,
+            ),
         )
-
-
-def _row(
-    options: TrainOptions, state_bytes: int, profile: Profile, computing: Computing, folder: str
-) -> dict[str, Any]:
-    host = int(options.host_memory or 0)
-    name = options.policy + (f", {host / state_bytes:.0%} in RAM" if host else ", all in RAM")
-    name += f", {options.accumulate} micro-batches" if options.accumulate > 1 else ""
-    _tell(name)
-    row: dict[str, Any] = {
-        "name": name,
-        "policy": options.policy,
-        "host_memory": host or None,
-        "accumulate": options.accumulate,
-    }
-    try:
-        predictions: list[dict[str, Any]] = []
-        measured = train(options, folder, profile, computing, predictions)
-    except HeteroError as error:
-        _tell(f"  refused: {error}")
-        return {**row, "status": "refused", "reason": str(error)}
-    (made,) = predictions
-    off = made["step_s"] / measured.step_s - 1
-    _tell(f"  a step took {measured.step_s:.3f} s, predicted {made['step_s']:.3f} s: {off:+.0%}")
-    return {
-        **row,
-        "status": "measured",
-        "measured": vars(measured),
-        "predicted": made,
-        "error": off,
-    }
 
 
 def train(
@@ -257,96 +222,79 @@ def train(
     folder: str,
     profile: Profile | None = None,
     computing: Computing | None = None,
-    predictions: list[dict[str, Any]] | None = None,
-) -> Measured:
-    """Makes the steps; before them, with a profile, appends what is predicted to `predictions`."""
+) -> Sample:
+    """Medians of the steps, in seconds and bytes.
+
+    With a profile and the seconds of computing one micro-batch what was predicted before them, too,
+    each beside what was measured, and the error of the step.
+    """
     gc.collect()
+    predicted: dict[str, float] = {}
     with RunFolder(folder) as run_folder, open_job(options, run_folder) as job:
-        if profile is not None and predictions is not None:
+        if profile is not None and computing is not None:
             batches = options.accumulate
-            whole = None
-            if computing is not None:  # of one micro-batch
-                whole = Computing(computing.forward_s * batches, computing.backward_s * batches)
-            work = Work(options.batch_size * options.seq_len, batches)
             plans = predict(
                 job.engine.budget_moves.group_plans(),
                 profile,
-                work,
-                whole,
+                Work(options.batch_size * options.seq_len, batches),
+                Computing(computing.forward_s * batches, computing.backward_s * batches),
                 grad_factors=options.clip > 0,
                 overlap=options.overlap,
             )
-            predictions.append(figures(plans))
+            made = figures(plans)
+            predicted = {f"predicted_{key}": made[key] for key in ("step_s", *MOVED)}
+            predicted |= {
+                f"predicted_{name}_s": made["phases_s"][phase]
+                for name, phase in PHASES.items()
+                if phase in made["phases_s"]  # else it was predicted together with others
+            }
         steps = [one_step(job, step) for step in range(1, options.steps + 1)]
     steady = steps[SKIPPED_STEPS:]
-
-    def median(name: str) -> float:
-        return float(statistics.median(getattr(step, name) for step in steady))
-
-    def moved(link: str) -> float:
-        return statistics.mean(step.traffic_bytes[link] for step in steady)
-
-    return Measured(
-        step_s=median("step_s"),
-        forward_s=median("forward_s"),
-        backward_s=median("backward_s"),
-        optimizer_s=median("optimizer_s"),
-        nvme_read_bytes=moved("disk_read"),
-        nvme_written_bytes=moved("disk_write"),
-    )
+    measured = {
+        name: float(statistics.median(getattr(step, name) for step in steady))
+        for name in ("step_s", *(f"{phase}_s" for phase in PHASES))
+    }
+    for key, link in MOVED.items():
+        measured[key] = statistics.mean(step.traffic_bytes[link] for step in steady)
+    if predicted:
+        predicted["error"] = predicted["predicted_step_s"] / measured["step_s"] - 1
+    return {**measured, **predicted}
 
 
-def show(result: dict[str, Any]) -> Iterator[str]:
-    """The table, and how far predictions were off."""
-    rows = [["configuration", "step", "error", "forward", "backward", "optimizer", "read",
-             "written", "bound"]]  # fmt: skip
-    for row in result["configurations"]:
-        if row["status"] != "measured":
-            rows.append([row["name"], row["status"], *[""] * 7])
-            continue
-        measured, predicted = row["measured"], row["predicted"]
-        rows.append(
-            [
-                row["name"],
-                f"{measured['step_s']:.3f} / {predicted['step_s']:.3f}",
-                f"{row['error']:+.0%} ({min(row['errors']):+.0%} to {max(row['errors']):+.0%})",
-                *(
-                    _beside(measured[f"{part}_s"], predicted["phases_s"].get(phase))
-                    for part, phase in PHASES.items()
-                ),
-                *(
-                    f"{measured[f'nvme_{verb}_bytes'] / 1e9:.2f} / "
-                    f"{predicted[f'nvme_{verb}_bytes'] / 1e9:.2f}"
-                    for verb in ("read", "written")
-                ),
-                predicted["bound"],
-            ]
-        )
-    yield titled("seconds measured / predicted, GB per step", rows)
-    count = sum(row["status"] == "measured" for row in result["configurations"])
-    yield (
-        f"{result['params']:,} parameters, {format_bytes(result['state_bytes'])} of state. Within"
-        f" {result['goal']:.0%}: {result['within_goal']} of {count}. The traced configuration"
-        f" drifted by {result['drift']:+.0%} within a round."
-    )
-    if count:
-        beyond = ", ".join(f"{name} {e:+.0%}" for name, e in result["beyond_goal"].items())
-        yield (
-            f"error: mean {result['mean_error']:.1%}, median {result['median_error']:.1%}, largest"
-            f" {result['worst_error']:.1%}; beyond {result['goal']:.0%}: {beyond or 'none'}"
-        )
+MOVED = {"nvme_read_bytes": "disk_read", "nvme_written_bytes": "disk_write"}
 
 
-def _beside(measured_s: float, predicted_s: float | None) -> str:
-    """(None: the phase was predicted together with others.)"""
-    return f"{measured_s:.2f}" + ("" if predicted_s is None else f" / {predicted_s:.2f}")
+def _error(value: Mapping[str, float]) -> str:
+    return f"{value['median']:+.0%} ({value['min']:+.0%} to {value['max']:+.0%})"
 
 
 def _tell(text: str) -> None:
     print(f"bench.predict: {text}", file=sys.stderr, flush=True)
 
 
-PROGRAM = Program("bench.predict", __doc__, OPTIONS, run, show, _add_path)
+TABLE = Table(
+    lambda result: (
+        f"bench.predict: {result['params']:,} parameters, {size(result['state_bytes'])} of state;"
+        f" median of {result['rounds']} rounds"
+    ),
+    "configurations",
+    (
+        Column("step s", "step_s", number(3)),
+        Column("predicted", "predicted_step_s", number(3)),
+        Column("error", "error", _error),
+        *(
+            Column(title, f"{before}{name}_s", number())
+            for name in PHASES
+            for title, before in ((name, ""), ("predicted", "predicted_"))
+        ),
+        *(
+            Column(title, f"{before}{key}", number(2, 1e-9))
+            for key, verb in (("nvme_read_bytes", "read"), ("nvme_written_bytes", "written"))
+            for title, before in ((f"{verb} GB", ""), ("predicted", "predicted_"))
+        ),
+    ),
+)
+PROGRAM = Program("bench.predict", __doc__, OPTIONS, run, shown(TABLE), _add_path)
 main = PROGRAM.main
 
 if __name__ == "__main__":

@@ -16,10 +16,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -33,22 +32,17 @@ from bench.harness.program import (
     Program,
     left_out,
     peer_options,
-    titled,
     whole,
 )
-from bench.harness.rounds import Rounds, Sample, run_rounds
-from bench.work.bandwidths import MemoryBandwidth
+from bench.harness.rounds import Sample, run_rounds
+from bench.harness.tables import Column, Table, number, ranged, shown, size
+from bench.work.bandwidths import disk_alone, memory_alone
 from bench.work.curve import draw_curve, measure_curve
 from bench.work.step_model import UPDATE_BYTES, HeteroStep, Plan, make_plan
-from bench.work.transfers import HeteroTransfers, Shape, measured_file
 from offload import _native
-from offload.memory.sizes import format_bytes
 
 PEERS = ("deepspeed",)
-# The engine of hetero.initialize() has these; the yardstick must not have less in flight.
-DEPTH = 32
-BLOCK_BYTES = 1 << 20
-
+DISK, MEMORY = "disk alone", "memory alone"
 
 OPTIONS = (
     Option("--params", "500e6", "of the model", COUNT),
@@ -71,15 +65,13 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """
     numel, budget = arguments.params, arguments.host_memory
     plan = make_plan(numel, budget, arguments.path, arguments.chunk_numel)
-    shape = Shape.of(arguments.io_size, BLOCK_BYTES, DEPTH)
     with contextlib.ExitStack() as stack:
         step = stack.enter_context(HeteroStep(numel, plan))
-        file = stack.enter_context(measured_file(arguments.path, shape.size_bytes))
-        disk = stack.enter_context(HeteroTransfers(step.io_engine, file, shape))
+        disk = stack.enter_context(disk_alone(arguments.path, arguments.io_size))
         contenders: dict[str, Callable[[], Sample]] = {
-            "hetero": lambda: step.sample(arguments.steps),
-            "disk": lambda: disk.sample("mixed"),
-            "memory": MemoryBandwidth().sample,
+            "hetero": partial(step.sample, arguments.steps),
+            DISK: partial(disk, 0.5),
+            MEMORY: memory_alone(),
         }
         for peer in arguments.peers:
             swap = stack.enter_context(_swap_folder(arguments.path))
@@ -92,63 +84,39 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             )
             contenders[peer] = partial(process.sample, steps=arguments.steps)
         rounds = run_rounds(contenders, arguments.rounds)
-        result = summarize(rounds, step.params)
-        result |= {
+        rounds.derive("hetero", partial(of_bound, step.params))
+        rounds.compare("hetero", "step_s", "of_hetero")
+        result: dict[str, Any] = {
+            "params": step.params,
+            "contenders": rounds.figures(),
             "peak_managed_bytes": step.peak_managed_bytes,
             "io_engine": step.io_engine,
-            "notes": [*step.notes, *left_out(rounds.failed)],
+            **describe_plan(plan, budget),
         }
-    result |= describe_plan(plan, budget)
+    notes = [
+        f"RAM: {size(result['peak_managed_bytes'])} of {size(budget)} for buffers,"
+        f" {size(plan.resident_bytes)} of parameters and gradients",
+        *step.notes,
+        *left_out(rounds.failed),
+    ]
     if arguments.curve:
-        points = measure_curve(numel, arguments.path, arguments.chunk_numel, arguments.steps)
-        draw_curve(points, result["params"], arguments.picture)
-        result |= {"curve": points, "picture": os.path.abspath(arguments.picture)}
-    return result | {"steps": arguments.steps, "rounds": arguments.rounds}
+        result["curve"] = measure_curve(
+            numel, arguments.path, arguments.chunk_numel, arguments.steps
+        )
+        draw_curve(result["curve"], result["params"], arguments.picture)
+        result["picture"] = os.path.abspath(arguments.picture)
+        notes.append(result["picture"])
+    return result | {"steps": arguments.steps, "rounds": arguments.rounds, "notes": notes}
 
 
-def summarize(rounds: Rounds, params: int) -> dict[str, Any]:
-    """Medians over the rounds; the bound, its share and ratios are taken within each round."""
-    bounds: dict[str, list[float]] = {"disk": [], "memory": [], "bound": []}
-    for step, disk, memory in zip(
-        *(rounds.samples[name] for name in ("hetero", "disk", "memory")), strict=True
-    ):
-        moved = step["read_bytes"] + step["written_bytes"]
-        bounds["disk"].append(moved / (disk["gbps"] * 1e9))
-        bounds["memory"].append(params * UPDATE_BYTES / (memory["gbps"] * 1e9))
-        bounds["bound"].append(max(bounds["disk"][-1], bounds["memory"][-1]))
-    steps = rounds.values("hetero", "step_s")
-    return {
-        "params": params,
-        "step_s": rounds.median("hetero", "step_s"),
-        "bound_s": statistics.median(bounds["bound"]),
-        "bounds_s": {name: statistics.median(bounds[name]) for name in ("disk", "memory")},
-        "share_of_bound": statistics.median(
-            bound / step for bound, step in zip(bounds["bound"], steps, strict=True)
-        ),
-        "disk_bytes": {
-            "read": rounds.median("hetero", "read_bytes"),
-            "written": rounds.median("hetero", "written_bytes"),
-        },
-        "mixed_gbps": rounds.median("disk", "gbps"),
-        "stream_gbps": rounds.median("memory", "gbps"),
-        "pipeline": {
-            name: rounds.median("hetero", name)
-            for name in ("compute_s", "read_wait_s", "write_wait_s")
-        },
-        "ranges": {
-            "step_s": rounds.spread("hetero", "step_s"),
-            "mixed_gbps": rounds.spread("disk", "gbps"),
-            "stream_gbps": rounds.spread("memory", "gbps"),
-        },
-        "peers": {
-            name: {
-                "step_s": rounds.median(name, "step_s"),
-                "hetero_is_faster_by": rounds.ratio(name, "hetero", "step_s"),
-            }
-            for name in rounds.samples
-            if name not in ("hetero", "disk", "memory")
-        },
-    }
+def of_bound(params: int, made: Mapping[str, Sample]) -> Sample:
+    """Seconds that disk and memory need for a step at least, and the larger ones over its own."""
+    step = made["hetero"]
+    disk_s = (step["read_bytes"] + step["written_bytes"]) / (made[DISK]["gbps"] * 1e9)
+    memory_s = params * UPDATE_BYTES / (made[MEMORY]["gbps"] * 1e9)
+    bound_s = max(disk_s, memory_s)
+    share = bound_s / step["step_s"]
+    return {"disk_s": disk_s, "memory_s": memory_s, "bound_s": bound_s, "share_of_bound": share}
 
 
 def describe_plan(plan: Plan, budget: int) -> dict[str, Any]:
@@ -167,51 +135,40 @@ def _swap_folder(directory: str) -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="hetero-bench-swap-", dir=directory)
 
 
-def show(result: dict[str, Any]) -> Iterator[str]:
-    """The table: the step, its bounds, the peers; then what was left out."""
-    moved, size = result["disk_bytes"], format_bytes
-    rows = [
-        ["", "step s", "share", ""],
-        ["hetero", f"{result['step_s']:.3f}", f"{result['share_of_bound']:.3f}", "of the bound"],
-        [
-            "disk alone",
-            f"{result['bounds_s']['disk']:.3f}",
-            "",
-            f"{size(moved['read'])} read and {size(moved['written'])} written at"
-            f" {result['mixed_gbps']:.2f} GB/s",
-        ],
-        [
-            "memory alone",
-            f"{result['bounds_s']['memory']:.3f}",
-            "",
-            f"{UPDATE_BYTES} bytes a parameter at {result['stream_gbps']:.1f} GB/s",
-        ],
-    ]
-    for name, peer in result["peers"].items():
-        faster = f"{peer['hetero_is_faster_by']:.2f}"
-        rows.append([name, f"{peer['step_s']:.3f}", faster, "times hetero's"])
-    yield titled(
-        f"bench.step: {result['params'] / 1e6:.0f}M parameters, {result['buffers']} buffers"
-        f" of {size(result['optim_state_bytes'])} for {result['optim_states']} optimizer states,"
-        f" median of {result['rounds']} rounds of {result['steps']} steps",
-        rows,
+def _title(result: Mapping[str, Any]) -> str:
+    return (
+        f"bench.step: {result['params'] / 1e6:.0f}M parameters, {result['buffers']} buffers of"
+        f" {size(result['optim_state_bytes'])} for {result['optim_states']} optimizer states,"
+        f" median of {result['rounds']} rounds of {result['steps']} steps"
     )
-    yield (
-        f"RAM: {size(result['peak_managed_bytes'])} of {size(result['host_memory'])}"
-        f" for buffers, {size(result['resident_bytes'])} of parameters and gradients"
-    )
-    for point in result.get("curve", []):
-        yield (
-            f"budget {size(point['host_memory'])}: {size(point['read_bytes'])} read,"
-            f" {size(point['written_bytes'])} written,"
-            f" theory {size(point['theory_bytes'])} together, {point['step_s']:.3f} s"
-        )
-    yield from result["notes"]
-    if "picture" in result:
-        yield result["picture"]
 
 
-PROGRAM = Program("bench.step", __doc__, OPTIONS, run, show)
+STEPS = Table(
+    _title,
+    "contenders",
+    (
+        Column("step s", "step_s", ranged(3)),
+        Column("/ hetero", "of_hetero", number()),
+        Column("bound s", "bound_s", number(3)),
+        Column("bound / step", "share_of_bound", number(3)),
+        Column("disk s", "disk_s", number(3)),
+        Column("memory s", "memory_s", number(3)),
+        Column("read", "read_bytes", size),
+        Column("written", "written_bytes", size),
+        Column("GB/s", "gbps", ranged()),
+    ),
+)
+CURVE = Table(
+    lambda _: "traffic of a step against RAM for buffers",
+    lambda result: {size(point["host_memory"]): point for point in result.get("curve", ())},
+    (
+        Column("read", "read_bytes", size),
+        Column("written", "written_bytes", size),
+        Column("theory, together", "theory_bytes", size),
+        Column("step s", "step_s", number(3)),
+    ),
+)
+PROGRAM = Program("bench.step", __doc__, OPTIONS, run, shown(STEPS, CURVE))
 main = PROGRAM.main
 
 if __name__ == "__main__":

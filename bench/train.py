@@ -20,9 +20,10 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,17 +43,18 @@ from bench.harness.program import (
     Kind,
     Option,
     Program,
+    left_out,
     names,
     peer_options,
-    titled,
     whole,
 )
+from bench.harness.rounds import ContenderError, Rounds, Sample, run_rounds
+from bench.harness.tables import Column, Table, number, ranged, shown, size
 from bench.peers.training.workload import Workload
 from hetero.cli.job.data import load_corpus
 from hetero.cli.job.models import model_config
 from hetero.cli.job.optimization import ADAM_BETAS, lr_factor
 from hetero.cli.job.options import TrainOptions, add_train_arguments, config_path
-from offload.memory.sizes import format_bytes
 
 # The shape of docs/benchmarks.md: 354M parameters with GPT-2's own vocabulary.
 DEFAULTS = {
@@ -93,10 +95,34 @@ OPTIONS = (
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The figures of all contenders."""
+    """The figures of all contenders.
+
+    What contenders write stays in the run folder, in a folder per round.
+    """
     options, variants = _options(arguments)
-    rounds = run(options, variants, arguments)
-    return summarize(rounds, f"hetero {options.policy}", arguments.skip_steps)
+    folder = Path(options.run_dir or time.strftime("runs/bench-%Y%m%d-%H%M%S"))
+    folder.mkdir(parents=True, exist_ok=True)
+    workload = folder / "workload.json"
+    made = partial(_contenders, options, variants, arguments, workload)
+    places = {contender.name: place for place, contender in enumerate(made(folder))}
+    outcomes: dict[str, list[Outcome]] = {name: [] for name in places}
+    with ExitStack() as stack:
+        hosts = None
+        if arguments.hosts is not None:
+            hosts = stack.enter_context(Hosts(arguments.hosts, arguments.rate))
+
+        def turn(name: str) -> Sample:
+            round_folder = folder / f"round-{len(outcomes[name]) + 1}"
+            round_folder.mkdir(exist_ok=True)
+            contender = made(round_folder)[places[name]]
+            outcomes[name].append(run_contender(contender, arguments.timeout, hosts=hosts))
+            return sample_of(outcomes[name][-1], arguments.skip_steps)
+
+        write_workload(options, workload, arguments.ranks)
+        turns = {name: partial(turn, name) for name in places}
+        rounds = run_rounds(turns, arguments.rounds, warm_up=False)
+    summary = summarize(rounds, outcomes, f"hetero {options.policy}")
+    return {**summary, "rounds": arguments.rounds, "skipped_steps": arguments.skip_steps}
 
 
 def _options(arguments: argparse.Namespace) -> tuple[TrainOptions, list[str]]:
@@ -112,56 +138,6 @@ def _options(arguments: argparse.Namespace) -> tuple[TrainOptions, list[str]]:
     if options.threads is None:
         options = replace(options, threads=max(1, torch.get_num_threads() // arguments.ranks))
     return options, variants
-
-
-def run(
-    options: TrainOptions, variants: list[str], arguments: argparse.Namespace
-) -> list[list[Outcome]]:
-    """The outcomes of each round, in one order; a contender that failed once is not run again.
-
-    Its last outcome then stands for it in the rounds to come. What contenders write stays in the
-    run folder, in a folder per round.
-    """
-    folder = Path(options.run_dir or time.strftime("runs/bench-%Y%m%d-%H%M%S"))
-    with ExitStack() as stack:
-        hosts = None
-        if arguments.hosts is not None:
-            hosts = stack.enter_context(Hosts(arguments.hosts, arguments.rate))
-        return _rounds(options, variants, arguments, folder, hosts)
-
-
-def _rounds(
-    options: TrainOptions,
-    variants: list[str],
-    arguments: argparse.Namespace,
-    folder: Path,
-    hosts: Hosts | None,
-) -> list[list[Outcome]]:
-    workload = folder / "workload.json"
-    rounds: list[list[Outcome]] = []
-    for number in range(1, arguments.rounds + 1):
-        round_folder = folder / f"round-{number}"
-        contenders = _contenders(options, variants, arguments, workload, round_folder)
-        round_folder.mkdir(parents=True, exist_ok=True)
-        if number == 1:
-            write_workload(options, workload, arguments.ranks)
-        outcomes = {}
-        first = (number - 1) % len(contenders)
-        for place in (*range(first, len(contenders)), *range(first)):
-            contender = contenders[place]
-            if rounds and rounds[-1][place].status != "finished":
-                outcomes[place] = rounds[-1][place]
-                continue
-            print(f"[round {number}/{arguments.rounds}] {contender.name}", end=": ",
-                  file=sys.stderr, flush=True)  # fmt: skip
-            outcome = run_contender(contender, arguments.timeout, hosts=hosts)
-            said = outcome.error
-            if said is None:
-                said = f"{_steady_s(outcome, 'step_s', arguments.skip_steps):.3f} s per step"
-            print(outcome.status, said, sep=", ", file=sys.stderr, flush=True)
-            outcomes[place] = outcome
-        rounds.append([outcomes[place] for place in range(len(contenders))])
-    return rounds
 
 
 def _contenders(
@@ -209,121 +185,116 @@ def write_workload(options: TrainOptions, path: Path, ranks: int = 1, lean: bool
     ).write(path)
 
 
-def _steady_s(outcome: Outcome, key: str, skip_steps: int) -> float:
-    """The median of a list of seconds per step, without the first ones."""
-    seconds: list[float] = outcome.figures[key]
+PHASES = ("step_s", "forward_s", "backward_s", "optimizer_s")
+
+
+def sample_of(outcome: Outcome, skip_steps: int) -> Sample:
+    """The figures of a run; of seconds the medians of all steps but the first ones.
+
+    Raises ContenderError for one that has none.
+    """
+    if outcome.status != "finished":
+        raise ContenderError(outcome.error)
+    figures = outcome.figures
     # At least one step stays, however many are to be left out.
-    return statistics.median(seconds[min(skip_steps, len(seconds) - 1) :])
+    counted = slice(min(skip_steps, len(figures["step_s"]) - 1), None)
+    peaks, moved = figures["peak_rss_by_rank_bytes"], figures["bytes_per_step"]
+    sample = {phase: statistics.median(figures[phase][counted]) for phase in PHASES}
+    sample |= {
+        "peak_rss_max_bytes": max(peaks),
+        "peak_rss_sum_bytes": sum(peaks),
+        "read_bytes": moved["disk_read"],
+        "written_bytes": moved["disk_write"],
+        "loss": figures["losses"][-1],
+        **{key: figures[key] for key in ("ranks", "threads", "tokens_per_s")},
+        **{key: figures[key] for key in EXCHANGED if figures[key] is not None},
+    }
+    if "sent_bytes_per_host" in figures:  # of the busiest, its start included
+        sent = max(figures["sent_bytes_per_host"])
+        sample["host_sent_bytes_per_step"] = sent // len(figures["step_s"])
+    return sample
 
 
-def summarize(rounds: Sequence[list[Outcome]], main_name: str, skip_steps: int) -> dict[str, Any]:
+EXCHANGED = ("sent_bytes_per_step", "received_bytes_per_step", "gather_wait_s_per_step")
+
+
+def summarize(
+    rounds: Rounds, outcomes: Mapping[str, list[Outcome]], main_name: str
+) -> dict[str, Any]:
     """The keys of `hetero train --json` for the main variant, and every contender's figures.
 
-    `rounds` have the same contenders in the same order. A contender's figures are those of its run
-    with the median step time (of an even number of runs the faster one of the two in the middle),
-    its `round_step_s` the median step time of each of its runs. Its `ratio_to` is its median step
-    time over that of each peer that finished in all rounds: the median of the rounds' ratios.
+    A contender's figures are those of its run with the median step time (of an even number of runs
+    the faster one of the two in the middle), with the medians of all runs in "measured"; its
+    `ratio_to` is its step time over that of each peer that finished: the median of the rounds'.
     """
+    peers = [name for name in rounds.samples if not name.startswith("hetero ")]
+    for peer in peers:
+        rounds.compare(peer, "step_s", f"of {peer}")
+    measured = rounds.figures()
     contenders: dict[str, dict[str, Any]] = {}
-    for runs in zip(*rounds, strict=True):
-        broken = next((outcome for outcome in runs if outcome.status != "finished"), None)
-        if broken is not None:
-            contenders[broken.name] = {"status": broken.status, "error": broken.error}
+    for name, runs in outcomes.items():
+        if name not in measured:
+            contenders[name] = {"status": runs[-1].status, "error": runs[-1].error}
             continue
-        step_s = [_steady_s(outcome, "step_s", skip_steps) for outcome in runs]
-        middle = runs[step_s.index(statistics.median_low(step_s))]
-        peaks = middle.figures["peak_rss_by_rank_bytes"]
-        contenders[middle.name] = {
+        step_s = rounds.values(name, "step_s")
+        own = measured[name]
+        contenders[name] = {
             "status": "finished",
             "error": None,
-            **middle.figures,
-            **{
-                f"median_{key}": _steady_s(middle, key, skip_steps)
-                for key in ("step_s", "forward_s", "backward_s", "optimizer_s")
-            },
-            "round_step_s": step_s,
-            "peak_rss_max_bytes": max(peaks),
-            "peak_rss_sum_bytes": sum(peaks),
+            **runs[step_s.index(statistics.median_low(step_s))].figures,
+            **{f"median_{phase}": own[phase]["median"] for phase in PHASES},
+            "measured": own,
+            "ratio_to": {peer: own[f"of {peer}"]["median"] for peer in peers if peer != name},
         }
-    finished = {name: c for name, c in contenders.items() if c["status"] == "finished"}
-    for name, figures in finished.items():
-        figures["ratio_to"] = {
-            peer: statistics.median(
-                own / theirs
-                for own, theirs in zip(
-                    figures["round_step_s"], finished[peer]["round_step_s"], strict=True
-                )
-            )
-            for peer in finished
-            if peer != name and not peer.startswith("hetero ")
-        }
-    return {
-        **contenders[main_name],
-        "main": main_name,
-        "rounds": len(rounds),
-        "skipped_steps": skip_steps,
-        "contenders": contenders,
-    }
+    notes = left_out(rounds.failed)
+    return {**contenders[main_name], "main": main_name, "contenders": contenders, "notes": notes}
 
 
-def show(summary: dict[str, Any]) -> Iterator[str]:
-    """One line per contender, and another about its ranks if there are several."""
-    finished = {n: c for n, c in summary["contenders"].items() if c["status"] == "finished"}
-    peers = [name for name in finished if not name.startswith("hetero ")]
-    title = "bench.train"
-    if summary["rounds"] > 1:
-        title += f", {summary['rounds']} rounds; step s: the median round (all of them)"
-    rows = [["contender", "step s", "fwd", "bwd", "opt", "peak RSS", "NVMe read", "written",
-             "loss", *(f"x {peer}" for peer in peers)]]  # fmt: skip
-    notes = []
-    for name, figures in summary["contenders"].items():
-        if figures["status"] != "finished":
-            rows.append([name, figures["status"], *[""] * (len(rows[0]) - 2)])
-            notes.append(f"{name}: {figures['error']}")
-            continue
-        moved, every = figures["bytes_per_step"], figures["round_step_s"]
-        all_of_them = f" ({', '.join(f'{s:.2f}' for s in every)})" if len(every) > 1 else ""
-        rows.append(
-            [
-                name,
-                f"{figures['median_step_s']:.2f}{all_of_them}",
-                *(f"{figures[f'median_{p}_s']:.2f}" for p in ("forward", "backward", "optimizer")),
-                format_bytes(figures["peak_rss_max_bytes"]),
-                format_bytes(moved["disk_read"]),
-                format_bytes(moved["disk_write"]),
-                f"{figures['losses'][-1]:.3f}",
-                *(f"{r:.2f}" if (r := figures["ratio_to"].get(p)) else "" for p in peers),
-            ]
-        )
-    yield titled(title, rows)
-    if any(figures["ranks"] > 1 for figures in finished.values()):
-        yield titled("ranks; sent, received and waited in a step of one", _of_ranks(finished))
-    yield from notes
+def _title(result: Mapping[str, Any]) -> str:
+    return f"bench.train, median of {result['rounds']} rounds (least-most)"
 
 
-def _of_ranks(finished: dict[str, dict[str, Any]]) -> list[list[str]]:
-    """What all ranks did together, and what one exchanged in a step as far as it is known."""
-    rows = [["contender", "ranks", "threads each", "tokens/s of all", "peak RSS of one", "of all",
-             "sent", "received", "a host sent", "waited for gathers s"]]  # fmt: skip
-    for name, figures in finished.items():
-        wait_s = figures["gather_wait_s_per_step"]
-        moved = (figures[f"{verb}_bytes_per_step"] for verb in ("sent", "received"))
-        # Bytes that the busiest host sent, its start included.
-        hosts = figures.get("sent_bytes_per_host")
-        rows.append(
-            [
-                name,
-                str(figures["ranks"]),
-                str(figures["threads"]),
-                f"{figures['tokens_per_s']:.0f}",
-                format_bytes(figures["peak_rss_max_bytes"]),
-                format_bytes(figures["peak_rss_sum_bytes"]),
-                *("" if nbytes is None else format_bytes(nbytes) for nbytes in moved),
-                format_bytes(max(hosts) // len(figures["step_s"])) if hosts else "",
-                "" if wait_s is None else f"{wait_s:.2f}",
-            ]
-        )
-    return rows
+def _rows(result: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    return {name: found.get("measured", {}) for name, found in result["contenders"].items()}
+
+
+def _rows_of_ranks(result: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    rows = {name: row for name, row in _rows(result).items() if row}
+    return rows if any(row["ranks"]["median"] > 1 for row in rows.values()) else {}
+
+
+def show(result: Mapping[str, Any]) -> Iterator[str]:
+    """What all did, and what ranks did, if there are several."""
+    names = list(_rows(result))
+    peers = [Column(f"/ {name}", f"of {name}", number()) for name in names]
+    return shown(Table(_title, _rows, (*COLUMNS, *peers)), OF_RANKS)(result)
+
+
+COLUMNS = (
+    Column("step s", "step_s", ranged()),
+    Column("fwd", "forward_s", number()),
+    Column("bwd", "backward_s", number()),
+    Column("opt", "optimizer_s", number()),
+    Column("peak RSS", "peak_rss_max_bytes", size),
+    Column("NVMe read", "read_bytes", size),
+    Column("written", "written_bytes", size),
+    Column("loss", "loss", number(3)),
+)
+OF_RANKS = Table(
+    lambda _: "ranks; sent, received and waited in a step of one",
+    _rows_of_ranks,
+    (
+        Column("ranks", "ranks", number(0)),
+        Column("threads each", "threads", number(0)),
+        Column("tokens/s of all", "tokens_per_s", number(0)),
+        Column("peak RSS of one", "peak_rss_max_bytes", size),
+        Column("of all", "peak_rss_sum_bytes", size),
+        Column("sent", "sent_bytes_per_step", size),
+        Column("received", "received_bytes_per_step", size),
+        Column("a host sent", "host_sent_bytes_per_step", size),
+        Column("waited for gathers s", "gather_wait_s_per_step", number()),
+    ),
+)
 
 
 def _exit_code(summary: dict[str, Any]) -> int:

@@ -27,14 +27,14 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from statistics import median
+from functools import partial
 from typing import Any
 
 from bench.activations.training import Spec
-from bench.activations.trial import POLICIES, model_shape, run_trial, tell
+from bench.activations.trial import POLICIES, run_trial, tell
 from bench.harness.program import (
     FOLDER,
     SECONDS,
@@ -44,18 +44,16 @@ from bench.harness.program import (
     Program,
     list_of,
     one_of,
-    titled,
     whole,
 )
-from bench.work.gpt import VOCABULARY
-from bench.work.transfers import HeteroTransfers, Shape, measured_file
+from bench.harness.rounds import Sample, run_rounds
+from bench.harness.tables import Column, number, of_figures, size
+from bench.work.bandwidths import disk_alone
+from bench.work.gpt import VOCABULARY, Shape
 from offload.memory.sizes import format_bytes
 
 NAME = "bench.activations"
 MIB = 1 << 20
-# The engine of hetero.initialize() has these; the yardstick must not have less in flight.
-DEPTH = 32
-BLOCK_BYTES = 1 << 20
 ONE, MICRO_BATCHES, LARGE = "one micro-batch", "micro-batches", "large batch"
 IN_MEMORY = "in memory"
 
@@ -79,9 +77,10 @@ def _spec(arguments: argparse.Namespace, contender: str, batches: int = 1, **mor
     options = {"placement_policy": arguments.policy, **more}
     if not contender.startswith("hetero"):
         options = {}
+    model = arguments.layers, arguments.width, arguments.heads
     return Spec(
         contender,
-        vars(model_shape(arguments, arguments.seq_len, arguments.batch_size * batches)),
+        vars(Shape(*model, arguments.seq_len, arguments.batch_size * batches)),
         arguments.vocabulary,
         options,
         steps=arguments.steps + arguments.skip_steps,
@@ -182,138 +181,109 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             raise ValueError(f"unknown contender {name!r}; known: {', '.join(specs)}")
     chosen = {*(arguments.contenders or specs), comparison.base}
     order = [name for name in specs if name in chosen]
-    rounds: list[dict[str, dict[str, Any]]] = []
+    losses: dict[str, list[float]] = {}
     with ExitStack() as stack:
         folder = stack.enter_context(
             tempfile.TemporaryDirectory(dir=arguments.path, prefix="bench-activations-")
         )
         disk = None
         if arguments.compare == "recompute":
-            disk = Shape.of(arguments.io_size, BLOCK_BYTES, DEPTH)
-            file = stack.enter_context(measured_file(folder, disk.size_bytes))
-        for number in range(arguments.rounds):
-            rounds.append({})
-            first = number % len(order)
-            for name in order[first:] + order[:first]:
-                sample = _sample(name, specs[name], folder, arguments.timeout)
-                kind = sample["io_engine"]
-                if disk is not None and kind is not None:
-                    with HeteroTransfers(kind, file, disk) as transfers:
-                        share = _read_share(sample["bytes_per_step"])
-                        sample["nvme_gbps"] = transfers.sample_share(share)["gbps"]
-                rounds[-1][name] = sample
-    results = {name: summarize(rounds, name, comparison.base) for name in order}
+            disk = stack.enter_context(disk_alone(folder, arguments.io_size))
+
+        def sample(name: str) -> Sample:
+            found = _trained(name, specs[name], folder, arguments.timeout)
+            losses[name] = found["losses"]
+            return _sample(found, disk)
+
+        turns = {name: partial(sample, name) for name in order}
+        rounds = run_rounds(turns, arguments.rounds, warm_up=False)
+    rounds.compare(comparison.base, "step_s", "of_base")
+    for name in order:
+        if disk is not None:
+            rounds.derive(name, partial(_of_bound, name, comparison.base))
+        if arguments.compare == "batches" and ONE in order:
+            rounds.derive(name, partial(_of_batches, name, arguments.factor))
     if arguments.compare == "ways":
-        _check_losses(results)
-    if arguments.compare == "batches" and ONE in results:
-        one = results[ONE]["state_bytes"]
-        of_each = (results[MICRO_BATCHES]["state_bytes"] - one) / (arguments.factor - 1)
-        for figures in results.values():
-            figures["param_and_grad_bytes"] = figures["state_bytes"] - (one - of_each)
+        _check_losses(losses)
     given = ("compare", "factor", "host_memory", "activation_memory", "process_memory")
     return {
         **{name: getattr(arguments, name) for name in given},
         "shape": specs[order[-1]].shape | {"vocabulary": arguments.vocabulary},
         "base": comparison.base,
-        "results": results,
-        "samples": rounds,
+        "results": rounds.figures(),
+        "losses": losses,
     }
 
 
-def _sample(name: str, spec: Spec, folder: str, timeout_s: float) -> dict[str, Any]:
-    sample = run_trial(spec, folder, timeout_s)
-    if sample["status"] != "trained":
-        raise ValueError(f"{name}: {sample['status']}: {sample['error']}")
-    peak = format_bytes(sample["peak_bytes"])
-    tell(NAME, f"{name}: {sample['step_s']:.2f} s a step, peak {peak}, {sample['seconds']:.0f} s")
+def _trained(name: str, spec: Spec, folder: str, timeout_s: float) -> dict[str, Any]:
+    found = run_trial(spec, folder, timeout_s)
+    if found["status"] != "trained":
+        raise ValueError(f"{name}: {found['status']}: {found['error']}")
+    tell(NAME, f"{name}: {found['seconds']:.0f} s; {found['explained']}")
+    return found
+
+
+def _sample(found: Mapping[str, Any], disk: Callable[[float], Sample] | None) -> Sample:
+    """The figures of a process, with the disk's rate for what it moved, if it has moved any."""
+    moved = found["bytes_per_step"]
+    nbytes = moved.get("disk_read", 0) + moved.get("disk_write", 0)
+    activations = moved.get("activations_read", 0) + moved.get("activations_written", 0)
+    sample = {
+        **{key: found[key] for key in ("step_s", "forward_s", "peak_bytes", "before_bytes")},
+        "beside_bytes": found["peak_bytes"] - found["before_bytes"],
+        "activation_bytes": activations,
+        "state_bytes": nbytes - activations,
+        "nvme_s": 0.0,
+    }
+    if disk is not None and nbytes:
+        gbps = disk(moved["disk_read"] / nbytes)["gbps"]
+        sample |= {"nvme_gbps": gbps, "nvme_s": nbytes / (gbps * 1e9)}
     return sample
 
 
-def _check_losses(results: Mapping[str, Mapping[str, Any]]) -> None:
+def _of_bound(name: str, base: str, made: Mapping[str, Sample]) -> Sample:
+    """The larger one of the step in memory and of what the disk takes, and the step over it."""
+    bound_s = max(made[base]["step_s"], made[name]["nvme_s"])
+    return {"bound_s": bound_s, "ratio": made[name]["step_s"] / bound_s}
+
+
+def _of_batches(name: str, factor: int, made: Mapping[str, Sample]) -> Sample:
+    """State without optimizer state, as the module's text says."""
+    one = made[ONE]["state_bytes"]
+    of_each = (made[MICRO_BATCHES]["state_bytes"] - one) / (factor - 1)
+    return {"param_and_grad_bytes": max(0, made[name]["state_bytes"] - (one - of_each))}
+
+
+def _check_losses(losses: Mapping[str, list[float]]) -> None:
     for kind in ("torch", "hetero"):
-        losses = [tuple(r["losses"]) for name, r in results.items() if name.startswith(kind)]
-        if len(set(losses)) > 1:
-            raise ValueError(f"contenders of {kind} have different losses: {losses}")
-
-
-def _nvme_bytes(moved: Mapping[str, float]) -> float:
-    return moved.get("disk_read", 0) + moved.get("disk_write", 0)
-
-
-def _read_share(moved: Mapping[str, float]) -> float:
-    nbytes = _nvme_bytes(moved)
-    return moved["disk_read"] / nbytes if nbytes else 0.5
-
-
-def summarize(rounds: Sequence[Mapping[str, Any]], name: str, base: str) -> dict[str, Any]:
-    """A contender's medians over the rounds; ratios and the bound, where the disk was measured in
-    one, are taken within each round."""
-    samples = [each[name] for each in rounds]
-    base_s = [each[base]["step_s"] for each in rounds]
-    moved = {
-        key: median(sample["bytes_per_step"][key] for sample in samples)
-        for key in samples[0]["bytes_per_step"]
-    }
-    activations = moved.get("activations_read", 0) + moved.get("activations_written", 0)
-    found = {
-        "step_s": median(sample["step_s"] for sample in samples),
-        "of_base": median(s["step_s"] / b for s, b in zip(samples, base_s, strict=True)),
-        "forward_s": median(sample["forward_s"] for sample in samples),
-        "peak_bytes": max(sample["peak_bytes"] for sample in samples),
-        "before_bytes": samples[0]["before_bytes"],
-        "bytes_per_step": moved,
-        "activation_bytes": activations,
-        "state_bytes": _nvme_bytes(moved) - activations,
-        "losses": samples[0]["losses"],
-        "explained": samples[-1]["explained"],
-    }
-    if any("nvme_gbps" in sample for each in rounds for sample in each.values()):
-        nvme_s = [
-            _nvme_bytes(s["bytes_per_step"]) / (s["nvme_gbps"] * 1e9) if "nvme_gbps" in s else 0.0
-            for s in samples
-        ]
-        bounds = list(map(max, base_s, nvme_s))
-        found |= {
-            "nvme_s": median(nvme_s),
-            "bound_s": median(bounds),
-            "bound": "NVMe" if median(nvme_s) > median(base_s) else "compute",
-            "ratio": median(s["step_s"] / b for s, b in zip(samples, bounds, strict=True)),
-        }
-    if "nvme_gbps" in samples[0]:
-        found["nvme_gbps"] = median(sample["nvme_gbps"] for sample in samples)
-    return found
+        of_kind = [tuple(each) for name, each in losses.items() if name.startswith(kind)]
+        if len(set(of_kind)) > 1:
+            raise ValueError(f"contenders of {kind} have different losses: {of_kind}")
 
 
 def show(result: dict[str, Any]) -> Iterator[str]:
     """A line for each contender, with the columns that the comparison has."""
-    columns: dict[str, Callable[[dict[str, Any]], str]] = {
-        "step, s": lambda f: f"{f['step_s']:.2f}",
-        f"/ {result['base']}": lambda f: f"{f['of_base']:.2f}",
-        "bound, s": lambda f: f"{f['bound_s']:.2f} ({f['bound']})" if "bound_s" in f else "",
-        "step / bound": lambda f: f"{f['ratio']:.2f}" if "ratio" in f else "",
-        "peak": lambda f: format_bytes(f["peak_bytes"]),
-        "beside": lambda f: format_bytes(f["peak_bytes"] - f["before_bytes"]),
-        "NVMe, GB/s": lambda f: f"{f['nvme_gbps']:.2f}" if "nvme_gbps" in f else "",
-        "state moved": lambda f: format_bytes(f["state_bytes"]),
-        "of it params and grads": lambda f: (
-            format_bytes(max(0, f["param_and_grad_bytes"])) if "param_and_grad_bytes" in f else ""
-        ),
-        "activations moved": lambda f: format_bytes(f["activation_bytes"]),
-    }
-    cells = [[cell(figures) for cell in columns.values()] for figures in result["results"].values()]
-    kept = [n for n in range(len(columns)) if any(row[n] for row in cells)]
-    heads = list(columns)
-    rows = [["", *(heads[n] for n in kept)]]
-    for name, row in zip(result["results"], cells, strict=True):
-        rows.append([name, *(row[n] for n in kept)])
-    shape, size = result["shape"], format_bytes
-    limit = f"host_memory {size(result['host_memory'])}"
+    shape = result["shape"]
+    limit = f"host_memory {format_bytes(result['host_memory'])}"
     if result["compare"] == "recompute":
-        limit = f"process_memory {size(result['process_memory'])}"
-    yield titled(
+        limit = f"process_memory {format_bytes(result['process_memory'])}"
+    yield of_figures(
         f"{NAME}: {shape['layers']} layers of {shape['width']}, {shape['batch_size']} x"
         f" {shape['seq_len']:,} tokens; {limit}",
-        rows,
+        result["results"],
+        (
+            Column("step, s", "step_s", number()),
+            Column(f"/ {result['base']}", "of_base", number()),
+            Column("bound, s", "bound_s", number()),
+            Column("step / bound", "ratio", number()),
+            Column("NVMe alone, s", "nvme_s", number()),
+            Column("peak", "peak_bytes", size),
+            Column("beside", "beside_bytes", size),
+            Column("NVMe, GB/s", "nvme_gbps", number()),
+            Column("state moved", "state_bytes", size),
+            Column("of it params and grads", "param_and_grad_bytes", size),
+            Column("activations moved", "activation_bytes", size),
+        ),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bench.peers.deepspeed_world import AIO, start_world
+from bench.peers.deepspeed_world import start_world, zero3_config
 from bench.work.gpt import Gpt, Shape, checkpoint_blocks
 
 
@@ -37,23 +37,8 @@ def deepspeed_config(
     shape: dict[str, int], vocabulary: int, swap_folder: str, lr: float
 ) -> dict[str, Any]:
     """As what bench.train runs: pipelined, with buffers no larger than the largest tensor."""
-    place: dict[str, Any] = {
-        "device": "nvme",
-        "nvme_path": swap_folder,
-        "pin_memory": False,
-        "buffer_count": 5,
-    }
     rows = max(vocabulary, shape["seq_len"], 4 * shape["width"])
-    return {
-        "train_micro_batch_size_per_gpu": shape["batch_size"],
-        "bf16": {"enabled": True},
-        "zero_optimization": {
-            "stage": 3,
-            "stage3_param_persistence_threshold": 0,
-            "offload_optimizer": place | {"pipeline_read": True, "pipeline_write": True},
-            "offload_param": place | {"buffer_size": rows * shape["width"] + (1 << 20)},
-        },
-        "optimizer": {"type": "AdamW", "params": {"lr": lr}},
-        "activation_checkpointing": {"cpu_checkpointing": True},
-        "aio": AIO,
+    numel = rows * shape["width"] + (1 << 20)
+    return zero3_config({"lr": lr}, shape["batch_size"], swap_folder, numel) | {
+        "activation_checkpointing": {"cpu_checkpointing": True}
     }

@@ -20,8 +20,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench.largest_model.limited_train import LIMITS, memory_bytes
-
 if TYPE_CHECKING:
     import torch
 
@@ -34,11 +32,19 @@ CONTENDERS = {
     "torch-checkpoints-tiled-loss": "PyTorch, each block a checkpoint, hetero's tiled loss",
     "torch-checkpoints-on-cpu": "PyTorch, each block a checkpoint, save_on_cpu()",
     "hetero": "hetero",
+    "hetero-tiles-checkpoints": "hetero, embeddings in tiles, each block a checkpoint",
     "hetero-whole-loss": "hetero, the loss not in tiles",
     "hetero-whole-loss-checkpoints": "hetero, the loss not in tiles, each block a checkpoint",
     "deepspeed": "DeepSpeed ZeRO-3 on NVMe, cpu_checkpointing",
 }
 LR = 1e-4
+TILE_TOKENS = 32  # of hetero-tiles: whose logits are in memory at a time
+
+# Which bytes the operating system refuses beyond a limit.
+LIMITS = {
+    "data": resource.RLIMIT_DATA,  # writable private memory, untouched parts included
+    "address": resource.RLIMIT_AS,  # all address space, files and untouched parts included
+}
 
 
 @dataclass(frozen=True)
@@ -89,7 +95,7 @@ class Training:
     update: Callable[[], object]  # makes the gradients zero, too
     saving: Callable[[], AbstractContextManager[Any]] = nullcontext  # around forwards
     traffic: Callable[[], dict[str, int]] = dict
-    io_engine: str | None = None
+    peak_managed_bytes: Callable[[], dict[str, int]] = dict  # by tier
     explain: Callable[[], str] = str  # what the steps were like, and why
     close: Callable[[], object] = lambda: None
 
@@ -178,7 +184,8 @@ def _train(spec: Spec) -> dict[str, Any]:
             "before_bytes": before_bytes,
             "made_s": made_s,
             "bytes_per_step": {name: (moved[name] - before.get(name, 0)) / steps for name in moved},
-            "io_engine": training.io_engine,
+            "params": sum(parameter.numel() for parameter in training.model.parameters()),
+            "peak_managed_bytes": training.peak_managed_bytes(),
             "explained": training.explain(),
             "threads": torch.get_num_threads(),
         }
@@ -230,9 +237,11 @@ def _make_hetero(spec: Spec) -> Training:
 
     with hetero.ZeroInitContext(**spec.options):
         model = _gpt(spec)
+        if "-tiles" in spec.contender:  # no weight, logits or gradient of them is whole in memory
+            hetero.tile_embeddings(model, tile_tokens=TILE_TOKENS)
         if spec.contender.endswith("checkpoints"):
             checkpoint_blocks(model)
-    if "whole-loss" not in spec.contender:
+    if "-" not in spec.contender:
         hetero.tile_heads(model)
     optimizer: Any = hetero.HybridAdam(model.parameters(), lr=LR)
     managed, optimizer = hetero.initialize(model, optimizer)
@@ -247,7 +256,7 @@ def _make_hetero(spec: Spec) -> Training:
         lambda loss: loss.backward(),
         update,
         traffic=lambda: dataclasses.asdict(engine.traffic),
-        io_engine=engine.io_engine,
+        peak_managed_bytes=lambda: dict(engine.ledger.peak_bytes),
         explain=engine.explain,
         close=engine.close,
     )
@@ -260,6 +269,15 @@ def _make_deepspeed(spec: Spec) -> Training:
         raise ValueError(f"DeepSpeed takes the batch whole here, not {spec.micro_batches} parts")
     engine = make_engine(spec.shape, spec.vocabulary, spec.options["nvme_path"], LR)
     return Training(engine, engine.backward, engine.step)
+
+
+def memory_bytes() -> dict[str, int]:
+    """What Linux counts of this process: address space, private writable memory, resident, and how
+    much of that is of files ("VmPeak", "VmData", "VmHWM", "VmRSS", "RssFile")."""
+    names = ("VmPeak", "VmData", "VmHWM", "VmRSS", "RssFile")
+    lines = Path("/proc/self/status").read_text().splitlines()
+    found = dict(line.split(":", 1) for line in lines)
+    return {name: int(found[name].split()[0]) * 1024 for name in names if name in found}
 
 
 def _gpt(spec: Spec) -> Gpt:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
@@ -18,12 +17,19 @@ from typing import Any
 from bench.activations.training import Spec
 from bench.harness.peer_process import DEEPSPEED_INSTALL, import_environment, path_beside
 from bench.harness.ranks import last_line
-from bench.largest_model.rungs import LIMIT_PER_BUDGET, MALLOC
-from bench.work.gpt import Shape
 from offload.memory.sizes import format_bytes
 
 POLL_S = 0.05
 POLICIES = ("nvme", "auto")
+
+# Limits count what is mapped and not touched, too: while a model is built its arenas are there
+# whole, and its parameters still where they were. So a limit guards against what gets out of hand;
+# what proves the budget is the peak of resident memory, which the kernel keeps.
+LIMIT_PER_BUDGET = 2
+
+# glibc would keep blocks of up to 32 MiB in heaps of several threads, where what is freed between
+# others stays resident: parameters that leave RAM while a model is built, gradients.
+MALLOC = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": str(4 << 20)}
 
 
 def run_trial(
@@ -139,13 +145,6 @@ def _answer(folder: Path, code: int) -> dict[str, Any]:
     if code < 0:  # libraries abort where there is no memory
         return {"status": "failed", "error": f"{signal.Signals(-code).name}: {said}"}
     return {"status": "broken", "error": f"exit code {code}: {said}"}
-
-
-def model_shape(arguments: argparse.Namespace, seq_len: int, batch_size: int) -> Shape:
-    """GPT-2's, of --layers, --width and --heads. Raises ValueError for what is no shape."""
-    if arguments.width % arguments.heads:
-        raise ValueError(f"--width {arguments.width} is no multiple of --heads {arguments.heads}")
-    return Shape(arguments.layers, arguments.width, arguments.heads, seq_len, batch_size)
 
 
 def tell(name: str, text: str) -> None:

@@ -20,7 +20,6 @@ from fractions import Fraction
 from typing import Any
 
 from bench.harness.machine import describe_machine, header, is_checkout
-from hetero.text_table import table, terminal_width
 from offload.errors import HeteroError
 from offload.memory.sizes import parse_bytes
 
@@ -82,7 +81,7 @@ class Program:
         options: Sequence[Option],
         measure: Callable[[argparse.Namespace], dict[str, Any]],
         show: Callable[[dict[str, Any]], Iterable[str]],
-        add: Callable[[argparse.ArgumentParser], None] = lambda parser: None,
+        add: Callable[[argparse.ArgumentParser], object] = lambda parser: None,
         exit_code: Callable[[dict[str, Any]], int] = lambda result: 0,
     ) -> None:
         """
@@ -91,7 +90,7 @@ class Program:
             about: the module's docstring, which is the help.
             options: beside --json, which every program has.
             measure: makes the result; reports progress on stderr.
-            show: makes the result's blocks of text.
+            show: makes the result's blocks of text, as tables.shown() does.
             add: adds options that are no Option.
             exit_code: of a result.
         """
@@ -137,17 +136,6 @@ class Program:
             for block in self._show(result):
                 print(block)
         return self._exit_code(result)
-
-
-def titled(title: str, rows: Sequence[Sequence[str]]) -> str:
-    """A table below its title; the first row has the columns' titles."""
-    return f"\n{title}\n{table(rows, terminal_width() if sys.stdout.isatty() else None)}\n"
-
-
-def ranged(spread: Mapping[str, float], digits: int = 2) -> str:
-    """The median, and the least and the most, of what Rounds.spread() gives."""
-    median, least, most = (f"{spread[key]:.{digits}f}" for key in ("median", "min", "max"))
-    return f"{median} ({least}-{most})"
 
 
 def program_parser(name: str, description: str | None) -> argparse.ArgumentParser:
@@ -286,12 +274,11 @@ SIZE = Kind("SIZE", parse_size)
 NUMBER = Kind("N", _number)
 SECONDS = Kind("SECONDS", _number)
 
-_PEER_PYTHON = Option(
-    "--peer-python",
-    os.environ.get("BENCH_PEER_PYTHON", sys.executable),
-    "Python that has DeepSpeed",
-    FILE,
-)
+
+def peer_python() -> Option:
+    """--peer-python."""
+    python = os.environ.get("BENCH_PEER_PYTHON", sys.executable)
+    return Option("--peer-python", python, "Python that has DeepSpeed", FILE)
 
 
 def peer_options(known: Sequence[str], default: str | None = None) -> tuple[Option, ...]:
@@ -300,7 +287,7 @@ def peer_options(known: Sequence[str], default: str | None = None) -> tuple[Opti
         "--peers", default or ",".join(known), f"of {', '.join(known)}; or none",
         peers_of(known),
     )  # fmt: skip
-    return peers, _PEER_PYTHON
+    return peers, peer_python()
 
 
 def left_out(failed: Mapping[str, str]) -> list[str]:

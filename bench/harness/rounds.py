@@ -36,6 +36,7 @@ class Rounds:
         return [sample[metric] for sample in self.samples[contender]]
 
     def median(self, contender: str, metric: str) -> float:
+        """Over the rounds."""
         return statistics.median(self.values(contender, metric))
 
     def spread(self, contender: str, metric: str) -> dict[str, float]:
@@ -43,22 +44,45 @@ class Rounds:
         values = self.values(contender, metric)
         return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
-    def ratio(self, contender: str, other: str, metric: str) -> float:
-        """Median over the rounds of `contender`'s value over `other`'s."""
-        pairs = zip(self.values(contender, metric), self.values(other, metric), strict=True)
-        return statistics.median(own / theirs for own, theirs in pairs)
+    def derive(self, contender: str, find: Callable[[Mapping[str, Sample]], Sample]) -> None:
+        """Adds to the contender's samples what `find` makes of all samples of the same round."""
+        for number, sample in enumerate(self.samples[contender]):
+            made = {name: samples[number] for name, samples in self.samples.items()}
+            self.samples[contender][number] = {**sample, **find(made)}
+
+    def compare(self, base: str, metric: str, name: str) -> None:
+        """Adds to the samples that have `metric` its ratio to that of `base`, as `name`."""
+        for contender, samples in self.samples.items():
+            if base in self.samples and all(metric in sample for sample in samples):
+                self.derive(
+                    contender,
+                    lambda made, own=contender: {name: made[own][metric] / made[base][metric]},  # type: ignore[misc]
+                )
+
+    def figures(self) -> dict[str, dict[str, dict[str, float]]]:
+        """The spread of each metric that a contender has in all rounds."""
+        return {
+            name: {
+                metric: self.spread(name, metric)
+                for metric in samples[0]
+                if all(metric in sample for sample in samples)
+            }
+            for name, samples in self.samples.items()
+        }
 
 
 def run_rounds(
     contenders: Mapping[str, Callable[[], Sample]],
     rounds: int,
     tell: Callable[[str], None] | None = None,
+    warm_up: bool = True,
 ) -> Rounds:
     """Measures every contender once per round, `rounds` times after one round of warm-up.
 
     `contenders` maps names to functions that take one sample. A function that raises
     ContenderError is not called again; any other exception ends the run. `tell` gets progress in
-    lines (default: to stderr). Raises ValueError for less than one round or no contender.
+    lines (default: to stderr). Without `warm_up` the first round counts, too. Raises ValueError for
+    less than one round or no contender.
     """
     if rounds < 1:
         raise ValueError(f"rounds must be 1 or more, got {rounds}")
@@ -67,9 +91,9 @@ def run_rounds(
     tell = tell or _to_stderr
     names = list(contenders)
     result = Rounds(samples={name: [] for name in names})
-    for number in range(rounds + 1):
+    for number in range(0 if warm_up else 1, rounds + 1):
         label = f"round {number}/{rounds}" if number else "warm-up"
-        first = number % len(names)
+        first = (number if warm_up else number - 1) % len(names)
         for name in names[first:] + names[:first]:
             if name in result.failed:
                 continue

@@ -1,21 +1,11 @@
-"""The collectives of gloo that gathers and means of gradients could be made of, over loopback.
-
-usage: python -m bench.kernels.collectives [--ranks 2] [--size 64MiB] [--rounds N] [--json]
-
-"hetero's gather" and "hetero's mean" are what training uses: reads of each other's memory, and an
-own sum in fp32; "by gloo" is what it uses where ranks cannot read it. They take turns; a turn is
-one call of warm-up and --repeats timed ones. Bytes are those that the loopback device counted, of
-all ranks together, over the tensor's. Each rank computes with one thread.
-"""
+"""Gathers and means of ranks beside gloo's collectives, over loopback."""
 
 from __future__ import annotations
 
 import argparse
 import os
-import statistics
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,19 +15,13 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
-from bench.harness.program import SIZE, Option, Program, titled, whole
+from bench.harness.rounds import Rounds, Sample
 from bench.peers.world import free_port
-
-OPTIONS = (
-    Option("--ranks", "2", "processes", whole(2)),
-    Option("--size", "64MiB", "of the whole tensor", SIZE),
-    Option("--rounds", "5", "turns of each call", whole()),
-    Option("--repeats", "3", "timed calls per turn", whole()),
-)
+from offload.memory.sizes import format_bytes
 
 
-def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The seconds and bytes of each call. Raises ValueError for a size that is too small."""
+def measure_collectives(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Of one size. Raises ValueError for one that is too small."""
     ranks = arguments.ranks
     nbytes = arguments.size - arguments.size % (4 * ranks)
     if nbytes <= 0:
@@ -46,18 +30,17 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     queue = torch.multiprocessing.get_context("spawn").SimpleQueue()
     spawn: Any = torch.multiprocessing.spawn  # type: ignore[attr-defined]
     spawn(_rank, args=(*given, queue), nprocs=ranks)
-    return {"calls": queue.get()}
+    return {f"{format_bytes(nbytes)}, {ranks} ranks": Rounds(queue.get()).figures()}
 
 
 def _rank(
     rank: int, ranks: int, port: int, nbytes: int, rounds: int, repeats: int, queue: Any
 ) -> None:
-    """One rank; the first one puts the result on the queue."""
+    """One rank; the first one puts its samples on the queue."""
     torch.set_num_threads(1)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     dist.init_process_group("gloo", rank=rank, world_size=ranks, timeout=timedelta(minutes=5))
-    seconds: dict[str, list[float]] = {}
-    loopback: dict[str, list[float]] = {}
+    samples: dict[str, list[Sample]] = {}
     for name, call in [*_calls(rank, ranks, nbytes).items()] * rounds:
         call()
         dist.barrier()
@@ -65,16 +48,11 @@ def _rank(
         for _ in range(repeats):
             call()
         dist.barrier()
-        seconds.setdefault(name, []).append((time.perf_counter() - began_s) / repeats)
+        seconds = (time.perf_counter() - began_s) / repeats
         moved = (_loopback_bytes() - bytes_before) / repeats / nbytes
-        loopback.setdefault(name, []).append(moved)
+        samples.setdefault(name, []).append({"s": seconds, "bytes": moved})
     if rank == 0:
-        queue.put(
-            {
-                name: {"s": statistics.median(some), "bytes": statistics.median(loopback[name])}
-                for name, some in seconds.items()
-            }
-        )
+        queue.put(samples)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -120,18 +98,3 @@ def _loopback_bytes() -> int:
     except OSError:
         return 0
     return sum(int(line.split()[1]) for line in lines if line.strip().startswith("lo:"))
-
-
-def show(result: dict[str, Any]) -> Iterator[str]:
-    """Milliseconds and bytes of each call."""
-    rows = [["call", "ms", "bytes over loopback / tensor"]]
-    for name, figures in result["calls"].items():
-        rows.append([name, f"{figures['s'] * 1e3:.1f}", f"{figures['bytes']:.2f}"])
-    yield titled("collectives", rows)
-
-
-PROGRAM = Program("bench.kernels.collectives", __doc__, OPTIONS, run, show)
-main = PROGRAM.main
-
-if __name__ == "__main__":
-    sys.exit(main())

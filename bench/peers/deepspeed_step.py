@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from bench.peers.deepspeed_world import AIO, start_world
+from bench.peers.deepspeed_world import start_world, zero3_config
 from bench.peers.serve import serve
 
 # Parameters whose state is in RAM at a time. Its default of 1e9 would swap a model of this size in
@@ -67,27 +67,9 @@ def chain_shape(params: int) -> tuple[int, int]:
 
 
 def step_config(swap_folder: str) -> dict[str, Any]:
-    """DeepSpeed's configuration: what its documentation recommends for NVMe, pipelined."""
-    return {
-        "train_micro_batch_size_per_gpu": 1,
-        "bf16": {"enabled": True},
-        "zero_optimization": {
-            "stage": 3,
-            "stage3_param_persistence_threshold": 0,
-            "sub_group_size": SUB_GROUP_NUMEL,
-            "offload_optimizer": {
-                "device": "nvme",
-                "nvme_path": swap_folder,
-                "pin_memory": False,
-                "buffer_count": BUFFER_COUNT,
-                "pipeline_read": True,
-                "pipeline_write": True,
-            },
-            "offload_param": {"device": "cpu", "pin_memory": False},
-        },
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-        "aio": AIO,
-    }
+    """Parameters in RAM, and optimizer state in files."""
+    sizes = {"buffer_count": BUFFER_COUNT, "sub_group_size": SUB_GROUP_NUMEL}
+    return zero3_config({"lr": 1e-4}, nvme_path=swap_folder, **sizes)
 
 
 if __name__ == "__main__":

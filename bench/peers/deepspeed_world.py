@@ -37,3 +37,40 @@ def start_world() -> Any:
         }
     deepspeed.init_distributed("gloo")
     return deepspeed
+
+
+def zero3_config(
+    optimizer: dict[str, Any],
+    batch_size: int = 1,
+    nvme_path: str | None = None,
+    param_buffer_numel: int | None = None,
+    buffer_count: int = 5,
+    **zero: Any,
+) -> dict[str, Any]:
+    """DeepSpeed's configuration of ZeRO-3 in bf16 with AdamW, offloaded.
+
+    Args:
+        optimizer: AdamW's parameters.
+        batch_size: of a micro-batch.
+        nvme_path: for optimizer state, pipelined as its documentation recommends; None: in RAM.
+        param_buffer_numel: of buffers for parameters, which then are in `nvme_path`, too.
+        buffer_count: buffers of each.
+        zero: more of "zero_optimization".
+    """
+    ram: dict[str, Any] = {"device": "cpu", "pin_memory": False}
+    nvme = ram | {"device": "nvme", "nvme_path": nvme_path, "buffer_count": buffer_count}
+    pipelined = nvme | {"pipeline_read": True, "pipeline_write": True}
+    param = ram if param_buffer_numel is None else nvme | {"buffer_size": param_buffer_numel}
+    return {
+        "train_micro_batch_size_per_gpu": batch_size,
+        "bf16": {"enabled": True},
+        "zero_optimization": {
+            "stage": 3,
+            "stage3_param_persistence_threshold": 0,
+            "offload_optimizer": ram if nvme_path is None else pipelined,
+            "offload_param": param,
+            **zero,
+        },
+        "optimizer": {"type": "AdamW", "params": optimizer},
+        "aio": AIO,
+    }

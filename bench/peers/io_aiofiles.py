@@ -10,12 +10,11 @@ from __future__ import annotations
 import asyncio
 import importlib
 import os
-import resource
 import sys
 import time
 from typing import Any
 
-from bench.peers.serve import serve
+from bench.peers.serve import process_cpu_s, serve
 
 
 class AiofilesPeer:
@@ -36,7 +35,7 @@ class AiofilesPeer:
         pattern = request["pattern"]
         moved_gb = 0.0
         self._drop_pages()
-        cpu_s = _cpu_s()
+        cpu_s = process_cpu_s()
         begin_s = time.perf_counter()
         for _ in range(self._shape["passes"][pattern]):
             moved_gb += self._loop.run_until_complete(self._pass(pattern)) / 1e9
@@ -44,7 +43,7 @@ class AiofilesPeer:
                 os.fsync(self._fd)
             self._drop_pages()
         seconds = time.perf_counter() - begin_s
-        return {"gbps": moved_gb / seconds, "cpu_s_per_gb": (_cpu_s() - cpu_s) / moved_gb}
+        return {"gbps": moved_gb / seconds, "cpu_s_per_gb": (process_cpu_s() - cpu_s) / moved_gb}
 
     def _drop_pages(self) -> None:
         """Takes effect because all pages are clean."""
@@ -80,11 +79,6 @@ async def _all(call: Any, buffer: bytearray) -> int:
             raise OSError("the file ended early")
         rest = rest[moved:]
     return len(buffer)
-
-
-def _cpu_s() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
 
 
 if __name__ == "__main__":

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import importlib
 import os
-import resource
 import sys
 import time
 from typing import Any
 
 import torch
 
-from bench.peers.serve import serve
+from bench.peers.serve import process_cpu_s, serve
 
 
 class DeepSpeedPeer:
@@ -43,12 +42,12 @@ class DeepSpeedPeer:
         pattern = request["pattern"]
         run = self._update_pass if pattern == "mixed" else self._pass
         moved_gb = 0.0
-        cpu_s = _cpu_s()
+        cpu_s = process_cpu_s()
         begin_s = time.perf_counter()
         for _ in range(self._shape["passes"][pattern]):
             moved_gb += run(pattern) / 1e9
         seconds = time.perf_counter() - begin_s
-        return {"gbps": moved_gb / seconds, "cpu_s_per_gb": (_cpu_s() - cpu_s) / moved_gb}
+        return {"gbps": moved_gb / seconds, "cpu_s_per_gb": (process_cpu_s() - cpu_s) / moved_gb}
 
     def _pass(self, pattern: str) -> int:
         """Both buffers are in flight, so the handle's threads always have work queued."""
@@ -92,11 +91,6 @@ class DeepSpeedPeer:
 def _check(good: bool) -> None:
     if not good:
         raise OSError("DeepSpeed's operator reports a failure; its message is in the log")
-
-
-def _cpu_s() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
 
 
 if __name__ == "__main__":

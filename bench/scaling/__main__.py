@@ -36,11 +36,11 @@ from bench.harness.program import (
     Program,
     list_of,
     some_of,
-    titled,
     whole,
 )
-from bench.scaling.cases import LOCAL_RANKS, Case, two_level_means
-from bench.scaling.simulation import Schedule, Stragglers, schedule_of, simulate
+from bench.harness.tables import Column, number, of_figures
+from bench.scaling.cases import LOCAL_RANKS, Case, schedule_of, two_level_means
+from bench.scaling.simulation import Schedule, disturbed_s, simulate
 from hetero.cli.job.models import MODEL_NAMES
 from hetero.cli.show.step_timeline import check_picture
 from hetero.planning.collective_cost import Network, all_gather, all_to_all
@@ -116,6 +116,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
                 "two_level_s": simulate(two_level_means(schedule, plan)),
                 "more_buckets_s": simulate(schedule_of(plan.problem, roomy)),
                 "bound": plan.cost.bound,
+                "bound_s": plan.cost.busy_s[plan.cost.bound],
                 "busy_s": plan.cost.busy_s,
                 "sent_bytes": plan.cost.traffic["sent"],
             }
@@ -142,7 +143,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _mean_s(schedule: Schedule, kind: str, amount: float) -> float:
     seeds = range(SEEDS if kind == "jitter" and amount else 1)
-    return mean(simulate(schedule, Stragglers(**{kind: amount}, seed=seed)) for seed in seeds)
+    return mean(simulate(schedule, disturbed_s(schedule, **{kind: amount}, seed=s)) for s in seeds)
 
 
 def _collectives(profile: Profile, nodes: int) -> Iterator[dict[str, Any]]:
@@ -164,41 +165,43 @@ def _collectives(profile: Profile, nodes: int) -> Iterator[dict[str, Any]]:
         }
 
 
+STEPS = (
+    Column("compute", "computing_s", number(3)),
+    Column("predicted", "predicted_s", number(3)),
+    Column("simulated", "simulated_s", number(3)),
+    Column("error", "error", "{:+.1%}".format),
+    Column("two levels", "two_level_s", number(3)),
+    Column("more buckets", "more_buckets_s", number(3)),
+    Column("the busiest resource", "bound"),
+    Column("seconds", "bound_s", number(3)),
+    Column("refused", "reason"),
+)
+COLLECTIVES = (
+    Column("latency, us", "latency_s", number(0, 1e6)),
+    Column(f"MB of which latency is {LATENCY_SHARE:.0%}", "enough_bytes", number(0, 1e-6)),
+)
+
+
 def show(result: dict[str, Any]) -> Iterator[str]:
     """The tables."""
     yield f"{result['profile']['name']} ({result['profile']['date']}): nothing is measured"
-    steps = [["", "ranks", "chunks are shared by", "compute", "predicted", "simulated", "error",
-              "two levels", "more buckets", "the busiest resource"]]  # fmt: skip
-    for row in result["steps"]:
-        cells = [row["model"], str(row["ranks"]), _sharing(row)]
-        if row["status"] == "planned":
-            cells += [f"{row[f'{name}_s']:.3f}" for name in ("computing", "predicted", "simulated")]
-            cells += [f"{row['error']:+.1%}", f"{row['two_level_s']:.3f}"]
-            cells.append(f"{row['more_buckets_s']:.3f}")
-            cells.append(f"{row['bound']}, {row['busy_s'][row['bound']]:.3f}")
-        steps.append(cells + [""] * (len(steps[0]) - len(cells)))
-    yield titled("seconds of a step", steps)
-    for row in result["steps"]:
-        if row["status"] != "planned":
-            yield f"{row['model']}, {row['ranks']} ranks: {row['reason']}"
+    yield of_figures("seconds of a step", {_label(row): row for row in result["steps"]}, STEPS)
     for kind, (what, amounts) in STRAGGLERS.items():
         heads = [f"{each:g}" if kind == "stall_s" else f"{each:.0%}" for each in amounts]
-        table = [["ranks", "chunks are shared by", *heads]]
-        for row in result["stragglers"]:
-            if row["kind"] == kind:
-                seconds = [f"{each:.3f}" for each in row["seconds"]]
-                table.append([str(row["ranks"]), _sharing(row), *seconds])
-        if len(table) > 1:
-            yield titled(f"{result['stragglers'][0]['model']}: {what}", table)
-    chunks = [["", "ranks", "latency, us", f"MB of which latency is {LATENCY_SHARE:.0%}"]]
-    for row in result["collectives"]:
-        figures = f"{row['latency_s'] * 1e6:.0f}", f"{row['enough_bytes'] / 1e6:.0f}"
-        chunks.append([row["name"], str(row["ranks"]), *figures])
-    yield titled("collectives of one chunk", chunks)
+        rows = {
+            _label(row): dict(zip(heads, row["seconds"], strict=True))
+            for row in result["stragglers"]
+            if row["kind"] == kind
+        }
+        if rows:
+            yield of_figures(what, rows, [Column(head, head, number(3)) for head in heads])
+    collectives = {f"{row['name']}, {row['ranks']} ranks": row for row in result["collectives"]}
+    yield of_figures("collectives of one chunk", collectives, COLLECTIVES)
 
 
-def _sharing(row: dict[str, Any]) -> str:
-    return "a machine" if row["hybrid"] else "all ranks"
+def _label(row: dict[str, Any]) -> str:
+    sharing = "a machine shares" if row["hybrid"] else "all share"
+    return f"{row['model']}, {row['ranks']} ranks, {sharing}"
 
 
 PROGRAM = Program("bench.scaling", __doc__, OPTIONS, run, show)

@@ -1,22 +1,28 @@
-"""Models on clusters: what is planned and predicted."""
+"""Models on clusters: what is planned and predicted, and the schedule that is simulated."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
 
-from bench.scaling.simulation import Collective, Schedule
+from bench.scaling.simulation import DISK, DOWN, UP, Collective, Schedule, Use
 from hetero.cli.job.job import arrange_shape
 from hetero.cli.job.models import build_shape, model_config, wanted_vocab_size
 from hetero.cli.job.options import TrainOptions
 from hetero.cli.job.ranks import Ranks
 from hetero.config import Config
 from hetero.overlap import OverlapUpdates
-from hetero.planning.collective_cost import CollectiveCost, Network, all_to_all
+from hetero.planning.belady import PREFETCH_CHUNKS, step_fetches
+from hetero.planning.collective_cost import CollectiveCost, Network, agreement_s, all_to_all
+from hetero.planning.placement import Placement, SlotBytes
 from hetero.planning.predict import Plan, predict
-from hetero.planning.trace import Work
+from hetero.planning.step_cost import CostModel
+from hetero.planning.step_timeline import Collectives, Problem, disk_rates
+from hetero.planning.trace import Work, use_order
+from offload.memory.tiers import Tier
 from offload.profile.machine_profile import Profile
 
 LOCAL_RANKS = 8
@@ -85,6 +91,96 @@ class Case:
         return plan
 
 
+def schedule_of(problem: Problem, made: Placement) -> Schedule:
+    """The step that `problem`, of stage 3, is under the placement `made` of its chunks."""
+    shard, network = problem.layout.shard, problem.network
+    assert network is not None
+    order, trace = use_order(problem.layout), problem.trace
+    numel = {c.id: sum(s.param.numel for s in c.slices) for c in problem.layout.chunks}
+    chunks = {chunk.id: chunk for chunk in problem.layout.chunks}
+    gathered = CostModel(problem).gathered(made)
+    step = [(chunk, False) for chunk in order] + [(chunk, True) for chunk in reversed(order)]
+    step *= trace.micro_batches
+    fetched = [chunk for chunk, _ in step if chunk in gathered]
+    gathers: list[Collective] = []
+    of_use: dict[int, int] = {}
+    demanded: defaultdict[int, list[int]] = defaultdict(list)
+    prefetched: defaultdict[int, list[int]] = defaultdict(list)
+    begin = 0
+    for number, fetch in enumerate(step_fetches(fetched, problem.layout, made.gathered_slots)):
+        gathers.append(_gather(problem, made, fetched[fetch.use], chunks[fetched[fetch.use]].slots))
+        of_use[fetch.use] = number
+        # Gathers begin in the order of their uses, each when it is near and its room is free.
+        ahead = PREFETCH_CHUNKS if problem.prefetch else 0
+        begin = min(fetch.use, max(begin, fetch.use - ahead, fetch.after + 1))
+        (prefetched if begin < fetch.use else demanded)[begin].append(number)
+    uses: list[Use] = []
+    means: list[Collective] = []
+    buckets: list[int] = []  # slots of each mean's gradient
+    use = 0  # of a gathered chunk
+    for chunk, backward in step:
+        mean = None
+        if backward and chunks[chunk].trainable:
+            mean = len(means)
+            buckets.append(chunks[chunk].slots)
+            first = len(uses) < 2 * len(order)
+            made_mean = _mean(problem, made, chunk, buckets[-1], numel[chunk], first)
+            means.append(made_mean._replace(bucket=_bucket(buckets, made.bucket_slots)))
+        whole_s = trace.backward_s if backward else trace.forward_s
+        computing_s = whole_s * numel[chunk] / problem.layout.numel / trace.micro_batches
+        if chunk in gathered:
+            begins = tuple(demanded[use]), tuple(prefetched[use])
+            uses.append(Use(computing_s, of_use.get(use), *begins, mean))
+            use += 1
+        else:
+            uses.append(Use(computing_s, mean=mean))
+    update_s = CostModel(replace(problem, network=None)).cost(made).phases[-1].seconds
+    end_s = update_s + agreement_s(network)
+    return Schedule(tuple(uses), tuple(gathers), tuple(means), shard.ranks, shard.replicas, end_s)
+
+
+def _bucket(taken: list[int], slots: int) -> int:
+    """The last mean that must have ended before the newest of `taken` has room; first come, first
+    served. -1 if there is room; no `slots` are no limit."""
+    for mean in range(len(taken) - 1, -1, -1) if slots else ():
+        slots -= taken[mean]
+        if slots < 0:
+            return mean
+    return -1
+
+
+def _gather(problem: Problem, made: Placement, chunk: int, slots: int) -> Collective:
+    """The chunk's way into its slot; the link comes first if collectives are between devices."""
+    assert problem.network is not None
+    slot, rates = SlotBytes.of(problem.layout, problem.dtypes), problem.profile
+    home, first = made.param[chunk], problem.network.between_devices
+    disk = [(DISK, slots * slot.param / disk_rates(rates, False)[0])] * (home is Tier.DISK)
+    link = []
+    if home is not Tier.DEVICE and rates.h2d_bytes_per_s is not None:
+        link = [(UP, slots * (slot.param if first else slot.gathered) / rates.h2d_bytes_per_s)]
+    cost = Collectives(problem).gather(slots)
+    return Collective(cost, tuple(disk + link * first), tuple(link * (not first)))
+
+
+def _mean(
+    problem: Problem, made: Placement, chunk: int, slots: int, numel: int, first: bool
+) -> Collective:
+    """The gradient's way home; the first of a step is not added to what is there."""
+    assert problem.network is not None
+    slot, rates = SlotBytes.of(problem.layout, problem.dtypes), problem.profile
+    home, last = made.grad[chunk], problem.network.between_devices
+    cost, *over_replicas = Collectives(problem).mean(slots)
+    link, disk = [], []
+    if home is not Tier.DEVICE and rates.d2h_bytes_per_s is not None:
+        nbytes = slots * slot.grad if last else numel * problem.dtypes.param_bytes
+        link = [(DOWN, nbytes / rates.d2h_bytes_per_s)]
+    if home is Tier.DISK:
+        reading, writing = disk_rates(rates, True)
+        disk = [(DISK, slots * slot.grad * (1 / writing + (0.0 if first else 1 / reading)))]
+    replicas_s = sum(each.seconds for each in over_replicas)
+    return Collective(cost, tuple(link * (not last)), tuple(link * last + disk), replicas_s)
+
+
 def two_level_means(schedule: Schedule, plan: Plan) -> Schedule:
     """The schedule if means were made inside each machine first, then between machines.
 
@@ -104,7 +200,7 @@ def two_level_means(schedule: Schedule, plan: Plan) -> Schedule:
         sent = first.bytes_sent + second.bytes_sent
         latency_s = first.latency_s + second.latency_s
         transfer_s = first.transfer_s + second.transfer_s
-        return replace(mean, cost=CollectiveCost(latency_s, transfer_s, sent, crosses_nodes=True))
+        return mean._replace(cost=CollectiveCost(latency_s, transfer_s, sent, crosses_nodes=True))
 
     return replace(schedule, means=tuple(map(two_levels, schedule.means)))
 

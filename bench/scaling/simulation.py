@@ -17,60 +17,37 @@ from __future__ import annotations
 import heapq
 from collections import defaultdict, deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from hetero.overlap import OverlapUpdates
-from hetero.planning.belady import PREFETCH_CHUNKS, step_fetches
-from hetero.planning.collective_cost import CollectiveCost, agreement_s
-from hetero.planning.placement import Placement, SlotBytes
-from hetero.planning.step_cost import CostModel
-from hetero.planning.step_timeline import Collectives, Problem, disk_rates
-from hetero.planning.trace import use_order
-from offload.memory.tiers import Tier
+from hetero.planning.collective_cost import CollectiveCost
 
 Seconds = npt.NDArray[np.float64]
-_UP, _DOWN, _DISK = "link to device", "link to RAM", "NVMe"
+UP, DOWN, DISK = "link to device", "link to RAM", "NVMe"
 
 
-@dataclass(frozen=True)
-class Collective:
-    """A chunk's all-gather, or the mean of its gradient, and its way there and away.
+class Collective(NamedTuple):
+    """A chunk's all-gather, or the mean of its gradient, and its way there and away."""
 
-    Attributes:
-        cost: of the collective of the ranks that share the chunk.
-        before, after: seconds of each rank's link or disk, in order.
-        replicas_s: of the mean over replicas, which follows.
-        bucket: of a mean, the mean at whose end there is room for its gradient; -1: there is.
-    """
-
-    cost: CollectiveCost
-    before: tuple[tuple[str, float], ...] = ()
+    cost: CollectiveCost  # of the ranks that share the chunk
+    before: tuple[tuple[str, float], ...] = ()  # seconds of each rank's link or disk, in order
     after: tuple[tuple[str, float], ...] = ()
-    replicas_s: float = 0.0
-    bucket: int = -1
+    replicas_s: float = 0.0  # of the mean over replicas, which follows
+    bucket: int = -1  # the mean at whose end there is room for this one's gradient; -1: there is
 
 
-@dataclass(frozen=True)
-class Use:
-    """Forward or backward of one chunk.
+class Use(NamedTuple):
+    """Forward or backward of one chunk."""
 
-    Attributes:
-        computing_s: on a rank that nothing disturbs.
-        gather: which it waits for; None if the chunk is there.
-        demanded: gathers that begin before it waits.
-        prefetched: gathers that begin when it computes.
-        mean: which it is followed by.
-    """
-
-    computing_s: float
-    gather: int | None = None
-    demanded: tuple[int, ...] = ()
-    prefetched: tuple[int, ...] = ()
-    mean: int | None = None
+    computing_s: float  # on a rank that nothing disturbs
+    gather: int | None = None  # which it waits for; None if the chunk is there
+    demanded: tuple[int, ...] = ()  # gathers that begin before it waits
+    prefetched: tuple[int, ...] = ()  # gathers that begin when it computes
+    mean: int | None = None  # which it is followed by
 
 
 @dataclass(frozen=True)
@@ -89,147 +66,37 @@ class Schedule:
     end_s: float
 
     @property
-    def ranks(self) -> int:
-        """All ranks."""
-        return self.shard_ranks * self.replicas
-
-    @property
     def computing_s(self) -> float:
         """Seconds that a rank computes which nothing disturbs."""
         return sum(use.computing_s for use in self.uses)
 
 
-def schedule_of(problem: Problem, made: Placement) -> Schedule:
-    """The step that `problem` is under the placement `made` of its chunks.
+def disturbed_s(
+    schedule: Schedule,
+    slower: float = 0.0,
+    jitter: float = 0.0,
+    stall_s: float = 0.0,
+    seed: int = 0,
+) -> Seconds:
+    """Seconds of compute by use and rank.
 
-    Raises ValueError for what is not simulated: one rank, other stages than 3, updates that overlap
-    with compute, and shard groups that share adapters with replicas.
+    The first rank is slower than the others by a share, always; each use on each rank varies by the
+    share `jitter`, its standard deviation, never below zero; and the last rank stands still once,
+    in the middle of backward.
     """
-    shard, network = problem.layout.shard, problem.network
-    if network is None or not (shard.ranks > 1 and shard.grads and shard.params):
-        raise ValueError("only stage 3 is simulated: all ranks share parameters and gradients")
-    if problem.overlap is not OverlapUpdates.NONE:
-        raise ValueError("updates that overlap with compute are not simulated")
-    if shard.replicas > 1 and shard.ranks > network.local_ranks:
-        raise ValueError("replicas of several machines each are not simulated")
-    order, trace = use_order(problem.layout), problem.trace
-    numel = {c.id: sum(s.param.numel for s in c.slices) for c in problem.layout.chunks}
-    chunks = {chunk.id: chunk for chunk in problem.layout.chunks}
-    gathered = CostModel(problem).gathered(made)
-    step = [(chunk, False) for chunk in order] + [(chunk, True) for chunk in reversed(order)]
-    step *= trace.micro_batches
-    fetched = [chunk for chunk, _ in step if chunk in gathered]
-    gathers: list[Collective] = []
-    of_use: dict[int, int] = {}
-    demanded: defaultdict[int, list[int]] = defaultdict(list)
-    prefetched: defaultdict[int, list[int]] = defaultdict(list)
-    begin = 0
-    for number, fetch in enumerate(step_fetches(fetched, problem.layout, made.gathered_slots)):
-        gathers.append(_gather(problem, made, fetched[fetch.use], chunks[fetched[fetch.use]].slots))
-        of_use[fetch.use] = number
-        # Gathers begin in the order of their uses, each when it is near and its room is free.
-        ahead = PREFETCH_CHUNKS if problem.prefetch else 0
-        begin = min(fetch.use, max(begin, fetch.use - ahead, fetch.after + 1))
-        (prefetched if begin < fetch.use else demanded)[begin].append(number)
-    uses: list[Use] = []
-    means: list[Collective] = []
-    buckets: list[int] = []  # slots of each mean's gradient
-    use = 0  # of a gathered chunk
-    for chunk, backward in step:
-        mean = None
-        if backward and chunks[chunk].trainable:
-            mean = len(means)
-            buckets.append(chunks[chunk].slots)
-            first = len(uses) < 2 * len(order)
-            made_mean = _mean(problem, made, chunk, buckets[-1], numel[chunk], first)
-            means.append(replace(made_mean, bucket=_bucket(buckets, made.bucket_slots)))
-        whole_s = trace.backward_s if backward else trace.forward_s
-        computing_s = whole_s * numel[chunk] / problem.layout.numel / trace.micro_batches
-        if chunk in gathered:
-            begins = tuple(demanded[use]), tuple(prefetched[use])
-            uses.append(Use(computing_s, of_use.get(use), *begins, mean))
-            use += 1
-        else:
-            uses.append(Use(computing_s, mean=mean))
-    update_s = CostModel(replace(problem, network=None)).cost(made).phases[-1].seconds
-    end_s = update_s + agreement_s(network)
-    return Schedule(tuple(uses), tuple(gathers), tuple(means), shard.ranks, shard.replicas, end_s)
+    alone = np.array([use.computing_s for use in schedule.uses])
+    found = np.repeat(alone[:, None], schedule.shard_ranks * schedule.replicas, axis=1)
+    if jitter:
+        random = np.random.default_rng(seed)
+        found *= np.maximum(0.0, 1 + jitter * random.standard_normal(found.shape))
+    found[:, 0] *= 1 + slower
+    found[len(found) * 3 // 4, -1] += stall_s
+    return found
 
 
-def _bucket(taken: list[int], slots: int) -> int:
-    """The last mean that must have ended before the newest of `taken` has room; first come, first
-    served. -1 if there is room; no `slots` are no limit."""
-    for mean in range(len(taken) - 1, -1, -1) if slots else ():
-        slots -= taken[mean]
-        if slots < 0:
-            return mean
-    return -1
-
-
-def _gather(problem: Problem, made: Placement, chunk: int, slots: int) -> Collective:
-    """The chunk's way into its slot; the link comes first if collectives are between devices."""
-    assert problem.network is not None
-    slot, rates = SlotBytes.of(problem.layout, problem.dtypes), problem.profile
-    home, first = made.param[chunk], problem.network.between_devices
-    disk = [(_DISK, slots * slot.param / disk_rates(rates, False)[0])] * (home is Tier.DISK)
-    link = []
-    if home is not Tier.DEVICE and rates.h2d_bytes_per_s is not None:
-        link = [(_UP, slots * (slot.param if first else slot.gathered) / rates.h2d_bytes_per_s)]
-    cost = Collectives(problem).gather(slots)
-    return Collective(cost, tuple(disk + link * first), tuple(link * (not first)))
-
-
-def _mean(
-    problem: Problem, made: Placement, chunk: int, slots: int, numel: int, first: bool
-) -> Collective:
-    """The gradient's way home; the first of a step is not added to what is there."""
-    assert problem.network is not None
-    slot, rates = SlotBytes.of(problem.layout, problem.dtypes), problem.profile
-    home, last = made.grad[chunk], problem.network.between_devices
-    cost, *over_replicas = Collectives(problem).mean(slots)
-    link, disk = [], []
-    if home is not Tier.DEVICE and rates.d2h_bytes_per_s is not None:
-        nbytes = slots * slot.grad if last else numel * problem.dtypes.param_bytes
-        link = [(_DOWN, nbytes / rates.d2h_bytes_per_s)]
-    if home is Tier.DISK:
-        reading, writing = disk_rates(rates, True)
-        disk = [(_DISK, slots * slot.grad * (1 / writing + (0.0 if first else 1 / reading)))]
-    replicas_s = sum(each.seconds for each in over_replicas)
-    return Collective(cost, tuple(link * (not last)), tuple(link * last + disk), replicas_s)
-
-
-@dataclass(frozen=True)
-class Stragglers:
-    """Disturbances of compute; none by default.
-
-    Attributes:
-        jitter: standard deviation of each use on each rank, as a share of it; normally distributed,
-            and never below zero.
-        slower: by which share one rank is slower than the others, always.
-        stall_s: for which one rank stands still once, in the middle of backward.
-        seed: of the random numbers.
-    """
-
-    jitter: float = 0.0
-    slower: float = 0.0
-    stall_s: float = 0.0
-    seed: int = 0
-
-    def computing_s(self, schedule: Schedule) -> Seconds:
-        """Seconds by use and rank. The slower rank is the first, the one that stalls the last."""
-        alone = np.array([use.computing_s for use in schedule.uses])
-        found = np.repeat(alone[:, None], schedule.ranks, axis=1)
-        if self.jitter:
-            random = np.random.default_rng(self.seed)
-            found *= np.maximum(0.0, 1 + self.jitter * random.standard_normal(found.shape))
-        found[:, 0] *= 1 + self.slower
-        found[len(found) * 3 // 4, -1] += self.stall_s
-        return found
-
-
-def simulate(schedule: Schedule, stragglers: Stragglers | None = None) -> float:
-    """Seconds of one step from its first use, its end included."""
-    computing_s = (stragglers or Stragglers()).computing_s(schedule)
+def simulate(schedule: Schedule, computing_s: Seconds | None = None) -> float:
+    """Seconds of one step from its first use, its end included; by default nothing is disturbed."""
+    computing_s = disturbed_s(schedule) if computing_s is None else computing_s
     clock = _Clock()
     arrived: defaultdict[int, int] = defaultdict(int)  # shard groups that have made a mean
     count = schedule.shard_ranks
@@ -243,7 +110,7 @@ def simulate(schedule: Schedule, stragglers: Stragglers | None = None) -> float:
 
     groups = [
         _ShardGroup(schedule, computing_s[:, first : first + count], clock, meet)
-        for first in range(0, schedule.ranks, count)
+        for first in range(0, count * schedule.replicas, count)
     ]
     for group in groups:
         group.advance()
@@ -307,23 +174,22 @@ class _Network:
         self._expect_end()
 
     def _catch_up(self) -> None:
-        for stream, (left_s, then) in self._carried.items():
-            done_s = (self._clock.now_s - self._seen_s) / len(self._carried)
-            self._carried[stream] = left_s - done_s, then
+        done_s = (self._clock.now_s - self._seen_s) / max(1, len(self._carried))
+        self._carried = {name: (s - done_s, then) for name, (s, then) in self._carried.items()}
         self._seen_s = self._clock.now_s
 
     def _expect_end(self) -> None:
         self._changes += 1
         if self._carried:
-            least_s = max(0.0, min(left_s for left_s, _ in self._carried.values()))
-            at_s = self._clock.now_s + least_s * len(self._carried)
-            self._clock.at(at_s, self._end, self._changes)
+            stream, (left_s, _) = min(self._carried.items(), key=lambda each: each[1][0])
+            at_s = self._clock.now_s + max(0.0, left_s) * len(self._carried)
+            self._clock.at(at_s, self._end, self._changes, stream)
 
-    def _end(self, change: int) -> None:
+    def _end(self, change: int, stream: str) -> None:
         if change != self._changes:  # another one has come meanwhile, so this is not the time
             return
         self._catch_up()
-        _, then = self._carried.pop(min(self._carried, key=lambda each: self._carried[each][0]))
+        _, then = self._carried.pop(stream)
         self._expect_end()
         then()
 
@@ -339,7 +205,7 @@ class _ShardGroup:
         self._network = _Network(clock)
         self._now_s = np.zeros(computing_s.shape[1])  # of compute
         self._home_s = np.zeros_like(self._now_s)  # of gradients
-        self._free_s = {name: np.zeros_like(self._now_s) for name in (_UP, _DOWN, _DISK)}
+        self._free_s = {name: np.zeros_like(self._now_s) for name in (UP, DOWN, DISK)}
         self._use = 0
         self._demanded = -1
         self._arrived_s: dict[int, Seconds] = {}  # gathers that are there and not yet used

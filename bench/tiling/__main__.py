@@ -19,18 +19,15 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from bench.harness.peer_process import import_environment
-from bench.harness.program import FOLDER, Option, Program, one_of, ranged, some_of, titled, whole
+from bench.harness.program import FOLDER, Option, Program, one_of, some_of, whole
 from bench.harness.rounds import ContenderError, Sample, run_rounds
+from bench.harness.tables import Column, Table, number, ranged, shown, size
 from bench.tiling.contenders import CONTENDERS, Sizes, arguments
-from offload.memory.sizes import format_bytes
-
-_METRICS = ("seconds", "cpu_seconds", "grown_bytes", "host_memory_bytes")
-
 
 OPTIONS = (
     Option("--parts", ",".join(CONTENDERS), "what is measured", some_of(CONTENDERS)),
@@ -50,7 +47,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     """All figures. Raises ValueError for a part that cannot be measured."""
     given = {name: getattr(options, name) for name in Sizes.__dataclass_fields__}
     sizes = Sizes(**given)
-    found: dict[str, dict[str, dict[str, Any]]] = {}
+    found: dict[str, Any] = {}
     for part in options.parts:
         turns: dict[str, Callable[[], Sample]] = {
             name: partial(_turn, part, name, sizes) for name in CONTENDERS[part]
@@ -58,17 +55,10 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         rounds = run_rounds(turns, options.rounds)
         if rounds.failed:
             raise ValueError(f"{part}: {rounds.failed}")
-        found[part] = {
-            name: {
-                metric: rounds.spread(name, metric)
-                for metric in _METRICS
-                if metric in rounds.samples[name][0]
-            }
-            | {"seconds_of_first": rounds.ratio(name, next(iter(turns)), "seconds")}
-            | {"cpu_of_first": rounds.ratio(name, next(iter(turns)), "cpu_seconds")}
-            for name in turns
-        }
-    return {"parts": found, **given}
+        for metric in ("seconds", "cpu_seconds"):
+            rounds.compare(next(iter(turns)), metric, f"{metric}_of_first")
+        found |= {f"{part}: {name}": figures for name, figures in rounds.figures().items()}
+    return {"contenders": found, **given}
 
 
 def _turn(part: str, name: str, sizes: Sizes) -> dict[str, float]:
@@ -86,31 +76,22 @@ def _turn(part: str, name: str, sizes: Sizes) -> dict[str, float]:
     return sample
 
 
-def show(result: dict[str, Any]) -> Iterator[str]:
-    """A table of a line for each contender."""
-    rows = [["", "s", "/ first", "CPU s", "/ first", "grown", "host_memory"]]
-    for part, contenders in result["parts"].items():
-        for name, figures in contenders.items():
-            host = figures.get("host_memory_bytes")
-            rows.append(
-                [
-                    f"{part}: {name}",
-                    ranged(figures["seconds"]),
-                    f"{figures['seconds_of_first']:.2f}",
-                    f"{figures['cpu_seconds']['median']:.2f}",
-                    f"{figures['cpu_of_first']:.2f}",
-                    format_bytes(int(figures["grown_bytes"]["median"])),
-                    "" if host is None else format_bytes(int(host["median"])),
-                ]
-            )
-    yield titled(
+TABLE = Table(
+    lambda result: (
         f"bench.tiling: {result['tokens']:,} tokens, vocabulary {result['vocabulary']:,}, "
-        f"width {result['width']:,}, {result['dtype']}; median (least-most)",
-        rows,
-    )
-
-
-PROGRAM = Program("bench.tiling", __doc__, OPTIONS, run, show)
+        f"width {result['width']:,}, {result['dtype']}; median (least-most)"
+    ),
+    "contenders",
+    (
+        Column("s", "seconds", ranged()),
+        Column("/ first", "seconds_of_first", number()),
+        Column("CPU s", "cpu_seconds", number()),
+        Column("/ first", "cpu_seconds_of_first", number()),
+        Column("grown", "grown_bytes", size),
+        Column("host_memory", "host_memory_bytes", size),
+    ),
+)
+PROGRAM = Program("bench.tiling", __doc__, OPTIONS, run, shown(TABLE))
 main = PROGRAM.main
 
 if __name__ == "__main__":

@@ -1,36 +1,48 @@
-"""How fast memory and an emulated link move bytes while nothing else goes on."""
+"""How fast memory, a disk and an emulated link move bytes while nothing else goes on.
+
+Memory and disks are measured as `hetero profile` measures them.
+"""
 
 from __future__ import annotations
 
+import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
-from offload import _native
+from bench.harness.rounds import Sample
 from offload._native import Arena, Link
+from offload.profile.measure import UpdateArrays, open_disk
 
 STREAM_NUMEL = 16 << 20  # four arrays of 64 MiB: no cache holds them
-STREAM_BYTES = 28  # per element
-STREAM_PASSES = 4
-
 LINK_COPY_BYTES = 64 << 20
 LINK_COPIES = 4
+DISK_WINDOW_S = 1.0
 
 
-class MemoryBandwidth:
-    """How fast the update's threads get through memory with next to no arithmetic."""
+def memory_alone() -> Callable[[], Sample]:
+    """Samples {"gbps"}: what the update's threads get through with next to no arithmetic."""
+    arrays = UpdateArrays(STREAM_NUMEL)
+    return lambda: {"gbps": arrays.stream() / 1e9}
 
-    def __init__(self) -> None:
-        self._arrays = [torch.zeros(STREAM_NUMEL) for _ in range(4)]
 
-    def sample(self) -> dict[str, float]:
-        """One sample: {"gbps"}."""
-        p, g, m, v = (array.data_ptr() for array in self._arrays)
-        begin_s = time.perf_counter()
-        for _ in range(STREAM_PASSES):
-            _native.stream(p, g, m, v, STREAM_NUMEL)
-        seconds = time.perf_counter() - begin_s
-        return {"gbps": STREAM_PASSES * STREAM_NUMEL * STREAM_BYTES / seconds / 1e9}
+@contextmanager
+def disk_alone(path: str, area_bytes: int) -> Iterator[Callable[[float], Sample]]:
+    """Samples {"gbps"} of transfers in a file of `area_bytes`, of which a share (0 to 1) reads.
+
+    Raises ValueError for what is no directory.
+    """
+    if not Path(path).is_dir():
+        raise ValueError(f"--path {path} is not a directory; make it first")
+
+    def tell(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    with open_disk([path], tell, area_bytes=area_bytes, window_s=DISK_WINDOW_S) as rate:
+        yield lambda read_share: {"gbps": rate(read_share) / 1e9}
 
 
 class LinkBandwidth:
@@ -41,7 +53,7 @@ class LinkBandwidth:
         self._arena = Arena(2 * LINK_COPY_BYTES)
         torch.from_dlpack(self._arena.export(0, self._arena.nbytes)).zero_()  # type: ignore[attr-defined]
 
-    def sample(self) -> dict[str, float]:
+    def sample(self) -> Sample:
         """One sample: {"gbps"}."""
         link = Link(self._gbps * 1e9, self._gbps * 1e9)
         try:

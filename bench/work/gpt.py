@@ -27,10 +27,19 @@ class Shape:
     seq_len: int
     batch_size: int
 
+    def __post_init__(self) -> None:
+        if self.width % self.heads:
+            raise ValueError(f"a width of {self.width} is no multiple of {self.heads} heads")
+
     @property
     def tokens(self) -> int:
         """Of one step."""
         return self.seq_len * self.batch_size
+
+    def params(self, vocabulary: int) -> int:
+        """Of a Gpt, whose embedding and head are one."""
+        w = self.width
+        return (vocabulary + self.seq_len) * w + self.layers * (12 * w * w + 13 * w) + 2 * w
 
     def flop(self, numel: int) -> float:
         """Of one step of a model of `numel` parameters.

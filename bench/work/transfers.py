@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import resource
 import tempfile
 import time
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from typing import Any
 
 import torch
 
+from bench.peers.serve import process_cpu_s
 from offload._native import Arena, IoEngine, IoOp
 from offload.disk.directories import free_bytes
 from offload.memory.sizes import PAGE_BYTES, format_bytes
@@ -187,32 +187,6 @@ class HeteroTransfers:
         cpu_s = process_cpu_s() - cpu_s
         return {"gbps": moved_gb / seconds, "cpu_s_per_gb": cpu_s / moved_gb}
 
-    def sample_share(self, read_share: float) -> dict[str, float]:
-        """{"gbps"} of reads and writes in turn, of which `read_share` (0 to 1) are reads.
-
-        As many bytes as a sample of a single direction has, IN_FLIGHT requests at a time. Writes
-        go through the file half a file ahead of reads.
-        """
-        shape = self.shape
-        requests = shape.size_bytes // shape.request_bytes
-        count = requests * shape.passes("read")
-        flying: list[IoOp | None] = [None] * shape.in_flight
-        reads = writes = 0
-        begin_s = time.perf_counter()
-        for number in range(count):
-            buffer = number % shape.in_flight
-            _wait(flying[buffer])
-            if int((number + 1) * read_share) > reads:
-                submit, place, reads = self.engine.read, reads, reads + 1
-            else:
-                submit, place, writes = self.engine.write, writes + requests // 2, writes + 1
-            offset = place % requests * shape.request_bytes
-            flying[buffer] = submit(self._file, self._address(buffer), shape.request_bytes, offset)
-        for op in flying:
-            _wait(op)
-        seconds = time.perf_counter() - begin_s
-        return {"gbps": count * shape.request_bytes / 1e9 / seconds}
-
     def _pass(self, pattern: str) -> None:
         submit = self.engine.read if pattern == "read" else self.engine.write
         shape = self.shape
@@ -255,12 +229,6 @@ class HeteroTransfers:
 
     def _address(self, buffer: int) -> int:
         return self.arena.address + buffer * self.shape.request_bytes
-
-
-def process_cpu_s() -> float:
-    """User and system time of this process, its kernel-side I/O workers included."""
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
 
 
 def _wait(op: IoOp | None) -> None:

@@ -12,7 +12,7 @@ import torch
 from bench.harness.rounds import Sample
 from bench.peers.adam_timing import timed_rate
 from offload import _native
-from offload._native import Arena, Hyper, Location, StepPipeline, StepTask, UpdateKind
+from offload._native import Arena, Hyper, UpdateKind
 from offload.memory.sizes import round_up
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class Variant:
 
     name: str
     bytes_per_param: float
-    sample: Callable[[], Sample]  # {"params_per_s", "gbps"}
+    sample: Callable[[], Sample]  # {"params_per_s", "gbps", "bytes_per_param"}
 
 
 def update_name(kind: UpdateKind) -> str:
@@ -110,47 +110,6 @@ class Updates:
             lambda: self.run(kind),
         )
 
-    def tiles(self, tile_numel: int) -> Variant:
-        """Adam in tiles of `tile_numel` elements, each a task of a step pipeline whose arrays are
-        in RAM. Raises ValueError unless the arrays are whole tiles."""
-        if tile_numel < 1 or self.numel % tile_numel != 0:
-            raise ValueError(
-                f"arrays of {self.numel} elements are not whole tiles of {tile_numel} elements"
-            )
-        kind = UpdateKind("bf16", "bf16")
-        pipeline = StepPipeline(None, 0, None, 0, kind, tile_numel, False, False)
-        state_bytes = kind.optim_state_bytes(tile_numel)
-        tasks = [
-            StepTask(
-                tile,
-                Location(address=self._address("param") + 2 * tile * tile_numel),
-                Location(address=self._address("grad") + 2 * tile * tile_numel),
-                Location(address=self._address("master") + state_bytes * tile),
-                [(0, tile_numel, 0, 0)],
-            )
-            for tile in range(self.numel // tile_numel)
-        ]
-
-        def fill() -> None:
-            self._put("param", torch.bfloat16, self._weights)
-            self._put("grad", torch.bfloat16, self._grads)
-            # What the optimizer state of each tile consists of, from the arena's third part on.
-            values = (self._remainders.short(), self._averages, self._squares)
-            for tile in range(self.numel // tile_numel):
-                begin = 2 * self._part_bytes + tile * state_bytes
-                state = self._memory[begin : begin + state_bytes].split(
-                    [tile_numel * array.itemsize for array in values]
-                )
-                for part, array in zip(state, values, strict=True):
-                    _repeat(part.view(array.dtype), array)
-
-        def run() -> None:
-            pipeline.submit(tasks, [_HYPERS["adam"]])
-            pipeline.wait_updated()
-
-        moved = kind.bytes_moved(TILE) / TILE
-        return self._variant(f"adam, tiles of {tile_numel:,}", moved, fill, run)
-
     def norms(self) -> list[Variant]:
         return [self._norm(dtype) for dtype in NORM_DTYPES]
 
@@ -207,7 +166,8 @@ class Updates:
         def sample() -> Sample:
             fill()
             rate = timed_rate(run, self.numel, self.repeats)["params_per_s"]
-            return {"params_per_s": rate, "gbps": rate * bytes_per_param / 1e9}
+            gbps = rate * bytes_per_param / 1e9
+            return {"params_per_s": rate, "gbps": gbps, "bytes_per_param": bytes_per_param}
 
         return Variant(name, bytes_per_param, sample)
 

@@ -10,10 +10,11 @@ import dataclasses
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import date
-from typing import TYPE_CHECKING, Literal
+from functools import partial
+from typing import TYPE_CHECKING
 
 import psutil
 import torch
@@ -45,8 +46,8 @@ SHAPES = ((1024, 1024, 1024), (1024, 4096, 1024))
 _TRIAL_SHAPE = (256, 256, 256)
 _MOST_PRODUCT_S = 0.5  # a larger product is not worth waiting for: the small one's rate is taken
 
-Mode = Literal["read", "write", "mixed"]
-MODES: tuple[Mode, ...] = ("read", "write", "mixed")
+# Of the bytes moved, those read.
+READ_SHARES = {"read": 1.0, "write": 0.0, "mixed": 0.5}
 
 
 def measure_profile(
@@ -68,7 +69,7 @@ def measure_profile(
     """
     paths = check_directories(nvme_paths) if nvme_paths else ()
     tell("RAM, updates, products of matrices")
-    arrays = _Arrays(numel)
+    arrays = UpdateArrays(numel)
     samplers: dict[str, Callable[[], float]] = {"dram": arrays.stream}
     for dtype in TORCH_DTYPES:
         samplers[f"update {dtype}"] = lambda dtype=dtype: arrays.update(dtype)  # type: ignore[misc]
@@ -118,16 +119,17 @@ def measure_disk(
     window_s: float = DISK_WINDOW_S,
     rounds: int = ROUNDS,
 ) -> dict[str, float]:
-    """Bytes per second of each of MODES in the directories `paths`, as measure_profile() says.
+    """Bytes per second of READ_SHARES in the directories `paths`, as measure_profile() says.
 
     Takes FILL_S at most, and `rounds` times `window_s` for each mode. Raises StoreError and
     NativeIoError.
     """
-    with _open_disk(paths, area_bytes, window_s, tell) as rate:
-        return _medians({mode: lambda mode=mode: rate(mode) for mode in MODES}, rounds)  # type: ignore[misc]
+    with open_disk(paths, tell, area_bytes=area_bytes, window_s=window_s) as rate:
+        modes = {mode: partial(rate, share) for mode, share in READ_SHARES.items()}
+        return _medians(modes, rounds)
 
 
-def _medians(samplers: dict[str, Callable[[], float]], rounds: int = ROUNDS) -> dict[str, float]:
+def _medians(samplers: Mapping[str, Callable[[], float]], rounds: int = ROUNDS) -> dict[str, float]:
     samples: dict[str, list[float]] = {name: [] for name in samplers}
     for _ in range(rounds):
         for name, sample in samplers.items():
@@ -135,7 +137,7 @@ def _medians(samplers: dict[str, Callable[[], float]], rounds: int = ROUNDS) -> 
     return {name: statistics.median(values) for name, values in samples.items()}
 
 
-class _Arrays:
+class UpdateArrays:
     """Memory of an AdamW update of `numel` elements in any dtype, and of the stream kernel."""
 
     def __init__(self, numel: int) -> None:
@@ -189,10 +191,18 @@ def _matmul_sampler(dtype: DtypeName) -> Callable[[], float]:
 
 
 @contextmanager
-def _open_disk(
-    paths: Sequence[str], area_bytes: int, window_s: float, tell: Callable[[str], None]
-) -> Iterator[Callable[[Mode], float]]:
-    """Writes a file, and gives what measures bytes per second of transfers within it."""
+def open_disk(
+    paths: Sequence[str],
+    tell: Callable[[str], None],
+    *,
+    area_bytes: int = DISK_AREA_BYTES,
+    window_s: float = DISK_WINDOW_S,
+) -> Iterator[Callable[[float], float]]:
+    """Writes a file of `area_bytes` at most, and gives what measures transfers within it.
+
+    That takes the share of the bytes that are read, 0 to 1, the others being written, and gives
+    bytes per second, both directions together. Raises StoreError and NativeIoError.
+    """
     area_bytes = min(area_bytes, total_free_bytes(paths) // 2) // TRANSFER_BYTES * TRANSFER_BYTES
     area_bytes = max(area_bytes, TRANSFER_BYTES)
     with ExitStack() as resources:
@@ -221,17 +231,15 @@ def _open_disk(
 
         transfer(fill(), TRANSFER_BYTES, IN_FLIGHT)
         places = itertools.cycle(offsets)
-        verbs = {
-            "read": [transfers.read],
-            "write": [transfers.write],
-            "mixed": [transfers.read, transfers.write],
-        }
 
-        def rate(mode: Mode) -> float:
-            turns = itertools.cycle(verbs[mode])
+        def rate(read_share: float) -> float:
+            numbers = itertools.count(1)
 
             def start() -> IoOp:
-                return next(turns)(next(addresses), TRANSFER_BYTES, next(places))
+                number = next(numbers)
+                is_read = int(number * read_share) > int((number - 1) * read_share)
+                move = transfers.read if is_read else transfers.write
+                return move(next(addresses), TRANSFER_BYTES, next(places))
 
             return transfer(started_for(window_s, start), TRANSFER_BYTES, IN_FLIGHT)
 

@@ -13,13 +13,11 @@ import torch
 
 import hetero
 from bench import checkpoint as bench_checkpoint
-from bench.checkpoint import main, summarize
-from bench.harness.rounds import Rounds
+from bench.checkpoint import HeteroCheckpoints, main
 from bench.peers.checkpoint_timing import MemoryAbove, drop_pages, files_bytes, steps_beside
 from bench.peers.checkpoint_torch import CheckpointPeer
 from bench.train import write_workload
-from bench.work import checkpoints, job_steps
-from bench.work.checkpoints import HeteroCheckpoints
+from bench.work import bandwidths, job_steps
 from hetero.cli.job.job import open_job
 from hetero.cli.job.options import TrainOptions
 from hetero.cli.job.run_folder import RunFolder
@@ -42,7 +40,7 @@ STATE_BYTES = 12  # per parameter: master and two moments
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A configuration's file; yardsticks and pauses are smaller than what a machine needs to be
     measured."""
-    monkeypatch.setattr(bench_checkpoint, "DEPTH", 2)
+    monkeypatch.setattr(bandwidths, "DISK_WINDOW_S", 0.01)
     monkeypatch.setattr(job_steps, "QUIET_S", 0.01)
     monkeypatch.setattr(job_steps, "WARM_UP_STEPS", 2)
     (tmp_path / "model.json").write_text(json.dumps(MODEL))
@@ -76,35 +74,38 @@ def run_json(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
 @pytest.mark.slow
 def test_json(options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = run_json(capsys, *options, "--host-memory", "1200KiB", "--peers", "torch,dcp")
-    nbytes = result["checkpoint_bytes"]
-    assert nbytes > STATE_BYTES * result["params"]
     assert result["policy"] == "nvme"
     assert result["budget_bytes"]["host"] == 1200 << 10
+    found = {
+        name: {metric: spread["median"] for metric, spread in figures.items()}
+        for name, figures in result["contenders"].items()
+    }
+    nbytes = found["save"]["bytes"]
+    assert nbytes > STATE_BYTES * result["params"]
     for what, direction, other in (("save", "written", "read"), ("load", "read", "written")):
-        figures = result[what]
+        figures = found[what]
         # (Manifests differ by a few bytes, and a load may be of the round before.)
         assert figures["bytes"] == pytest.approx(nbytes, rel=0.01)
         # The state that is on NVMe moves to the checkpoint and back.
-        assert figures["disk_bytes"][direction] >= figures["bytes"]
-        assert figures["disk_bytes"][other] > 0
-        moved = sum(figures["disk_bytes"].values())
-        assert figures["disk_s"] == pytest.approx(moved / figures["disk_gbps"] / 1e9)
+        assert figures[f"{direction}_bytes"] >= figures["bytes"]
+        assert figures[f"{other}_bytes"] > 0
+        moved = figures["read_bytes"] + figures["written_bytes"]
+        assert figures["disk_s"] == pytest.approx(moved / found[f"disk {what}"]["gbps"] / 1e9)
         assert figures["of_the_disk"] == pytest.approx(figures["disk_s"] / figures["s"])
         assert figures["gbps"] == pytest.approx(figures["bytes"] / figures["s"] / 1e9)
-    assert set(result["peers"]) == {"torch", "dcp"}
-    for peer in result["peers"].values():
-        for what in ("save", "load"):
-            assert peer[what]["bytes"] > STATE_BYTES * result["params"]
-            assert peer[what]["hetero_is_faster_by"] == pytest.approx(
-                result[what]["gbps"] / peer[what]["gbps"]
-            )
-    assert "beside" not in result["peers"]["torch"]
-    for figures in (result["beside"], result["peers"]["dcp"]["beside"]):
+        for peer in ("torch", "dcp"):
+            theirs = found[f"{peer} {what}"]
+            assert theirs["bytes"] > STATE_BYTES * result["params"]
+            faster = figures["gbps"] / theirs["gbps"]
+            assert theirs["hetero_is_faster_by"] == pytest.approx(faster)
+    assert "torch beside" not in found
+    for before in ("", "dcp "):
+        figures, alone_s = found[f"{before}beside"], found[f"{before}step"]["step_s"]
         assert figures["steps"] >= 1
         assert figures["save_s"] >= figures["pause_s"] > 0
-        slower_s = figures["beside_s"] - figures["alone_s"]
-        lost_s = figures["pause_s"] + figures["steps"] * slower_s
+        lost_s = figures["pause_s"] + figures["steps"] * (figures["step_s"] - alone_s)
         assert figures["lost_s"] == pytest.approx(lost_s)
+        assert figures["slower_by"] == pytest.approx(figures["step_s"] / alone_s)
     assert result["notes"] == []
     assert result["machine"]["cores"] >= 1
     assert "--io-size 32MiB" in result["command"]
@@ -115,10 +116,34 @@ def test_json(options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_table(options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*options, "--policy", "cpu", "--peers", "torch"]) == 0
     out = capsys.readouterr().out
-    for text in ("model cpu", "hetero save", "hetero load", "by the disk:", "torch load", "lost"):
+    for text in ("model cpu", "save", "load", "/ disk", "torch load", "lost"):
         assert text in out
-    assert "dcp" not in out.partition("bench.checkpoint: ")[2]
+    assert "dcp" not in out.partition("bench.checkpoint, ")[2]
     assert list((tmp_path / "nvme").iterdir()) == []
+
+
+@pytest.mark.parametrize("policy", ["nvme", "cpu"])
+def test_commits(
+    policy: str, options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All state in RAM is written with each commit, once; nothing is left in the end."""
+    more = ("--of", "commits", "--steps", "4", "--every", "1,4", "--policy", policy)
+    result = run_json(capsys, *options, *more)
+    found, files = result["contenders"], result["file_bytes"]
+    names = ["plain", "verified reads", "a commit every 1", "a commit every 4"]
+    assert list(found) == names
+    plain, _, each, rarely = (found[name]["disk_write"]["median"] for name in names)
+    state_bytes = STATE_BYTES * result["params"]  # (chunks have some room besides)
+    if policy == "cpu":
+        assert plain == 0 == files["plain"]
+        assert state_bytes <= each <= 2 * state_bytes
+        assert rarely == pytest.approx(each / 4, rel=0.01)
+        assert files["durable"] >= 2 * each
+    else:
+        assert each >= rarely
+        assert files["durable"] > files["plain"] > state_bytes / 2
+    assert found["plain"]["slower_by"]["median"] == 1.0
+    assert not list((tmp_path / "nvme").iterdir())
 
 
 def test_a_peer_that_fails_is_a_note(
@@ -126,9 +151,9 @@ def test_a_peer_that_fails_is_a_note(
 ) -> None:
     monkeypatch.setattr(bench_checkpoint.sys, "executable", "/nonexistent/python")
     result = run_json(capsys, *options, "--peers", "torch")
-    assert result["peers"] == {}
+    assert "torch save" not in result["contenders"]
     assert [note.partition(":")[0] for note in result["notes"]] == ["torch save", "torch load"]
-    assert result["save"]["s"] > 0
+    assert result["contenders"]["save"]["s"]["median"] > 0
 
 
 def test_without_nvme_a_save_only_writes(model: str, tmp_path: Path) -> None:
@@ -155,42 +180,20 @@ def test_what_a_save_moves_of_state_on_nvme(model: str, tmp_path: Path) -> None:
     assert STATE_BYTES * params - in_ram <= saved["read_bytes"] <= STATE_BYTES * params * 1.1
 
 
-def test_limits_and_ratios_are_those_of_each_round() -> None:
-    def moved(s: float, read: float, written: float) -> dict[str, float]:
-        both = {"read_bytes": read, "written_bytes": written}
-        return {"s": s, "gbps": 4 / s, "bytes": 4e9, "above_bytes": s, **both}
-
-    def beside(pause_s: float, steps: float, step_s: float) -> dict[str, float]:
-        return {"pause_s": pause_s, "steps": steps, "step_s": step_s, "save_s": 9.0} | {
-            "above_bytes": steps
-        }
-
-    rounds = Rounds(
-        samples={
-            "save": [moved(4, 2e9, 4e9), moved(8, 2e9, 4e9), moved(2, 2e9, 4e9)],
-            "disk save": [{"gbps": 3.0}, {"gbps": 1.0}, {"gbps": 6.0}],
-            "load": [moved(1, 4e9, 0)] * 3,
-            "disk load": [{"gbps": 8.0}] * 3,
-            "step": [{"step_s": 1.0, "above_bytes": 5}] * 3,
-            "beside": [beside(0.5, 2, 1.5), beside(0.1, 4, 2.0), beside(0.2, 1, 1.0)],
-            "dcp save": [moved(8, 0, 0), moved(8, 0, 0), moved(8, 0, 0)],
-        }
-    )
-    result = summarize(rounds)
-    # disk: 2, 6, 1 s
-    assert result["save"]["disk_s"] == 2.0
-    assert result["save"]["of_the_disk"] == 0.5
-    assert result["save"]["range_s"] == {"median": 4, "min": 2, "max": 8}
-    assert result["save"]["above_bytes"] == 8
-    assert result["load"]["of_the_disk"] == 0.5
-    assert result["checkpoint_bytes"] == 4e9
-    # hetero's rate over the peer's: 2, 1, 4
-    assert result["peers"]["dcp"]["save"]["hetero_is_faster_by"] == 2.0
-    assert "load" not in result["peers"]["dcp"]
-    # lost: 0.5 + 2 * 0.5, 0.1 + 4 * 1.0, 0.2
-    assert result["beside"]["lost_s"] == 1.5
-    assert result["beside"]["slower_by"] == 1.5
-    assert result["beside"]["above_bytes"] == 4
+def test_limits_and_losses_are_those_of_a_round() -> None:
+    made = {
+        "save": {"s": 4.0, "gbps": 1.0, "read_bytes": 2e9, "written_bytes": 4e9},
+        "disk save": {"gbps": 3.0},
+        "dcp save": {"s": 8.0, "gbps": 0.5},
+        "step": {"step_s": 1.0},
+        "beside": {"pause_s": 0.5, "steps": 2, "step_s": 1.5},
+    }
+    found = bench_checkpoint._of_transfer("save", "save", made)
+    assert found == {"disk_s": 2.0, "of_the_disk": 0.5}
+    found = bench_checkpoint._of_transfer("dcp save", "save", made)
+    assert found == {"hetero_is_faster_by": 2.0}
+    found = bench_checkpoint._of_beside("beside", made)
+    assert found == {"lost_s": 0.5 + 2 * 0.5, "slower_by": 1.5}
 
 
 def test_steps_go_on_until_the_save_has_ended() -> None:
@@ -279,7 +282,9 @@ def test_loads_are_after_their_pages_were_dropped(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events: list[str] = []
-    monkeypatch.setattr(checkpoints, "drop_pages", lambda path: events.append(f"drop {path.name}"))
+    monkeypatch.setattr(
+        bench_checkpoint, "drop_pages", lambda path: events.append(f"drop {path.name}")
+    )
     load = hetero.load
     monkeypatch.setattr(hetero, "load", lambda *a: (events.append("load"), load(*a)))
     options = train_options(model, tmp_path, policy="cpu")
@@ -296,7 +301,7 @@ def test_loads_are_after_their_pages_were_dropped(
         (["--rounds", "0"], "--rounds must be 1 or more"),
         (["--peers", "tourch"], "did you mean torch"),
         (["--path", "/nonexistent"], "--path /nonexistent is not a directory"),
-        (["--io-size", "1MiB"], "is too small"),
+        (["--every", "0"], "--every must be 1 or more"),
         (["--config", "/nonexistent.json"], "configuration /nonexistent.json"),
         (["--host-memory", "lots"], "lots"),
         (["--seq-len", "1"], "--seq-len must be at least 2"),

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench import step as bench_step
 from bench.harness.rounds import Rounds
 from bench.peers.deepspeed_step import chain_shape
-from bench.step import main, summarize
+from bench.step import main, of_bound
 from bench.work import bandwidths
 from bench.work.curve import buffer_counts, draw_curve, measure_curve
 from bench.work.step_model import HeteroStep, make_plan, tensor_shape
@@ -23,8 +23,8 @@ OPTIM_STATE_BYTES = CHUNK * 10
 
 @pytest.fixture(autouse=True)
 def small_yardsticks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """16 MiB of disk and 1 MiB of memory instead of what a machine needs to be measured."""
-    monkeypatch.setattr(bench_step, "DEPTH", 2)
+    """Less disk, memory and time than what a machine needs to be measured."""
+    monkeypatch.setattr(bandwidths, "DISK_WINDOW_S", 0.01)
     monkeypatch.setattr(bandwidths, "STREAM_NUMEL", 1 << 16)
 
 
@@ -61,10 +61,12 @@ def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert result["host_memory"] == 4 * OPTIM_STATE_BYTES == result["peak_managed_bytes"]
     assert result["resident_bytes"] == result["optim_states"] * CHUNK * 4
     moved = (result["optim_states"] - 4) * OPTIM_STATE_BYTES
-    assert result["disk_bytes"] == {"read": moved, "written": moved}
-    assert result["step_s"] > 0
-    assert result["share_of_bound"] > 0
-    assert result["peers"] == {}
+    assert list(result["contenders"]) == ["hetero", "disk alone", "memory alone"]
+    own = result["contenders"]["hetero"]
+    for direction in ("read_bytes", "written_bytes"):
+        assert own[direction] == {"median": moved, "min": moved, "max": moved}
+    assert own["step_s"]["min"] > 0
+    assert own["share_of_bound"]["min"] > 0
     assert result["machine"]["cores"] >= 1
     assert "--chunk-numel 8192" in result["command"]
     assert list(tmp_path.iterdir()) == []
@@ -119,26 +121,27 @@ def test_bound_is_the_larger_one_of_each_round() -> None:
     rounds = Rounds(
         samples={
             "hetero": [step | {"step_s": 4.0}, step | {"step_s": 10.0}, step | {"step_s": 2.0}],
-            "disk": [{"gbps": 2.0}, {"gbps": 0.5}, {"gbps": 4.0}],
-            "memory": [{"gbps": 26.0}, {"gbps": 26.0}, {"gbps": 13.0}],
+            "disk alone": [{"gbps": 2.0}, {"gbps": 0.5}, {"gbps": 4.0}],
+            "memory alone": [{"gbps": 26.0}, {"gbps": 26.0}, {"gbps": 13.0}],
             "deepspeed": [{"step_s": 8.0}, {"step_s": 30.0}, {"step_s": 6.0}],
         }
     )
-    result = summarize(rounds, 1_000_000_000)
+    rounds.derive("hetero", partial(of_bound, 1_000_000_000))
+    rounds.compare("hetero", "step_s", "of_hetero")
+    own = rounds.figures()["hetero"]
     # disk: 2, 8, 1 s; memory: 1, 1, 2 s; bound: 2, 8, 2 s
-    assert result["bounds_s"] == {"disk": 2.0, "memory": 1.0}
-    assert result["bound_s"] == 2.0
-    assert result["share_of_bound"] == 0.8
-    assert result["step_s"] == 4.0
-    assert result["peers"] == {"deepspeed": {"step_s": 8.0, "hetero_is_faster_by": 3.0}}
-    assert result["disk_bytes"] == {"read": 3e9, "written": 1e9}
+    assert own["disk_s"] == {"median": 2.0, "min": 1.0, "max": 8.0}
+    assert own["memory_s"]["median"] == 1.0
+    assert own["bound_s"]["median"] == 2.0
+    assert own["share_of_bound"]["median"] == 0.8
+    assert rounds.median("deepspeed", "of_hetero") == 3.0
 
 
 def test_a_missing_peer_is_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     nowhere = str(tmp_path / "python")
     more = ("--peers", "deepspeed", "--peer-python", nowhere)
     result = run_json(capsys, *options(tmp_path, *more))
-    assert result["peers"] == {}
+    assert "deepspeed" not in result["contenders"]
     assert any("deepspeed: left out: cannot start" in note for note in result["notes"])
     assert list(tmp_path.iterdir()) == []
 
@@ -167,7 +170,6 @@ def test_shape_of_deepspeeds_model() -> None:
         ("--host-memory", "79KiB", "less than one optimizer state of 80.0 KiB"),
         ("--path", "/nonexistent", "does not exist"),
         ("--rounds", "0", "--rounds"),
-        ("--io-size", "1MiB", "--size"),
         ("--chunk-numel", "100", "chunk_numel must be a positive multiple"),
     ],
 )

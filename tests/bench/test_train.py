@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,10 +15,11 @@ import torch
 from bench import train as bench_train
 from bench.harness.contenders import Contender, Outcome, peer_contenders, run_contender
 from bench.harness.hosts import Hosts
+from bench.harness.rounds import ContenderError, Rounds
 from bench.peers.serve import EXIT_MISSING
 from bench.peers.training.deepspeed_train import deepspeed_config
 from bench.peers.training.workload import Workload
-from bench.train import main, summarize, write_workload
+from bench.train import main, sample_of, summarize, write_workload
 from hetero.cli.job.data import load_corpus
 from hetero.cli.job.options import TrainOptions
 from hetero.cli.job.ranks import Ranks
@@ -61,8 +64,20 @@ OUTCOMES = [
 ]
 
 
+def summary_of(*rounds_of: Sequence[Outcome], skip_steps: int = 0) -> dict[str, Any]:
+    outcomes = {runs[0].name: list(runs) for runs in zip(*rounds_of, strict=True)}
+    rounds = Rounds()
+    for name, runs in outcomes.items():
+        try:
+            rounds.samples[name] = [sample_of(run, skip_steps) for run in runs]
+        except ContenderError as error:
+            rounds.failed[name] = str(error)
+    main_name = max(name for name in rounds.samples if name.startswith("hetero"))
+    return {**summarize(rounds, outcomes, main_name), "rounds": len(rounds_of)}
+
+
 def test_summary_has_medians_without_the_first_steps_and_ratios() -> None:
-    summary = summarize([OUTCOMES], "hetero nvme", skip_steps=2)
+    summary = summary_of(OUTCOMES, skip_steps=2)
     assert summary["main"] == "hetero nvme"
     assert summary["median_step_s"] == 4.0
     assert summary["step_s"] == [9.0, 9.0, 3.0, 5.0]
@@ -74,20 +89,18 @@ def test_summary_has_medians_without_the_first_steps_and_ratios() -> None:
 
 
 def test_one_step_is_left_however_many_are_skipped() -> None:
-    summary = summarize([OUTCOMES[:1]], "hetero cpu", skip_steps=99)
-    assert summary["median_step_s"] == 2.0
+    assert summary_of(OUTCOMES[:1], skip_steps=99)["median_step_s"] == 2.0
 
 
-def test_table_shows_all_and_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
-    out = "\n".join(bench_train.show(summarize([OUTCOMES], "hetero nvme", skip_steps=2)))
+def test_table_shows_all_and_says_what_is_missing() -> None:
+    out = "\n".join(bench_train.show(summary_of(OUTCOMES, skip_steps=2)))
     for outcome in OUTCOMES:
         assert outcome.name in out
-    assert "missing" in out
     assert "install: how" in out
     assert "ranks" not in out
 
 
-def test_ratios_are_of_runs_in_the_same_round(capsys: pytest.CaptureFixture[str]) -> None:
+def test_ratios_are_of_runs_in_the_same_round() -> None:
     def outcomes(own_s: float, peer_s: float, other: str = "finished") -> list[Outcome]:
         return [
             Outcome("hetero cpu", "finished", figures([own_s])),
@@ -97,14 +110,15 @@ def test_ratios_are_of_runs_in_the_same_round(capsys: pytest.CaptureFixture[str]
 
     # The machine was slow in the second round; the last contender failed in the third.
     rounds = [outcomes(1.0, 2.0), outcomes(30.0, 40.0), outcomes(2.0, 3.0, "failed")]
-    summary = summarize(rounds, "hetero cpu", skip_steps=0)
+    summary = summary_of(*rounds)
     contenders = summary["contenders"]
     assert contenders["hetero cpu"]["ratio_to"] == {"torch bf16": 2.0 / 3.0}
-    assert contenders["hetero cpu"]["round_step_s"] == [1.0, 30.0, 2.0]
+    step_s = contenders["hetero cpu"]["measured"]["step_s"]
+    assert step_s == {"median": 2.0, "min": 1.0, "max": 30.0}
     assert contenders["torch bf16"]["losses"] == [3.0]  # of the run with the median step time
     assert contenders["torch autocast"] == {"status": "failed", "error": "x"}
     out = "\n".join(bench_train.show(summary))
-    for text in ("3 rounds", "2.00 (1.00, 30.00, 2.00)", "0.67"):
+    for text in ("3 rounds", "2.00 (1.00-30.00)", "0.67", "torch autocast: left out: x"):
         assert text in out
 
 
@@ -135,11 +149,11 @@ def test_every_round_begins_with_another_contender_and_leaves_out_who_failed(
     assert list(summary["contenders"]) == ["hetero cpu", "torch bf16", "torch autocast"]
 
 
-def test_several_ranks_have_a_table_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_ranks_have_a_table_of_their_own() -> None:
     outcomes = [Outcome("hetero nvme", "finished", figures([1.0], ranks=2)), OUTCOMES[-1]]
-    summary = summarize([outcomes], "hetero nvme", skip_steps=0)
-    assert summary["peak_rss_max_bytes"] == 2 << 30
-    assert summary["peak_rss_sum_bytes"] == 3 << 30
+    summary = summary_of(outcomes)
+    assert summary["measured"]["peak_rss_max_bytes"]["median"] == 2 << 30
+    assert summary["measured"]["peak_rss_sum_bytes"]["median"] == 3 << 30
     out = "\n".join(bench_train.show(summary))
     for text in ("ranks", "2.0 GiB", "3.0 GiB", "7.0 MiB", "0.25"):
         assert text in out

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from bench.peers.deepspeed_world import AIO, start_world
+from bench.peers.deepspeed_world import start_world, zero3_config
 from bench.peers.serve import EXIT_MISSING
 from bench.peers.training.measure import measure, write_result
 from bench.peers.training.workload import Workload
@@ -66,42 +66,22 @@ def deepspeed_config(workload: Workload, mode: str, swap_folder: Path) -> dict[s
     Everything decays, in one parameter group: with two, the pipelined swapper of 0.19.8 runs out
     of its buffers and fails by an assertion.
     """
+    buffer_numel = None
     if mode == "nvme":
         vocab_size = int(workload.model_config.get("vocab_size", 0))
         width = int(workload.model_config.get("n_embd", 0))
-        place: dict[str, Any] = {
-            "device": "nvme",
-            "nvme_path": str(swap_folder),
-            "pin_memory": False,
-            "buffer_count": 5,
-        }
-        offload_optimizer = place | {"pipeline_read": True, "pipeline_write": True}
         buffer_numel = max(vocab_size * width, 4 * width * width) + (1 << 20)
         if not workload.lean:
             buffer_numel = max(LEAST_BUFFER_NUMEL, buffer_numel)
-        offload_param = place | {"buffer_size": buffer_numel}
-    else:
-        offload_optimizer = offload_param = {"device": "cpu", "pin_memory": False}
-    return {
-        "train_micro_batch_size_per_gpu": workload.batch_size,
+    optimizer = {
+        "lr": workload.lrs[0],
+        "betas": list(workload.betas),
+        "weight_decay": workload.weight_decay,
+    }
+    path = str(swap_folder) if mode == "nvme" else None
+    return zero3_config(optimizer, workload.batch_size, path, buffer_numel) | {
         "gradient_accumulation_steps": workload.accumulate,
-        "bf16": {"enabled": True},
         "gradient_clipping": workload.clip,
-        "zero_optimization": {
-            "stage": 3,
-            "stage3_param_persistence_threshold": 0,
-            "offload_optimizer": offload_optimizer,
-            "offload_param": offload_param,
-        },
-        "optimizer": {
-            "type": "AdamW",
-            "params": {
-                "lr": workload.lrs[0],
-                "betas": list(workload.betas),
-                "weight_decay": workload.weight_decay,
-            },
-        },
-        "aio": AIO,
     }
 
 

@@ -28,6 +28,7 @@ from bench.harness.program import (
     whole,
 )
 from bench.harness.rounds import ContenderError, Rounds, run_rounds
+from bench.harness.tables import Column, Table, most_size, number, ranged, shown, size
 
 
 def quiet(_: str) -> None: ...
@@ -48,17 +49,65 @@ def test_the_warm_up_is_left_out_and_rounds_line_up() -> None:
     assert rounds.values("fast", "x") == [2.0, 6.0, 4.0]
     assert rounds.spread("fast", "x") == {"median": 4.0, "min": 2.0, "max": 6.0}
     # 2/1, 6/2, 4/4: the median of ratios, not the ratio of medians (4/2).
-    assert rounds.ratio("fast", "slow", "x") == 2.0
-    assert rounds.ratio("slow", "fast", "x") == 0.5
+    rounds.compare("slow", "x", "of_slow")
+    assert rounds.figures()["fast"]["of_slow"] == {"median": 2.0, "min": 1.0, "max": 3.0}
+    assert rounds.median("slow", "of_slow") == 1.0
     skewed = Rounds({"a": [{"x": 1}, {"x": 2}, {"x": 9}], "b": [{"x": 1}, {"x": 4}, {"x": 3}]})
-    assert skewed.ratio("a", "b", "x") == 1.0
+    skewed.compare("b", "x", "of_b")
+    assert skewed.median("a", "of_b") == 1.0
     assert skewed.median("a", "x") / skewed.median("b", "x") != 1.0
+
+
+def test_without_a_warm_up_the_first_round_counts() -> None:
+    turns: list[str] = []
+    contenders = {name: (lambda name=name: turns.append(name) or {"x": 1.0}) for name in "ab"}
+    rounds = run_rounds(contenders, 2, quiet, warm_up=False)
+    assert "".join(turns) == "ab" + "ba"
+    assert rounds.values("a", "x") == [1.0, 1.0]
+
+
+def test_what_is_derived_is_of_samples_of_the_same_round() -> None:
+    rounds = Rounds({"a": [{"x": 1.0}, {"x": 2.0}], "b": [{"y": 10.0}, {"y": 30.0}]})
+    rounds.derive("a", lambda made: {"z": made["a"]["x"] * made["b"]["y"]})
+    assert rounds.values("a", "z") == [10.0, 60.0]
+    rounds.compare("none", "x", "of_none")  # was left out
+    rounds.compare("a", "x", "of_a")
+    assert set(rounds.figures()["a"]) == {"x", "z", "of_a"}
+    assert set(rounds.figures()["b"]) == {"y"}
+
+
+def test_a_table_has_the_columns_that_have_figures() -> None:
+    columns = (
+        Column("s", "s", ranged()),
+        Column("ms", "s", number(0, 1e3)),
+        Column("bytes", "bytes", size),
+        Column("most", "bytes", most_size),
+        Column("none", "none"),
+        Column("why", "why"),
+    )
+    bytes_ = {"median": 1024, "min": 1, "max": 2048}
+    rows = {
+        "one": {"s": {"median": 1.0, "min": 0.5, "max": 2.0}, "bytes": bytes_, "none": None},
+        "two": {"s": 3.0, "why": "so"},
+    }
+    shown_rows = Table(lambda result: f"about {result['x']}", "rows", columns)
+    text = "\n".join(shown(shown_rows)({"x": 7, "rows": rows, "notes": ["a note"]}))
+    title, head, line, *cells, end, note = [each for each in text.splitlines() if each]
+    assert title == "about 7"
+    assert head.split() == ["s", "ms", "bytes", "most", "why"]
+    assert set(line) == {"-"}
+    for cell in ("1.00 (0.50-2.00)", "1,000", "1.0 KiB", "2.0 KiB"):
+        assert cell in cells[0]
+    assert end.split() == ["two", "3.00", "3,000", "so"]
+    assert note == "a note"
+    assert list(shown(shown_rows)({"rows": {}})) == []
 
 
 @given(st.lists(st.floats(0.1, 10), min_size=1, max_size=9), st.floats(0.5, 2))
 def test_a_drift_that_hits_both_cancels(drift: list[float], factor: float) -> None:
     rounds = Rounds({"a": [{"x": d * factor} for d in drift], "b": [{"x": d} for d in drift]})
-    assert rounds.ratio("a", "b", "x") == pytest.approx(factor)
+    rounds.compare("b", "x", "of_b")
+    assert rounds.median("a", "of_b") == pytest.approx(factor)
 
 
 def test_a_contender_that_fails_is_left_out_and_the_others_go_on() -> None:

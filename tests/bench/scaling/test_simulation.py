@@ -10,23 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.scaling.cases import Case, two_level_means
+from bench.scaling.cases import Case, schedule_of, two_level_means
 from bench.scaling.simulation import (
     Collective,
     Schedule,
-    Stragglers,
     Use,
-    schedule_of,
+    disturbed_s,
     simulate,
 )
-from hetero.chunks.layout import Shard
-from hetero.overlap import OverlapUpdates
 from hetero.planning.belady import PREFETCH_CHUNKS
-from hetero.planning.candidates import place
-from hetero.planning.collective_cost import CollectiveCost, Network
-from hetero.planning.placement import Budgets
+from hetero.planning.collective_cost import CollectiveCost
 from hetero.planning.profiles import find_profile
-from tests.support.training.planning import AMPLE, SLOT, layout_of, make_problem, make_spec
 
 CHUNKS = 12
 
@@ -106,23 +100,24 @@ def test_two_streams_share_a_link_and_not_their_latency() -> None:
 
 
 def test_a_slower_rank_is_the_step_where_compute_is_all() -> None:
-    made, slower = schedule(end_s=1.0), Stragglers(slower=0.25)
-    assert simulate(made, slower) == pytest.approx(1.25 * 3 * CHUNKS + 1.0)
-    each_s = slower.computing_s(made).sum(axis=0)
-    assert each_s == pytest.approx([1.25 * 3 * CHUNKS] + [3 * CHUNKS] * 3)
+    made = schedule(end_s=1.0)
+    slower_s = disturbed_s(made, slower=0.25)
+    assert simulate(made, slower_s) == pytest.approx(1.25 * 3 * CHUNKS + 1.0)
+    assert slower_s.sum(axis=0) == pytest.approx([1.25 * 3 * CHUNKS] + [3 * CHUNKS] * 3)
 
 
 def test_a_slower_rank_is_hidden_where_gathers_take_longer() -> None:
     made = schedule(gather=cost(4.0))
-    slower = simulate(made, Stragglers(slower=0.25))
+    slower = simulate(made, disturbed_s(made, slower=0.25))
     assert slower == pytest.approx(simulate(made) + 0.5)  # the last use alone
 
 
 def test_a_rank_that_stands_still_holds_all_up() -> None:
     made = schedule(ranks=4, replicas=2)
-    assert simulate(made, Stragglers(stall_s=7.0)) == pytest.approx(3 * CHUNKS + 7.0)
+    assert simulate(made, disturbed_s(made, stall_s=7.0)) == pytest.approx(3 * CHUNKS + 7.0)
+    gathered = schedule(gather=cost(0.5))
     # With all gathers there already the other ranks come as far as buckets allow.
-    assert simulate(schedule(gather=cost(0.5)), Stragglers(stall_s=7.0)) == pytest.approx(
+    assert simulate(gathered, disturbed_s(gathered, stall_s=7.0)) == pytest.approx(
         3 * CHUNKS + 7.0 + 0.5
     )
 
@@ -130,26 +125,25 @@ def test_a_rank_that_stands_still_holds_all_up() -> None:
 def test_replicas_wait_for_the_last_of_them() -> None:
     made = schedule(ranks=2, replicas=3, replicas_s=0.25)
     assert simulate(made) == pytest.approx(3 * CHUNKS + 0.25)
-    slower_s = simulate(made, Stragglers(slower=0.5))
+    slower_s = simulate(made, disturbed_s(made, slower=0.5))
     assert slower_s == pytest.approx(1.5 * 3 * CHUNKS + 0.25)
 
 
 def test_ranks_that_gather_on_demand_begin_each_use_together() -> None:
-    jitter = Stragglers(jitter=0.3)
     demanded = schedule(ranks=64, ahead=0)
-    each_s = jitter.computing_s(demanded)
+    each_s = disturbed_s(demanded, jitter=0.3)
     in_step_s = each_s.max(axis=1).sum()
-    assert simulate(demanded, jitter) == pytest.approx(in_step_s)
+    assert simulate(demanded, each_s) == pytest.approx(in_step_s)
     # Prefetches let ranks drift apart, and without collectives only the step's end holds them up.
-    ahead_s = simulate(schedule(ranks=64), jitter)
+    ahead_s = simulate(schedule(ranks=64), each_s)
     assert each_s.sum(axis=0).max() <= ahead_s < in_step_s
-    free = replace(demanded, uses=tuple(replace(use, gather=None) for use in demanded.uses))
-    assert simulate(free, jitter) == pytest.approx(each_s.sum(axis=0).max())
+    free = replace(demanded, uses=tuple(use._replace(gather=None) for use in demanded.uses))
+    assert simulate(free, each_s) == pytest.approx(each_s.sum(axis=0).max())
 
 
 def test_jitter_repeats_with_its_seed_and_has_its_size() -> None:
     made = schedule(ranks=512)
-    seconds = [Stragglers(jitter=0.1, seed=seed).computing_s(made) for seed in (1, 1, 2)]
+    seconds = [disturbed_s(made, jitter=0.1, seed=seed) for seed in (1, 1, 2)]
     assert (seconds[0] == seconds[1]).all()
     assert (seconds[0] != seconds[2]).any()
     relative = seconds[0] / np.array([use.computing_s for use in made.uses])[:, None]
@@ -201,7 +195,7 @@ def test_more_latency_fewer_buckets_and_slower_ranks_take_no_less(
     def seconds(of: tuple[float, ...], slower: float, buckets: int, ahead: int) -> float:
         gather, mean, replicas_s = cost(of[0]), cost(of[1]), of[2]
         made = schedule(2, 2, gather, mean, replicas_s, buckets=buckets, ahead=ahead)
-        return simulate(made, Stragglers(slower=slower))
+        return simulate(made, disturbed_s(made, slower=slower))
 
     first = seconds(latency, slower, buckets + 1, ahead + 1)
     added = tuple(a + b for a, b in zip(latency, more, strict=True))
@@ -209,36 +203,6 @@ def test_more_latency_fewer_buckets_and_slower_ranks_take_no_less(
     assert seconds(latency, slower + 0.5, buckets + 1, ahead + 1) >= first - 1e-6
     assert seconds(latency, slower, buckets, ahead + 1) >= first - 1e-6
     assert seconds(latency, slower, buckets + 1, ahead) >= first - 1e-6
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({}, "only stage 3"),
-        (
-            {
-                "layout": layout_of(SLOT, shard=Shard(0, 2)),
-                "network": Network.flat(2, 1.0),
-                "overlap": OverlapUpdates.BOTH,
-            },
-            "updates that overlap",
-        ),
-        ({"layout": layout_of(SLOT, shard=Shard(0, 2, params=False))}, "only stage 3"),
-        (
-            {
-                "layout": layout_of(SLOT, shard=Shard(0, 2, replicas=2)),
-                "network": Network.flat(4, 1.0),
-            },
-            "replicas of several machines",
-        ),
-    ],
-)
-def test_what_is_not_simulated_is_refused(change: dict[str, object], message: str) -> None:
-    layout = layout_of(SLOT)
-    problem = replace(make_problem(layout), **change)
-    made = place(make_spec(problem.layout, Budgets(AMPLE, 0)))
-    with pytest.raises(ValueError, match=message):
-        schedule_of(problem, made)
 
 
 PROFILE = find_profile("8xh200-node")

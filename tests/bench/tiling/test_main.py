@@ -30,10 +30,11 @@ def test_a_table_and_an_object(
     turn = {"seconds": 2.0, "cpu_seconds": 3.0, "grown_bytes": 1e6, "host_memory_bytes": 5e6}
     monkeypatch.setattr(program, "_turn", lambda *_: turn)
     assert program.main(["--rounds", "1", "--json"]) == 0
-    parts = json.loads(capsys.readouterr().out)["parts"]
-    assert {part: list(contenders) for part, contenders in parts.items()} == {
-        part: list(contenders) for part, contenders in CONTENDERS.items()
-    }
+    found = json.loads(capsys.readouterr().out)["contenders"]
+    assert list(found) == [
+        f"{part}: {name}" for part, names in CONTENDERS.items() for name in names
+    ]
+    assert found["mlp: tiled"]["cpu_seconds_of_first"]["median"] == 1.0
     assert program.main(["--rounds", "1", "--parts", "linear"]) == 0
     shown = capsys.readouterr().out
     assert all(text in shown for text in ("linear", "2.00 (2.00-2.00)", "4.8 MiB"))
