@@ -174,6 +174,6 @@ def test_any_section_with_right_checksums(section: int, content: bytes) -> None:
 def test_any_numbers_with_right_checksums(numbers: list[int]) -> None:
     """Sizes that no memory could hold are refused before anything is allocated."""
     rest = b"".join(SECTIONS)
-    head = format_._head(0, format_._crc(rest), *numbers)
-    head = format_._head(format_._crc(head), format_._crc(rest), *numbers)
+    head = format_._head(0, format_.crc_of(rest), *numbers)
+    head = format_._head(format_.crc_of(head), format_.crc_of(rest), *numbers)
     assert decoded(head + rest) is None
