@@ -87,6 +87,7 @@ class EngineCheckpoint(StoredCheckpoint):
         engine: Engine,
         optimizers: Sequence[HybridOptimizer],
         extra: Extra | None = None,
+        with_chunks: bool = True,
     ) -> None:
         """Nothing may change while it is read.
 
@@ -94,6 +95,7 @@ class EngineCheckpoint(StoredCheckpoint):
             engine: has made the updates under way.
             optimizers: those whose options are saved.
             extra: as hetero.save() takes it; None: neither it nor random numbers are saved.
+            with_chunks: False: what is small is read alone, and `chunks` is empty.
 
         Raises:
             ValueError: something is no plain data, or of a dtype that data files cannot have.
@@ -125,7 +127,7 @@ class EngineCheckpoint(StoredCheckpoint):
             ranks=ranks,
         )
         by_chunk: dict[tuple[int, int], dict[ManagedParam, str]] = {}
-        for name, m in model.params.items():
+        for name, m in model.params.items() if with_chunks else ():
             by_chunk.setdefault((m.chunk.group_index, m.chunk.id), {})[m] = name
         # Of replicas, which have the same shards, each saves some chunks.
         count, mine = (1, 0) if replicas is None else (replicas.size, replicas.rank)

@@ -36,6 +36,10 @@ class HeteroCheckpoint(StoredCheckpoint):
                 raise CheckpointError(f"{self.path} cannot be read: {error}") from error
         return self._opened
 
+    def open(self) -> None:
+        """See StoredCheckpoint."""
+        _ = self._reader
+
     def expect(self, order: Iterable[Sequence[Range]]) -> None:
         """See StoredCheckpoint."""
         self._reader.expect(each for chunk in order for each in chunk)

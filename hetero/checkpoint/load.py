@@ -150,6 +150,7 @@ class _Loading:
         with_states = bool(optimizers and manifest.optimizers)
         self._stored_names = self._check_model(with_states)
         self._names = {m: self._stored_names[n] for n, m in self._model.params.items()}
+        stored.open()
         everyone = engine.world.everyone
         rank, ranks = (0, 1) if everyone is None else (everyone.rank, everyone.size)
         of_rank = rank if ranks == len(manifest.ranks) else 0

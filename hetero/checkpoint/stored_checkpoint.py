@@ -46,6 +46,12 @@ class StoredCheckpoint(ABC):
         Raises CheckpointError or StoreError.
         """
 
+    def open(self) -> None:  # noqa: B027
+        """Opens what read() needs, so that nothing but values can turn out to be damaged later.
+
+        Raises CheckpointError.
+        """
+
     def expect(self, order: Iterable[Sequence[Range]]) -> None:  # noqa: B027
         """read() is going to be asked for these ranges in this order: they can be read ahead.
 

@@ -259,7 +259,7 @@ class Committer(StateJobs):
     def _facts(self, engine: Engine, extra: Extra) -> tuple[Record, dict[ManagedParam, str]]:
         """What is small, as it is now; and the parameters' names."""
         files = self._folder.files
-        state = EngineCheckpoint(engine, self.optimizers(), extra)
+        state = EngineCheckpoint(engine, self.optimizers(), extra, with_chunks=False)
         record = Record(
             generation=files.generation,
             number=self.number,

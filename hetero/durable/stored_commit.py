@@ -126,6 +126,10 @@ class StoredCommit(StoredCheckpoint):
         """See StoredCheckpoint."""
         self._resources.close()
 
+    def open(self) -> None:
+        """See StoredCheckpoint."""
+        _ = self._reader
+
     def expect(self, order: Iterable[Sequence[Range]]) -> None:
         """See StoredCheckpoint."""
         self._reader.expect(self._pieces(each for chunk in order for each in chunk))

@@ -97,7 +97,7 @@ def read_mutated(folder: Path, content: Any) -> None:
     assert read_content(folder, made.to_json()) == made
 
 
-@settings(max_examples=600)
+@settings(max_examples=100)
 @given(mutations(SAMPLE.to_json()))
 def test_changed_members_with_a_right_checksum(tmp_path: Path, content: Any) -> None:
     read_mutated(tmp_path, content)

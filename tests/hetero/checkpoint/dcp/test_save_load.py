@@ -192,8 +192,16 @@ def test_hetero_loads_what_plain_torch_saves(tmp_path: Path, rule: str, flatten:
         torch.testing.assert_close(master, dict(other.named_parameters())[name].detach())
 
 
-@pytest.mark.parametrize("settings", [*SETTINGS, EMULATED])
-@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize(
+    ("settings", "dtype"),
+    [
+        *(
+            pytest.param(each.values[0], "bf16", id=f"{each.id}-bf16")
+            for each in [*SETTINGS, EMULATED]
+        ),
+        *(pytest.param(SETTINGS[-1].values[0], dtype, id=dtype) for dtype in ("fp16", "fp32")),
+    ],
+)
 def test_masters_and_states_survive_with_all_bits(
     tmp_path: Path, settings: Settings, dtype: str
 ) -> None:
