@@ -16,7 +16,7 @@ from hetero.checkpoint.checksum import crc_of
 from hetero.checkpoint.data_writer import CHECKSUMS, PADDING, WrittenFile, open_direct
 from hetero.checkpoint.manifest import TensorRecord
 from hetero.checkpoint.model_tensors import name_of
-from hetero.checkpoint.piece_reader import Extent, Piece, PieceReader
+from hetero.checkpoint.piece_reader import FileRange, FileRanges, PieceReader
 from hetero.checkpoint.safetensors_header import MAX_HEADER_BYTES, Header, read
 from offload._native import NativeIoError, crc32c
 from offload.errors import CheckpointError
@@ -180,12 +180,12 @@ class DataReader:
             found.append(piece)
         return found
 
-    def _parts(self, piece: StoredPiece) -> Iterator[Piece]:
+    def _parts(self, piece: StoredPiece) -> Iterator[FileRanges]:
         """The piece as what slots take."""
         file, at, end = self._file_numbers[piece.file], piece.offset, piece.offset + piece.nbytes
         while at < end:
             stop = min(end, (at & -PAGE_BYTES) + self._reader.slot_bytes)
-            yield (Extent(file, at, stop - at),)
+            yield (FileRange(file, at, stop - at),)
             at = stop
 
     def read(self, key: str, begin: int, end: int) -> torch.Tensor:

@@ -18,7 +18,7 @@ from offload.memory.sizes import PAGE_BYTES, round_up
 from offload.memory.tiers import Account
 
 
-class Extent(NamedTuple):
+class FileRange(NamedTuple):
     """Bytes [offset, offset + nbytes) of the I/O engine's file number `file`."""
 
     file: int
@@ -31,12 +31,12 @@ class Extent(NamedTuple):
         return round_up(self.offset % PAGE_BYTES + self.nbytes, PAGE_BYTES)
 
 
-Piece = tuple[Extent, ...]  # what is read together, and fits into a slot
+FileRanges = tuple[FileRange, ...]  # what is read together, and fits into a slot
 
 
 @dataclass
 class _Started:
-    piece: Piece
+    piece: FileRanges
     slot: int
     reads: list[IoOp]
 
@@ -52,7 +52,7 @@ class PieceReader:
     def __init__(self, io_engine: str, slots: int, slot_bytes: int) -> None:
         """Takes memory for the slots, which no budget counts; `io_engine` is as in Config."""
         self.slot_bytes = slot_bytes
-        self._order: Iterator[Piece] = iter(())
+        self._order: Iterator[FileRanges] = iter(())
         self._ahead: deque[_Started] = deque()
         self._used: _Started | None = None
         with ExitStack() as made:
@@ -65,12 +65,12 @@ class PieceReader:
             self._free = list(range(slots))
             self._resources = made.pop_all()
 
-    def expect(self, order: Iterable[Piece]) -> None:
+    def expect(self, order: Iterable[FileRanges]) -> None:
         """read() is going to be called with these pieces, in this order."""
         self._order = iter(order)
         self._read_ahead()
 
-    def read(self, piece: Piece) -> Sequence[torch.Tensor]:
+    def read(self, piece: FileRanges) -> Sequence[torch.Tensor]:
         """The bytes of each extent, in memory that the next call overwrites.
 
         Raises NativeIoError if they cannot be read.
@@ -97,7 +97,7 @@ class PieceReader:
             at += extent.page_bytes
         return found
 
-    def _take(self, piece: Piece) -> _Started:
+    def _take(self, piece: FileRanges) -> _Started:
         """The piece, whose reading was started before, or is now."""
         if any(each.piece == piece for each in self._ahead):
             while self._ahead[0].piece != piece:
@@ -114,7 +114,7 @@ class PieceReader:
                 return
             self._ahead.append(self._start(piece))
 
-    def _start(self, piece: Piece) -> _Started:
+    def _start(self, piece: FileRanges) -> _Started:
         started, at = _Started(piece, self._free.pop(), []), 0
         try:
             for each in piece:

@@ -16,7 +16,7 @@ from hetero.checkpoint.data_writer import open_direct
 from hetero.checkpoint.formats.opening import open_checkpoint
 from hetero.checkpoint.manifest import Manifest
 from hetero.checkpoint.model_tensors import STATE_NAMES, master_key, name_of
-from hetero.checkpoint.piece_reader import Extent, Piece, PieceReader
+from hetero.checkpoint.piece_reader import FileRange, FileRanges, PieceReader
 from hetero.checkpoint.stored_checkpoint import Range, StoredCheckpoint
 from hetero.durable.record import Record, StoredGroup, StoredSlice
 from hetero.durable.state_folder import read_last_commit
@@ -134,7 +134,7 @@ class StoredCommit(StoredCheckpoint):
         """See StoredCheckpoint."""
         self._reader.expect(self._pieces(each for chunk in order for each in chunk))
 
-    def _pieces(self, order: Iterable[Range]) -> Iterator[Piece]:
+    def _pieces(self, order: Iterable[Range]) -> Iterator[FileRanges]:
         """A master and its states are read together."""
         last = None
         for key, begin, end in order:
@@ -163,11 +163,11 @@ class StoredCommit(StoredCheckpoint):
                 done += len(values)
         return found
 
-    def _piece(self, name: str, begin: int, end: int) -> Piece:
+    def _piece(self, name: str, begin: int, end: int) -> FileRanges:
         """The arrays of elements [begin, end) of a parameter."""
         place = self._places[name]
         return tuple(
-            Extent(self._file(place.group, part.rank), offset, nbytes)
+            FileRange(self._file(place.group, part.rank), offset, nbytes)
             for part in self._parts(name, begin, end)
             for offset, nbytes in self._ranges(place, part)
         )
