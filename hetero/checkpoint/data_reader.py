@@ -5,24 +5,22 @@ from __future__ import annotations
 import os
 import stat
 from bisect import bisect_right
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from hetero.checkpoint.checksum import crc_of
 from hetero.checkpoint.data_writer import CHECKSUMS, PADDING, WrittenFile, open_direct
 from hetero.checkpoint.manifest import TensorRecord
+from hetero.checkpoint.model_tensors import name_of
+from hetero.checkpoint.piece_reader import FileRange, FileRanges, PieceReader
 from hetero.checkpoint.safetensors_header import MAX_HEADER_BYTES, Header, read
-from offload._native import IoOp, NativeIoError, crc32c
-from offload.disk.scratch_file import make_io_engine
+from offload._native import NativeIoError, crc32c
 from offload.errors import CheckpointError
-from offload.memory.arena import HostArena
-from offload.memory.ledger import Ledger
 from offload.memory.sizes import PAGE_BYTES, round_up
-from offload.memory.tiers import Account
 
 _AHEAD = 8  # pieces
 _SLOT_BYTES = 8 << 20  # what is larger, a large buffer of the model's, is read in parts
@@ -67,12 +65,15 @@ class DataReader:
         for key, pieces in self._pieces.items():
             pieces.sort(key=lambda piece: piece.begin)
             self._require_whole(key, pieces)
-        self._resources = ExitStack()
         self._cache: OrderedDict[tuple[str, int], torch.Tensor] = OrderedDict()
-        self._order: Iterator[StoredPiece] = iter(())
-        self._ahead: deque[tuple[StoredPiece, int, IoOp]] = deque()
+        largest = max((p.nbytes for some in self._pieces.values() for p in some), default=0)
+        # (One page more: a piece may begin and end inside pages.)
+        slot_bytes = min(round_up(largest, PAGE_BYTES) + PAGE_BYTES, _SLOT_BYTES)
+        self._reader = PieceReader(io_engine, _AHEAD, slot_bytes)
+        self._file_numbers: dict[str, int] = {}
         try:
-            self._open(files, io_engine)
+            for name in files:
+                self._open(name)
         except BaseException:
             self.close()
             raise
@@ -92,7 +93,7 @@ class DataReader:
                 )
             with path.open("rb") as stream:
                 head = stream.read(min(written.header_nbytes, found, 2 * MAX_HEADER_BYTES))
-            if _crc_of(head) != written.header_crc32c:
+            if crc_of(head) != written.header_crc32c:
                 raise CheckpointError(
                     f"{path} is damaged: the checksum of its header is another one"
                 )
@@ -147,38 +148,25 @@ class DataReader:
                 f"{self._folder} has {at} elements of {key!r}, and the manifest says {numel}"
             )
 
-    def _open(self, files: Iterable[str], io_engine: str) -> None:
-        self._io, _ = make_io_engine(io_engine)
-        self._resources.callback(self._io.close)
-        self._file_numbers = {}
-        for name in files:
-            path = self._folder / name
-            descriptor = open_direct(path, os.O_RDONLY)
-            try:
-                self._file_numbers[name] = self._io.add_file(descriptor, str(path))
-            finally:
-                os.close(descriptor)
-        largest = max((p.nbytes for some in self._pieces.values() for p in some), default=0)
-        # (One page more: a piece may begin and end inside pages.)
-        self._slot_bytes = min(round_up(largest, PAGE_BYTES) + PAGE_BYTES, _SLOT_BYTES)
-        self._arena = HostArena(_AHEAD, self._slot_bytes, Ledger({}), Account.BUFFER)
-        self._resources.callback(self._arena.close)
-        self._arena.commit(0, _AHEAD)
-        self._io.register(self._arena.memory)
-        self._free = list(range(_AHEAD))
+    def _open(self, name: str) -> None:
+        path = self._folder / name
+        descriptor = open_direct(path, os.O_RDONLY)
+        try:
+            self._file_numbers[name] = self._reader.io.add_file(descriptor, str(path))
+        finally:
+            os.close(descriptor)
 
     def expect(self, ranges: Iterable[tuple[str, int, int]]) -> None:
         """read() is going to be called with these ranges, in this order: they are read ahead."""
-        assert not self._ahead
-        self._order = self._pieces_in(ranges)
-        self._read_ahead()
+        pieces = self._pieces_in(ranges)
+        self._reader.expect(part for piece in pieces for part in self._parts(piece))
 
     def _pieces_in(self, ranges: Iterable[tuple[str, int, int]]) -> Iterator[StoredPiece]:
         last: dict[str, StoredPiece] = {}
         for key, begin, end in ranges:
             for piece in self._overlapping(key, begin, end):
                 if last.get(key) is not piece:
-                    last = {k: p for k, p in last.items() if _same_param(k, key)}
+                    last = {k: p for k, p in last.items() if name_of(k) == name_of(key)}
                     last[key] = piece
                     yield piece
 
@@ -192,22 +180,13 @@ class DataReader:
             found.append(piece)
         return found
 
-    def _read_ahead(self) -> None:
-        while self._free:
-            piece = next(self._order, None)
-            if piece is None:
-                return
-            self._ahead.append(self._start(piece))
-
-    def _start(self, piece: StoredPiece, done: int = 0) -> tuple[StoredPiece, int, IoOp]:
-        """Reads the piece from byte `done` on, as much as a slot takes."""
-        slot = self._free.pop()
-        begin = (piece.offset + done) & -PAGE_BYTES
-        nbytes = min(round_up(piece.offset + piece.nbytes, PAGE_BYTES) - begin, self._slot_bytes)
-        operation = self._io.read(
-            self._file_numbers[piece.file], self._arena.address(slot), nbytes, begin
-        )
-        return piece, slot, operation
+    def _parts(self, piece: StoredPiece) -> Iterator[FileRanges]:
+        """The piece as what slots take."""
+        file, at, end = self._file_numbers[piece.file], piece.offset, piece.offset + piece.nbytes
+        while at < end:
+            stop = min(end, (at & -PAGE_BYTES) + self._reader.slot_bytes)
+            yield (FileRange(file, at, stop - at),)
+            at = stop
 
     def read(self, key: str, begin: int, end: int) -> torch.Tensor:
         """Elements [begin, end) of a tensor, flat, in the dtype that is stored.
@@ -238,72 +217,45 @@ class DataReader:
         self._cache.move_to_end(place)
         return values
 
-    def _take(self, wanted: StoredPiece) -> torch.Tensor:
-        """The piece's values, read ahead or now."""
-        if self._ahead and self._ahead[0][0] is wanted:
-            piece, slot, operation = self._ahead.popleft()
-        else:
-            if not self._free:  # what was expected did not come: it is read again if it does
-                _, slot, operation = self._ahead.pop()
-                with suppress(NativeIoError):
-                    operation.wait()
-                self._free.append(slot)
-            piece, slot, operation = self._start(wanted)
-        values = torch.empty(piece.nbytes, dtype=torch.uint8)
-        done = self._copy(piece, slot, operation, values, 0)
-        while done < piece.nbytes:
-            _, slot, operation = self._start(piece, done)
-            done = self._copy(piece, slot, operation, values, done)
-        self._read_ahead()
+    def _take(self, piece: StoredPiece) -> torch.Tensor:
+        """The piece's values. Raises CheckpointError."""
+        where = f"elements {piece.begin} to {piece.end} of {piece.key!r}"
+        path = self._folder / piece.file
+        values, done = torch.empty(piece.nbytes, dtype=torch.uint8), 0
+        try:
+            for part in self._parts(piece):
+                (stored,) = self._reader.read(part)
+                values[done : done + len(stored)] = stored
+                done += len(stored)
+        except NativeIoError as error:
+            raise CheckpointError(f"{where} cannot be read from {path}: {error}") from error
         if crc32c(values.data_ptr(), piece.nbytes) != piece.crc32c:
             raise CheckpointError(
-                f"elements {piece.begin} to {piece.end} of {piece.key!r} are damaged in "
-                f"{self._folder / piece.file}: their checksum is not {piece.crc32c:08x}; the disk, "
-                f"or a copy, has changed bytes; load another checkpoint"
+                f"{where} are damaged in {path}: their checksum is not {piece.crc32c:08x}; the "
+                f"disk, or a copy, has changed bytes; load another checkpoint"
             )
         return values.view(self._tensors[piece.key].dtype)
-
-    def _copy(
-        self, piece: StoredPiece, slot: int, operation: IoOp, values: torch.Tensor, done: int
-    ) -> int:
-        """Waits, frees the slot, and returns how many bytes of the piece are in `values`."""
-        try:
-            operation.wait()
-            inside = (piece.offset + done) % PAGE_BYTES
-            size = min(piece.nbytes - done, self._slot_bytes - inside)
-            stored = self._arena.view(slot, 1, torch.uint8)[inside : inside + size]
-            values[done : done + size] = stored
-            del stored
-        except NativeIoError as error:
-            raise CheckpointError(
-                f"elements {piece.begin} to {piece.end} of {piece.key!r} cannot be read from "
-                f"{self._folder / piece.file}: {error}"
-            ) from error
-        finally:
-            self._free.append(slot)
-        return done + size
 
     def pieces(self) -> list[StoredPiece]:
         """All pieces, in the order of the files."""
         found = [piece for some in self._pieces.values() for piece in some]
         return sorted(found, key=lambda piece: (piece.file, piece.offset))
 
-    def verify(self) -> Iterator[StoredPiece]:
-        """Reads everything and yields each piece that is good. Raises as read()."""
+    def verify(self) -> Iterator[tuple[StoredPiece, CheckpointError | None]]:
+        """Reads every piece; yields each, and what is wrong with it."""
         pieces = self.pieces()
-        self._order = iter(pieces)
-        self._read_ahead()
+        self._reader.expect(part for piece in pieces for part in self._parts(piece))
         for piece in pieces:
-            self._take(piece)
-            yield piece
+            try:
+                self._take(piece)
+            except CheckpointError as error:
+                yield piece, error
+            else:
+                yield piece, None
 
     def close(self) -> None:
         """Waits for what is under way, and closes all files; idempotent."""
-        for _, _, operation in self._ahead:
-            with suppress(NativeIoError):
-                operation.wait()
-        self._ahead.clear()
-        self._resources.close()
+        self._reader.close()
 
 
 def _number(digits: str) -> int | None:
@@ -311,23 +263,8 @@ def _number(digits: str) -> int | None:
     return int(digits) if digits.isascii() and digits.isdecimal() and len(digits) < 20 else None
 
 
-def _same_param(key: str, other: str) -> bool:
-    return _param_of(key) == _param_of(other)
-
-
-def _param_of(key: str) -> str:
-    """The parameter's name in "model/NAME" and "optimizer/NAME/STATE"."""
-    kind, _, rest = key.partition("/")
-    return rest.rpartition("/")[0] if kind == "optimizer" else rest
-
-
 def _checksums(path: Path, header: Header) -> list[int]:
     text = header.metadata.get(CHECKSUMS, "")
     if len(text) != 8 * len(header.entries) or not set(text) <= set("0123456789abcdef"):
         raise CheckpointError(f"{path} has no checksum of each tensor in its header")
     return [int(text[i : i + 8], 16) for i in range(0, len(text), 8)]
-
-
-def _crc_of(content: bytes) -> int:
-    memory = torch.frombuffer(bytearray(content) or bytearray(1), dtype=torch.uint8)
-    return crc32c(memory.data_ptr(), len(content))

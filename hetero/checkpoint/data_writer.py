@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from hetero.checkpoint.checksum import crc_of
 from hetero.checkpoint.safetensors_header import Header, encode
 from offload._native import IoEngine, IoOp, NativeIoError, crc32c
 from offload.disk.directories import format_free
@@ -151,7 +152,7 @@ class DataWriter:
             os.fsync(self._fd)
         except OSError as error:
             raise StoreError(error.errno, f"fsync: {error.strerror}", str(self._path)) from error
-        return WrittenFile(self._nbytes, len(head), _crc_of(head))
+        return WrittenFile(self._nbytes, len(head), crc_of(head))
 
     def _write_bytes(self, content: bytes, offset: int) -> None:
         source = torch.frombuffer(bytearray(content), dtype=torch.uint8)
@@ -254,15 +255,10 @@ class RegionWriter:
             return
         padding = -self._filled % PAGE_BYTES
         if padding:
-            self._writer.note_crc(self._entry, _crc_of(bytes(padding)))
+            self._writer.note_crc(self._entry, crc_of(bytes(padding)))
         self._flush()
 
     def _flush(self) -> None:
         self._writer.submit(self._slot, self._filled, self._offset)
         self._offset += self._filled
         self._slot, self._filled = -1, 0
-
-
-def _crc_of(content: bytes) -> int:
-    memory = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-    return crc32c(memory.data_ptr(), len(content))

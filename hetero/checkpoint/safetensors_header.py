@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from hetero.checkpoint.json_density import check_density
+from hetero.checkpoint.schema import check_density
 from offload.errors import CheckpointError
 
 _PREFIX_BYTES = 8

@@ -20,7 +20,7 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -29,7 +29,6 @@ from hetero.api.optimizer import HybridOptimizer
 from hetero.checkpoint.contents import Contents
 from hetero.checkpoint.folder import CheckpointFolder
 from hetero.checkpoint.rank_data import Extra
-from hetero.ranks.process_groups import ProcessGroups
 from hetero.runtime.engine import Engine
 from offload.errors import CheckpointError, HeteroError
 from offload.interrupts import uninterrupted
@@ -168,33 +167,67 @@ class Save:
         self._done.set()
 
 
+class StateJobs:
+    """The saves of an engine, or its commits: one after the other, each in a thread of its own.
+
+    Attributes:
+        last: the last one that was begun.
+        world: all ranks, over connections of their own: messages must not mix with training's.
+    """
+
+    def __init__(self, engine: Engine, noun: str) -> None:
+        """With several ranks all must make one; `noun` is for the threads' names."""
+        # (Not the engine, which the finalizer of its model ends.)
+        self._engine = weakref.ref(engine)
+        self._noun = noun
+        self.last: Save | None = None
+        self.world = engine.world
+        if engine.world.everyone is not None:
+            self.world = engine.world.duplicate()
+            engine.before_close.callback(self.world.close)
+        engine.before_close.callback(self.finish)
+
+    @property
+    def engine(self) -> Engine:
+        """The engine, which is open."""
+        engine = self._engine()
+        assert engine is not None
+        return engine
+
+    def finish(self) -> None:
+        """Until the last one has ended. Raises what it met, if nobody was told of it yet."""
+        if self.last is not None:
+            self.last.settle()
+
+    def start(self, path: Path, job: Callable[[], None]) -> Save:
+        """Calls `job` in a new thread; what it raises is what the save to `path` has met."""
+        self.last = made = Save(path)
+
+        def run() -> None:
+            failure: BaseException | None = None
+            try:
+                job()
+            except BaseException as error:
+                failure = error
+            finally:
+                made.end(failure)
+
+        threading.Thread(target=run, name=f"{THREAD_PREFIX}{self._noun}").start()
+        return made
+
+
 _savers: weakref.WeakKeyDictionary[Engine, _Saver] = weakref.WeakKeyDictionary()
 
 
-class _Saver:
-    """Makes the saves of an engine, one after the other."""
-
-    def __init__(self, engine: Engine) -> None:
-        # (Not the engine, which the finalizer of its model ends.)
-        self._engine = weakref.ref(engine)
-        self._last: Save | None = None
-        # Connections of its own: its messages must not mix with those of training.
-        self._world = engine.world
-        if engine.world.everyone is not None:
-            self._world = engine.world.duplicate()
-            engine.before_close.callback(self._world.close)
-        engine.before_close.callback(self._finish)
+class _Saver(StateJobs):
+    """Makes the saves of an engine."""
 
     @classmethod
     def of(cls, engine: Engine) -> _Saver:
         saver = _savers.get(engine)
         if saver is None:
-            saver = _savers[engine] = cls(engine)
+            saver = _savers[engine] = cls(engine, "save")
         return saver
-
-    def _finish(self) -> None:
-        if self._last is not None:
-            self._last.settle()
 
     @uninterrupted
     def begin(
@@ -205,77 +238,46 @@ class _Saver:
         keep: int | None,
     ) -> Save:
         """Starts the thread that saves the state of now."""
-        engine = self._engine()
-        assert engine is not None
-        if self._last is not None and not self._last.was_told:
-            self._last.wait()
-        failure: Exception | None = None
+        engine = self.engine
+        if self.last is not None and not self.last.was_told:
+            self.last.wait()
         folder = CheckpointFolder(path)
-        try:
+
+        def prepare() -> Contents:
             contents = Contents(engine, optimizers, extra)
             if contents.rank == 0:
                 folder.begin()
-        except Exception as error:
-            failure = error
+            return contents
+
         try:
-            engine.world.all_or_none(failure, f"begin to save {path}", (CheckpointError,))
+            contents = engine.world.together(f"begin to save {path}", prepare, (CheckpointError,))
         except BaseException:
             folder.abandon()
             raise
-        self._last = made = Save(folder.path)
         contents.freeze()
-        thread = threading.Thread(
-            target=_run,
-            args=(made, contents, folder, self._world, keep),
-            name=f"{THREAD_PREFIX}save",
-        )
-        thread.start()
-        return made
+        return self.start(folder.path, lambda: self._save(contents, folder, keep))
 
+    def _save(self, contents: Contents, folder: CheckpointFolder, keep: int | None) -> None:
+        """Writes everything. Raises what this rank met, or another one."""
 
-def _run(
-    made: Save,
-    contents: Contents,
-    folder: CheckpointFolder,
-    world: ProcessGroups,
-    keep: int | None,
-) -> None:
-    failure: BaseException | None = None
-    try:
-        failure = _save(contents, folder, world, keep)
-    except BaseException as error:
-        failure = error
-    finally:
-        contents.release()
-        folder.abandon()
-        made.end(failure)
-
-
-def _save(
-    contents: Contents, folder: CheckpointFolder, world: ProcessGroups, keep: int | None
-) -> BaseException | None:
-    """Writes everything; returns what it met."""
-    failure: Exception | None = None
-    try:
-        folder.require_seen(world.name)
-        contents.write(folder.incomplete)
-    except Exception as error:
-        failure = error
-    finally:
-        contents.release()
-    try:
-        world.all_or_none(failure, f"save {folder.path}", (CheckpointError,))
-        manifest = contents.manifest(world)
-        failure = None
-        if contents.rank == 0:
+        def write() -> None:
             try:
+                folder.require_seen(self.world.name)
+                contents.write(folder.incomplete)
+            finally:
+                contents.release()
+
+        def complete() -> None:
+            if contents.rank == 0:
                 folder.require_files(manifest.files)
                 folder.commit(manifest.to_json())
                 if keep is not None:
                     folder.keep(keep)
-            except Exception as error:
-                failure = error
-        world.all_or_none(failure, f"complete {folder.path}", (CheckpointError,))
-    except Exception as error:
-        return error
-    return None
+
+        try:
+            self.world.together(f"save {folder.path}", write, (CheckpointError,))
+            manifest = contents.manifest(self.world)
+            self.world.together(f"complete {folder.path}", complete, (CheckpointError,))
+        finally:
+            contents.release()
+            folder.abandon()

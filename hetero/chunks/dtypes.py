@@ -131,6 +131,12 @@ def check_dtype(name: str, option: str) -> DtypeName:
     return cast(DtypeName, text)
 
 
+def torch_dtype(dtype: str | torch.dtype) -> torch.dtype:
+    """torch's dtype of that name. Raises ValueError as check_dtype()."""
+    name = check_dtype(str(dtype), "dtype")
+    return Dtypes(name, name).torch_compute
+
+
 def check_state_dtype(name: str) -> StateDtypeName:
     """How the rule's states are kept: "8bit", or a dtype's short name. fp16 has too little range.
 

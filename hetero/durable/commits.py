@@ -1,20 +1,27 @@
-"""hetero.commit() and hetero.resume(): the commits of a model's durable state."""
+"""hetero.commit() and hetero.resume(): the commits of a model's durable state.
+
+A start makes a new generation of files, and the old one goes when the new one has a commit: nothing
+is changed in place that a second crash could lose. initialize() brings model and optimizer back,
+and hetero.resume() what the loop has made since, because schedulers change rates as they are
+constructed.
+"""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
 from hetero.api.optimizer import HybridOptimizer
-from hetero.checkpoint.load import Checkpoint
+from hetero.checkpoint.load import Checkpoint, load_from
 from hetero.checkpoint.rank_data import Extra, LoopState, objects_loaded
 from hetero.checkpoint.save import Save, engine_of_model
 from hetero.durable.committer import Committer
-from hetero.durable.restore import restore
 from hetero.durable.state_folder import StateFolder
+from hetero.durable.stored_commit import StoredCommit
 from hetero.ranks.process_groups import ProcessGroups
 from hetero.runtime.engine import Engine
 from offload.errors import HeteroError
@@ -40,7 +47,7 @@ class DurableState:
         notes = tuple(folder.notes)
         if folder.last:
             try:
-                checkpoint, loop_state = restore(engine, optimizers, folder)
+                checkpoint, loop_state = _restore(engine, optimizers, folder)
             except BaseException:
                 folder.remove_own()
                 raise
@@ -64,6 +71,29 @@ class DurableState:
         loop_state.bring_back(self.committer.optimizers())
         self.committer.goes_on_from = None
         return checkpoint
+
+
+def _restore(
+    engine: Engine, optimizers: Sequence[HybridOptimizer], folder: StateFolder
+) -> tuple[Checkpoint, LoopState]:
+    """Loads the last commit in the folder, whatever its ranks and placement; all ranks call it.
+
+    Raises as hetero.load(): ValueError if it is of another model or optimizer.
+    """
+    path, io_engine = Path(folder.folders[0]), engine.config.debugging.io_engine
+    try:
+        return load_from(
+            lambda: StoredCommit(path, folder.last, io_engine),
+            engine,
+            optimizers,
+            {},
+            "the last commit",
+        )
+    except ValueError as error:
+        raise ValueError(
+            f"{path} has the durable state of another training: {error}; a new one needs another "
+            f"nvme_path, or this folder removed"
+        ) from error
 
 
 _states: weakref.WeakKeyDictionary[Engine, DurableState] = weakref.WeakKeyDictionary()

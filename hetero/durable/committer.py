@@ -14,7 +14,6 @@ believe in a safety that is not there.
 from __future__ import annotations
 
 import os
-import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,17 +22,10 @@ from typing import Any
 import torch
 
 from hetero.api.optimizer import HybridOptimizer
+from hetero.checkpoint.engine_checkpoint import EngineCheckpoint
 from hetero.checkpoint.load import Checkpoint
-from hetero.checkpoint.manifest import Manifest, TensorRecord
-from hetero.checkpoint.model_tensors import (
-    ModelTensors,
-    data_key,
-    master_key,
-    optimizer_records,
-    tensor_records,
-)
-from hetero.checkpoint.rank_data import Extra, pack_rank_data
-from hetero.checkpoint.save import Save
+from hetero.checkpoint.rank_data import Extra
+from hetero.checkpoint.save import Save, StateJobs
 from hetero.chunk_groups.chunk_group import ChunkGroup
 from hetero.chunks.layout import Chunk
 from hetero.durable.record import Record, StoredChunk, StoredGroup, StoredSlice
@@ -48,7 +40,6 @@ from offload._native import IoOp
 from offload.disk.durable import check_named
 from offload.errors import CheckpointError, HeteroError
 from offload.interrupts import uninterrupted
-from offload.memory.operation import THREAD_PREFIX
 from offload.memory.tiers import StateKind
 
 
@@ -157,7 +148,7 @@ class _GroupCommit:
             yield disk.io.checksums(disk.transfers.file, offset, nbytes)
 
 
-class Committer:
+class Committer(StateJobs):
     """Makes the commits of a durable engine, one after the other.
 
     Attributes:
@@ -173,8 +164,7 @@ class Committer:
 
         `folder` is closed with the engine.
         """
-        # (Not the engine, nor the optimizers, which the finalizer of their model ends.)
-        self._engine = weakref.ref(engine)
+        # (Not the optimizers, which the finalizer of their model ends.)
         self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
         self._every, self.steps = engine.config.commit_every, 0
         self.goes_on_from: Checkpoint | None = None
@@ -182,13 +172,8 @@ class Committer:
         self._records = RecordFiles(folder.files)
         engine.before_close.callback(folder.close)
         engine.before_close.callback(self._records.close)
-        self._world = engine.world
-        if engine.world.everyone is not None:
-            self._world = engine.world.duplicate()
-            engine.before_close.callback(self._world.close)
-        engine.before_close.callback(self._finish)
+        super().__init__(engine, "commit")
         self.number = 0
-        self._last: Save | None = None
         self._snapshot = Snapshot(())
         self._under_way: list[_GroupCommit] = []
         engine.last_step.listeners.append(self._after_step)
@@ -197,11 +182,11 @@ class Committer:
         """Those of the model that are still there."""
         return [optimizer for ref in self._optimizers if (optimizer := ref()) is not None]
 
-    def _finish(self) -> None:
-        """Until the last commit has ended. Raises what it met, unless a step has."""
-        if self._last is not None:
-            self._last.was_told |= self._snapshot.was_told
-            self._last.settle()
+    def finish(self) -> None:
+        """See StateJobs; a step may have raised it, too."""
+        if self.last is not None:
+            self.last.was_told |= self._snapshot.was_told
+        super().finish()
 
     def _after_step(self) -> None:
         """A step was made: each commit_every-th one is committed."""
@@ -215,16 +200,15 @@ class Committer:
 
         Raises what the commit before has met, after which there are no more; ValueError.
         """
-        engine = self._engine()
-        assert engine is not None
+        engine = self.engine
         if self.goes_on_from is not None:
             raise HeteroError(
                 f"the training continues from {self.goes_on_from.path}, where "
                 f"{self.goes_on_from.step} steps were made; call hetero.resume(model) before the "
                 f"first step, which says so, or remove that folder to begin anew"
             )
-        if self._last is not None:
-            self._last.wait()
+        if self.last is not None:
+            self.last.wait()
         for each in self._under_way:
             each.chunk_group.memory.scratch_space.reuse(each.freed)
         self._under_way = []
@@ -256,13 +240,18 @@ class Committer:
                 group.updates.versions.snapshots.add(snapshot)
         except Exception as error:
             failure = error
-        self._last = made = Save(self._records.folder)
-        thread = threading.Thread(
-            target=self._run,
-            args=(made, record, list(self._under_way), snapshot, failure),
-            name=f"{THREAD_PREFIX}commit",
-        )
-        thread.start()
+        groups = list(self._under_way)
+
+        def job() -> None:
+            try:
+                self._commit(record, groups, snapshot, failure)
+            except BaseException as error:
+                # What the last durable commit has must stay: no update writes there any more.
+                snapshot.fail(error)
+                raise
+            snapshot.end()
+
+        made = self.start(self._records.folder, job)
         if failure is not None:
             made.wait()
         return made
@@ -270,57 +259,17 @@ class Committer:
     def _facts(self, engine: Engine, extra: Extra) -> tuple[Record, dict[ManagedParam, str]]:
         """What is small, as it is now; and the parameters' names."""
         files = self._folder.files
-        optimizers = self.optimizers()
-        model, own = ModelTensors.of(engine), list[torch.Tensor]()
-        optimizer_facts = optimizer_records(optimizers, model.names, own)
-        rank_data = pack_rank_data(extra, own)
-        small = {data_key(files.rank, i): t for i, t in enumerate(own)}
-        tensors = tensor_records(engine, model)
-        tensors |= {key: TensorRecord(tuple(t.shape), t.dtype) for key, t in small.items()}
-        small |= {master_key(name): t for name, t in model.plain.items()}
-        params = model.param_records()
-        scale = engine.loss_scale
-        manifest = Manifest(
-            step=max((param.step for param in params.values()), default=0),
-            files={},
-            tensors=tensors,
-            params=params,
-            buffers=list(model.plain),
-            optimizers=optimizer_facts,
-            loss_scale=dict(vars(scale)) if scale.dynamic else None,
-            ranks=[rank_data],
-        )
+        state = EngineCheckpoint(engine, self.optimizers(), extra, with_chunks=False)
         record = Record(
             generation=files.generation,
             number=self.number,
             rank=files.rank,
             ranks=files.ranks,
-            manifest=manifest,
+            manifest=state.manifest,
             groups=(),
-            small={key: t.detach().cpu().clone() for key, t in small.items()},
+            small={key: t.detach().cpu().clone() for key, t in state.small.items()},
         )
-        return record, {m: name for name, m in model.params.items()}
-
-    def _run(
-        self,
-        made: Save,
-        record: Record | None,
-        groups: Sequence[_GroupCommit],
-        snapshot: Snapshot,
-        failure: Exception | None,
-    ) -> None:
-        failed: BaseException | None = failure
-        try:
-            failed = self._commit(record, groups, snapshot, failure)
-        except BaseException as error:
-            failed = error
-        finally:
-            if failed is None:
-                snapshot.end()
-            else:
-                # What the last durable commit has must stay: no update writes there any more.
-                snapshot.fail(failed)
-            made.end(failed)
+        return record, {m: name for name, m in state.model.params.items()}
 
     def _commit(
         self,
@@ -328,8 +277,8 @@ class Committer:
         groups: Sequence[_GroupCommit],
         snapshot: Snapshot,
         failure: Exception | None,
-    ) -> BaseException | None:
-        """Writes everything; returns what it met on this rank, or on another one.
+    ) -> None:
+        """Writes everything. Raises what this rank met, or another one.
 
         The second copy of the record, over that of the commit before, is written when all ranks
         have the first one: a commit that all have is whole at any time.
@@ -346,18 +295,9 @@ class Committer:
             self._write_record(COPIES[1], record, groups)
             self._folder.note_commit()
 
-        for action in (write_first, write_second):
-            met: Exception | None = None
-            try:
-                action()
-            except Exception as error:
-                met = error
-            try:
-                self._world.all_or_none(met, "commit a step", (CheckpointError,))
-            except Exception as error:
-                return error
+        self.world.together("commit a step", write_first, (CheckpointError,))
+        self.world.together("commit a step", write_second, (CheckpointError,))
         self._folder.remove_older()
-        return None
 
     def _write_record(
         self, copy: int, record: Record | None, groups: Sequence[_GroupCommit]

@@ -13,16 +13,19 @@ import os
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from itertools import chain
 from typing import Any, BinaryIO
 
 import numpy as np
 import torch
 
-from hetero.checkpoint.manifest import Fields, Manifest, parse_json, parse_manifest, shortened
+from hetero.checkpoint.checksum import crc_of
+from hetero.checkpoint.manifest import Manifest, parse_manifest
 from hetero.checkpoint.model_tensors import STATE_NAMES
+from hetero.checkpoint.schema import LARGEST, member, parse_json, shortened
 from hetero.chunks.dtypes import Dtypes
 from hetero.state.memory.state_files import is_state_file
-from offload._native import StripeMap, crc32c
+from offload._native import StripeMap
 from offload.errors import CheckpointError, StoreError
 from offload.memory.sizes import PAGE_BYTES
 
@@ -34,10 +37,12 @@ _ORDER = 0x01020304  # as this machine has it: another one's bytes are in anothe
 _HEAD = struct.Struct("=16s4I4Q4Q")
 _MOST_BYTES = 1 << 40  # of a section
 _PIECE_BYTES = 1 << 20  # of checksums that are in memory at once
-_MOST_BUFFERS = 512  # of one write; Linux takes 1,024
-_LARGEST = 1 << 62  # of an offset
-_COMPUTE, _STATES = ("fp32", "bf16", "fp16"), ("fp32", "bf16", "8bit")
-_RULES = tuple(STATE_NAMES)
+# Of a chunk group's fields.
+_CHOICES = {
+    "compute": ("fp32", "bf16", "fp16"),
+    "rule": tuple(STATE_NAMES),
+    "state": ("fp32", "bf16", "8bit"),
+}
 
 
 @dataclass(frozen=True)
@@ -173,43 +178,29 @@ def write(
         sum(group.checksum_bytes for group in record.groups),
         sum(map(len, after)),
     ]
-    crc, at = 0, PAGE_BYTES
-    buffers: list[memoryview] = []
-
-    def write_out() -> None:
-        nonlocal at
-        while buffers:
-            done = os.pwritev(descriptor, buffers, at)
-            at += done
-            while buffers and done >= len(buffers[0]):
-                done -= len(buffers.pop(0))
-            if buffers:
-                buffers[0] = buffers[0][done:]
-
-    def add(piece: bytes | memoryview) -> None:
-        nonlocal crc
-        if len(piece):
-            crc = _crc(piece, crc)
-            buffers.append(memoryview(piece))
-            if sum(map(len, buffers)) >= _PIECE_BYTES or len(buffers) >= _MOST_BUFFERS:
-                write_out()
-
-    for text in before:
-        add(text)
-    for group in record.groups:
-        for piece in checksums(group):
-            add(piece)
-    for small in after:
-        add(small)
-    end = PAGE_BYTES + sum(sizes)
-    if end % PAGE_BYTES:
-        buffers.append(memoryview(bytes(PAGE_BYTES - end % PAGE_BYTES)))
-    write_out()
+    crc, at, waiting = 0, PAGE_BYTES, bytearray()
+    of_groups = (piece for group in record.groups for piece in checksums(group))
+    contents: Iterable[bytes | memoryview] = chain(before, of_groups, after)
+    for content in contents:
+        for begin in range(0, len(content), _PIECE_BYTES):
+            piece = memoryview(content)[begin : begin + _PIECE_BYTES]
+            crc = crc_of(piece, crc)
+            waiting += piece
+            if len(waiting) >= _PIECE_BYTES:
+                write_all(descriptor, waiting, at)
+                at, waiting = at + len(waiting), bytearray()
+    write_all(descriptor, waiting + bytes(-sum(sizes) % PAGE_BYTES), at)
     head = _sealed_head(crc, (record.generation, record.number, record.rank, record.ranks), sizes)
-    done = 0
-    while done < len(head):
-        done += os.pwrite(descriptor, head[done:], done)
+    write_all(descriptor, head, 0)
     os.fsync(descriptor)
+
+
+def write_all(descriptor: int, content: bytes | bytearray, offset: int) -> None:
+    """Writes all of it at byte `offset` of a file. Raises OSError."""
+    left = memoryview(content)
+    while left:
+        done = os.pwrite(descriptor, left, offset)
+        left, offset = left[done:], offset + done
 
 
 def encode(record: Record) -> bytes:
@@ -218,7 +209,7 @@ def encode(record: Record) -> bytes:
     sections = [*before, b"", small]
     rest = b"".join(sections)
     numbers = (record.generation, record.number, record.rank, record.ranks)
-    return _sealed_head(_crc(rest), numbers, list(map(len, sections))) + rest
+    return _sealed_head(crc_of(rest), numbers, list(map(len, sections))) + rest
 
 
 def _texts(record: Record) -> list[bytes]:
@@ -234,19 +225,12 @@ def _texts(record: Record) -> list[bytes]:
 def _sealed_head(crc: int, numbers: Iterable[int], sizes: Iterable[int]) -> bytes:
     """The first page, with its own checksum."""
     all_numbers = (*numbers, *sizes)
-    return _head(_crc(_head(0, crc, *all_numbers)), crc, *all_numbers)
+    return _head(crc_of(_head(0, crc, *all_numbers)), crc, *all_numbers)
 
 
 def _head(own_crc: int, crc: int, *numbers: int) -> bytes:
     packed = _HEAD.pack(_MAGIC, _ORDER, VERSION, own_crc, crc, *numbers)
     return packed.ljust(PAGE_BYTES, b"\0")
-
-
-def _crc(content: bytes | memoryview, crc: int = 0) -> int:
-    if not len(content):
-        return crc
-    array = np.frombuffer(content, dtype=np.uint8)
-    return crc32c(int(array.ctypes.data), len(array), crc)
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -311,18 +295,18 @@ def decode(stream: BinaryIO, where: str, has_checksums: bool = True) -> Record |
         )
     if version != VERSION:
         raise later_version(where, version)
-    if _crc(_head(0, crc, *numbers)) != own_crc or any(head[_HEAD.size :]):
+    if crc_of(_head(0, crc, *numbers)) != own_crc or any(head[_HEAD.size :]):
         raise CheckpointError(f"{where} is damaged: the checksum of its first page is another one")
     generation, number, rank, ranks, *sizes = numbers
     total = PAGE_BYTES + sum(sizes)
     if max(sizes) > _MOST_BYTES or total > nbytes:
         raise CheckpointError(f"{where} has {nbytes} bytes of {total}: it was cut off")
     manifest_text, text = stream.read(sizes[0]), stream.read(sizes[1])
-    found_crc, checksums_at = _crc(text, _crc(manifest_text)), stream.tell()
+    found_crc, checksums_at = crc_of(text, crc_of(manifest_text)), stream.tell()
     for at in range(0, sizes[2], _PIECE_BYTES):
-        found_crc = _crc(stream.read(min(_PIECE_BYTES, sizes[2] - at)), found_crc)
+        found_crc = crc_of(stream.read(min(_PIECE_BYTES, sizes[2] - at)), found_crc)
     small = stream.read(sizes[3])
-    if _crc(small, found_crc) != crc:
+    if crc_of(small, found_crc) != crc:
         raise CheckpointError(f"{where} is damaged, or was not written to its end")
     manifest = parse_manifest(manifest_text, f"the manifest in {where}")
     fields = parse_json(text, where)
@@ -337,28 +321,14 @@ def decode(stream: BinaryIO, where: str, has_checksums: bool = True) -> Record |
 
 
 def _groups(
-    fields: Fields, checksums_at: int | None, checksum_bytes: int, where: str
+    content: Mapping[str, Any], checksums_at: int | None, checksum_bytes: int, where: str
 ) -> tuple[StoredGroup, ...]:
     """`checksums_at`: where those of all groups begin; None if they are not there."""
     found, at = [], checksums_at
-    for each in fields.objects("groups"):
-        group = StoredGroup(
-            compute=each.choice("compute", _COMPUTE),
-            rule=each.choice("rule", _RULES),
-            state=each.choice("state", _STATES),
-            tile_numel=each.number("tile_numel"),
-            rank=each.number("rank"),
-            ranks=each.number("ranks"),
-            name=each.text("name"),
-            places=each.numbers("places"),
-            weights=each.numbers("weights"),
-            unit_bytes=each.number("unit_bytes"),
-            chunks=tuple(_chunk(chunk) for chunk in each.objects("chunks")),
-            checksums_at=at,
-        )
-        _check_group(group, where)
-        found.append(group)
-        at = None if at is None else at + group.checksum_bytes
+    for each in member(content, "groups", tuple[StoredGroup, ...], where):
+        _check_group(each, where)
+        found.append(replace(each, checksums_at=at))
+        at = None if at is None else at + each.checksum_bytes
     wanted = 0 if checksums_at is None else sum(group.checksum_bytes for group in found)
     if checksum_bytes != wanted:
         raise CheckpointError(
@@ -367,22 +337,16 @@ def _groups(
     return tuple(found)
 
 
-def _chunk(fields: Fields) -> StoredChunk:
-    trained = fields.flag("trained")
-    return StoredChunk(
-        slots=fields.number("slots"),
-        trained=trained,
-        slices=tuple(
-            StoredSlice(each.text("name"), each.number("offset"), each.number("numel"))
-            for each in fields.objects("slices")
-        ),
-        param=fields.number("param"),
-        optim_state=fields.number("optim_state") if trained else None,
-    )
-
-
 def _check_group(group: StoredGroup, where: str) -> None:
     """Raises CheckpointError if parts of it contradict each other."""
+    for name, choices in _CHOICES.items():
+        if getattr(group, name) not in choices:
+            raise CheckpointError(
+                f"{name} in {where} is {shortened(getattr(group, name))}, must be one of "
+                f"{', '.join(choices)}"
+            )
+    if any(chunk.trained != (chunk.optim_state is not None) for chunk in group.chunks):
+        raise CheckpointError(f"{where} has a chunk with optim_state that is frozen, or without")
     if not 0 < group.tile_numel <= 2**40 or group.tile_numel % 2048:
         raise CheckpointError(f"{where} has tiles of {group.tile_numel} elements")
     if not 0 <= group.rank < group.ranks <= 2**31:
@@ -403,7 +367,7 @@ def _check_group(group: StoredGroup, where: str) -> None:
         if not 0 < chunk.slots <= 2**31 or offset % PAGE_BYTES or offset < end:
             raise CheckpointError(f"{where} has an extent at {offset}, where another one is")
         end = offset + nbytes
-    if end > _LARGEST:
+    if end > LARGEST:
         raise CheckpointError(f"{where} has an extent that ends at {end}")
     for chunk in group.chunks:
         end = 0
@@ -418,11 +382,11 @@ def _check_group(group: StoredGroup, where: str) -> None:
 
 
 def _small(
-    fields: Fields, manifest: Manifest, content: bytes, where: str
+    fields: Mapping[str, Any], manifest: Manifest, content: bytes, where: str
 ) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     at = 0
-    for key in fields.texts("small"):
+    for key in member(fields, "small", tuple[str, ...], where):
         tensor = manifest.tensors.get(key)
         if tensor is None:
             raise CheckpointError(f"{where} has {shortened(key)}, of which its manifest knows not")

@@ -12,10 +12,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
+from hetero.checkpoint.schema import typed
 from hetero.durable.record import (
     OtherFormatError,
     Record,
@@ -68,17 +69,6 @@ class _View:
     committed: int
     newest: int
     found: tuple[_Found, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        """As values that JSON has."""
-        found = [list(vars(each).values()) for each in self.found]
-        return {**vars(self), "found": found}
-
-    @staticmethod
-    def from_json(values: Mapping[str, Any]) -> _View:
-        """What to_json() was made of."""
-        found = tuple(_Found(*each) for each in values["found"])
-        return _View(**{**values, "found": found, "folders": tuple(values["folders"])})
 
 
 class StateFolder:
@@ -136,13 +126,7 @@ class StateFolder:
 
     def _on_all(self, what: str, action: Callable[[], _T]) -> _T:
         """Calls `action` on all ranks; what one of them raises ends it on all."""
-        failure: Exception | None = None
-        try:
-            found = action()
-        except Exception as error:
-            failure = error
-        self._world.all_or_none(failure, what, (CheckpointError,))
-        return found
+        return self._world.together(what, action, (CheckpointError,))
 
     # Taking the folders
 
@@ -249,11 +233,11 @@ class StateFolder:
         everyone = self._world.everyone
         if everyone is None:
             return [mine]
-        content = json.dumps({"view": mine.to_json(), "notes": self.notes}).encode()
+        content = json.dumps({"view": asdict(mine), "notes": self.notes}).encode()
         gathered = everyone.all_gather_bytes(content, "looking for the last commit")
         views: dict[str, _View] = {}
         for each in map(json.loads, gathered):
-            view = _View.from_json(each["view"])
+            view: _View = typed(_View, each["view"], "what a rank has found")
             views.setdefault(view.identity, view)
             self.notes.extend(note for note in each["notes"] if note not in self.notes)
         return list(views.values())

@@ -15,12 +15,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-
-from hetero.checkpoint.manifest import parse_json
-from hetero.durable.record import VERSION, later_version
+from hetero.checkpoint.checksum import crc_of
+from hetero.checkpoint.schema import member, parse_json
+from hetero.durable.record import VERSION, later_version, write_all
 from hetero.state.memory.state_files import SET_NAMES, is_record, is_state_file
-from offload._native import crc32c
 from offload.disk.durable import sync_path
 from offload.errors import CheckpointError, StoreError
 
@@ -60,16 +58,14 @@ class StateSet:
                 "generation": self.generation,
             }
         )
-        content = f"{_crc(text.encode()):08x} {text}\n".encode()
+        content = f"{crc_of(text.encode()):08x} {text}\n".encode()
         for name in SET_NAMES:
             path = os.path.join(folder, name)
             try:
                 flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
                 descriptor = os.open(path, flags, 0o600)
                 try:
-                    done = 0
-                    while done < len(content):
-                        done += os.pwrite(descriptor, content[done:], done)
+                    write_all(descriptor, content, 0)
                     os.fsync(descriptor)
                 finally:
                     os.close(descriptor)
@@ -114,11 +110,6 @@ class _DamagedError(CheckpointError):
     """One copy cannot be read."""
 
 
-def _crc(content: bytes) -> int:
-    memory = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-    return crc32c(memory.data_ptr(), len(content))
-
-
 def _parse(content: bytes, path: str) -> StateSet:
     """Raises _DamagedError; CheckpointError if it is of another version."""
     crc, _, text = content.rstrip(b"\n").partition(b" ")
@@ -126,15 +117,15 @@ def _parse(content: bytes, path: str) -> StateSet:
         version = json.loads(text)["version"]
         if type(version) is int and version != VERSION:
             raise later_version(path, version)
-    if not text or crc != f"{_crc(text):08x}".encode():
+    if not text or crc != f"{crc_of(text):08x}".encode():
         raise _DamagedError(f"{path} is damaged, or was not written to its end")
     try:
         fields = parse_json(text, path)
         made = StateSet(
-            fields.text("set"),
-            fields.number("place"),
-            fields.texts("folders"),
-            fields.number("generation"),
+            member(fields, "set", str, path),
+            member(fields, "place", int, path),
+            member(fields, "folders", tuple[str, ...], path),
+            member(fields, "generation", int, path),
         )
     except CheckpointError as error:
         raise _DamagedError(str(error)) from None

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,9 @@ from offload.errors import HeteroError, PeerError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+
+_Result = TypeVar("_Result")
 
 
 class _Members(NamedTuple):
@@ -203,6 +206,24 @@ class ProcessGroups:
             raise failure
         name = f"{self.everyone.name(peer)}{where}"
         raise classes[number](f"{name} could not {what}, so no rank did: {text}")
+
+    def together(
+        self,
+        what: str,
+        action: Callable[[], _Result],
+        same_class: tuple[type[HeteroError], ...] = (),
+    ) -> _Result:
+        """Calls `action`, and returns its result once no rank's has failed. All ranks must call it.
+
+        Raises as all_or_none(), of whose other arguments these have the names.
+        """
+        failure: Exception | None = None
+        try:
+            found = action()
+        except Exception as error:
+            failure = error
+        self.all_or_none(failure, what, same_class)
+        return found
 
     def require_equal(
         self,

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from offload.disk.durable import sync_path
-from offload.errors import CheckpointError, StoreError
+from offload.errors import CheckpointError, HeteroError, StoreError
 
 INCOMPLETE, REMOVED = "incomplete", "removed"
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
@@ -118,6 +118,8 @@ class NewFolder:
         """Of an OSError in the block makes a StoreError that says what cannot be done."""
         try:
             yield
+        except HeteroError:
+            raise
         except OSError as error:
             path = str(error.filename or self.path)
             raise StoreError(error.errno, f"cannot {what}: {error.strerror}", path) from error

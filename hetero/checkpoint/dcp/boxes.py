@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
+
 
 @dataclass(frozen=True)
 class Box:
@@ -18,6 +20,23 @@ class Box:
     def numel(self) -> int:
         """Elements."""
         return math.prod(self.sizes)
+
+    def common_with(self, other: Box) -> Box | None:
+        """What both boxes of a tensor have; None if that is nothing."""
+        places = zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
+        both = [
+            (max(first, begin), min(first + size, begin + more))
+            for first, size, begin, more in places
+        ]
+        if any(end <= begin for begin, end in both):
+            return None
+        return Box(tuple(b for b, _ in both), tuple(e - b for b, e in both))
+
+    def cut(self, values: torch.Tensor, around: Box) -> torch.Tensor:
+        """A view of this box in `values`, which are those of the box `around` it."""
+        for dim, (offset, size) in enumerate(zip(self.offsets, self.sizes, strict=True)):
+            values = values.narrow(dim, offset - around.offsets[dim], size)
+        return values
 
 
 def boxes_of(shape: Sequence[int], begin: int, end: int) -> Iterator[Box]:

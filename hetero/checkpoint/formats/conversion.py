@@ -10,22 +10,31 @@ from pathlib import Path
 
 import torch
 
+from hetero.checkpoint.dcp.part import dcp_part
+from hetero.checkpoint.dcp.write import DcpWrite
 from hetero.checkpoint.formats.opening import open_checkpoint
-from hetero.checkpoint.formats.stored_checkpoint import StoredCheckpoint
-from hetero.checkpoint.formats.write_dcp import write_dcp
 from hetero.checkpoint.formats.write_hetero import write_hetero
 from hetero.checkpoint.formats.write_pretrained import write_pretrained
-from hetero.chunks.dtypes import Dtypes, check_dtype
+from hetero.checkpoint.stored_checkpoint import StoredCheckpoint
+from hetero.chunks.dtypes import torch_dtype
 from offload.disk.durable import sync_path
 from offload.disk.new_folder import NewFolder
-from offload.errors import HeteroError, StoreError
+from offload.errors import StoreError
+
+
+def _write_dcp(stored: StoredCheckpoint, folder: Path, dtype: torch.dtype | None) -> None:
+    """Writes DCP's files into `folder`; `dtype` is that of parameters, states are fp32."""
+    final = folder.with_name(folder.name.removeprefix(".").removesuffix(".incomplete"))
+    write = DcpWrite(folder, final, dcp_part(stored, dtype), 0)
+    write.finish([write.write([write.plan()])])
+
 
 FORMATS = ("hetero", "hf", "dcp")
 _Write = Callable[[StoredCheckpoint, Path, "torch.dtype | None"], None]
 _WRITERS: dict[str, _Write] = {
     "hetero": write_hetero,
     "hf": write_pretrained,
-    "dcp": write_dcp,
+    "dcp": _write_dcp,
 }
 
 
@@ -61,10 +70,7 @@ def convert(
     """
     if to not in FORMATS:
         raise ValueError(f"to must be one of {', '.join(FORMATS)}, not {to!r}")
-    torch_dtype = None
-    if dtype is not None:
-        name = check_dtype(str(dtype), "dtype")
-        torch_dtype = Dtypes(name, name).torch_compute
+    wanted = None if dtype is None else torch_dtype(dtype)
     if config is not None and to != "hf":
         raise ValueError(f"config goes with to='hf', and to is {to!r}")
     config_file = None if config is None else _config_file(Path(config))
@@ -74,19 +80,15 @@ def convert(
     folder = NewFolder(path)
     with open_source(Path(source)) as stored:
         try:
-            folder.begin()
-            _check_space(stored, folder.incomplete, to, torch_dtype)
-            _WRITERS[to](stored, folder.incomplete, torch_dtype)
-            if config_file is not None:
-                shutil.copyfile(config_file, folder.incomplete / "config.json")
-            for each in folder.incomplete.iterdir():
-                sync_path(each)
-            folder.complete()
-        except OSError as error:
-            if isinstance(error, HeteroError):
-                raise
-            text = f"cannot write {path}: {error.strerror}"
-            raise StoreError(error.errno, text, str(error.filename or path)) from error
+            with folder.as_store_error(f"write {path}"):
+                folder.begin()
+                _check_space(stored, folder.incomplete, to, wanted)
+                _WRITERS[to](stored, folder.incomplete, wanted)
+                if config_file is not None:
+                    shutil.copyfile(config_file, folder.incomplete / "config.json")
+                for each in folder.incomplete.iterdir():
+                    sync_path(each)
+                folder.complete()
         finally:
             folder.abandon()
     return stored

@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from hetero.checkpoint.dcp.dcp_checkpoint import DcpCheckpoint
 from hetero.checkpoint.dcp.metadata import NAME as DCP_NAME
 from hetero.checkpoint.folder import find_checkpoint, is_checkpoint
-from hetero.checkpoint.formats.dcp_format import DcpCheckpoint
 from hetero.checkpoint.formats.deepspeed_format import DeepspeedCheckpoint, universal_folder
-from hetero.checkpoint.formats.hetero_format import HeteroCheckpoint
 from hetero.checkpoint.formats.safetensors_format import SafetensorsCheckpoint
-from hetero.checkpoint.formats.stored_checkpoint import StoredCheckpoint
+from hetero.checkpoint.hetero_checkpoint import HeteroCheckpoint
 from hetero.checkpoint.pretrained.stored_tensors import INDEX_NAME, WEIGHTS_NAME
+from hetero.checkpoint.stored_checkpoint import StoredCheckpoint
 from offload.errors import CheckpointError
 
 _INCOMPLETE = re.compile(r"\.(.+)\.incomplete")

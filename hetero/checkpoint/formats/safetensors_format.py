@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch
 
-from hetero.checkpoint.formats.stored_checkpoint import StoredCheckpoint, manifest_of_values
 from hetero.checkpoint.manifest import TensorRecord
 from hetero.checkpoint.pretrained.stored_tensors import TensorReader, find_tensors
+from hetero.checkpoint.stored_checkpoint import StoredCheckpoint, manifest_of_values
 
 
 class SafetensorsCheckpoint(StoredCheckpoint):

@@ -67,18 +67,14 @@ def load_pretrained(
     model = unwrapped(model)
     engine = engine_of(model.parameters())
     engine.check_usable()
-    world, failure, plan = engine.world, None, None
-    try:
-        plan = _Plan.of(engine, model, Path(folder), strict)
-    except Exception as error:
-        failure = error
+    world, same_class = engine.world, (CheckpointError, StoreError)
     # (The texts are alike on all ranks; their folders may have different names.)
-    world.all_or_none(failure, "load a pretrained model", (CheckpointError, StoreError))
-    assert plan is not None
+    what = "load a pretrained model"
+    plan = world.together(what, lambda: _Plan.of(engine, model, Path(folder), strict), same_class)
     world.require_equal({"the tensors": plan.digest}, "the folders of a pretrained model")
     with world.telling_failures("hetero.load_pretrained()"), closing(TensorReader()) as reader:
         failure = plan.load(engine, reader)
-    world.all_or_none(failure, "load a pretrained model", (CheckpointError, StoreError))
+    world.all_or_none(failure, what, same_class)
     return torch.nn.modules.module._IncompatibleKeys(plan.names.missing, plan.names.unexpected)
 
 

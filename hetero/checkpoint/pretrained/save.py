@@ -10,11 +10,11 @@ is optimizer state read. Ties that the model declares are written once.
 from __future__ import annotations
 
 import copy
-import hashlib
-import json
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +22,23 @@ import torch
 
 from hetero.api.access import engine_of
 from hetero.api.whole_state import PART_NUMEL, Piece, read_own_parts
-from hetero.checkpoint.pretrained.export_folder import (
-    METADATA,
-    ExportFiles,
-    NewFile,
-    export_folder,
-)
-from hetero.checkpoint.pretrained.stored_tensors import INDEX_NAME, WEIGHTS_NAME
+from hetero.checkpoint.manifest import TensorRecord
+from hetero.checkpoint.pretrained.stored_tensors import INDEX_NAME
 from hetero.checkpoint.pretrained.tensor_names import named_tensors, names_to_write, unwrapped
-from hetero.checkpoint.safetensors_header import encode
-from hetero.chunks.dtypes import Dtypes, check_dtype
+from hetero.checkpoint.pretrained.weight_files import METADATA, OpenFiles, Place, WeightFiles
+from hetero.checkpoint.safetensors_header import read
+from hetero.chunks.dtypes import torch_dtype
 from hetero.runtime.engine import Engine
 from hetero.state.managed_param import ManagedParam
-from offload.errors import CheckpointError, StoreError
+from offload.disk.durable import sync_path
+from offload.disk.new_folder import NewFolder
+from offload.errors import CheckpointError, HeteroError, StoreError
 from offload.interrupts import uninterrupted
 from offload.memory.sizes import parse_bytes
+
+_SMALL_FILES = {"config.json", "generation_config.json", INDEX_NAME}
+_WEIGHTS = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors")
+_SAME_CLASS: tuple[type[HeteroError], ...] = (CheckpointError, StoreError)
 
 
 @uninterrupted
@@ -78,50 +80,63 @@ def save_pretrained(
     model = unwrapped(model)
     engine = engine_of(model.parameters())
     engine.check_usable()
-    world, failure, plan = engine.world, None, None
+    world = engine.world
+    first = world.everyone is None or world.everyone.rank == 0
+    plan = world.together(
+        "plan an export",
+        lambda: _Plan.of(engine, model, dtype, parse_bytes(max_shard_bytes)),
+        _SAME_CLASS,
+    )
+    world.require_equal({"the files": plan.files.digest}, "the exports")
+    new = NewFolder(os.path.realpath(folder), "the export")
+    opened: list[OpenFiles] = []
+
+    def make() -> None:
+        if first:
+            _refuse_other(new.path)
+            new.begin()
+            _write_config(model, plan.dtype, new.incomplete)
+            plan.files.make(new.incomplete)
+
+    def open_files() -> None:
+        new.require_seen(world.name)
+        opened.append(OpenFiles(new.incomplete, plan.files))
+
+    def write() -> None:
+        plan.write(engine, opened[0])
+        opened[0].sync()
+
+    def complete() -> None:
+        if first:
+            for name in os.listdir(new.incomplete):
+                sync_path(new.incomplete / name)
+            new.complete()
+
+    def explained(action: Callable[[], None]) -> None:
+        with new.as_store_error(f"write the export {new.path}, which is as it was before"):
+            action()
+
+    steps = {"make": make, "open": open_files, "write": write, "complete": complete}
     try:
-        plan = _Plan.of(engine, model, dtype, parse_bytes(max_shard_bytes))
-    except Exception as error:
-        failure = error
-    world.all_or_none(failure, "plan an export", (CheckpointError, StoreError))
-    assert plan is not None
-    world.require_equal({"the files": plan.digest}, "the exports")
-
-    def write_small_files(path: Path) -> None:
-        _write_config(model, plan.dtype, path)
-        if len(plan.files) > 1:
-            (path / INDEX_NAME).write_text(plan.index, encoding="utf-8")
-
-    with export_folder(Path(folder), world, plan.files, write_small_files) as files:
-        plan.write(engine, files)
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Where a tensor goes: byte `offset` of a file, in a dtype."""
-
-    file: str
-    offset: int
-    dtype: torch.dtype
-
-    def write(self, files: ExportFiles, begin: int, values: torch.Tensor) -> None:
-        """Writes flat elements from number `begin` on."""
-        offset = self.offset + begin * self.dtype.itemsize
-        files.write(self.file, offset, values.to(self.dtype))
+        for what, action in steps.items():
+            world.together(f"{what} an export", partial(explained, action), _SAME_CLASS)
+    finally:
+        for each in opened:
+            each.close()
+        new.abandon()
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """The files of an export, and the places of tensors in them, alike on all ranks.
+    """The files of an export, and where tensors go in them, alike on all ranks.
 
-    `dtype` is that of the parameters, for config.json; `index` the content of the index.
+    `dtype` is that of the parameters, for config.json.
     """
 
     dtype: torch.dtype
-    files: Mapping[str, NewFile]
-    index: str
-    managed: Mapping[ManagedParam, list[_Place]]
-    plain: Sequence[tuple[torch.Tensor, _Place]]
+    files: WeightFiles
+    managed: Mapping[ManagedParam, list[Place]]
+    plain: Sequence[tuple[torch.Tensor, Place]]
 
     @classmethod
     def of(
@@ -129,7 +144,7 @@ class _Plan:
         engine: Engine,
         model: torch.nn.Module,
         dtype: str | torch.dtype | None,
-        max_shard_bytes: int,
+        most_bytes: int,
     ) -> _Plan:
         """Raises ValueError."""
         if getattr(model, "peft_config", None):
@@ -137,45 +152,26 @@ class _Plan:
                 "the model has adapters of PEFT; its own save_pretrained() writes these, and a "
                 "whole model is what merge_and_unload() makes of them before initialize()"
             )
-        given = None if dtype is None else _torch_dtype(str(dtype))
+        given = None if dtype is None else torch_dtype(dtype)
         tensors = named_tensors(model)
-        names = names_to_write(model, tensors)
-        dtypes = {}
-        for name in names:
+        records = {}
+        for name in names_to_write(model, tensors):
             known = engine.params.known(tensors[name])
-            own = tensors[name].dtype if known is None else known.dtype
-            dtypes[name] = own if known is None or given is None else given
-        shards = _sharded(names, tensors, dtypes, max_shard_bytes)
-        files: dict[str, NewFile] = {}
-        weight_map: dict[str, str] = {}
-        managed: dict[ManagedParam, list[_Place]] = {}
-        plain: list[tuple[torch.Tensor, _Place]] = []
-        for file, shard in _file_names(shards):
-            head, header = encode(
-                [(name, dtypes[name], tuple(tensors[name].shape)) for name in shard], METADATA
-            )
-            files[file] = NewFile(head, header.file_bytes)
-            for name, entry in header.entries.items():
-                place = _Place(file, header.data_offset + entry.begin, entry.dtype)
-                known = engine.params.known(tensors[name])
-                if known is None:
-                    plain.append((tensors[name], place))
-                else:
-                    managed.setdefault(known, []).append(place)
-                weight_map[name] = file
-        total = sum(file.nbytes - len(file.head) for file in files.values())
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+            own = tensors[name].dtype if known is None else given or known.dtype
+            records[name] = TensorRecord(tuple(tensors[name].shape), own)
+        files = WeightFiles.of(records, most_bytes)
+        managed: dict[ManagedParam, list[Place]] = {}
+        plain: list[tuple[torch.Tensor, Place]] = []
+        for name, place in files.places.items():
+            known = engine.params.known(tensors[name])
+            if known is None:
+                plain.append((tensors[name], place))
+            else:
+                managed.setdefault(known, []).append(place)
         main = given or engine.chunk_groups[0].dtypes.torch_compute
-        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-        return cls(main, files, text, managed, plain)
+        return cls(main, files, managed, plain)
 
-    @property
-    def digest(self) -> str:
-        """The same on all ranks if they write the same files."""
-        facts = [(name, file.head, file.nbytes) for name, file in self.files.items()]
-        return hashlib.sha256(repr(facts).encode()).hexdigest()
-
-    def write(self, engine: Engine, files: ExportFiles) -> None:
+    def write(self, engine: Engine, files: OpenFiles) -> None:
         """Writes what is this rank's. Raises OSError."""
         world = engine.world
         if world.replicas is not None and world.replicas.rank > 0:
@@ -184,61 +180,48 @@ class _Plan:
             for tensor, place in self.plain:
                 flat = tensor.detach().reshape(-1)
                 for begin in range(0, flat.numel(), PART_NUMEL):
-                    place.write(files, begin, flat[begin : begin + PART_NUMEL])
+                    files.write(place, begin, flat[begin : begin + PART_NUMEL])
 
         def visit(piece: Piece) -> None:
             for place in self.managed[piece.managed]:
                 own = place.dtype == piece.values.dtype
                 values = piece.values if own else piece.master()
-                place.write(files, piece.part.in_param.start, values)
+                files.write(place, piece.part.in_param.start, values)
 
         # Optimizer state has what completes values to masters, and is seven times as much to read.
-        rounded = [m for m, places in self.managed.items() if _have_dtype(places, m.dtype)]
-        others = [m for m in self.managed if m not in set(rounded)]
-        read_own_parts(engine, rounded, visit, states=False)
-        read_own_parts(engine, others, visit)
+        rounded = {
+            m for m, places in self.managed.items() if all(p.dtype == m.dtype for p in places)
+        }
+        read_own_parts(engine, [m for m in self.managed if m in rounded], visit, states=False)
+        read_own_parts(engine, [m for m in self.managed if m not in rounded], visit)
 
 
-def _have_dtype(places: Sequence[_Place], dtype: torch.dtype) -> bool:
-    return all(place.dtype == dtype for place in places)
-
-
-def _torch_dtype(name: str) -> torch.dtype:
-    compute = check_dtype(name, "dtype")
-    return Dtypes(compute, compute).torch_compute
-
-
-def _sharded(
-    names: Sequence[str],
-    tensors: Mapping[str, torch.Tensor],
-    dtypes: Mapping[str, torch.dtype],
-    max_bytes: int,
-) -> list[list[str]]:
-    """The names of each file, in the order of `names`, but for elements of larger dtypes first.
-
-    So all data are aligned to their elements: none of the format's readers must copy them.
-    """
-    shards: list[list[str]] = [[]]
-    room = max_bytes
-    for name in names:
-        nbytes = tensors[name].numel() * dtypes[name].itemsize
-        if nbytes > room and shards[-1]:
-            shards.append([])
-            room = max_bytes
-        shards[-1].append(name)
-        room -= nbytes
-    return [sorted(shard, key=lambda name: -dtypes[name].itemsize) for shard in shards]
-
-
-def _file_names(shards: Sequence[list[str]]) -> list[tuple[str, list[str]]]:
-    if len(shards) == 1:
-        return [(WEIGHTS_NAME, shards[0])]
-    stem = Path(WEIGHTS_NAME).stem
-    count = len(shards)
-    return [
-        (f"{stem}-{number:05d}-of-{count:05d}.safetensors", shard)
-        for number, shard in enumerate(shards, start=1)
-    ]
+def _refuse_other(path: Path) -> None:
+    """Raises ValueError if something is at `path` that must not be replaced."""
+    if not os.path.lexists(path):
+        return
+    if not path.is_dir():
+        raise ValueError(f"{path} is there already, and is no folder; name another one")
+    found = sorted(path.iterdir())
+    weights = [each for each in found if _WEIGHTS.fullmatch(each.name)]
+    others = [each.name for each in found if each.name not in _SMALL_FILES and each not in weights]
+    if others:
+        raise ValueError(
+            f"{path} has {others[0]!r}, which save_pretrained() did not write and would remove; "
+            f"name another folder"
+        )
+    for each in weights:
+        try:
+            writer = read(each).metadata.get("writer")
+        except (CheckpointError, OSError) as error:
+            raise ValueError(f"{path} is no earlier export: {error}; name another one") from error
+        if writer != METADATA["writer"]:
+            raise ValueError(
+                f"{each} was not written by save_pretrained() of hetero, which would remove it; "
+                f"name another folder"
+            )
+    if found and not weights:
+        raise ValueError(f"{path} has files and no weights; name another folder")
 
 
 def _write_config(model: torch.nn.Module, dtype: torch.dtype, path: Path) -> None:

@@ -14,7 +14,7 @@ from offload.errors import CheckpointError
 from offload.memory.sizes import format_bytes
 
 if TYPE_CHECKING:
-    from hetero.checkpoint.formats.stored_checkpoint import StoredCheckpoint
+    from hetero.checkpoint.stored_checkpoint import StoredCheckpoint
     from hetero.cli.commands import Commands
 
 _LISTED = 20  # damaged pieces
@@ -85,7 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _verify(stored: StoredCheckpoint) -> dict[str, Any]:
     """How much is good, and what is damaged. Raises ValueError where there are no checksums."""
-    from hetero.checkpoint.formats.hetero_format import HeteroCheckpoint
+    from hetero.checkpoint.hetero_checkpoint import HeteroCheckpoint
 
     if not isinstance(stored, HeteroCheckpoint):
         raise ValueError(f"--verify is for hetero checkpoints; a {stored.kind} has no checksums")

@@ -118,7 +118,7 @@ def nested(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     )
 
 
-@settings(max_examples=150)
+@settings(max_examples=50)
 @given(st.recursive(SCALARS, nested, max_leaves=12))
 def test_everything_comes_back(value: Any) -> None:
     assert same(there_and_back(value), value)
@@ -286,7 +286,7 @@ def unpacked(packed: Any) -> None:
         unpack(packed, "value", tensor)
 
 
-@settings(max_examples=400)
+@settings(max_examples=100)
 @given(JSON)
 def test_any_json_is_a_value_or_a_checkpoint_error(packed: Any) -> None:
     unpacked(packed)

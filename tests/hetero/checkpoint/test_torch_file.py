@@ -84,7 +84,7 @@ def test_elements_over_the_same_memory() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 @given(data=st.data(), is_archive=st.booleans())
 def test_changed_files(data: st.DataObject, is_archive: bool) -> None:
     """A file that was changed anywhere is read, or is an error of torch's or hetero's."""

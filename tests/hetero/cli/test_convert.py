@@ -157,7 +157,7 @@ def test_several_files_have_an_index(
 ) -> None:
     from hetero.checkpoint.formats import write_pretrained
 
-    monkeypatch.setattr(write_pretrained, "_MAX_BYTES", 40_000)
+    monkeypatch.setattr(write_pretrained, "_MOST_BYTES", 40_000)
     convert(saved / "hetero", tmp_path / "hf", "hf")
     files = sorted((tmp_path / "hf").glob("*.safetensors"))
     assert len(files) > 2

@@ -201,15 +201,13 @@ def test_a_record_is_synced_before_the_commit_is_told(
     fsync, sync_path = os.fsync, durable.sync_path
     pwrite = os.pwrite
     monkeypatch.setattr(os, "fsync", lambda fd: (order.append("fsync"), fsync(fd)))
-    pwritev = os.pwritev
     monkeypatch.setattr(os, "pwrite", lambda *a: (order.append("pwrite"), pwrite(*a))[1])
-    monkeypatch.setattr(os, "pwritev", lambda *a: (order.append("pwritev"), pwritev(*a))[1])
     monkeypatch.setattr(record_files, "sync_path", lambda p: (order.append("names"), sync_path(p)))
     for step in range(3):
         steps(model, optimizer, range(step, step + 1))
         hetero.commit(model, blocking=True)
     optimizer.engine.close()
-    record = ["pwritev", "pwrite", "fsync"]
+    record = ["pwrite", "pwrite", "fsync"]
     first = [*record, "names", "fsync"] * 2
     set_of_folders = ["pwrite", "fsync", "fsync"] * 2
     assert order == [*first, *set_of_folders, *record * 4]

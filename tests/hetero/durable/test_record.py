@@ -150,30 +150,30 @@ def test_every_member_with_odd_values() -> None:
             decoded(resealed(1, content))
 
 
-@settings(max_examples=300)
+@settings(max_examples=80)
 @given(mutations(SECTIONS[1]))
 def test_changed_groups_with_right_checksums(content: Any) -> None:
     decoded(resealed(1, content))
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(mutations(SECTIONS[0]))
 def test_a_changed_manifest_with_right_checksums(content: Any) -> None:
     decoded(resealed(0, content))
 
 
-@settings(max_examples=200)
+@settings(max_examples=60)
 @given(st.integers(0, 3), st.binary(max_size=64))
 def test_any_section_with_right_checksums(section: int, content: bytes) -> None:
     sections = [content if i == section else s for i, s in enumerate(SECTIONS)]
     decoded(sealed(NUMBERS, sections))
 
 
-@settings(max_examples=200)
+@settings(max_examples=60)
 @given(st.lists(st.integers(0, 2**64 - 1), min_size=8, max_size=8))
 def test_any_numbers_with_right_checksums(numbers: list[int]) -> None:
     """Sizes that no memory could hold are refused before anything is allocated."""
     rest = b"".join(SECTIONS)
-    head = format_._head(0, format_._crc(rest), *numbers)
-    head = format_._head(format_._crc(head), format_._crc(rest), *numbers)
+    head = format_._head(0, format_.crc_of(rest), *numbers)
+    head = format_._head(format_.crc_of(head), format_.crc_of(rest), *numbers)
     assert decoded(head + rest) is None

@@ -19,9 +19,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 import hetero
 from hetero.durable import state_folder
-from hetero.durable.commit_reader import data_paths
 from hetero.durable.record_files import RecordFiles
 from hetero.durable.state_folder import StateFolder
+from hetero.durable.stored_commit import data_paths
 from hetero.ranks.process_groups import ProcessGroups
 from tests.hetero.checkpoint.test_save_load import PLACES, build, steps
 from tests.support.durable.records import SAMPLE

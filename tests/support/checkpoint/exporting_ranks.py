@@ -11,7 +11,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import hetero
-from hetero.checkpoint.pretrained import export_folder, stored_tensors
+from hetero.checkpoint.pretrained import stored_tensors, weight_files
 from tests.support.checkpoint.exports import masters_of
 from tests.support.ranks.rank_training import BASE
 from tests.support.training.saved_models import FAMILIES, batches, loss_of
@@ -43,18 +43,18 @@ def export(
 ) -> dict[str, Any]:
     """Exports, loads what was exported after a further step, and says what there was."""
     model, optimizer = managed(rank, family, options, mesh)
-    written: list[str] = []
-    write = export_folder.ExportFiles.write
+    written: list[int] = []
+    write = weight_files.OpenFiles.write
 
-    def noted(files: Any, name: str, offset: int, values: torch.Tensor) -> None:
-        written.append(values.numel() * values.itemsize)
-        write(files, name, offset, values)
+    def noted(files: Any, place: Any, begin: int, values: torch.Tensor) -> None:
+        written.append(values.numel() * place.dtype.itemsize)
+        write(files, place, begin, values)
 
-    export_folder.ExportFiles.write = noted  # type: ignore[method-assign]
+    weight_files.OpenFiles.write = noted  # type: ignore[method-assign]
     try:
         hetero.save_pretrained(model, folder, dtype=dtype, max_shard_bytes="150KB")
     finally:
-        export_folder.ExportFiles.write = write  # type: ignore[method-assign]
+        weight_files.OpenFiles.write = write  # type: ignore[method-assign]
     found = {"masters": masters_of(model), "written": sum(written)}
     loss_of(model, batches()[rank % 2]).backward()
     optimizer.step()
@@ -98,9 +98,9 @@ def fail_on_one(rank: int, world: int, path: str) -> list[str]:
 
     # Rank 1 looks elsewhere, as on a machine that does not share the folder.
     if rank == 1:
-        export_folder.os.path.realpath = lambda path: f"{realpath(path)}-elsewhere"  # type: ignore
+        os.path.realpath = lambda path: f"{realpath(path)}-elsewhere"  # type: ignore
     refused(hetero.save_pretrained, out)
-    export_folder.os.path.realpath = realpath
+    os.path.realpath = realpath
     refused(hetero.save_pretrained, out, dtype="fp32" if rank else "bf16")
     list_folder()
 

@@ -88,9 +88,9 @@ def sections_of(content: bytes) -> tuple[list[int], list[bytes]]:
 def sealed(numbers: list[int], sections: list[bytes]) -> bytes:
     """A record's file of these sections, with right checksums."""
     rest, sizes = b"".join(sections), [len(section) for section in sections]
-    crc = format_._crc(rest)
+    crc = format_.crc_of(rest)
     head = format_._head(0, crc, *numbers, *sizes)
-    head = format_._head(format_._crc(head), crc, *numbers, *sizes)
+    head = format_._head(format_.crc_of(head), crc, *numbers, *sizes)
     return (head + rest).ljust(round_up(len(head) + len(rest), PAGE_BYTES), b"\0")
 
 

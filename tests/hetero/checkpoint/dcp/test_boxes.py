@@ -21,9 +21,32 @@ def ranges(draw: Any) -> tuple[tuple[int, ...], int, int]:
 
 
 def cut(tensor: torch.Tensor, box: Box) -> torch.Tensor:
-    for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
-        tensor = tensor.narrow(dim, offset, size)
-    return tensor
+    return box.cut(tensor, Box((0,) * tensor.ndim, tuple(tensor.shape)))
+
+
+@given(ranges(), st.data())
+def test_what_two_boxes_have_in_common(
+    given_range: tuple[tuple[int, ...], int, int], data: st.DataObject
+) -> None:
+    """It is what the elements' numbers say, seen from either."""
+    shape, _, _ = given_range
+    tensor = torch.arange(math.prod(shape)).view(shape)
+
+    def drawn() -> Box:
+        offsets = tuple(data.draw(st.integers(0, size - 1)) for size in shape)
+        pairs = zip(shape, offsets, strict=True)
+        return Box(offsets, tuple(data.draw(st.integers(1, size - o)) for size, o in pairs))
+
+    one, other = drawn(), drawn()
+    wanted = set(cut(tensor, one).reshape(-1).tolist())
+    wanted &= set(cut(tensor, other).reshape(-1).tolist())
+    common = one.common_with(other)
+    if common is None:
+        assert not wanted
+    else:
+        for box in (one, other):
+            found = common.cut(cut(tensor, box), box).reshape(-1).tolist()
+            assert sorted(found) == sorted(wanted)
 
 
 @given(ranges())

@@ -307,7 +307,7 @@ def test_one_list_of_chunks_for_many_tensors(tmp_path: Path) -> None:
         read_metadata(tmp_path)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=100)
 @given(data=st.data())
 def test_changed_pickles(data: st.DataObject) -> None:
     """A file that was changed anywhere is read, or is a CheckpointError."""

@@ -36,24 +36,28 @@ def optimizer_class(options: Mapping[str, Any], states: Iterable[str]) -> type[H
 
 
 def optimizer_records(
-    groups: Sequence[Mapping[str, Any]], states: Mapping[str, Iterable[str]]
+    groups: Sequence[Mapping[str, Any]],
+    states: Mapping[str, Iterable[str]],
+    in_own_words: bool = True,
 ) -> list[OptimizerRecord]:
     """Records of the optimizers that param groups belong to; "params" in these are names.
 
-    Groups of one class that follow one another are one optimizer's. `states` are the names of the
-    states of each parameter. Options that only torch has are left out, those that only hetero has
-    are hetero's defaults. Raises CheckpointError.
+    Groups of one class that follow one another are one optimizer's. Raises CheckpointError, and
+    ValueError for an update that no optimizer here has.
+
+    Args:
+        groups: as torch's optimizers have them.
+        states: the names of the states of each parameter.
+        in_own_words: options that only torch has are left out, those that only hetero has are
+            hetero's defaults.
     """
-    try:
-        refuse_other_rules(groups)
-    except ValueError as error:
-        raise CheckpointError(str(error)) from None
+    refuse_other_rules(groups)
     made: list[tuple[type[HybridOptimizer], list[GroupRecord]]] = []
     for number, group in enumerate(groups):
         names = list(group["params"])
         options = {name: value for name, value in group.items() if name != "params"}
         kind = optimizer_class(options, {s for name in names for s in states.get(name, ())})
-        if options:
+        if options and in_own_words:
             options = in_own_options(options, _defaults(kind))
         record = GroupRecord(pack(options, f"param group {number}", []), tuple(names))
         if not made or made[-1][0] is not kind:

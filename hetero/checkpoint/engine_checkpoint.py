@@ -1,0 +1,219 @@
+"""A model in training as a checkpoint: what it would have if it was saved now."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hetero.api.optimizer import HybridOptimizer
+from hetero.api.whole_state import make_piece, parts_by_tile
+from hetero.checkpoint.manifest import (
+    GroupRecord,
+    Manifest,
+    OptimizerRecord,
+    ParamRecord,
+    TensorRecord,
+)
+from hetero.checkpoint.model_tensors import (
+    STATE_NAMES,
+    ModelTensors,
+    data_key,
+    master_key,
+    state_key,
+)
+from hetero.checkpoint.plain_data import STORED_DTYPES, pack
+from hetero.checkpoint.rank_data import Extra, pack_rank_data
+from hetero.checkpoint.stored_checkpoint import Range, StoredCheckpoint
+from hetero.chunk_groups.home_tiles import HomeTiles
+from hetero.runtime.engine import Engine
+from hetero.state.managed_param import ManagedParam
+
+
+class OwnChunk:
+    """What this rank saves of a chunk: of each part of a parameter the master, then its states.
+
+    Attributes:
+        names: of the chunk's parameters that are saved.
+        chunk: the chunk.
+        chunk_group: its chunk group.
+        ranges: what is saved, in the order of values().
+    """
+
+    def __init__(self, engine: Engine, names: Mapping[ManagedParam, str]) -> None:
+        self.names = names
+        self.chunk = next(iter(names)).chunk
+        self.chunk_group = engine.params.group(self.chunk)
+        self._by_tile = dict(parts_by_tile(self.chunk_group, names))
+        self._stored = {m: _stored_param(engine, name, m) for m, name in names.items()}
+        self.ranges: list[Range] = [
+            (key, part.in_param.start, part.in_param.stop)
+            for parts in self._by_tile.values()
+            for m, part in parts
+            for key in self._stored[m]
+        ]
+
+    def values(self, tiles: HomeTiles) -> Iterator[torch.Tensor]:
+        """The values of the ranges, flat, as they are stored, from the chunk's homes."""
+        for tile in tiles.read(self.chunk):
+            for m, part in self._by_tile.get(tile.number, ()):
+                piece = make_piece(self.chunk_group, m, part, tile.values, tile.optim_state)
+                found: list[Any] = [piece.master()]
+                if piece.optim_state is not None:
+                    found += piece.states()
+                for value, dtype in zip(found, self._stored[m].values(), strict=True):
+                    yield value.to(dtype)
+
+
+class EngineCheckpoint(StoredCheckpoint):
+    """The model of an engine, with its optimizers, as far as it is this rank's.
+
+    What is small is read by key. The shards of parameters and states are read in their order,
+    from their homes, past the slots that compute uses.
+
+    Attributes:
+        small: tensors that are saved whole: this rank's own, then buffers, by key.
+        rank: this rank's number.
+        model: the model's tensors.
+        chunks: what this rank saves of parameters and states.
+    """
+
+    kind = "model in training"
+
+    def __init__(
+        self,
+        engine: Engine,
+        optimizers: Sequence[HybridOptimizer],
+        extra: Extra | None = None,
+        with_chunks: bool = True,
+    ) -> None:
+        """Nothing may change while it is read.
+
+        Args:
+            engine: has made the updates under way.
+            optimizers: those whose options are saved.
+            extra: as hetero.save() takes it; None: neither it nor random numbers are saved.
+            with_chunks: False: what is small is read alone, and `chunks` is empty.
+
+        Raises:
+            ValueError: something is no plain data, or of a dtype that data files cannot have.
+        """
+        super().__init__(Path())
+        everyone, replicas = engine.world.everyone, engine.world.replicas
+        self.rank = 0 if everyone is None else everyone.rank
+        self.model = model = ModelTensors.of(engine)
+        own: list[torch.Tensor] = []
+        records = _optimizer_records(optimizers, model.names, own)
+        ranks = [] if extra is None else [pack_rank_data(extra, own)]
+        self.small = {data_key(self.rank, i): t for i, t in enumerate(own)}
+        tensors = _tensor_records(engine, model)
+        tensors |= {key: TensorRecord(tuple(t.shape), t.dtype) for key, t in self.small.items()}
+        self.small |= {master_key(name): t for name, t in model.plain.items()}
+        params = {
+            name: ParamRecord(model.aliases[name], m.chunk.trainable, m.step)
+            for name, m in model.params.items()
+        }
+        scale = engine.loss_scale
+        self.manifest = Manifest(
+            step=max((param.step for param in params.values()), default=0),
+            files={},
+            tensors=tensors,
+            params=params,
+            buffers=list(model.plain),
+            optimizers=records,
+            loss_scale=dict(vars(scale)) if scale.dynamic else None,
+            ranks=ranks,
+        )
+        by_chunk: dict[tuple[int, int], dict[ManagedParam, str]] = {}
+        for name, m in model.params.items() if with_chunks else ():
+            by_chunk.setdefault((m.chunk.group_index, m.chunk.id), {})[m] = name
+        # Of replicas, which have the same shards, each saves some chunks.
+        count, mine = (1, 0) if replicas is None else (replicas.size, replicas.rank)
+        self.chunks = [OwnChunk(engine, names) for names in list(by_chunk.values())[mine::count]]
+        self._tiles: dict[int, HomeTiles] = {}
+
+    def read(self, key: str, begin: int, end: int) -> torch.Tensor:
+        """See StoredCheckpoint; of what is small."""
+        return self.small[key].detach().cpu().reshape(-1)[begin:end]
+
+    def ranges(self) -> Iterator[Range]:
+        """See StoredCheckpoint; the first rank has buffers, too."""
+        if self.rank == 0:
+            for name in self.manifest.buffers:
+                key = master_key(name)
+                yield key, 0, self.small[key].numel()
+        for chunk in self.chunks:
+            yield from chunk.ranges
+
+    def values(self) -> Iterator[torch.Tensor]:
+        """See StoredCheckpoint."""
+        if self.rank == 0:
+            yield from (self.whole(master_key(name)).reshape(-1) for name in self.manifest.buffers)
+        for chunk in self.chunks:
+            number = chunk.chunk.group_index
+            if number not in self._tiles:
+                self._tiles[number] = HomeTiles(chunk.chunk_group)
+            yield from chunk.values(self._tiles[number])
+
+    def close(self) -> None:
+        """See StoredCheckpoint."""
+        while self._tiles:
+            self._tiles.popitem()[1].close()
+
+
+def finish_updates(engine: Engine) -> None:
+    """Waits for the updates under way, and takes over what user code has written."""
+    engine.schedule.revoke_all()
+    engine.schedule.wait_all()
+    engine.params.take_in_written(engine.params.managed.values())
+
+
+def _stored_param(engine: Engine, name: str, managed: ManagedParam) -> dict[str, torch.dtype]:
+    """Keys and dtypes of what is stored of a parameter, the master (or value) first.
+
+    States are stored in the dtype that keeps them; those of 8 bits decoded, in fp32.
+    """
+    dtypes = engine.params.group(managed.chunk).dtypes
+    if not managed.chunk.trainable:
+        return {master_key(name): dtypes.torch_compute}
+    kept = torch.bfloat16 if dtypes.state == "bf16" else torch.float32
+    states = {state_key(name, state): kept for state in STATE_NAMES[dtypes.rule]}
+    return {master_key(name): torch.float32, **states}
+
+
+def _tensor_records(engine: Engine, model: ModelTensors) -> dict[str, TensorRecord]:
+    records: dict[str, TensorRecord] = {}
+    for name, m in model.params.items():
+        for key, dtype in _stored_param(engine, name, m).items():
+            records[key] = TensorRecord(tuple(m.param.shape), dtype)
+    for name, tensor in model.plain.items():
+        if tensor.dtype not in STORED_DTYPES:
+            raise ValueError(f"{name} is of {tensor.dtype}, which safetensors files do not have")
+        records[master_key(name)] = TensorRecord(tuple(tensor.shape), tensor.dtype)
+    return records
+
+
+def _optimizer_records(
+    optimizers: Sequence[HybridOptimizer], names: dict[int, str], tensors: list[torch.Tensor]
+) -> tuple[OptimizerRecord, ...]:
+    """Options that are tensors go to `tensors`; `names` are those of parameters, by their id()."""
+    return tuple(
+        OptimizerRecord(
+            type(optimizer).__name__,
+            tuple(optimizer.state_names),
+            optimizer.state_dtype,
+            tuple(_group_records(optimizer, names, tensors)),
+        )
+        for optimizer in optimizers
+    )
+
+
+def _group_records(
+    optimizer: HybridOptimizer, names: dict[int, str], tensors: list[torch.Tensor]
+) -> Iterator[GroupRecord]:
+    for number, group in enumerate(optimizer.param_groups):
+        options = {name: value for name, value in group.items() if name != "params"}
+        packed = pack(options, f"param group {number}", tensors)
+        yield GroupRecord(packed, tuple(names[id(p)] for p in group["params"] if id(p) in names))

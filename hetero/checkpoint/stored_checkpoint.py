@@ -1,0 +1,141 @@
+"""A checkpoint in some format: what it has, as a hetero manifest says it, and its values by key."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hetero.checkpoint.manifest import Manifest, OptimizerRecord, ParamRecord, TensorRecord
+from hetero.checkpoint.model_tensors import data_key, master_key, name_of
+from offload.errors import CheckpointError
+
+Range = tuple[str, int, int]  # elements [begin, end) of the flat tensor of a key
+PART_NUMEL = 1 << 20  # elements that are read and written at a time, where a format allows it
+
+
+class StoredCheckpoint(ABC):
+    """A checkpoint that is open for reading; close() it.
+
+    Attributes:
+        kind: what it is, in words.
+        path: its folder or file.
+        manifest: parameters, buffers, optimizers and all tensors by hetero's keys. Of a format that
+            says nothing of them, floating-point tensors are parameters, and others buffers.
+        files: bytes of its files, by name.
+        notes: what its reader should know of it, in sentences.
+        knows_frozen: it says of each parameter whether it was trained.
+    """
+
+    kind = ""
+    knows_frozen = True
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.manifest: Manifest
+        self.files: Mapping[str, int] = {}
+        self.notes: list[str] = []
+
+    @abstractmethod
+    def read(self, key: str, begin: int, end: int) -> torch.Tensor:
+        """Elements [begin, end) of a tensor, flat, in the dtype that is stored; not to be changed.
+
+        Raises CheckpointError or StoreError.
+        """
+
+    def open(self) -> None:  # noqa: B027
+        """Opens what read() needs, so that nothing but values can turn out to be damaged later.
+
+        Raises CheckpointError.
+        """
+
+    def expect(self, order: Iterable[Sequence[Range]]) -> None:  # noqa: B027
+        """read() is going to be asked for these ranges in this order: they can be read ahead.
+
+        Args:
+            order: by chunk of the model that loads, so that a format whose own parts are large
+                can read what a chunk needs at once.
+        """
+
+    def whole(self, key: str) -> torch.Tensor:
+        """A tensor in its shape. Raises as read()."""
+        record = self.manifest.tensors[key]
+        return self.read(key, 0, record.numel).view(record.shape)
+
+    def own_tensor(self, rank: int, number: int) -> torch.Tensor:
+        """Tensor `number` of those that a rank alone had. Raises CheckpointError."""
+        key = data_key(rank, number)
+        if key not in self.manifest.tensors:
+            raise CheckpointError(f"the checkpoint has no tensor {key!r}")
+        return self.whole(key)
+
+    def optimizers_of(self, groups: Sequence[Sequence[Sequence[str]]]) -> Sequence[OptimizerRecord]:
+        """The optimizers, for a model whose optimizers' param groups have parameters of these
+        names. Raises ValueError if a format that keeps options in another way does not fit."""
+        return self.manifest.optimizers
+
+    def parts(self, key: str) -> Iterator[torch.Tensor]:
+        """A tensor's elements in order, flat, PART_NUMEL at a time. Raises as read()."""
+        numel = self.manifest.tensors[key].numel
+        for begin in range(0, numel, PART_NUMEL):
+            yield self.read(key, begin, min(begin + PART_NUMEL, numel))
+
+    def ranges(self) -> Iterator[Range]:
+        """What this process writes of it in another format, in the order of values().
+
+        Each parameter's master and its states follow one another, as loading reads them.
+        """
+        states: dict[str, list[str]] = {}
+        for key in self.manifest.tensors:
+            if key.startswith("optimizer/"):
+                states.setdefault(name_of(key), []).append(key)
+        for name in (*self.manifest.params, *self.manifest.buffers):
+            for key in (master_key(name), *states.get(name, ())):
+                numel = self.manifest.tensors[key].numel
+                for begin in range(0, numel, PART_NUMEL):
+                    yield key, begin, min(begin + PART_NUMEL, numel)
+
+    def values(self) -> Iterator[torch.Tensor]:
+        """The values of ranges(), flat. Raises as read()."""
+        return (self.read(*each) for each in self.ranges())
+
+    @abstractmethod
+    def close(self) -> None:
+        """Idempotent."""
+
+    def __enter__(self) -> StoredCheckpoint:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def manifest_of_values(tensors: Mapping[str, TensorRecord]) -> Manifest:
+    """The manifest of tensors by name that no optimizer's state belongs to."""
+    floating = [name for name, tensor in tensors.items() if tensor.dtype.is_floating_point]
+    return make_manifest(tensors, {name: ParamRecord((), False, 0) for name in floating})
+
+
+def make_manifest(
+    tensors: Mapping[str, TensorRecord],
+    params: Mapping[str, ParamRecord],
+    optimizers: Iterable[Any] = (),
+    states: Mapping[str, TensorRecord] | None = None,
+) -> Manifest:
+    """A manifest of tensors by name, of which `params` are parameters and the rest buffers.
+
+    `states` are those of optimizer states, by key.
+    """
+    return Manifest(
+        step=max((param.step for param in params.values()), default=0),
+        files={},
+        tensors={**{master_key(name): t for name, t in tensors.items()}, **(states or {})},
+        params=dict(params),
+        buffers=[name for name in tensors if name not in params],
+        optimizers=tuple(optimizers),
+        loss_scale=None,
+        ranks=(),
+    )
