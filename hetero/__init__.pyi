@@ -48,9 +48,11 @@ from hetero.tiling.cross_entropy import (
     TiledCrossEntropy as TiledCrossEntropy,
     tiled_cross_entropy as tiled_cross_entropy,
 )
-from hetero.tiling.embeddings.tile_embeddings import tile_embeddings as tile_embeddings
-from hetero.tiling.embeddings.tiled_embedding import TiledEmbedding as TiledEmbedding
-from hetero.tiling.embeddings.tiled_head import TiledHead as TiledHead
+from hetero.tiling.embeddings.tile_embeddings import (
+    TiledEmbedding as TiledEmbedding,
+    TiledHead as TiledHead,
+    tile_embeddings as tile_embeddings,
+)
 from hetero.tiling.heads import tile_heads as tile_heads
 from hetero.tiling.tiled_linear import TiledLinear as TiledLinear, tile_linears as tile_linears
 from hetero.tiling.tiled_sequence import tile_sequence as tile_sequence

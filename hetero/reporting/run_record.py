@@ -104,8 +104,14 @@ class StepPoint:
         traffic_bytes: by LINKS.
         gather_wait_s: in which compute waited for parameters that other ranks hold.
         update_s, update_wait_s: in which updates were made, and in which they were waited for.
-        samples: of memory, of the step that held most.
+        samples: of memory, of the step that held most: after each forward and backward, and after
+            the optimizer.
         on_disk: bytes of homes on NVMe by kind then.
+        grad_norm, lr: of a single step; the norm before clipping, None without it or if not finite.
+
+    Times and bytes are those of this rank, loss, norm and tokens of all ranks together. What is not
+    forward, backward or optimizer is the data, the scheduler, the measuring itself, and a
+    checkpoint that was saved since the step before.
     """
 
     last: int
@@ -120,6 +126,54 @@ class StepPoint:
     samples: tuple[MemorySample, ...]
     on_disk: Mapping[MemoryKind, int]
     steps: int = 1
+    grad_norm: float | None = None
+    lr: float | None = None
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of one step."""
+        return self.seconds / self.steps
+
+    @property
+    def forward_s(self) -> float:
+        """Seconds of forward in one step."""
+        return self.parts_s["forward"] / self.steps
+
+    @property
+    def backward_s(self) -> float:
+        """Seconds of backward in one step."""
+        return self.parts_s["backward"] / self.steps
+
+    @property
+    def optimizer_s(self) -> float:
+        """Seconds of the optimizer in one step."""
+        return self.parts_s["optimizer"] / self.steps
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens of all ranks; 0 if their number was not told."""
+        return (self.tokens or 0) / self.seconds
+
+    def as_dict(self, begin_s: float) -> dict[str, Any]:
+        """A single step as JSON takes it; times of samples are since `begin_s`."""
+        names = (
+            *("loss", "grad_norm", "lr", "step_s", "forward_s", "backward_s", "optimizer_s"),
+            *("tokens", "traffic_bytes", "gather_wait_s", "update_s", "update_wait_s"),
+        )
+        return {
+            "step": self.last,
+            **{name: getattr(self, name) for name in names},
+            "memory": [
+                {
+                    "time_s": sample.at_s - begin_s,
+                    "managed_bytes": {tier.value: sample.total(tier) for tier in Tier},
+                    "budget_bytes": {tier.value: sample.budget_bytes[tier] for tier in Tier},
+                    "rss_bytes": sample.rss_bytes,
+                }
+                for sample in self.samples
+            ],
+            "tokens_per_s": self.tokens_per_s,
+        }
 
     def plus(self, later: StepPoint) -> StepPoint:
         """This point and the one after it as one."""

@@ -10,11 +10,11 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from hetero.tiling.log_probs import (
     Elementwise,
+    RowTiles,
     TileOptions,
     check_tile_tokens,
     label_log_probs,
 )
-from hetero.tiling.row_tiles import RowTiles, tiled_log_probs
 
 _REDUCTIONS = ("mean", "sum", "none")
 _IGNORED = -100
@@ -133,11 +133,12 @@ def reduced_loss(
     options: TileOptions,
     weight_grad_to: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The loss of tiled_cross_entropy(), whose arguments are right and whose weight is present.
+    """The loss of tiled_cross_entropy(), whose arguments are right.
 
-    The weight's tiles, if it has some, may be absent. `weight_grad_to`, (V, w), gets the weight's
-    gradient in place of it, if it is not None.
+    `weight_grad_to`, (V, w), gets the gradient of a weight that is whole in place of it, if it is
+    not None.
     """
+    # A weight that is whole is brought in once, for the whole function; tiles one after another.
     given = [each for each in (hidden, weight, bias) if isinstance(each, torch.Tensor)]
     if has_torch_function(given):
         made: torch.Tensor = handle_torch_function(
@@ -157,19 +158,18 @@ def reduced_loss(
     shape = labels.shape
     hidden, labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
     if weight_grad_to is not None:
-        assert isinstance(weight, torch.Tensor)
         weight = _GradTo.apply(weight, weight_grad_to)  # type: ignore[no-untyped-call]
+    tiles = weight if isinstance(weight, RowTiles) else RowTiles([weight])
     device = hidden.device.type
     if torch.is_autocast_enabled(device):  # backward has none, so nothing may depend on it
         dtype = torch.get_autocast_dtype(device)
         hidden = hidden.to(dtype)
-        weight = weight.to(dtype) if isinstance(weight, torch.Tensor) else weight
         bias = None if bias is None else bias.to(dtype)
     fused = _liger() if _on_cuda(hidden) and options == TileOptions() else None
     if fused is not None and reduction != "none" and isinstance(weight, torch.Tensor):
         loss: torch.Tensor = fused(
             hidden,
-            weight,
+            weight.to(hidden.dtype),
             labels,
             bias=bias,
             ignore_index=ignore_index,
@@ -180,14 +180,9 @@ def reduced_loss(
     ignored = labels == ignore_index
     with torch.autocast(device, enabled=False):
         labels = labels.masked_fill(ignored, 0)
-        if isinstance(weight, RowTiles):
-            vocabulary = weight.rows
-            found, sums = tiled_log_probs(
-                hidden, weight, bias, labels, options, with_sums=bool(label_smoothing)
-            )
-        else:
-            vocabulary = weight.shape[0]
-            found, sums = label_log_probs(hidden, weight, bias, labels, options)
+        found, sums = label_log_probs(
+            hidden, tiles, bias, labels, options, with_sums=bool(label_smoothing)
+        )
         # What torch does to the log-probabilities, on those of the labels alone: the same order of
         # summation, hence the same bits.
         target = torch.where(ignored, _IGNORED, 0)
@@ -200,7 +195,7 @@ def reduced_loss(
                 smooth = smooth.sum()
             if reduction == "mean":
                 smooth = smooth / (~ignored).sum()
-            nll = (1 - label_smoothing) * nll + label_smoothing / vocabulary * smooth
+            nll = (1 - label_smoothing) * nll + label_smoothing / tiles.rows * smooth
     return nll.reshape(shape) if reduction == "none" else nll
 
 

@@ -18,8 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from hetero.stand_ins.offloaded_tensor import GIVE_MEMORY, OffloadedTensor
 from hetero.tiling.cross_entropy import reduced_loss
-from hetero.tiling.log_probs import Elementwise, TileOptions
-from hetero.tiling.row_tiles import RowTiles
+from hetero.tiling.log_probs import Elementwise, RowTiles, TileOptions
 from offload.errors import StaleGraphError
 from offload.interrupts import uninterrupted
 
@@ -28,27 +27,15 @@ from offload.interrupts import uninterrupted
 class HeadInputs:
     """What logits are made of: F.linear(hidden, weight, bias).
 
-    The weight is a parameter, or several that have some rows each.
     `weight_grad_to` gets the gradient of the weight that the tiled loss computes, if it is not
     None.
     """
 
     hidden: torch.Tensor
-    weight: torch.Tensor | RowTiles
+    weight: RowTiles
     bias: torch.Tensor | None
     tile_tokens: int | None
     weight_grad_to: torch.Tensor | None = None
-
-    @property
-    def vocabulary(self) -> int:
-        """Logits of a token."""
-        return self.weight.rows if isinstance(self.weight, RowTiles) else self.weight.shape[0]
-
-    def logits(self) -> torch.Tensor:
-        """All of them."""
-        if isinstance(self.weight, RowTiles):
-            return self.weight.linear(self.hidden, self.bias)
-        return torch.nn.functional.linear(self.hidden, self.weight, self.bias)
 
 
 class _Logits:
@@ -89,7 +76,7 @@ class _Logits:
 
     def _computed(self) -> torch.Tensor:
         if self.of is None or self.by is None:
-            return self.inputs.logits()
+            return self.inputs.weight.linear(self.inputs.hidden, self.inputs.bias)
         with self.of._brought() as values:
             return self.by(values)
 
@@ -113,12 +100,9 @@ class DeferredLogits(OffloadedTensor):
     @_disable_dynamo
     def of(inputs: HeadInputs) -> torch.Tensor:
         """What a head returns for these inputs: in a graph, if one is recorded."""
-        whole = isinstance(inputs.weight, torch.Tensor)
-        weights = (
-            (inputs.weight,) if isinstance(inputs.weight, torch.Tensor) else inputs.weight.params
+        made: torch.Tensor = _Head.apply(  # type: ignore[no-untyped-call]
+            inputs.hidden, inputs.bias, inputs, *inputs.weight.params
         )
-        head: Any = _Head if whole else _HeadOfTiles
-        made: torch.Tensor = head.apply(inputs.hidden, inputs.bias, inputs, *weights)
         return made
 
     @classmethod
@@ -148,35 +132,8 @@ class DeferredLogits(OffloadedTensor):
 
 
 class _Head(torch.autograd.Function):
-    """F.linear(), whose result is not computed."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: torch.Tensor,
-        bias: torch.Tensor | None,
-        inputs: HeadInputs,
-        weight: torch.Tensor,
-    ) -> torch.Tensor:
-        ctx.save_for_backward(hidden, weight)
-        return _deferred(inputs)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight = ctx.saved_tensors
-        needs_hidden, needs_bias, _, needs_weight = ctx.needs_input_grad
-        flat = grad.reshape(-1, grad.shape[-1])
-        return (
-            (flat @ weight).reshape(hidden.shape) if needs_hidden else None,
-            flat.sum(0) if needs_bias else None,
-            None,
-            flat.t() @ hidden.reshape(-1, hidden.shape[-1]) if needs_weight else None,
-        )
-
-
-class _HeadOfTiles(torch.autograd.Function):
-    """The same for row tiles: one of them at a time is needed in backward, and none in forward."""
+    """F.linear(), whose result is not computed: one row tile of the weight at a time is needed in
+    backward, and none in forward."""
 
     @staticmethod
     def forward(
@@ -190,7 +147,7 @@ class _HeadOfTiles(torch.autograd.Function):
         with torch._C._EnableTorchFunction():  # of an absent one that is an alias without memory
             ctx.aliases = [param.detach() for param in params]
         ctx.versions = [alias._version for alias in ctx.aliases]
-        ctx.ranges = inputs.weight.ranges  # type: ignore[union-attr]
+        ctx.ranges = inputs.weight.ranges
         return _deferred(inputs)
 
     @staticmethod
@@ -199,15 +156,18 @@ class _HeadOfTiles(torch.autograd.Function):
         (hidden,) = ctx.saved_tensors
         needs_hidden, needs_bias, _, *needs_weight = ctx.needs_input_grad
         flat, states = grad.reshape(-1, grad.shape[-1]), hidden.reshape(-1, hidden.shape[-1])
-        made = torch.zeros_like(states, dtype=torch.float32) if needs_hidden else None
+        made: torch.Tensor | None = None  # the sum over tiles, in fp32
         for alias, version, rows in zip(ctx.aliases, ctx.versions, ctx.ranges, strict=True):
             if alias._version != version:
                 raise StaleGraphError(
                     f"a part of a head's weight, of shape {tuple(alias.shape)}, that backward "
                     f"needs was changed after its use in forward"
                 )
-            if made is not None:
-                made += flat[:, rows] @ alias
+            if needs_hidden and len(ctx.ranges) == 1:
+                made = flat @ alias
+            elif needs_hidden:
+                part = (flat[:, rows] @ alias).float()
+                made = part if made is None else made.add_(part)
         return (
             None if made is None else made.to(hidden.dtype).reshape(hidden.shape),
             flat.sum(0) if needs_bias else None,
@@ -221,7 +181,7 @@ class _HeadOfTiles(torch.autograd.Function):
 
 def _deferred(inputs: HeadInputs) -> DeferredLogits:
     hidden = inputs.hidden
-    shape = (*hidden.shape[:-1], inputs.vocabulary)
+    shape = (*hidden.shape[:-1], inputs.weight.rows)
     meta = torch.empty(shape, dtype=hidden.dtype, device="meta")
     return DeferredLogits._make(_Logits(inputs, meta), meta, hidden.device)
 
@@ -294,7 +254,7 @@ def _tiled_loss(
         inputs = input._source.inputs
         loss = reduced_loss(
             hidden,
-            inputs.weight,
+            inputs.weight if inputs.weight.whole is None else inputs.weight.whole,
             target,
             inputs.bias,
             ignore_index,

@@ -1,8 +1,8 @@
-"""Another forward for a module that stays as it is otherwise."""
+"""Another forward for a module that stays as it is otherwise, and handles that take it back."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -64,3 +64,27 @@ class ForwardSwap:
 def _new(plain: type[torch.nn.Module]) -> torch.nn.Module:
     """An empty module, for a copy to fill. (copyreg.__newobj__ may make the same class only.)"""
     return plain.__new__(plain)
+
+
+class Swaps:
+    """A handle of forwards that were swapped; a context manager that changes them back."""
+
+    def __init__(
+        self, swaps: Sequence[ForwardSwap], at_end: Callable[[], None] = lambda: None
+    ) -> None:
+        """`at_end` is called when they are changed back."""
+        self._swaps, self._at_end = list(swaps), at_end
+
+    def remove(self) -> None:
+        """Makes the modules plain again; idempotent. Raises RuntimeError if others have changed
+        them since."""
+        for swap in reversed(self._swaps):
+            swap.remove()
+        self._swaps.clear()
+        self._at_end()
+
+    def __enter__(self) -> Swaps:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()

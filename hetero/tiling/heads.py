@@ -2,44 +2,17 @@
 
 from __future__ import annotations
 
-from types import TracebackType
 from typing import Any
 
 import torch
 
 from hetero.tiling.deferred_logits import DeferredLogits, HeadInputs
-from hetero.tiling.forward_swap import ForwardSwap
-from hetero.tiling.log_probs import check_tile_tokens
+from hetero.tiling.forward_swap import ForwardSwap, Swaps
+from hetero.tiling.log_probs import RowTiles, check_tile_tokens
 from hetero.tiling.row_gradients import GradRoute, joins
 
 
-class TiledHeads:
-    """The heads that tile_heads() has changed; a context manager that changes them back."""
-
-    def __init__(self, swaps: list[ForwardSwap], route: GradRoute) -> None:
-        self._swaps, self._route = swaps, route
-
-    def remove(self) -> None:
-        """Makes the model plain again; idempotent. Raises RuntimeError if others have changed it
-        since."""
-        for swap in reversed(self._swaps):
-            swap.remove()
-        self._swaps.clear()
-        self._route.clear()
-
-    def __enter__(self) -> TiledHeads:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        failure: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.remove()
-
-
-def tile_heads(model: torch.nn.Module, tile_tokens: int | None = None) -> TiledHeads:
+def tile_heads(model: torch.nn.Module, tile_tokens: int | None = None) -> Swaps:
     """From here on the model's loss is computed without whole logits and without their gradient.
 
     The logits of a language model of Hugging Face's become deferred: cross-entropy of them, as
@@ -69,7 +42,8 @@ def tile_heads(model: torch.nn.Module, tile_tokens: int | None = None) -> TiledH
     def defer(head: torch.nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
         tied = embedding is not None and embedding.weight is head.weight
         grad_to = route.take() if tied else None
-        return DeferredLogits.of(HeadInputs(hidden, head.weight, head.bias, tile_tokens, grad_to))
+        weight = RowTiles([head.weight])
+        return DeferredLogits.of(HeadInputs(hidden, weight, head.bias, tile_tokens, grad_to))
 
     def embed(embedding: torch.nn.Embedding, input: torch.Tensor) -> torch.Tensor:
         return route.embed(embedding, input)
@@ -77,7 +51,7 @@ def tile_heads(model: torch.nn.Module, tile_tokens: int | None = None) -> TiledH
     swaps = [ForwardSwap(head, defer)]
     if embedding is not None and embedding.weight is head.weight:
         swaps.append(ForwardSwap(embedding, embed))
-    return TiledHeads(swaps, route)
+    return Swaps(swaps, route.clear)
 
 
 def _head_of(model: torch.nn.Module) -> torch.nn.Linear:

@@ -11,28 +11,10 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from hetero.tiling.forward_swap import ForwardSwap
+from hetero.tiling.forward_swap import ForwardSwap, Swaps
 
 
-class TiledSequence:
-    """The module that tile_sequence() has changed; a context manager that changes it back."""
-
-    def __init__(self, swap: ForwardSwap) -> None:
-        self._swap = swap
-
-    def remove(self) -> None:
-        """Makes the module plain again; idempotent. Raises RuntimeError if others have changed it
-        since."""
-        self._swap.remove()
-
-    def __enter__(self) -> TiledSequence:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.remove()
-
-
-def tile_sequence(module: torch.nn.Module, tiles: int, dim: int = -2) -> TiledSequence:
+def tile_sequence(module: torch.nn.Module, tiles: int, dim: int = -2) -> Swaps:
     """From here on the module is applied to `tiles` parts of the sequence, one after another.
 
     For what acts on each token by itself: a feed-forward layer (MLP, SwiGLU), a norm, a router with
@@ -87,7 +69,7 @@ def tile_sequence(module: torch.nn.Module, tiles: int, dim: int = -2) -> TiledSe
                 )
         return made[0] if len(made) == 1 else torch.cat(made, dim)
 
-    return TiledSequence(ForwardSwap(module, forward))
+    return Swaps([ForwardSwap(module, forward)])
 
 
 def _part(own: Any, part: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

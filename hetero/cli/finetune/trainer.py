@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +18,6 @@ from hetero.cli.finetune.options import FinetuneOptions
 from hetero.cli.job.job import BuiltModel, ManagedRun
 from hetero.cli.job.lineage import Branch
 from hetero.cli.job.loop import Observer
-from hetero.cli.job.metrics import metrics_of
 from hetero.cli.job.optimization import make_optimizer
 from hetero.cli.job.ranks import Ranks
 from hetero.cli.job.result import TrainResult
@@ -157,10 +157,10 @@ class RunCallback(TrainerCallback):
         point = run.recorder.end_step(logs["loss"], self._tokens, step=step)
         self._recording.end_step(len(result.steps) + 1)
         norm, lr = logs.get("grad_norm"), logs["learning_rate"]
-        metrics = metrics_of(point, logs["loss"], norm, lr, run.recorder.begin_s)
-        result.steps.append(metrics)
-        self._folder.append_metrics({**said, **metrics.as_dict()})
-        self._observer.step(metrics)
+        point = replace(point, grad_norm=norm, lr=lr)
+        result.add(point)
+        self._folder.append_metrics({**said, **point.as_dict(run.recorder.begin_s)})
+        self._observer.step(point)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Leaves the time that it took out of the next step."""

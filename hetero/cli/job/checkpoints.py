@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -189,7 +188,7 @@ class Checkpoints:
         All ranks call it.
         """
         options = self._job.options
-        if not self._keeps_state:
+        if not self.keeps_state:
             return False
         # One rank alone may have got the signal, and all end with it.
         self.terminated = any(self._job.ranks.gather(self._signalled))
@@ -205,7 +204,8 @@ class Checkpoints:
         return {**self._objects, "step": step, **self._branch.lineage.as_extra}
 
     @property
-    def _keeps_state(self) -> bool:
+    def keeps_state(self) -> bool:
+        """Whether the run saves or commits."""
         options = self._job.options
         return options.save_every is not None or options.commit_every is not None
 
@@ -232,13 +232,8 @@ class Checkpoints:
             if each is not None:
                 each.settle()
 
-    @contextmanager
-    def noticing_sigterm(self) -> Iterator[None]:
-        """Inside the block SIGTERM ends the run after the step that is under way, saved."""
-        with sigterm_calls(self._note_sigterm, self._keeps_state):
-            yield
-
-    def _note_sigterm(self) -> None:
+    def note_sigterm(self) -> None:
+        """Ends the run after the step that is under way, saved."""
         self._signalled = True
 
 
@@ -261,10 +256,4 @@ def _step_of(path: Path) -> int:
 
 def agreed_resumption(options: TrainOptions, folder: RunFolder, ranks: Ranks) -> Resumption:
     """resumption() as the first rank sees it. Raises ValueError on all ranks."""
-
-    def first() -> str:
-        made = resumption(options, folder)
-        return json.dumps([str(made.path or ""), made.goes_back, made.lineage.to_json()])
-
-    path, goes_back, lineage = json.loads(ranks.from_first(first))
-    return Resumption(Path(path) if path else None, goes_back, Lineage.from_json(lineage))
+    return ranks.from_first(lambda: resumption(options, folder))

@@ -63,7 +63,7 @@ class BuiltModel:
         source: of the model.
         model: in training mode.
         config: for the engine.
-        numel, trained_numel: of all its parameters, and of those that are trained.
+        trained_numel: elements of the parameters that are trained.
         tiled: whether hetero.tile_heads() has the head.
         notes: choices that the user is told of.
     """
@@ -71,7 +71,6 @@ class BuiltModel:
     source: ModelSource
     model: torch.nn.Module
     config: hetero.Config
-    numel: int
     trained_numel: int
     tiled: bool
     notes: list[str]
@@ -110,16 +109,8 @@ class ManagedRun:
 
     def record(self, result: TrainResult) -> RunRecord:
         """What the page shows of the run, of which at least one step was made."""
-        setting = self.setting
-        compute = f"{setting.threads} threads, {setting.isa}, on {self.engine.backend.device}"
-        rows = [("data", setting.data), ("compute", compute)]
-        if setting.engine is not None:
-            rows.append(("state file", f"in {setting.nvme_path}, by {setting.engine}"))
-        rows.append(("run folder", setting.run_dir))
-        chance = math.log(setting.vocab_size)
-        facts = facts_of(self.engine, setting.model, tuple(rows), True, chance)
         status = result.status if result.error is None else f"{result.status}: {result.error}"
-        return self.recorder.record(facts, result.timeline, status, result.predicted)
+        return self.recorder.record(self.setting, result.timeline, status, result.predicted)
 
 
 @dataclass(frozen=True)
@@ -190,7 +181,7 @@ def build_in_budgets(
         enable({"use_reentrant": False})
     notes: list[str] = []
     tiled = choose_for_memory(options, config, model, source.vocab_size, ranks, notes)
-    return BuiltModel(source, model, config, numel, trained, tiled, notes)
+    return BuiltModel(source, model, config, trained, tiled, notes)
 
 
 def managed_run(
@@ -207,28 +198,30 @@ def managed_run(
 
     `data` says what it is trained on, and `steps` how many there will be; None: those of options.
     """
-    config, notes = built.config, [*built.notes, *engine.notes]
+    notes = [*built.notes, *engine.notes]
     predicted = _predicted(options, engine, notes)
+    threads, isa = torch.get_num_threads(), _native.isa()
+    nvme_path = ", ".join(built.config.nvme_paths) or None
+    rows = [("data", data), ("compute", f"{threads} threads, {isa}, on {engine.backend.device}")]
+    if engine.io_engine is not None:
+        rows.append(("state file", f"in {nvme_path}, by {engine.io_engine}"))
+    rows.append(("run folder", str(folder.path)))
+    chance = math.log(built.source.vocab_size)
+    facts = facts_of(engine, built.source.label, tuple(rows), True, chance)
     setting = Setting(
-        model=built.source.label,
-        params=built.numel,
-        state_bytes=facts_of(engine, built.source.label).plain_bytes,
+        **vars(facts),
         trained_params=built.trained_numel,
         vocab_size=built.source.vocab_size,
-        dtype=config.dtypes.compute,
-        policy=options.policy,
-        threads=torch.get_num_threads(),
+        threads=threads,
         engine=engine.io_engine,
-        isa=_native.isa(),
+        isa=isa,
         budget_bytes=dict(engine.ledger.budget_bytes),
         notes=tuple(notes),
         steps=options.steps if steps is None else steps,
         tokens_per_step=options.tokens_per_step * ranks.count,
         data=data,
-        nvme_path=", ".join(config.nvme_paths) or None,
+        nvme_path=nvme_path,
         run_dir=str(folder.path),
-        ranks=ranks.count,
-        process_bytes=config.process_bytes(engine.world.local_ranks),
     )
     return ManagedRun(options, engine, setting, recorder, predicted)
 

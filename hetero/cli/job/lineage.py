@@ -62,39 +62,27 @@ class Lineage:
         """For `extra` of a checkpoint."""
         return {KEY: [list(each) for each in self.branches]}
 
-    def to_json(self) -> str:
-        """The file's content."""
-        return json.dumps({**vars(self)})
-
-    @staticmethod
-    def from_json(text: str) -> Lineage:
-        """What to_json() was made of. Raises ValueError."""
-        try:
-            found = json.loads(text)
-            branches = tuple((str(name), last) for name, last in found["branches"])
-            return Lineage(branches, str(found["source"]), str(found["launch"]))
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"no lineage: {error!r}") from None
-
     @staticmethod
     def read(run_folder: Path) -> Lineage:
         """The run's; of a run that has never gone back its only branch. Raises ValueError."""
         path = run_folder / NAME
         try:
-            return Lineage.from_json(path.read_text(encoding="utf-8"))
+            found = json.loads(path.read_text(encoding="utf-8"))
+            branches = tuple((str(name), last) for name, last in found["branches"])
+            return Lineage(branches, str(found["source"]), str(found["launch"]))
         except (FileNotFoundError, NotADirectoryError):
             return Lineage()
-        except (OSError, ValueError) as error:
+        except (OSError, KeyError, TypeError, ValueError) as error:
             raise ValueError(
-                f"{path} says which checkpoints the run goes on from, and cannot be read: {error}; "
-                f"give --resume a checkpoint"
+                f"{path} says which checkpoints the run goes on from, and cannot be read: "
+                f"{error!r}; give --resume a checkpoint"
             ) from None
 
     def write(self, run_folder: Path) -> None:
         """Replaces the run's. Raises OSError."""
         new = run_folder / f"{NAME}.new"
         with new.open("w", encoding="utf-8") as stream:
-            stream.write(self.to_json())
+            json.dump(vars(self), stream)
             stream.flush()
             os.fsync(stream.fileno())
         new.replace(run_folder / NAME)
@@ -122,7 +110,7 @@ class Branch:
         """Tells the run folder of a new branch. All ranks call it."""
         if self._is_new:
             self._is_new = False
-            self.lineage = Lineage.from_json(self._ranks.from_first(self.lineage.to_json))
+            self.lineage = self._ranks.from_first(lambda: self.lineage)
             if self._ranks.leads:
                 self.lineage.write(self._run_folder)
 

@@ -8,14 +8,14 @@ from functools import partial
 from typing import Protocol
 
 import hetero
-from hetero.cli.job.checkpoints import Checkpoints, agreed_resumption
+from hetero.cli.job.checkpoints import Checkpoints, agreed_resumption, sigterm_calls
 from hetero.cli.job.job import Job, open_job
-from hetero.cli.job.metrics import StepMetrics
 from hetero.cli.job.options import TrainOptions
 from hetero.cli.job.ranks import ALONE, Ranks
 from hetero.cli.job.result import Setting, TrainResult
 from hetero.cli.job.run_folder import RunFolder
 from hetero.cli.job.step import DivergedError, one_step
+from hetero.reporting.run_record import StepPoint
 from offload.timeline import Timeline, record
 
 PICTURED_STEPS = 2  # one step's writes go on during the next one's forward
@@ -25,7 +25,7 @@ class Observer(Protocol):
     """Is told of a run as it goes on, to show it."""
 
     def begin(self, setting: Setting) -> None: ...
-    def step(self, metrics: StepMetrics) -> None: ...
+    def step(self, point: StepPoint) -> None: ...
     def end(self) -> None: ...
 
 
@@ -60,7 +60,7 @@ def train(
         result = TrainResult(job.setting, predicted=job.predicted, notes=notes)
         observer.begin(job.setting)
         try:
-            with checkpoints.noticing_sigterm():
+            with sigterm_calls(checkpoints.note_sigterm, checkpoints.keeps_state):
                 _run_steps(job, folder, observer, result, checkpoints, made)
                 checkpoints.finish()
             if checkpoints.terminated:
@@ -117,10 +117,10 @@ def _run_steps(
 
     def make(steps: range) -> None:
         for step in steps:
-            metrics = one_step(job, step)
-            result.steps.append(metrics)
-            folder.append_metrics(metrics.as_dict())
-            observer.step(metrics)
+            point = one_step(job, step)
+            result.add(point)
+            folder.append_metrics(point.as_dict(job.recorder.begin_s))
+            observer.step(point)
             if checkpoints.after_step(step):
                 return
 

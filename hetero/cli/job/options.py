@@ -9,9 +9,8 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
-from hetero.cli.parser import Parser
 from hetero.overlap import OverlapUpdates
 
 DEFAULT_MODEL = "gpt2-medium"
@@ -419,6 +418,17 @@ def to_arguments(options: TrainOptions) -> list[str]:
     return arguments
 
 
+@runtime_checkable
+class JobFileParser(Protocol):
+    """A parser of a command, which takes job files, and has options that its help leaves out."""
+
+    def take_job_file(self) -> None:
+        """Adds --config."""
+
+    def hide(self, action: argparse.Action) -> None:
+        """Leaves an option out of the help."""
+
+
 def add_train_arguments(
     parser: argparse.ArgumentParser,
     defaults: Mapping[str, object] | None = None,
@@ -433,7 +443,7 @@ def add_train_arguments(
         helps: the options to add; None: all. A text replaces an option's help.
         options: the class that has them as fields.
     """
-    if isinstance(parser, Parser):
+    if isinstance(parser, JobFileParser):
         parser.take_job_file()
     groups: dict[str, argparse._ArgumentGroup] = {}
     title, description = "", None
@@ -465,11 +475,11 @@ def add_train_arguments(
             # Options whose default is computed explain it in words.
             if default not in (None, ()) and text != argparse.SUPPRESS:
                 text += " (default: %(default)s)"
-        if option.name == "config" and not isinstance(parser, Parser):
+        if option.name == "config" and not isinstance(parser, JobFileParser):
             names.append("--config")  # of a benchmark, which takes no job file
         added = groups[title].add_argument(*names, dest=option.name, **arguments)
         added.help = text  # here, because argparse adds to that of a switch
-        if option.metadata["advanced"] and isinstance(parser, Parser):
+        if option.metadata["advanced"] and isinstance(parser, JobFileParser):
             parser.hide(added)
         others = [f"--{option.name}"] if option.name in _FLAGS and option.name != "config" else []
         if option.name in _TRAINER_FLAGS:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,8 @@ from offload.errors import HeteroError
 
 # For a rank that hangs; one that ends is noticed at once. Loading a large model takes a while.
 TIMEOUT = timedelta(minutes=10)
+
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -54,11 +56,11 @@ class Ranks:
         """The same bits on all ranks."""
         return sum(self.gather(value)) / self.count
 
-    def from_first(self, make: Callable[[], str]) -> str:
+    def from_first(self, make: Callable[[], Made]) -> Made:
         """What `make` returns on rank 0, where alone it runs; its ValueError is raised on all."""
         if self.count == 1:
             return make()
-        answer = ["", ""]  # result, refusal
+        answer: list[Any] = [None, ""]  # result, refusal
         if self.leads:
             try:
                 answer[0] = make()
@@ -68,7 +70,8 @@ class Ranks:
             dist.broadcast_object_list(answer, src=0)
         if answer[1]:
             raise ValueError(answer[1])
-        return answer[0]
+        made: Made = answer[0]
+        return made
 
     def names(self) -> list[str]:
         """Every rank's number and machine, as errors name it."""

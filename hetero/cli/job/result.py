@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hetero.cli.job.metrics import LINKS, StepMetrics
-from hetero.reporting.run_record import RunRecord
+from hetero.reporting.run_record import LINKS, RunFacts, RunRecord, StepPoint
 from offload.timeline import Timeline
 
 # fp32 master, exp_avg, exp_avg_sq and gradient: what the state takes where nothing is split.
@@ -19,15 +18,10 @@ def usual_state_bytes(params: int, trained: int) -> int:
     return USUAL_STATE_BYTES_PER_PARAM * trained + FROZEN_BYTES_PER_PARAM * (params - trained)
 
 
-@dataclass(frozen=True)
-class Setting:
+@dataclass(frozen=True, kw_only=True)
+class Setting(RunFacts):
     """What is known before the first step."""
 
-    model: str
-    params: int
-    state_bytes: int  # of the model in plain PyTorch
-    dtype: str
-    policy: str
     threads: int
     engine: str | None  # of disk transfers; None when nothing is on disk
     isa: str
@@ -39,9 +33,7 @@ class Setting:
     data: str
     nvme_path: str | None  # several with commas between
     run_dir: str
-    ranks: int = 1
     trained_params: int | None = None  # the others are frozen; None: all are trained
-    process_bytes: int | None = None  # limit of the whole process; None: it has none
 
 
 @dataclass
@@ -52,7 +44,7 @@ class TrainResult:
     """
 
     setting: Setting
-    steps: list[StepMetrics] = field(default_factory=list)
+    steps: list[StepPoint] = field(default_factory=list)  # without samples of memory
     peak_managed_bytes: dict[str, int] = field(default_factory=dict)
     peak_rss_bytes: int = 0
     peak_rss_by_rank_bytes: list[int] = field(default_factory=list)
@@ -69,6 +61,10 @@ class TrainResult:
     record: RunRecord | None = None  # of all steps, by this rank; None: none was made
     timeline: Timeline | None = None  # of the last steps, if the run came there
     timeline_paths: list[str] = field(default_factory=list)  # picture and trace
+
+    def add(self, step: StepPoint) -> None:
+        """Takes the next step; its samples of memory are in the record, as far as they are kept."""
+        self.steps.append(replace(step, samples=()))
 
     @property
     def error(self) -> str | None:
@@ -102,11 +98,15 @@ class TrainResult:
 
     def as_dict(self) -> dict[str, Any]:
         """The object that `--json` prints and summary.json holds."""
-        unsaid = ("vocab_size", "tokens_per_step")
-        setting = {name: value for name, value in vars(self.setting).items() if name not in unsaid}
+        names = (
+            *("params", "dtype", "policy", "threads", "engine", "isa", "budget_bytes", "data"),
+            *("nvme_path", "run_dir", "ranks", "trained_params", "process_bytes"),
+        )
         seconds = ("step_s", "forward_s", "backward_s", "optimizer_s")
         return {
-            **setting,
+            "model": self.setting.title,
+            "state_bytes": self.setting.plain_bytes,
+            **{name: getattr(self.setting, name) for name in names},
             "status": self.status,
             "checkpoint": self.checkpoint,
             "model_folder": self.model_folder,

@@ -7,14 +7,14 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 
 import torch
 
 import hetero
 from hetero.cli.job.job import Job
-from hetero.cli.job.metrics import StepMetrics, metrics_of
 from hetero.cli.job.options import TrainOptions
-from hetero.reporting.run_record import PARTS
+from hetero.reporting.run_record import PARTS, StepPoint
 from offload import timeline
 
 
@@ -46,7 +46,7 @@ class Stopwatch:
         return time.perf_counter()
 
 
-def one_step(job: Job, step: int) -> StepMetrics:
+def one_step(job: Job, step: int) -> StepPoint:
     """Makes step number `step` (from 1) of a run, and measures it."""
     options = job.options
     clock = Stopwatch(job.device)
@@ -78,7 +78,7 @@ def one_step(job: Job, step: int) -> StepMetrics:
     tokens = sum(batch.tokens for batch in batches)
     seconds = {name: clock.seconds[name] for name in PARTS}
     made = job.recorder.end_step(loss_mean, tokens, seconds, step)
-    return metrics_of(made, loss_mean, grad_norm, lr, job.recorder.begin_s)
+    return replace(made, grad_norm=grad_norm, lr=lr)
 
 
 def require_number(loss: float, step: int, options: TrainOptions) -> None:

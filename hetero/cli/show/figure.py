@@ -18,7 +18,7 @@ def draw_figure(result: TrainResult, path: Path) -> None:
     with styled():
         figure = new_figure(FULL_WIDTH, 4.6 + 2.2 * len(tiers))
         figure.suptitle(
-            f"{setting.model}: {setting.params / 1e6:.0f}M parameters, policy {setting.policy},"
+            f"{setting.title}: {setting.params / 1e6:.0f}M parameters, policy {setting.policy},"
             f" {setting.dtype}, {result.tokens_per_s:.0f} tokens/s",
             fontsize=12,
             fontweight="bold",

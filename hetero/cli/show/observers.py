@@ -1,15 +1,28 @@
-"""Chooses the observer that shows a run while it happens, by where stderr goes."""
+"""Shows a run while it happens, on stderr: on a terminal a bar, or memory beside its budgets, loss
+and speed; elsewhere lines."""
 
 from __future__ import annotations
 
 import sys
+from collections import deque
+from collections.abc import Sequence
+from typing import TextIO
 
-from rich.console import Console
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
 
 from hetero.cli.job.loop import Observer
 from hetero.cli.job.ranks import ALONE, Ranks
-from hetero.cli.show.live import LiveObserver
-from hetero.cli.show.progress import BarObserver, LineObserver, SilentObserver
+from hetero.cli.job.result import Setting
+from hetero.reporting.palette import TIER_WORDS
+from hetero.reporting.run_record import StepPoint
+from offload.memory.sizes import format_bytes
+from offload.memory.tiers import Tier
 
 
 def make_observer(log_every: int, ranks: Ranks = ALONE, live: bool = False) -> Observer:
@@ -25,3 +38,192 @@ def make_observer(log_every: int, ranks: Ranks = ALONE, live: bool = False) -> O
     if live and not console.is_dumb_terminal:
         return LiveObserver(console)
     return BarObserver(console)
+
+
+def opening_lines(setting: Setting) -> list[str]:
+    """What a reader wants to know before the first step."""
+    host = setting.budget_bytes["host"]
+    budget = "no limit" if host is None else f"at most {format_bytes(host)}"
+    lines = [
+        f"model {setting.title}: {setting.params / 1e6:.1f}M parameters, whose training state"
+        f" usually takes {format_bytes(setting.plain_bytes)}",
+        f"policy {setting.policy}, host memory for it {budget}, compute in {setting.dtype},"
+        f" {setting.isa}, {setting.threads} threads",
+        f"data {setting.data}",
+    ]
+    if setting.ranks > 1:
+        lines.append(f"{setting.ranks} ranks, which share the model's state; budgets are of each")
+    if setting.engine is not None:
+        lines.append(f"state file in {setting.nvme_path} by {setting.engine}")
+    lines += [f"note: {note}" for note in setting.notes]
+    return lines
+
+
+class SilentObserver:
+    """Shows nothing."""
+
+    def begin(self, setting: Setting) -> None: ...
+    def step(self, point: StepPoint) -> None: ...
+    def end(self) -> None: ...
+
+
+class LineObserver:
+    """A line for the first, every `log_every`th and the last step."""
+
+    def __init__(self, stream: TextIO, log_every: int) -> None:
+        self._stream = stream
+        self._log_every = log_every
+        self._steps = 0
+
+    def begin(self, setting: Setting) -> None:
+        self._steps = setting.steps
+        for line in opening_lines(setting):
+            print(line, file=self._stream, flush=True)
+
+    def step(self, point: StepPoint) -> None:
+        if point.last in (1, self._steps) or point.last % self._log_every == 0:
+            loss = f"step {point.last}/{self._steps}  loss {point.loss:.4f}"
+            speed = f"{point.tokens_per_s:.0f} tokens/s"
+            print(f"{loss}  {speed}  {_tiers(point)}", file=self._stream, flush=True)
+
+    def end(self) -> None:
+        self._stream.flush()
+
+
+_BAR_AND_TIME = 40  # columns for steps, a bar and the time that is left
+
+
+class BarObserver:
+    """A progress bar with the newest figures."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._progress = Progress(
+            TextColumn("step {task.completed}/{task.total}"),
+            BarColumn(bar_width=None),
+            TextColumn("{task.fields[figures]}"),
+            TimeRemainingColumn(elapsed_when_finished=True),
+            console=self._console,
+            expand=True,
+        )
+        self._task = self._progress.add_task("train", total=None, start=False, figures="")
+
+    def begin(self, setting: Setting) -> None:
+        for line in opening_lines(setting):
+            self._console.print(line, highlight=False, markup=False)
+        self._progress.start()
+        self._progress.update(self._task, total=setting.steps, figures="first step")
+        self._progress.start_task(self._task)
+
+    def step(self, point: StepPoint) -> None:
+        figures = f"loss [bold]{point.loss:.3f}[/]  {point.tokens_per_s:.0f} tok/s"
+        tiers = _tiers(point)
+        # What finds no room would be cut.
+        if len(tiers) + len(figures) <= self._console.width - _BAR_AND_TIME:
+            figures += f"  {tiers}"
+        self._progress.update(self._task, completed=point.last, figures=figures)
+
+    def end(self) -> None:
+        self._progress.stop()
+
+
+def _tiers(point: StepPoint) -> str:
+    """Bytes held per tier and moved to and from the disk in the step."""
+    now = point.samples[-1]
+    held = [(tier.value, now.total(tier)) for tier in Tier]
+    tiers = "  ".join(f"{tier} {format_bytes(n)}" for tier, n in held if n)
+    read, written = (point.traffic_bytes[link] for link in ("disk_read", "disk_write"))
+    if read or written:
+        tiers += f"  read {format_bytes(read)} write {format_bytes(written)}"
+    return tiers
+
+
+_BARS = "▁▂▃▄▅▆▇█"
+_BAR_WIDTHS = 10, 40  # columns, by those of the terminal
+_WORDS_WIDTH = 60  # of all but the bars
+
+
+class LiveObserver:
+    """Redraws a few lines after each step; they stay on the terminal at the end."""
+
+    def __init__(self, console: Console) -> None:
+        """Nothing is drawn before begin()."""
+        self._console = console
+        self._live = Live(console=console, auto_refresh=False, transient=False)
+        self._setting: Setting | None = None
+        self._peak = dict.fromkeys(Tier, 0)
+        self._peak_rss = 0
+        least, most = _BAR_WIDTHS
+        self._width = min(most, max(least, console.width - _WORDS_WIDTH))
+        self._losses: deque[float] = deque(maxlen=self._width)
+        self._speeds: deque[float] = deque(maxlen=self._width)
+
+    def begin(self, setting: Setting) -> None:
+        """Says what is trained."""
+        for line in opening_lines(setting):
+            self._console.print(line, highlight=False, markup=False)
+        self._setting = setting
+        self._live.start()
+
+    def step(self, point: StepPoint) -> None:
+        """A step was made."""
+        assert self._setting is not None
+        for tier in Tier:
+            held = (sample.total(tier) for sample in point.samples)
+            self._peak[tier] = max(self._peak[tier], *held)
+        self._peak_rss = max(self._peak_rss, *(sample.rss_bytes for sample in point.samples))
+        self._losses.append(point.loss or 0.0)
+        self._speeds.append(point.tokens_per_s)
+        self._live.update(self._draw(self._setting, point), refresh=True)
+
+    def end(self) -> None:
+        """The run is over, however that came."""
+        self._live.stop()
+
+    def _draw(self, setting: Setting, point: StepPoint) -> Panel:
+        grid = Table.grid(padding=(0, 2))
+        grid.add_column(style="bold", no_wrap=True)
+        grid.add_column(no_wrap=True)
+        grid.add_column(overflow="fold")
+        steps = ProgressBar(total=setting.steps, completed=point.last, width=self._width)
+        grid.add_row("step", steps, f"{point.last} of {setting.steps}")
+        now = point.samples[-1]
+        held = [
+            (TIER_WORDS[tier], now.total(tier), now.budget_bytes[tier], peak)
+            for tier, peak in self._peak.items()
+            if peak
+        ]
+        held.append(("process", now.rss_bytes, setting.process_bytes, self._peak_rss))
+        for name, nbytes, budget, peak in held:
+            limit = "no limit" if budget is None else f"of {format_bytes(budget)}"
+            bar = ProgressBar(
+                total=budget or peak,
+                completed=nbytes,
+                width=self._width,
+                complete_style="default",
+                finished_style="default",
+            )
+            grid.add_row(name, bar, f"{format_bytes(nbytes)} {limit}, at most {format_bytes(peak)}")
+        grid.add_row("loss", Text(sparkline(self._losses)), f"{point.loss:.4f}")
+        speed = f"{point.tokens_per_s:,.0f} tokens/s, {point.step_s:.3f} s per step"
+        grid.add_row("speed", Text(sparkline(self._speeds)), speed)
+        moved = [
+            f"{words} {format_bytes(point.traffic_bytes[link])}"
+            for link, words in (
+                ("disk_read", "NVMe read"),
+                ("disk_write", "written"),
+                ("h2d", "to the device"),
+                ("d2h", "back"),
+                ("sent", "sent"),
+            )
+            if point.traffic_bytes[link]
+        ]
+        last = Text(f"moved in the step: {', '.join(moved) or 'nothing'}", style="dim")
+        return Panel(Group(grid, last), title=f"hetero train {setting.title}", title_align="left")
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """A character for each value, the higher the larger it is among them."""
+    low, high = min(values), max(values)
+    span = (high - low) or 1.0
+    return "".join(_BARS[int((value - low) / span * (len(_BARS) - 1))] for value in values)

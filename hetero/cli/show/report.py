@@ -15,11 +15,11 @@ def rows(result: TrainResult) -> list[tuple[str, str]]:
     per_step, total = result.bytes_per_step, result.total_bytes
     made = f"{len(result.steps)} of {setting.steps}"
     table = [
-        ("model", f"{setting.model}, {_parameters(setting)}"),
+        ("model", f"{setting.title}, {_parameters(setting)}"),
         (
             "plain PyTorch's model state",
-            f"{format_bytes(setting.state_bytes)}"
-            f" ({setting.state_bytes / setting.params:.3g} bytes per parameter)",
+            f"{format_bytes(setting.plain_bytes)}"
+            f" ({setting.plain_bytes / setting.params:.3g} bytes per parameter)",
         ),
         ("policy, compute", f"{setting.policy}, {setting.dtype}, {setting.isa}"),
     ]

@@ -57,16 +57,12 @@ def wanted_picture(options: TrainOptions, ranks: Ranks) -> Path | None:
         return None
     picture = Path(options.timeline)
 
-    def check() -> str:
-        check_steps_picture("--timeline", picture)
-        return ""
-
-    ranks.from_first(check)
+    ranks.from_first(lambda: check_steps_picture("--timeline", picture))
     return picture
 
 
 def last_steps_title(result: TrainResult) -> str:
     """Of the picture of a run's last steps."""
-    *_, last = result.steps
-    first = max(1, last.step - PICTURED_STEPS + 1)
-    return f"{result.setting.model}, policy {result.setting.policy}, steps {first} to {last.step}"
+    last = result.steps[-1].last
+    first = max(1, last - PICTURED_STEPS + 1)
+    return f"{result.setting.title}, policy {result.setting.policy}, steps {first} to {last}"

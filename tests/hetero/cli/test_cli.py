@@ -15,10 +15,11 @@ import pytest
 import torch
 
 from hetero.cli.job.job import choose_for_memory
-from hetero.cli.job.metrics import LINKS
 from hetero.cli.job.options import TrainOptions
 from hetero.cli.job.ranks import ALONE
 from hetero.cli.main import main
+from hetero.reporting.run_record import LINKS
+from tests.support.cli_runs import draw_nothing
 from tests.support.run_records import Page
 
 MODEL = {
@@ -37,8 +38,15 @@ Run = Callable[..., int]
 
 
 @pytest.fixture
-def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+def pictures() -> None:
+    """Has `train` draw the picture and the page, too."""
+
+
+@pytest.fixture
+def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Run:
     """Runs `hetero train` on a tiny model and text in an empty working folder."""
+    if "pictures" not in request.fixturenames:
+        draw_nothing(monkeypatch)
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "model.json").write_text(json.dumps(MODEL))
     (tmp_path / "in" / "text").write_bytes(b"the quick brown fox jumps over the lazy dog. " * 50)
@@ -61,6 +69,7 @@ def work_files(tmp_path: Path) -> list[Path]:
     return list((tmp_path / "work").iterdir())
 
 
+@pytest.mark.usefixtures("pictures")
 def test_json_is_one_object_and_the_run_folder_is_whole(
     train: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -370,19 +379,20 @@ def test_diverged_loss_stops_with_advice_and_keeps_what_there_is(
     assert summary["steps"] == 1
 
 
+@pytest.mark.usefixtures("pictures")
 def test_ctrl_c_keeps_what_there_is(
     train: Run,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    from hetero.cli.show.progress import LineObserver
+    from hetero.cli.show.observers import LineObserver
 
     seen: list[Any] = []
 
     def interrupted(self: LineObserver, metrics: Any) -> None:
         seen.append(metrics)
-        if metrics.step == 2:
+        if metrics.last == 2:
             raise KeyboardInterrupt
 
     monkeypatch.setattr(LineObserver, "step", interrupted)

@@ -17,11 +17,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, MistralConfig, Mis
 
 from hetero.cli.finetune.conversations import DEFAULT_TEMPLATE
 from hetero.cli.finetune.data import read_data
-from hetero.cli.job.metrics import StepMetrics
 from hetero.cli.job.optimization import ADAM_BETAS
 from hetero.cli.main import main
-from hetero.cli.show.progress import LineObserver
-from hetero.reporting.run_record import RunRecord
+from hetero.cli.show.observers import LineObserver
+from hetero.reporting.run_record import RunRecord, StepPoint
 from tests.support.ecosystem import finetune_ranks
 from tests.support.ecosystem.tiny_models import gpt2_folder
 from tests.support.ecosystem.tiny_tokenizer import CHAT_TEMPLATE, VOCAB_SIZE, model_folder
@@ -285,8 +284,8 @@ def test_the_best_of_evaluations_is_written(arguments: list[str]) -> None:
 
 @pytest.mark.usefixtures("nothing_left")
 def test_sigterm_saves_and_ends(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def end(observer: LineObserver, metrics: StepMetrics) -> None:
-        if metrics.step == 2:
+    def end(observer: LineObserver, metrics: StepPoint) -> None:
+        if metrics.last == 2:
             os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(LineObserver, "step", end)

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from hetero.cli.main import main
+from tests.support.cli_runs import draw_nothing
 
 
 @pytest.fixture(scope="module")
@@ -17,6 +18,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with one run that has learned a sentence."""
     folder = tmp_path_factory.mktemp("trained")
     with pytest.MonkeyPatch.context() as patch:
+        draw_nothing(patch)
         patch.chdir(folder)
         make_run()
     return folder
@@ -25,6 +27,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def run(trained: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The run folder; the folder that it is in is the working folder."""
+    draw_nothing(monkeypatch)
     monkeypatch.chdir(trained)
     return trained / "runs" / "one"
 

@@ -16,10 +16,12 @@ from hypothesis import strategies as st
 
 from hetero.cli.job.options import TrainOptions
 from hetero.cli.main import main, make_parser
+from tests.support.cli_runs import draw_nothing
 
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    draw_nothing(monkeypatch)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

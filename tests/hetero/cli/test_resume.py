@@ -17,6 +17,7 @@ import pytest
 from hetero.cli.job import lineage
 from hetero.cli.job.lineage import Lineage
 from hetero.cli.main import main
+from tests.support.cli_runs import draw_nothing
 from tests.support.waiting import until
 
 MODEL = {
@@ -33,6 +34,7 @@ SHORT = ["--seq-len", "16", "--batch-size", "2", "--warmup", "1", "--accumulate"
 @pytest.fixture
 def arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Of a tiny run, with dropout, in an empty working folder."""
+    draw_nothing(monkeypatch)
     (tmp_path / "model.json").write_text(json.dumps(MODEL))
     (tmp_path / "text").write_bytes(b"the quick brown fox jumps over the lazy dog. " * 50)
     (tmp_path / "work").mkdir()
@@ -129,7 +131,7 @@ def test_a_run_that_went_back_goes_on_from_there(
     assert lines("run")[:4] == second
 
 
-def test_branches_of_branches() -> None:
+def test_branches_of_branches(tmp_path: Path) -> None:
     """Of what was saved before a branch was left, the same lineage is known; of a branch that was
     left it is its own."""
 
@@ -156,7 +158,9 @@ def test_branches_of_branches() -> None:
     assert on[third] == [1, 2, 1, 2, 3, 4, *every]
     assert on[again] == every
     assert on[early] == [1]
-    assert all(Lineage.from_json(each.to_json()) == each for each in on)
+    for each in on:
+        each.write(tmp_path)
+        assert Lineage.read(tmp_path) == each
     assert Lineage().has({"step": 5})  # of before there were branches
 
 

@@ -14,6 +14,7 @@ from hetero.planning.group_plans import ChunkGroupPlan
 from hetero.planning.placement import Budgets
 from hetero.planning.predict import figures, predict
 from hetero.planning.trace import Computing, Work
+from tests.support.cli_runs import draw_nothing
 from tests.support.training.planning import AMPLE, BF16, SLOT, layout_of, make_profile, make_spec
 
 RATES = {"bf16": 1e9, "fp16": 1e9, "fp32": 1e9}
@@ -79,6 +80,7 @@ class TestTrain:
     @pytest.fixture
     def train(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+        draw_nothing(monkeypatch)
         monkeypatch.chdir(tmp_path)
         model = {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 2}
         model |= {"vocab_size": 256, "n_positions": 32}

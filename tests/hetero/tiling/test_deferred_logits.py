@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from hetero.tiling.deferred_logits import DeferredLogits, HeadInputs
+from hetero.tiling.log_probs import RowTiles
 
 VOCABULARY, WIDTH = 37, 16
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -27,7 +28,8 @@ LABELS = torch.randint(0, VOCABULARY, (2, 24), generator=torch.Generator().manua
 
 
 def deferred(given: Inputs) -> DeferredLogits:
-    made = DeferredLogits.of(HeadInputs(*given, tile_tokens=16))
+    hidden, weight, bias = given
+    made = DeferredLogits.of(HeadInputs(hidden, RowTiles([weight]), bias, tile_tokens=16))
     assert isinstance(made, DeferredLogits)
     return made
 

@@ -21,8 +21,7 @@ from hetero.cli.job.ranks import ALONE, Ranks, joined_ranks
 from hetero.cli.job.result import TrainResult
 from hetero.cli.job.run_folder import RunFolder
 from hetero.cli.main import main
-from hetero.cli.show.observers import make_observer
-from hetero.cli.show.progress import SilentObserver
+from hetero.cli.show.observers import SilentObserver, make_observer
 from offload.errors import BudgetError
 from tests.support.training.loops import SMALLEST_MODEL
 

@@ -1,4 +1,4 @@
-"""embeddings/tile_embeddings and tiled_head: models whose embeddings and heads are in parts."""
+"""embeddings/tile_embeddings: models whose embeddings and heads are in parts."""
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ def test_the_sum_of_a_tied_gradient_has_the_bits_of_autograds() -> None:
     """In bf16 what is kept is rounded as autograd rounds: with and without early accumulation."""
     _, grads, _ = trained(True, dtype="bf16", placement_policy="cpu")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hetero.tiling.row_tiles.accumulate_now", lambda *_: False)
+        patch.setattr("hetero.tiling.log_probs.accumulate_now", lambda *_: False)
         _, joined, _ = trained(True, dtype="bf16", placement_policy="cpu")
     assert all(map(torch.equal, grads, joined))
 

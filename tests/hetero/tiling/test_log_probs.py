@@ -1,4 +1,4 @@
-"""hetero/tiling/row_tiles: log-probabilities have the bits of those of one weight."""
+"""hetero/tiling/log_probs: log-probabilities have the bits of those of one weight."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from hetero.tiling.log_probs import TileOptions, label_log_probs
-from hetero.tiling.row_tiles import RowTiles, tiled_log_probs
+from hetero.tiling.log_probs import RowTiles, TileOptions, label_log_probs
 
 TOKENS, VOCABULARY, WIDTH = 40, 300, 32
 
@@ -23,7 +22,7 @@ def inputs(dtype: torch.dtype, bias: bool) -> tuple[Any, ...]:
 
 
 def tiled(weight: torch.Tensor, rows: int) -> RowTiles:
-    return RowTiles([nn.Parameter(part.clone()) for part in weight.detach().split(rows)], False)
+    return RowTiles([nn.Parameter(part.clone()) for part in weight.detach().split(rows)])
 
 
 @pytest.mark.parametrize("with_sums", [False, True])
@@ -36,7 +35,7 @@ def test_against_one_weight(
     options = TileOptions(tile_tokens, (torch.tanh,) if with_sums else ())
     hidden, weight, offset, labels = inputs(dtype, bias)
     factors = torch.rand(2, TOKENS)
-    found, sums = label_log_probs(hidden, weight, offset, labels, options)
+    found, sums = label_log_probs(hidden, RowTiles([weight]), offset, labels, options, with_sums)
     loss = (found * factors[0]).sum() + (sums * factors[1]).sum() * with_sums
     loss.backward()
     expected = hidden.grad, weight.grad, None if offset is None else offset.grad
@@ -44,7 +43,7 @@ def test_against_one_weight(
     if offset is not None:
         offset.grad = None
     tiles = tiled(weight, 64)
-    made, made_sums = tiled_log_probs(hidden, tiles, offset, labels, options, with_sums)
+    made, made_sums = label_log_probs(hidden, tiles, offset, labels, options, with_sums)
     assert torch.equal(made, found)
     assert torch.equal(made_sums, sums)
     loss = (made * factors[0]).sum() + (made_sums * factors[1]).sum() * with_sums
@@ -79,7 +78,7 @@ def test_each_tile_is_gone_before_the_next_gradient_comes() -> None:
 
     for index, param in enumerate(tiles.params):
         param.register_post_accumulate_grad_hook(note(index))
-    found, _ = tiled_log_probs(hidden, tiles, None, labels, TileOptions(), False)
+    found, _ = label_log_probs(hidden, tiles, None, labels, TileOptions(), False)
     found.sum().backward()
     assert order == [4, 3, 2, 1, 0]
     assert without == [4, 3, 2, 1, 0]
@@ -88,18 +87,18 @@ def test_each_tile_is_gone_before_the_next_gradient_comes() -> None:
 def test_no_tokens_and_no_graph() -> None:
     hidden, weight, _, labels = inputs(torch.float32, False)
     tiles = tiled(weight, 64)
-    found, _ = tiled_log_probs(hidden[:0], tiles, None, labels[:0], TileOptions(), False)
+    found, _ = label_log_probs(hidden[:0], tiles, None, labels[:0], TileOptions(), False)
     found.sum().backward()
     assert all(param.grad is not None and not param.grad.any() for param in tiles.params)
     with torch.no_grad():
-        found, _ = tiled_log_probs(hidden, tiles, None, labels, TileOptions(), False)
+        found, _ = label_log_probs(hidden, tiles, None, labels, TileOptions(), False)
     assert not found.requires_grad
 
 
 def test_backward_twice() -> None:
     hidden, weight, _, labels = inputs(torch.float32, False)
     tiles = tiled(weight, 64)
-    found, _ = tiled_log_probs(hidden, tiles, None, labels, TileOptions(), False)
+    found, _ = label_log_probs(hidden, tiles, None, labels, TileOptions(), False)
     found.sum().backward(retain_graph=True)
     first = [param.grad.clone() for param in tiles.params]  # type: ignore[union-attr]
     found.sum().backward()

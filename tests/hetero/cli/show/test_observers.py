@@ -1,4 +1,4 @@
-"""hetero/cli/show/live: what `hetero train --live` draws, and where it does not."""
+"""hetero/cli/show/observers: what `hetero train --live` draws, and where it does not."""
 
 from __future__ import annotations
 
@@ -10,9 +10,13 @@ import sys
 import pytest
 from rich.console import Console
 
-from hetero.cli.show.live import LiveObserver, sparkline
-from hetero.cli.show.observers import make_observer
-from hetero.cli.show.progress import BarObserver, LineObserver
+from hetero.cli.show.observers import (
+    BarObserver,
+    LineObserver,
+    LiveObserver,
+    make_observer,
+    sparkline,
+)
 from tests.support.train_results import make_result
 
 
