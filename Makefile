@@ -60,7 +60,7 @@ test: lint
 	$(PYTEST) -m "not extra" $(ARGS)
 
 test-all: lint $(VENV)/arm.stamp $(VENV)/browser.stamp
-	$(PYTEST) $(ARGS)
+	$(PYTEST) --hypothesis-profile=thorough $(ARGS)
 
 bench: $(VENV)/train.stamp
 	$(BIN)/python -m bench.train $(or $(ARGS),--peers torch)

@@ -7,6 +7,7 @@ import os
 import signal
 import tempfile
 import time
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from hetero.checkpoint.folder import is_checkpoint
 from hetero.state.memory.state_files import FOLDER
 from offload import _native
 from offload.disk.directories import ram_filesystem
+from tests.support.covering import covering
 from tests.support.ranks.processes import RankPool
 from tests.support.waiting import PATIENCE_S
 
@@ -43,10 +45,48 @@ os.environ["XDG_CACHE_HOME"] = "/dev/null/none"
 # By default hypothesis fails where an example takes 200 ms, or making up examples takes a second:
 # on a machine under load that is no finding.
 LOADED = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
-settings.register_profile("hetero", deadline=None, suppress_health_check=LOADED)
+settings.register_profile("hetero", deadline=None, suppress_health_check=LOADED, max_examples=30)
 settings.load_profile("hetero")
+# Of make test-all.
+settings.register_profile("thorough", settings.get_profile("hetero"), max_examples=300)
 # For builds that run many times slower.
 settings.register_profile("sanitized", settings.get_profile("hetero"), max_examples=20)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--covering`: for runs in which each case takes long."""
+    parser.addoption("--covering", type=int, default=99, help="lowers the n of all covering(n)")
+
+
+def axes(case: pytest.Item) -> dict[str, tuple[object, ...]]:
+    """The values of the case, by names of parameters that are given together."""
+    values = dict(case.callspec.params)  # type: ignore[attr-defined]
+    found: dict[str, tuple[object, ...]] = {}
+    for marker in case.iter_markers("parametrize"):
+        names = marker.args[0]
+        together = names.replace(" ", "").split(",") if isinstance(names, str) else names
+        found[",".join(together)] = tuple(values.pop(name) for name in together)
+    return found | {name: (value,) for name, value in values.items()}  # (of fixtures)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks the cases of a product as extra that its covering(n) can do without."""
+    products: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if not hasattr(item, "callspec") or item.get_closest_marker("extra"):
+            continue
+        if item.get_closest_marker("covering"):
+            products.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for name, cases in products.items():
+        marker = cases[0].get_closest_marker("covering")
+        assert marker is not None
+        strength = min(*marker.args, config.getoption("--covering"))
+        chosen = covering([axes(case) for case in cases], strength, zlib.crc32(name.encode()))
+        for number, case in enumerate(cases):
+            if number not in chosen:
+                case.add_marker("extra")
+
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 

@@ -174,12 +174,14 @@ def test_native_tests_have_no_findings(name: str, shadow: Path, tmp_path: Path) 
         "test_sanitizers",
         "test_portability",
         "base/test_pool_jobs",
+        "base/test_thread_annotations",
         "pipeline/test_buffer_policy",
     )
     ignored = [f"--ignore=tests/native/{file}.py" for file in builders]
     sanitizer = SANITIZERS[name]
-    chosen = ["-m", "not slow", "-k", f"not ({sanitizer.without})", *sanitizer.tests]
-    arguments = ["-m", "pytest", *quiet, *ignored, *chosen, "--hypothesis-profile=sanitized"]
+    chosen = ["-m", "not (slow or extra)", "-k", f"not ({sanitizer.without})", *sanitizer.tests]
+    few = ["--covering=1", "--hypothesis-profile=sanitized"]
+    arguments = ["-m", "pytest", *quiet, *ignored, *chosen, *few]
     status, output, found = run(name, shadow, tmp_path, arguments)
     if LEAK_CHECKER_CRASHED in found:
         again = tmp_path / "again"

@@ -71,6 +71,7 @@ def reference(dtype: str, accumulate: int) -> Run:
     return REFERENCES[key]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize(
     "dtype",
@@ -97,6 +98,7 @@ def test_same_bits_as_cpu(
     assert runtime.page_locked == {}
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize(
     ("rule", "of_rule"),

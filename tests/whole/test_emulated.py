@@ -54,6 +54,7 @@ SETTINGS = [
 ]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize(
     "dtype",

@@ -462,7 +462,7 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("one_thread")
-@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
 @given(cases)
 @example((ALL, DEVIATING, Place(OPTIONS)))
 @example((ALL, DEVIATING, Place({**OPTIONS, "dtype": "fp16"}, host=1.5)))

@@ -131,6 +131,7 @@ def losses_of(
     return losses
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("prefetch", [True, False])
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS.keys())
 def test_training_equals_plain_torch(

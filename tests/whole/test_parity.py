@@ -43,6 +43,7 @@ def reference(dtype: str) -> Run:
     return REFERENCES[dtype]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_same_bits_as_cpu(

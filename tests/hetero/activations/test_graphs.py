@@ -92,6 +92,7 @@ def test_one_graph(reentrant: bool | None, tmp_path: Path) -> None:
         assert_same(rig, net, expected(backward, reentrant))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("prefetch", [True, False])
 @pytest.mark.parametrize("reentrant", CHECKPOINTS)
 def test_graphs_that_cross(reentrant: bool | None, prefetch: bool, tmp_path: Path) -> None:
@@ -168,6 +169,7 @@ class Stop(Exception):
     """A user's exception."""
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("in_backward", [False, True])
 @pytest.mark.parametrize("reentrant", CHECKPOINTS)
 def test_an_exception(reentrant: bool | None, in_backward: bool, tmp_path: Path) -> None:

@@ -146,7 +146,5 @@ class StoreMachine(RuleBasedStateMachine):
 def test_anything(backend: str) -> None:
     machine = type("Machine", (StoreMachine,), {"backend": backend})
     case = machine.TestCase
-    case.settings = settings(
-        max_examples=60, stateful_step_count=50, phases=[Phase.reuse, Phase.generate]
-    )
+    case.settings = settings(stateful_step_count=50, phases=[Phase.reuse, Phase.generate])
     case().runTest()

@@ -106,6 +106,7 @@ class Pair:
         self.ours[0].engine.close()
 
 
+@pytest.mark.covering(1)
 @needs_torchs
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)

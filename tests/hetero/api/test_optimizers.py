@@ -60,6 +60,7 @@ def build(
     return hetero.initialize(model, optimizer)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("rule", "dtype", "state_dtype"), CASES)
 @pytest.mark.parametrize(
     "settings",

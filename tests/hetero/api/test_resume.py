@@ -52,6 +52,7 @@ def whole(model: nn.Module, optimizer: hetero.HybridOptimizer) -> list[torch.Ten
     ]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("rule", OPTIMIZERS)
@@ -81,6 +82,7 @@ def test_either_order_resumes_bit_for_bit(
     other_optimizer.engine.close()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("rule", OPTIMIZERS)

@@ -95,6 +95,7 @@ class Pair:
 ALL = [*SETTINGS, EMULATED]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("make", [sgd_and_adam, two_adams])
 @pytest.mark.parametrize("settings", ALL)
 def test_each_updates_its_own(make: Make, settings: Settings, tmp_path: Path) -> None:

@@ -83,6 +83,7 @@ def late_loss(model: Net, seed: int) -> torch.Tensor:
     return loss_of(model, seed) + model.unused(torch.full((2, 8), 0.1 * seed)).square().mean()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_a_parameter_whose_gradients_come_late(
@@ -169,6 +170,7 @@ def test_steps_that_a_grad_scaler_skips_are_none(tmp_path: Path) -> None:
     pair.close()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("begun", [False, True])
 def test_state_goes_to_torch_and_back(begun: bool, name: str, tmp_path: Path) -> None:

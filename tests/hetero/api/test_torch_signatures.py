@@ -133,6 +133,7 @@ def flags() -> Iterator[tuple[Any, str]]:
     yield hetero.HybridMuon, "nesterov"
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("own", "flag"), list(flags()))
 @pytest.mark.parametrize("value", [(0.9, 0.99), 1, None, "False", torch.tensor(True)])
 def test_a_flag_that_is_no_bool_is_refused(own: Any, flag: str, value: object) -> None:

@@ -81,6 +81,7 @@ def test_nvme_traffic_is_each_streamed_record_once_each_way(tmp_path: Path) -> N
     engine.close()
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("chunk_numel", [20480, None])
 @pytest.mark.parametrize("policy", ["cpu", "nvme", "auto"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

@@ -26,6 +26,7 @@ from tests.support.training.small_net import (
 
 pytestmark = [
     pytest.mark.usefixtures("nothing_left"),
+    pytest.mark.covering(1),
     pytest.mark.parametrize("settings", SETTINGS),
 ]
 
@@ -163,6 +164,7 @@ def test_largest_magnitude_is_exact(dtype: str, settings: Settings, tmp_path: Pa
     optimizer.engine.close()
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])
 def test_norms_that_are_not_finite(

@@ -130,6 +130,7 @@ def test_what_is_read_need_not_be_used(tmp_path: Path, what: str) -> None:
     assert not results or same(*results)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("overlap", ["none", "backward"])
 def test_same_bits_with_and_without(tmp_path: Path, place: str, overlap: str) -> None:

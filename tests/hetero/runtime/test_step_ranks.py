@@ -8,6 +8,7 @@ from tests.support.ranks import step_differences
 from tests.support.ranks.processes import RankPool
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize(
     ("what", "message"),

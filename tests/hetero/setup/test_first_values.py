@@ -18,6 +18,7 @@ def ranks3() -> Iterator[RankPool]:
         yield pool
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize(
     ("numels", "frozen"),

@@ -69,6 +69,7 @@ MODELS = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("host_memory", ["64MiB", "600KiB"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS.keys())

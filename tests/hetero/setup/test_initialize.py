@@ -72,6 +72,7 @@ class Tied(Net):
             self.first.weight.data, self.last.weight.data = memory[:64], memory[64:]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("in_context", [True, False])
 @pytest.mark.parametrize("how", ["data", "overlap"])

@@ -46,6 +46,7 @@ def train(model: nn.Module, optimizer: Any) -> list[float]:
 
 
 class TestFromPretrained:
+    @pytest.mark.covering(1)
     @pytest.mark.parametrize("is_tight", [False, True])
     def test_everything_is_as_outside(self, family: Family, is_tight: bool, tmp_path: Path) -> None:
         family.save(tmp_path / "model")

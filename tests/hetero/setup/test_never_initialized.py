@@ -35,6 +35,7 @@ def pickled(model: nn.Module) -> nn.Module:
     return loaded
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("again", [saved, pickled, copy.deepcopy])
 @pytest.mark.parametrize("host_memory", ["1MiB", "40KiB"], ids=["in-ram", "offloaded"])
 def test_a_copy_is_a_plain_model(

@@ -57,6 +57,7 @@ def train(rank: int, world: int, options: dict[str, Any], rows: int, outside: bo
     return goes_on, weights, found(plain)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("outside", [False, True], ids=["context", "outside"])
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
 def test_weights_are_the_first_ranks_and_random_numbers_each_ones(

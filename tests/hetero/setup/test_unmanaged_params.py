@@ -117,6 +117,7 @@ WAYS = [
 Way = Callable[..., Any]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("dtype", SMALL_FLOATS)
 def test_floats_of_8_bits_are_refused_by_name(way: Way, dtype: torch.dtype) -> None:
@@ -128,6 +129,7 @@ def test_floats_of_8_bits_are_refused_by_name(way: Way, dtype: torch.dtype) -> N
         way(dtype, placement_policy="cpu")
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("dtype", OTHERS)
 def test_others_stay_in_ram_and_count(way: Way, dtype: torch.dtype, tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ def by_tiles(flat: torch.Tensor, func: Any, args: tuple[Any, ...], kwargs: dict[
         found[1].apply(flat[tile])
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("numel", NUMELS)
 @pytest.mark.parametrize(

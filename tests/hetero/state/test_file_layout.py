@@ -1,6 +1,6 @@
 """hetero/state/memory/file_layout: the file's map."""
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hetero.chunks.dtypes import Dtypes
@@ -49,7 +49,6 @@ def placed(draw) -> tuple[Layout, Placement, Dtypes]:
     )
 
 
-@settings(max_examples=200, deadline=None)
 @given(placed())
 def test_the_file_is_cut_without_overlap_or_gap(case):
     layout, placement, d = case

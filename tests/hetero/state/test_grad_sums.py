@@ -30,6 +30,7 @@ KINDS = [
 DTYPES = ["fp32", "bf16"]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.usefixtures("nothing_left")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind is not EMULATED])
@@ -166,6 +167,7 @@ def act_on(param: torch.nn.Parameter, kind: str, rest: list[Any]) -> None:
         param.grad = grad
 
 
+@pytest.mark.covering(1)
 @pytest.mark.usefixtures("nothing_left")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
@@ -187,6 +189,7 @@ def test_sums_are_those_of_what_is_kept_whatever_was_done(
         optimizer.engine.close()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize(("accumulate", "sync_each"), [(1, True), (2, True), (2, False)])
 def test_two_ranks_make_no_pass_for_the_norm(
@@ -213,6 +216,7 @@ class Seen(torch.Tensor):
     """A subclass, whose values may be somewhere else than its memory."""
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize(
     ("what", "change"),

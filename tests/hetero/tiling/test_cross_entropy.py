@@ -65,6 +65,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("tile_tokens", [1, 20, None])
@@ -86,6 +87,7 @@ def test_the_loss_has_the_bits_of_the_whole_one(
         assert torch.equal(found, expected)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gradients_are_as_exact_as_the_whole_ones(

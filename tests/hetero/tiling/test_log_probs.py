@@ -25,6 +25,7 @@ def tiled(weight: torch.Tensor, rows: int) -> RowTiles:
     return RowTiles([nn.Parameter(part.clone()) for part in weight.detach().split(rows)])
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("with_sums", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("tile_tokens", [16, 32, None])

@@ -36,6 +36,7 @@ def gradient(
     return embedding.weight.grad, rows
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("uses", ["both", "embedding", "head"])
 @pytest.mark.parametrize("padding_idx", [None, 3, 40])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

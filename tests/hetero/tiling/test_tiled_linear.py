@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -44,7 +44,6 @@ def pair(in_splits: int, out_splits: int, dtype: torch.dtype, bias: bool = True)
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     piece_numel=st.sampled_from([1, 50, 1 << 20]),
 )
-@settings(max_examples=60)
 def test_it_is_initialised_with_the_bits_of_linear(
     in_features: int,
     out_features: int,
@@ -73,6 +72,7 @@ def test_it_is_initialised_with_the_bits_of_linear(
         assert max(size[dim] for size in sizes) - min(size[dim] for size in sizes) <= 1
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("in_splits", "out_splits"), SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_outputs_and_gradients(in_splits: int, out_splits: int, dtype: torch.dtype) -> None:

@@ -34,6 +34,7 @@ def made(dropout: float = 0.0) -> Mlp:
     return Mlp(dropout)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("tiles", [1, 3, 4, 100])
 @pytest.mark.parametrize("outer", [False, True], ids=["alone", "inside a checkpoint"])

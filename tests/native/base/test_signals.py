@@ -13,6 +13,7 @@ THREADS = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.skipif(
     "san.so" in os.environ.get("LD_PRELOAD", ""), reason="a sanitizer has handlers of its own"
 )

@@ -21,6 +21,7 @@ from tests.support.native.io_tools import (
 )
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("op", ["read", "write"])
 @pytest.mark.parametrize("nth", range(5))
 def test_error_at_each_block(engine, tmp_path, op, nth):
@@ -91,6 +92,7 @@ def test_first_of_several_errors_is_reported_once_all_blocks_are_back(engine, tm
     assert engine.stats == settled
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("error", [errno.EAGAIN, errno.EINTR])
 @pytest.mark.parametrize("nth", [0, 3])
 def test_transient_errors_are_retried(engine, tmp_path, error, nth):
@@ -146,6 +148,7 @@ def test_transfers_that_stall_together_are_given_up_together_and_hold_no_other(k
     engine.close()
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("direct", [False, True])
 @pytest.mark.parametrize("short_bytes", [1, 512, 4096, 5000, BLOCK - 1])
 @pytest.mark.parametrize("nth", [0, 2, 4])
@@ -174,6 +177,7 @@ def test_transfer_that_never_progresses_is_an_error(engine, tmp_path):
     assert caught.value.errno == errno.EIO
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("direct", [False, True])
 @pytest.mark.parametrize("size", [0, 4096, BLOCK, BLOCK + 100, BLOCK + 4096, 3 * BLOCK - 1])
 def test_truncated_file(engine, tmp_path, direct, size):
@@ -252,6 +256,7 @@ def test_bad_address(engine, tmp_path):
         engine.read(file, address, 4096, 0)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("op", ["read", "write"])
 @pytest.mark.parametrize("nth", [0, 2, 4])
 def test_a_thread_of_the_engine_that_throws_fails_the_operation_only(engine, tmp_path, op, nth):

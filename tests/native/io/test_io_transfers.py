@@ -17,6 +17,7 @@ from tests.support.native.io_tools import (
 )
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("direct", [False, True])
 @pytest.mark.parametrize("nbytes", [4096, BLOCK, BLOCK + 4096, 40 * BLOCK])
 @pytest.mark.parametrize("registered", [False, True])

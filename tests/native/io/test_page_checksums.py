@@ -5,7 +5,7 @@ import os
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from offload import _native
@@ -61,6 +61,7 @@ def test_what_was_written_is_read(checked):
     assert checked.engine.stats["errors"] == 0
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("page", [0, 15, 16, 63])
 @pytest.mark.parametrize("bit", [0, 7])
 def test_a_flipped_bit_is_an_error_that_says_where(checked, tmp_path, page, bit):
@@ -154,7 +155,6 @@ def test_a_file_without_checksums_has_none(engine, tmp_path):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=40, deadline=None)
 @given(
     weights=st.lists(st.integers(1, 3), min_size=1, max_size=3),
     writes=st.lists(st.tuples(st.integers(0, 63), st.integers(1, 64)), min_size=1, max_size=6),

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from offload import _native
@@ -57,7 +57,6 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     arrays=st.lists(
         st.tuples(

@@ -45,6 +45,7 @@ def committed(filed: Filed) -> list[bytes]:
     return [filed.in_file(*pair) for pair in (*states, *params)]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("buffers", [1, 2, 6])
 @pytest.mark.parametrize("steps_before", [0, 2])
 @pytest.mark.parametrize(

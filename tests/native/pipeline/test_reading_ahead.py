@@ -43,6 +43,7 @@ def expected(
     ]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("buffers", [1, 3, 5, 8])
 @pytest.mark.parametrize("param_in_file", [False, True])
 def test_reads_ahead_as_many_as_there_are_buffers(
@@ -71,6 +72,7 @@ def test_reads_ahead_as_many_as_there_are_buffers(
     assert filed.bytes() == tiles.bytes()
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("streaming", [1, 2, 3])
 @pytest.mark.parametrize("buffers", [1, 3, 5, 8, 12])
 @pytest.mark.parametrize("param_in_file", [False, True])

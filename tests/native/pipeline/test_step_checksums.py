@@ -29,6 +29,7 @@ def checksums(content: np.ndarray) -> bytes:
     return np.array(pages, np.uint32).tobytes()
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("buffers", [1, 3, 8])
 @pytest.mark.parametrize("in_file", [(), (True,), (True, True)])
 def test_the_file_has_those_of_what_was_written(

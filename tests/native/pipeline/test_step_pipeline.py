@@ -24,6 +24,7 @@ from tests.support.native.step_tiles import (
 PLACES = [(False, False), (True, False), (True, True)]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("buffers", [1, 2, 3, 4, 6])
 @pytest.mark.parametrize(("param_in_file", "grad_in_file"), PLACES)
 @pytest.mark.parametrize(("dtype", "grad_dtype"), [("bf16", "bf16"), ("fp16", "fp32")])
@@ -68,6 +69,7 @@ def test_file_and_ram_give_the_same_bytes(
     assert stats["write_wait_s"] >= 0
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("kind", ["threads"])
 @pytest.mark.parametrize("state_dtype", ["fp32", "bf16", "8bit"])
 @pytest.mark.parametrize("rule", ["adam", "lion", "adagrad", "sgd", "muon"])

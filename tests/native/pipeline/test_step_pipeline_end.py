@@ -23,6 +23,7 @@ from tests.support.native.step_tiles import (
 )
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("nth", [0, 7])
 @pytest.mark.parametrize("buffers", [1, 3])
 def test_a_failed_read_stops_everything(file_tiles: FileTiles, nth: int, buffers: int) -> None:

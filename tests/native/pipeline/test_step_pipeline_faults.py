@@ -61,6 +61,7 @@ def open_fds() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("buffers", [1, 3])
 @pytest.mark.parametrize("nth", [0, 2, 4])
 def test_an_update_that_throws_changes_nothing_of_its_tile_and_stops_the_rest(
@@ -83,6 +84,7 @@ def test_an_update_that_throws_changes_nothing_of_its_tile_and_stops_the_rest(
         assert param.tobytes() == wanted
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("op", ["read", "write"])
 @pytest.mark.parametrize("nth", range(0, 50, 7))
 def test_any_failed_block_ends_in_a_typed_error(

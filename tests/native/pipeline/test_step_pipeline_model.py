@@ -173,5 +173,5 @@ class PipelineMachine(RuleBasedStateMachine):
 
 def test_any_calls_in_any_order(kind: str) -> None:
     machine = type("Machine", (PipelineMachine,), {"kind": kind}).TestCase
-    machine.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+    machine.settings = settings(stateful_step_count=25)
     machine().runTest()

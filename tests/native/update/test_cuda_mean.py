@@ -10,6 +10,7 @@ from tests.support.native.fake_cuda import FakeRuntime
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
 @pytest.mark.parametrize("numel", [1, 255, 256, 4097])

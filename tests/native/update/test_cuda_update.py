@@ -13,7 +13,6 @@ from offload import _native
 from offload.device.updater import DeviceTask, Updater
 from tests.support.native.device_tile import (
     DTYPES,
-    KINDS,
     RULES,
     STATE_DTYPES,
     TILE,
@@ -26,9 +25,13 @@ from tests.support.native.update_arrays import TORCH_DTYPES, Arrays, equal_bits,
 from tests.support.native.update_oracle import Hyper
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_same_bits_as_the_cpu(kind: _native.UpdateKind) -> None:
-    check_update(FakeRuntime(), kind)
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("state_dtype", STATE_DTYPES)
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("grad_dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_same_bits_as_the_cpu(dtype: str, grad_dtype: str, rule: str, state_dtype: str) -> None:
+    check_update(FakeRuntime(), _native.UpdateKind(dtype, grad_dtype, rule, state_dtype))
 
 
 def test_many_tiles_segments_and_hyper_parameters_are_one_launch() -> None:

@@ -46,6 +46,7 @@ def momentum_pass(
     return directions[:-1]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("state_dtype", ["fp32", "bf16", "8bit"])
 @pytest.mark.parametrize("hyper", HYPERS.values(), ids=HYPERS)
 @pytest.mark.parametrize("grad_dtype", DTYPES)
@@ -75,6 +76,7 @@ def test_bits_are_the_oracles(hyper: Hyper, dtype: str, grad_dtype: str, state_d
                 assert equal_bits(arrays.fp32_states()[0], buffer), isa
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("momentum", [0.0, 0.3, 0.5, 0.95, 1.0])
 @pytest.mark.parametrize("nesterov", [False, True])

@@ -132,6 +132,7 @@ def test_blocks_of_the_pool_are_split_at_the_same_places(kind: _native.UpdateKin
     assert not any(state.any() for state in arrays.fp32_states())
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("kind", [*BF16_KINDS, EIGHT_BIT], ids=repr)
 def test_an_update_with_rate_zero_keeps_every_master(kind: _native.UpdateKind, isa: str) -> None:
@@ -148,6 +149,7 @@ def test_an_update_with_rate_zero_keeps_every_master(kind: _native.UpdateKind, i
         assert arrays.fp32_states()[-1].any() or kind.rule == "muon"  # which has another pass
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("kind", [*BF16_KINDS, EIGHT_BIT], ids=repr)
 def test_a_parameter_that_is_written_alone_stays_what_was_written(

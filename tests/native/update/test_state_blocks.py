@@ -52,6 +52,7 @@ def test_every_code_is_the_float_that_it_is_defined_to_be(
     assert state_blocks.table(signed)[state_blocks.ONE[signed]] == 1
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("kind", [SIGNED, ROOTS], ids=["signed", "roots"])
 @pytest.mark.parametrize("scale", [1.0, 3.1415927, 1e-9, 2.0**-40, 7e17])
@@ -123,6 +124,7 @@ def test_a_state_is_rounded_to_the_nearest_code(kind: _native.UpdateKind) -> Non
     assert (rows[:, 4:].max(axis=1) > 0).all()
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("signed", [True, False])
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
 @pytest.mark.parametrize("code", [3, 50, 99])

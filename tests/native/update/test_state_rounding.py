@@ -20,6 +20,7 @@ def exp_avg_of(
     return arrays.fp32_states()[0]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize(
     ("kind", "kept_bits"),
     [

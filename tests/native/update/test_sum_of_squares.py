@@ -37,6 +37,7 @@ def test_accurate_and_independent_of_isa_and_threads(dtype: str, numel: int) -> 
     assert results.pop() == pytest.approx(exact, rel=1e-13, abs=0)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("isa", _native.isa_available())
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("numel", [1, 33, BLOCK + 1, 2 * BLOCK + 77])

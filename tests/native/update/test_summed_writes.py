@@ -69,8 +69,10 @@ def sum_of_squares(tensor: torch.Tensor, dtype: DtypeName) -> float:
 PAIRS = list(itertools.product(DTYPES, DTYPES))
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("name", ["copy_and_sum", "add_and_sum"])
-@pytest.mark.parametrize(("source_dtype", "dtype"), PAIRS)
+@pytest.mark.parametrize("source_dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("numel", SIZES)
 def test_the_bits_of_torch_and_of_the_separate_sum(
     numel: int, source_dtype: DtypeName, dtype: DtypeName, name: str
@@ -85,6 +87,7 @@ def test_the_bits_of_torch_and_of_the_separate_sum(
         assert total == sum_of_squares(expected, dtype), (isa, threads)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("isa", _native.isa_available())
 @pytest.mark.parametrize("name", ["copy_and_sum", "add_and_sum"])
 @pytest.mark.parametrize(("source_dtype", "dtype"), PAIRS)

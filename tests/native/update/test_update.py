@@ -69,6 +69,7 @@ def kept_master(w: np.ndarray, kind: _native.UpdateKind) -> np.ndarray:
     return without_tie(w) if kind.carrier == "remainder" else w
 
 
+@pytest.mark.covering(3)
 @pytest.mark.parametrize("state_dtype", STATE_DTYPES)
 @pytest.mark.parametrize(("rule", "hyper"), CASES)
 @pytest.mark.parametrize("grad_dtype", DTYPES)
@@ -151,6 +152,7 @@ def test_every_kind_has_the_same_bits_on_every_isa(kind: _native.UpdateKind) -> 
     assert len(found) == 1
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize(
     "kind", [k for k in KINDS if k.grad_dtype == "fp32" and k.state_dtype != "8bit"], ids=repr
@@ -217,6 +219,7 @@ def test_lion_takes_the_sign_and_nothing_else(isa: str) -> None:
         assert np.isnan(arrays.fp32_master()[~number]).all()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("kind", [k for k in KINDS if k.grad_dtype == "fp32"], ids=repr)
 def test_non_finite_gradients_spread_no_further_than_their_element(

@@ -3,7 +3,7 @@
 import itertools
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.native.cache_rig import Rig, pattern
@@ -29,7 +29,6 @@ class TestOrder:
             frozenset(pair) for pair in itertools.combinations(range(3), 2)
         }
 
-    @settings(max_examples=60, deadline=None)
     @given(st.lists(st.integers(0, 4), min_size=1, max_size=7), st.integers(1, 3))
     def test_a_known_step_costs_as_few_reads_as_possible(self, step, slots):
         r = Rig(slots, [1] * 5)

@@ -7,7 +7,7 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.cache.slot_cache import SlotCache
@@ -76,7 +76,6 @@ class Model:
         return found
 
 
-@settings(max_examples=300, deadline=None)
 @given(data=st.data())
 def test_any_search_finds_what_a_search_through_all_windows_finds(data) -> None:
     slots = data.draw(st.integers(4, 9))

@@ -7,7 +7,7 @@ import random
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from offload import _native
@@ -32,7 +32,6 @@ def make(slots: int = 3, **options: object) -> tuple[FakeRuntime, CudaBackend, D
     return runtime, backend, arena
 
 
-@settings(max_examples=150, deadline=None)
 @given(seed=st.integers(0, 1 << 32), length=st.integers(20, 200), several=st.booleans())
 def test_work_sees_what_was_fetched_for_it(seed: int, length: int, several: bool) -> None:
     """Slots are fetched to, pinned, used by work that is given, and let go; streams run anyhow."""

@@ -4,7 +4,7 @@ import errno
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.device.grad_offload import BUFFERS, GradOffload
@@ -54,6 +54,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("kept_dtype", DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("numel", [0, pytest.param(1, marks=pytest.mark.extra), 5 * BUFFER + 3])
@@ -262,7 +263,6 @@ def test_what_is_added_to_a_lost_gradient_is_lost(rig):
         r.wait(0)
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     steps=st.lists(
         st.tuples(st.integers(0, 2), st.booleans(), st.sampled_from(DTYPES)), max_size=20

@@ -76,6 +76,7 @@ def test_ram_need_not_be_whole_pages(rig: Rig) -> None:
     rig.home_copier.from_ram(randoms(0), torch.zeros(0, dtype=torch.uint8))
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("nth", [0, 1, 2, 5])
 @pytest.mark.parametrize("way", ["to_file", "from_file", "to_ram", "from_ram"])
 @pytest.mark.parametrize("side", ["link", "file"])

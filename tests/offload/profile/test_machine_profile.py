@@ -60,6 +60,7 @@ def test_a_file_without_latencies_is_loaded(tmp_path):
 NUMBERS = [f.name for f in dataclasses.fields(Profile) if f.name not in ("name", "date", "source")]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", NUMBERS)
 @pytest.mark.parametrize("value", [-1, math.nan, math.inf, "fast", True, [1]])
 def test_numbers_that_make_no_sense_are_refused(name, value):

@@ -77,6 +77,7 @@ def store_of(engine: hetero.Engine) -> ActivationStore:
     return engine.activations
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("reentrant", CHECKPOINTS)
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable")

@@ -41,6 +41,7 @@ def on_cpu(pool: RankPool, stage: int, *more: Any) -> list[dict[str, Any]]:
     return pool.run(ranks.train, options, *more)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("nccl", [False, True], ids=["gloo", "nccl"])
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -77,6 +77,7 @@ def test_a_budget_without_room_for_what_replicas_send_is_refused(ranks2: RankPoo
     ranks2.run(ranks.train, options, 1, 2, True)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "more",
     [

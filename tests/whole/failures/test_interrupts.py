@@ -138,6 +138,7 @@ def clip(training: Training) -> Callable[[], object]:
 PHASES = [forward, backward, step, gather, use, save, load, clip]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("every", [101, pytest.param(1, marks=pytest.mark.extra)])
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("settings", [*SETTINGS, EMULATED, *OVERLAPPED])
@@ -206,6 +207,7 @@ def test_signals_at_any_time(
     training.close()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("settings", [*SETTINGS, EMULATED])
 @pytest.mark.parametrize("closes", [True, False])
 def test_a_model_is_dropped_after_an_interruption(

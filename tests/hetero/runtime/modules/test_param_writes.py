@@ -26,6 +26,7 @@ from tests.support.training.small_net import (
 
 pytestmark = [
     pytest.mark.usefixtures("nothing_left"),
+    pytest.mark.covering(1),
     pytest.mark.parametrize("settings", [*SETTINGS, EMULATED]),
 ]
 

@@ -30,6 +30,7 @@ class Stop(Exception):
     """A user's exception."""
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("settings", [*SETTINGS, EMULATED])
 def test_a_forward_without_a_backward_keeps_nothing(
@@ -141,6 +142,7 @@ def _fused(model: Net, x: torch.Tensor) -> torch.Tensor:
     return _Head.apply(torch.tanh(model.first(x)), model.last.weight) + model.last.bias
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", ["plain", "reentrant", "non-reentrant"])
 @pytest.mark.parametrize("settings", [*SETTINGS, EMULATED])
 def test_an_absent_parameter_that_a_function_saves(

@@ -36,6 +36,7 @@ from tests.support.training.overlap_net import (
 Seen = Iterable[torch.Tensor]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("kind", ["plain", "reentrant", "non-reentrant"])
 def test_same_bits(tmp_path: Path, place: str, kind: str) -> None:
@@ -98,6 +99,7 @@ def test_two_chunk_groups(tmp_path: Path, place: str) -> None:
     assert_same_bits(tmp_path, place, ["backward"], loop, keep_fp32=["*norm*"])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("place", ["ram", "optim_states", "disk"])
 @pytest.mark.parametrize("marked", [True, False])
 def test_accumulation(tmp_path: Path, place: str, marked: bool) -> None:
@@ -261,6 +263,7 @@ class Detached(nn.Module):
         return torch.tanh(x) * bias
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("place", ["ram", "optim_states", "disk"])
 @pytest.mark.parametrize("how", ["detach", "data", "recomputed"])
 def test_values_that_backward_still_needs(tmp_path: Path, place: str, how: str) -> None:

@@ -36,6 +36,7 @@ from tests.support.training.overlap_net import (
 Seen = Iterable[torch.Tensor]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("place", EVERYWHERE)
 @pytest.mark.parametrize("kind", ["plain", "reentrant", "non-reentrant"])
 @pytest.mark.parametrize("overlap", ["forward", "both"])
@@ -58,6 +59,7 @@ def test_same_bits(tmp_path: Path, place: str, kind: str, overlap: str) -> None:
     assert_same_bits(tmp_path, place, [overlap], loop, lambda: Net(kind=kind))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("place", EVERYWHERE)
 @pytest.mark.parametrize("clip", ["norm", "value", "scaler"])
 def test_clipping_and_scaling(tmp_path: Path, place: str, clip: str) -> None:

@@ -132,7 +132,7 @@ CLEARED = (
 )
 
 
-@settings(max_examples=30)
+@settings(max_examples=10)
 @example(CLEARED)
 @given(training=trainings())
 def test_any_training(pools: dict[int, RankPool], training: tuple[int, Model, Loop, Where]) -> None:

@@ -32,6 +32,7 @@ def test_ranks_need_not_wait_for_their_chunks_in_the_same_order(
         assert all(map(torch.equal, one, other))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("overlap", ["auto", "both", "backward"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_updates_during_backward(

@@ -42,6 +42,7 @@ RULES: dict[str, Callable[..., hetero.HybridOptimizer]] = {
 # What comes back
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("overlap", OVERLAPS)
 @pytest.mark.parametrize("place", UNDO_PLACES)
 def test_training_goes_on_as_without_the_step(tmp_path: Path, place: str, overlap: str) -> None:
@@ -68,6 +69,7 @@ def test_training_goes_on_as_without_the_step(tmp_path: Path, place: str, overla
     assert same(*results)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("state_dtype", ["fp32", "bf16", "8bit"])
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("place", ["ram", "disk"])
@@ -107,6 +109,7 @@ class Half(nn.Module):
         return x @ getattr(self, self.used).T
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("overlap", ["none", "both"])
 @pytest.mark.parametrize("place", ["ram", "optim_states", "disk"])
 def test_parameters_of_a_chunk_that_get_no_gradient(
@@ -297,6 +300,7 @@ def _undo(model: Any, optimizer: Any) -> None:
     optimizer.undo_last_step()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("action", "why"),
     [
@@ -365,6 +369,7 @@ def test_an_optimizer_whose_updates_have_two_passes(tmp_path: Path) -> None:
 # Several ranks
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("overlap", ["none", "auto", "both"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_ranks_undo_steps_together(

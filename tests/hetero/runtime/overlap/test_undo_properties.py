@@ -111,7 +111,7 @@ def _train(
     return found
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8)
 @given(
     loop=st.lists(STEPS, min_size=2, max_size=5),
     where=st.sampled_from(WHERE),

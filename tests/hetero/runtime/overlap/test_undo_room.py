@@ -52,6 +52,7 @@ def spare_bytes(optimizer: Any) -> int:
     return trained * sum(tile_bytes(optimizer).values())
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("overlap", OVERLAPS)
 @pytest.mark.parametrize("place", UNDO_PLACES)
 def test_a_step_writes_all_state_once_and_undoing_it_reads_what_is_in_ram(

@@ -8,6 +8,7 @@ from tests.support.overlap import zeroing
 from tests.support.ranks.processes import RankPool
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("how", ["all", "each"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_zeros_replace_what_is_on_its_way_to_other_ranks(

@@ -99,6 +99,7 @@ BACKENDS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", ["bf16", "fp32", "fp16"])
 def test_the_bits_are_those_of_no_migration(dtype: str, backend: str, tmp_path: Path) -> None:
@@ -117,7 +118,7 @@ def test_the_bits_are_those_of_no_migration(dtype: str, backend: str, tmp_path: 
 
 
 @settings(
-    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(
     st.lists(

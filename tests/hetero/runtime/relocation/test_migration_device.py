@@ -64,7 +64,7 @@ def test_each_way_to_each_other(first: tuple[int, int], tmp_path: Path) -> None:
 
 
 @settings(
-    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(
     st.lists(
@@ -240,6 +240,7 @@ def nothing_changed(training: Training) -> Iterator[None]:
     assert engine.ledger.budget_bytes == budgets
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("direction", ["h2d", "d2h"])
 @pytest.mark.parametrize("nth", [0, 1, 7])
 @pytest.mark.parametrize("host", [MOST, LEAST])

@@ -19,6 +19,7 @@ from tests.support.ranks.processes import RankPool
 PAUSES_S = [0.0, 0.003, 0.02]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("pause_s", PAUSES_S)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_two_ranks(ranks2: RankPool, stage: int, pause_s: float) -> None:

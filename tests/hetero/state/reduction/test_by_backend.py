@@ -9,6 +9,7 @@ from tests.support.gathering.deviating import reduced
 from tests.support.ranks.processes import RankPool
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_means_are_those_of_the_own_sum_but_for_rounding(

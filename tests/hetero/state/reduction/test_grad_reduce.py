@@ -375,7 +375,7 @@ def run_program(program: dict[str, Any]) -> None:
 
 
 @given(programs())
-@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(suppress_health_check=list(HealthCheck))
 def test_any_arrivals_become_the_mean(program: dict[str, Any]) -> None:
     run_program(program)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -33,7 +33,6 @@ def pair(tile_rows: int, dtype: torch.dtype = torch.float32, **options: Any) -> 
     padding_idx=st.none() | st.integers(-1, 0),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
-@settings(max_examples=60)
 def test_it_is_initialised_with_the_bits_of_embedding(
     rows: int, width: int, tile_rows: int, padding_idx: int | None, dtype: torch.dtype
 ) -> None:
@@ -53,6 +52,7 @@ def test_pieces_that_end_inside_of_tiles(piece_numel: int, monkeypatch: pytest.M
     assert torch.equal(tiled.weight, plain.weight)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("tile_rows", [1, 64, 299, 300, 1000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
