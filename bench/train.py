@@ -156,7 +156,7 @@ def _contenders(
     return contenders
 
 
-def write_workload(options: TrainOptions, path: Path, ranks: int = 1, lean: bool = False) -> None:
+def write_workload(options: TrainOptions, path: Path, ranks: int = 1) -> None:
     """Writes what `hetero train` would do with these options, batches and rates included."""
     corpus = load_corpus(options.data, options.seq_len, options.seed)
     tokens_path = path.with_name("tokens.bin")
@@ -181,7 +181,6 @@ def write_workload(options: TrainOptions, path: Path, ranks: int = 1, lean: bool
         threads=options.threads or max(1, torch.get_num_threads() // ranks),
         ranks=ranks,
         shard_ranks=options.shard_ranks,
-        lean=lean,
     ).write(path)
 
 

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -43,15 +42,12 @@ class Outcome:
     """`status` is "finished", "missing" or "failed"; `figures` is empty unless finished.
 
     In `figures` are "sent_bytes_per_host", of the whole run; none without hosts.
-
-    `late`: it failed because it was not done in time.
     """
 
     name: str
     status: str
     figures: dict[str, Any]
     error: str | None = None
-    late: bool = False
 
 
 def hetero_contender(options: TrainOptions, policy: str, folder: Path, ranks: int = 1) -> Contender:
@@ -63,15 +59,15 @@ def hetero_contender(options: TrainOptions, policy: str, folder: Path, ranks: in
         run_dir=str(folder / f"hetero-{policy}"),
         json=True,
         # One each: they would write the same file.
-        timeline=options.timeline and str(_with_policy(Path(options.timeline), policy)),
+        timeline=options.timeline and _with_policy(options.timeline, policy),
     )
     command = (sys.executable, "-m", "hetero.cli", "train", *to_arguments(own))
     log_path = folder / f"hetero-{policy}.log"
     return Contender(f"hetero {policy}", command, None, log_path, ranks=ranks)
 
 
-def _with_policy(path: Path, policy: str) -> Path:
-    return path.with_stem(f"{path.stem}-{policy}")
+def _with_policy(path: str, policy: str) -> str:
+    return str(Path(path).with_stem(f"{Path(path).stem}-{policy}"))
 
 
 def require_ranks(peer: str, ranks: int) -> None:
@@ -109,42 +105,25 @@ def peer_contenders(
     deepspeed = peer == "deepspeed"
     program = (python if deepspeed else sys.executable, "-m", f"bench.peers.training.{peer}_train")
     swap_folder = folder / "deepspeed-swap" if deepspeed else None
-    return [
-        _peer(f"{peer} {mode}", program, mode, workload, folder, swap_folder, ranks)
-        for mode in (("fp32",) if dtype == "fp32" and not deepspeed else MODES[peer])
-    ]
-
-
-def _peer(
-    name: str,
-    program: tuple[str, ...],
-    mode: str,
-    workload: Path,
-    folder: Path,
-    swap_folder: Path | None,
-    ranks: int,
-) -> Contender:
-    stem = name.replace(" ", "-")
-    result_path = folder / f"{stem}.json"
-    command = [*program, str(workload), str(result_path), mode]
-    if swap_folder is not None:
-        command.append(str(swap_folder))
-    log_path = folder / f"{stem}.log"
-    return Contender(name, tuple(command), result_path, log_path, swap_folder, ranks)
+    swap = () if swap_folder is None else (str(swap_folder),)
+    found = []
+    for mode in ("fp32",) if dtype == "fp32" and not deepspeed else MODES[peer]:
+        path = folder / f"{peer}-{mode}.json"
+        command = (*program, str(workload), str(path), mode, *swap)
+        log_path = path.with_suffix(".log")
+        found.append(Contender(f"{peer} {mode}", command, path, log_path, swap_folder, ranks))
+    return found
 
 
 def run_contender(
     contender: Contender,
     timeout_s: float,
-    more: Mapping[str, str] | None = None,
     hosts: Hosts | None = None,
 ) -> Outcome:
-    """Runs it to its end, with `more` in its environment, its ranks on `hosts` if they are given;
-    its ranks' logs have what they print."""
-    environment = {**os.environ, **(more or {})} | {
-        **import_environment(),
-        "PATH": path_beside(contender.command[0]),
-    }
+    """Runs it to its end, its ranks on `hosts` if they are given; their logs have what they
+    print."""
+    own = {**import_environment(), "PATH": path_beside(contender.command[0])}
+    environment = os.environ | own
     result_path = contender.result_path or contender.log_path.with_suffix(".out")
     stdout_path = result_path if contender.result_path is None else None
     sent_before = _sent_bytes(hosts)
@@ -164,7 +143,7 @@ def run_contender(
         if error.exit_code == EXIT_MISSING and contender.result_path is not None:
             why = last_line(rank_log(contender.log_path, 0, contender.ranks))
             return Outcome(contender.name, "missing", {}, f"{why}; install: {DEEPSPEED_INSTALL}")
-        return Outcome(contender.name, "failed", {}, str(error), late=error.exit_code is None)
+        return Outcome(contender.name, "failed", {}, str(error))
     finally:
         if contender.swap_folder is not None:
             shutil.rmtree(contender.swap_folder, ignore_errors=True)

@@ -271,7 +271,6 @@ FILE = Kind("FILE", TEXT.read)
 FOLDER = Kind("DIR", TEXT.read)
 COUNT = Kind("N", parse_count)
 SIZE = Kind("SIZE", parse_size)
-NUMBER = Kind("N", _number)
 SECONDS = Kind("SECONDS", _number)
 
 

@@ -21,17 +21,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from bench.harness.rounds import Sample
-from bench.work.updates import Updates
 from hetero.chunks.dtypes import Dtypes
 from hetero.cli.job.data import Corpus, load_corpus
 from hetero.cli.job.models import build_model, count_parameters, model_config
 from hetero.cli.job.options import TrainOptions
+from offload.profile.measure import UpdateArrays
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 UPDATE_NUMEL = 32 << 20  # of the arrays that updates are measured on: beyond any cache
-UPDATE_REPEATS = 2
 FEW_LAYERS, MORE_LAYERS = 2, 6  # of the small models that a large one is extrapolated from
 
 
@@ -59,7 +58,7 @@ class ComputeAlone:
             more = (layers - FEW_LAYERS) / (MORE_LAYERS - FEW_LAYERS)
             self._weights = [1 - more, more]
             self.method = f"{layers} layers, from models of {FEW_LAYERS} and {MORE_LAYERS}"
-        self._updates = Updates(min(UPDATE_NUMEL, max(self.params, 1 << 16)), UPDATE_REPEATS)
+        self._arrays = UpdateArrays(min(UPDATE_NUMEL, max(self.params, 1 << 16)))
 
     def sample(self, passes: int) -> Sample:
         """Seconds of a step: {"forward_s", "backward_s", "update_s", "compute_s"}.
@@ -71,11 +70,11 @@ class ComputeAlone:
             timed = [_timed_pass(model, self._corpus, self._batch_size) for _ in range(passes + 1)]
             forward_s += weight * statistics.median(t[0] for t in timed[1:]) * self._accumulate
             backward_s += weight * statistics.median(t[1] for t in timed[1:]) * self._accumulate
-        update = self._updates.update(self._dtypes.kind).sample()
+        kind = self._dtypes.kind
         parts = {
             "forward_s": forward_s,
             "backward_s": backward_s,
-            "update_s": self.params / update["params_per_s"],
+            "update_s": kind.bytes_moved(self.params) / self._arrays.update(kind),
         }
         return {**parts, "compute_s": sum(parts.values())}
 

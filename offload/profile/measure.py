@@ -72,7 +72,7 @@ def measure_profile(
     arrays = UpdateArrays(numel)
     samplers: dict[str, Callable[[], float]] = {"dram": arrays.stream}
     for dtype in TORCH_DTYPES:
-        samplers[f"update {dtype}"] = lambda dtype=dtype: arrays.update(dtype)  # type: ignore[misc]
+        samplers[f"update {dtype}"] = partial(arrays.update, UpdateKind(dtype, dtype))
         samplers[f"matmul {dtype}"] = _matmul_sampler(dtype)
     rates = _medians(samplers)
     nvme: dict[str, float] = {}
@@ -138,7 +138,7 @@ def _medians(samplers: Mapping[str, Callable[[], float]], rounds: int = ROUNDS) 
 
 
 class UpdateArrays:
-    """Memory of an AdamW update of `numel` elements in any dtype, and of the stream kernel."""
+    """Memory of an update of `numel` elements of any kind, and of the stream kernel."""
 
     def __init__(self, numel: int) -> None:
         self._numel = numel
@@ -157,11 +157,11 @@ class UpdateArrays:
             28 * self._numel, lambda: _native.stream(param, grad, exp_avg, exp_avg_sq, self._numel)
         )
 
-    def update(self, dtype: DtypeName) -> float:
-        """Bytes per second, as UpdateKind.bytes_moved counts them, of one AdamW update."""
-        kind = UpdateKind(dtype, dtype)
+    def update(self, kind: UpdateKind) -> float:
+        """Bytes per second, as UpdateKind.bytes_moved counts them, of one update."""
         param, grad, master, *states = self._parts
-        master = 0 if dtype == "fp32" else master
+        master = 0 if kind.dtype == "fp32" else master
+        states = states[: kind.states]
         return self._rate(
             kind.bytes_moved(self._numel),
             lambda: _native.update(kind, param, grad, master, states, self._numel, self._hyper),

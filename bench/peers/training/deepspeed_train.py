@@ -36,8 +36,6 @@ class DeepSpeedPeer:
         torch.manual_seed(workload.seed)
         with deepspeed.zero.Init(config_dict_or_path=config):
             model = AutoModelForCausalLM.from_config(workload.make_model_config()).train()
-        if workload.lean:
-            model.gradient_checkpointing_enable()
         self.params = sum(parameter.ds_numel for parameter in model.parameters())
         self.engine, self._optimizer, _, _ = deepspeed.initialize(
             model=model,
@@ -71,8 +69,7 @@ def deepspeed_config(workload: Workload, mode: str, swap_folder: Path) -> dict[s
         vocab_size = int(workload.model_config.get("vocab_size", 0))
         width = int(workload.model_config.get("n_embd", 0))
         buffer_numel = max(vocab_size * width, 4 * width * width) + (1 << 20)
-        if not workload.lean:
-            buffer_numel = max(LEAST_BUFFER_NUMEL, buffer_numel)
+        buffer_numel = max(LEAST_BUFFER_NUMEL, buffer_numel)
     optimizer = {
         "lr": workload.lrs[0],
         "betas": list(workload.betas),

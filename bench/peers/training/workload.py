@@ -29,9 +29,6 @@ class Workload:
     threads: int  # of a rank
     ranks: int = 1
     shard_ranks: int | None = None  # that share the model state; None: all
-    # With as little memory as the contender can: activations recomputed, no larger buffers than the
-    # model needs.
-    lean: bool = False
 
     @property
     def tokens_per_step(self) -> int:

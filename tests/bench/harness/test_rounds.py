@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from bench.harness.machine import commit, cpu_model, describe_machine, header
 from bench.harness.program import (
-    NUMBER,
+    SECONDS,
     SIZE,
     Kind,
     Option,
@@ -242,8 +242,8 @@ def test_bad_input_is_one_line_and_exit_2(
         (whole(), "3", 3),
         (whole(), "0", "--x must be 1 or more, got 0"),
         (whole(0), "1.5", "--x must be a whole number, got '1.5'"),
-        (NUMBER, "1.5", 1.5),
-        (NUMBER, "much", "--x must be a number, got 'much'"),
+        (SECONDS, "1.5", 1.5),
+        (SECONDS, "much", "--x must be a number, got 'much'"),
         (some_of("abc"), "b, a,b", ["b", "a"]),
         (some_of("abc"), "d", "unknown name 'd' in --x; known: a, b, c"),
         (list_of(SIZE), "1KiB,2", [1024, 2]),
