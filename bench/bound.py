@@ -58,17 +58,17 @@ from bench.work.bandwidths import LinkBandwidth, disk_alone, memory_alone
 from bench.work.compute_alone import ComputeAlone, resident_bytes
 from bench.work.job_steps import JobSteps, overlap
 from hetero.chunks.dtypes import Dtypes
-from hetero.cli.job.job import Job, open_job
-from hetero.cli.job.loop import PICTURED_STEPS, record_steps
-from hetero.cli.job.models import (
+from hetero.cli.show.step_timeline import check_steps_picture, draw_steps
+from hetero.job.job import Job, open_job
+from hetero.job.loop import PICTURED_STEPS, record_steps
+from hetero.job.models import (
     count_parameters,
     model_config,
     model_label,
     wanted_vocab_size,
 )
-from hetero.cli.job.options import TrainOptions, add_train_arguments
-from hetero.cli.job.run_folder import RunFolder
-from hetero.cli.show.step_timeline import check_steps_picture, draw_steps
+from hetero.job.options import TrainOptions, add_train_arguments
+from hetero.job.run_folder import RunFolder
 from offload.errors import HeteroError
 
 GOAL = 1.15

@@ -59,10 +59,10 @@ from bench.peers.checkpoint_timing import drop_pages, files_bytes, steps_beside,
 from bench.train import write_workload
 from bench.work.bandwidths import disk_alone
 from bench.work.job_steps import JobSteps, job_options, steady_options
-from hetero.cli.job.job import Job, open_job
-from hetero.cli.job.models import model_label
-from hetero.cli.job.options import TrainOptions
-from hetero.cli.job.run_folder import RunFolder
+from hetero.job.job import Job, open_job
+from hetero.job.models import model_label
+from hetero.job.options import TrainOptions
+from hetero.job.run_folder import RunFolder
 
 PEERS = ("torch", "dcp", "deepspeed")
 # The programs of peers, and who of them is in which.

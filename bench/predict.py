@@ -26,16 +26,16 @@ from typing import Any
 from bench.harness.program import FILE, Option, Program, left_out, one_of, whole
 from bench.harness.rounds import Rounds, Sample
 from bench.harness.tables import Column, Table, middle, number, shown, size
-from hetero.cli.job.job import open_job
-from hetero.cli.job.models import (
+from hetero.job.job import open_job
+from hetero.job.models import (
     MODEL_NAMES,
     count_parameters,
     model_config,
     wanted_vocab_size,
 )
-from hetero.cli.job.options import OVERLAPS, TrainOptions
-from hetero.cli.job.run_folder import RunFolder
-from hetero.cli.job.step import one_step
+from hetero.job.options import OVERLAPS, TrainOptions
+from hetero.job.run_folder import RunFolder
+from hetero.job.step import one_step
 from hetero.planning.predict import figures, predict
 from hetero.planning.profiles import find_profile
 from hetero.planning.trace import Computing, Work

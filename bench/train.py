@@ -51,10 +51,10 @@ from bench.harness.program import (
 from bench.harness.rounds import ContenderError, Rounds, Sample, run_rounds
 from bench.harness.tables import Column, Table, number, ranged, shown, size
 from bench.peers.training.workload import Workload
-from hetero.cli.job.data import load_corpus
-from hetero.cli.job.models import model_config
-from hetero.cli.job.optimization import ADAM_BETAS, lr_factor
-from hetero.cli.job.options import TrainOptions, add_train_arguments, config_path
+from hetero.job.data import load_corpus
+from hetero.job.models import model_config
+from hetero.job.optimization import ADAM_BETAS, lr_factor
+from hetero.job.options import TrainOptions, add_train_arguments, config_path
 
 # The shape of docs/benchmarks.md: 354M parameters with GPT-2's own vocabulary.
 DEFAULTS = {

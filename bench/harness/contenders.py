@@ -14,7 +14,7 @@ from bench.harness.hosts import Hosts
 from bench.harness.peer_process import DEEPSPEED_INSTALL, import_environment, path_beside
 from bench.harness.ranks import RankError, last_line, rank_log, run_ranks
 from bench.peers.serve import EXIT_MISSING
-from hetero.cli.job.options import TrainOptions, to_arguments
+from hetero.job.options import TrainOptions, to_arguments
 
 PEERS = ("torch", "ddp", "fsdp2", "deepspeed")
 ONE_RANK_PEERS = ("torch",)

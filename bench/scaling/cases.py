@@ -9,11 +9,11 @@ from functools import lru_cache
 import torch
 
 from bench.scaling.simulation import DISK, DOWN, UP, Collective, Schedule, Use
-from hetero.cli.job.job import arrange_shape
-from hetero.cli.job.models import build_shape, model_config, wanted_vocab_size
-from hetero.cli.job.options import TrainOptions
-from hetero.cli.job.ranks import Ranks
 from hetero.config import Config
+from hetero.job.job import arrange_shape
+from hetero.job.models import build_shape, model_config, wanted_vocab_size
+from hetero.job.options import TrainOptions
+from hetero.job.ranks import Ranks
 from hetero.overlap import OverlapUpdates
 from hetero.planning.belady import PREFETCH_CHUNKS, step_fetches
 from hetero.planning.collective_cost import CollectiveCost, Network, agreement_s, all_to_all

@@ -22,9 +22,9 @@ import torch
 
 from bench.harness.rounds import Sample
 from hetero.chunks.dtypes import Dtypes
-from hetero.cli.job.data import Corpus, load_corpus
-from hetero.cli.job.models import build_model, count_parameters, model_config
-from hetero.cli.job.options import TrainOptions
+from hetero.job.data import Corpus, load_corpus
+from hetero.job.models import build_model, count_parameters, model_config
+from hetero.job.options import TrainOptions
 from offload.profile.measure import UpdateArrays
 
 if TYPE_CHECKING:

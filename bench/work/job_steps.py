@@ -9,11 +9,11 @@ from dataclasses import replace
 from typing import Any
 
 from bench.harness.program import FILE, TEXT, Kind, Option, one_of, whole
-from hetero.cli.job.job import Job
-from hetero.cli.job.metrics import StepMetrics
-from hetero.cli.job.models import wanted_vocab_size
-from hetero.cli.job.options import TrainOptions
-from hetero.cli.job.step import one_step
+from hetero.job.job import Job
+from hetero.job.models import wanted_vocab_size
+from hetero.job.options import TrainOptions
+from hetero.job.step import one_step
+from hetero.reporting.run_record import StepPoint
 from offload.timeline import Timeline
 
 QUIET_S = 0.2
@@ -40,7 +40,7 @@ class JobSteps:
         for _ in range(WARM_UP_STEPS):
             self.one()
 
-    def one(self) -> StepMetrics:
+    def one(self) -> StepPoint:
         """Makes a step."""
         self._made += 1
         job = self._job

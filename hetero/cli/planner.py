@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hetero.cli.job.options import DEFAULT_DISK_SHARE, DEFAULT_SHARE, TrainOptions
 from hetero.cli.show.what_if import (
     Case,
     draw_what_if,
@@ -22,6 +21,7 @@ from hetero.cli.show.what_if import (
     other_disks,
 )
 from hetero.config import Config
+from hetero.job.options import DEFAULT_DISK_SHARE, DEFAULT_SHARE, TrainOptions
 from hetero.planning.activation_estimate import ActivationEstimate
 from hetero.planning.candidates import SmallestBudgets, smallest_budgets
 from hetero.planning.collective_cost import Network
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 def plan(arguments: argparse.Namespace) -> bool:
     """Prints where the state would live and what a step is predicted to take; whether it fits."""
-    from hetero.cli.job.models import model_label, wanted_vocab_size
+    from hetero.job.models import model_label, wanted_vocab_size
 
     if arguments.profile == "list":
         print("\n".join(listing()))
@@ -192,7 +192,7 @@ class _Planner:
 
     def __init__(self, options: TrainOptions, machine: _Machine, lora_rank: int) -> None:
         """Nothing is placed yet. Raises ValueError for what cannot be."""
-        from hetero.cli.job.models import build_shape, model_config
+        from hetero.job.models import build_shape, model_config
 
         if machine.policy == "nvme" and not machine.disk_bytes:
             raise ValueError("--policy nvme needs --nvme-path, a folder on the NVMe disk")
@@ -266,8 +266,8 @@ class _Planner:
 
     def arrange_within(self, host_bytes: int, device_bytes: int | None) -> Arrangement:
         """Raises PlacementError if nothing fits so many bytes of RAM and of DEVICE."""
-        from hetero.cli.job.job import arrange_shape
-        from hetero.cli.job.ranks import Ranks
+        from hetero.job.job import arrange_shape
+        from hetero.job.ranks import Ranks
 
         machine = self.machine
         ranks, replicas = Ranks(0, machine.shard_ranks), machine.ranks // machine.shard_ranks

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from hetero.checkpoint.stored_checkpoint import StoredCheckpoint
-from hetero.cli.job.run_folder import CHECKPOINTS_NAME, MODEL_NAME, RunFolder
 from hetero.durable.stored_commit import open_stored
+from hetero.job.run_folder import CHECKPOINTS_NAME, MODEL_NAME, RunFolder
 from hetero.state.memory.state_files import FOLDER
 
 

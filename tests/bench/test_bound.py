@@ -17,7 +17,7 @@ from bench.work import compute_alone as bench_compute
 from bench.work.compute_alone import ComputeAlone
 from bench.work.job_steps import overlap
 from hetero.chunks.dtypes import Dtypes
-from hetero.cli.job.options import TrainOptions
+from hetero.job.options import TrainOptions
 from offload.timeline import Interval, Timeline
 
 MODEL = {

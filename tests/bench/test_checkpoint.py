@@ -18,9 +18,9 @@ from bench.peers.checkpoint_timing import MemoryAbove, drop_pages, files_bytes, 
 from bench.peers.checkpoint_torch import CheckpointPeer
 from bench.train import write_workload
 from bench.work import bandwidths, job_steps
-from hetero.cli.job.job import open_job
-from hetero.cli.job.options import TrainOptions
-from hetero.cli.job.run_folder import RunFolder
+from hetero.job.job import open_job
+from hetero.job.options import TrainOptions
+from hetero.job.run_folder import RunFolder
 
 MODEL = {
     "model_type": "gpt2",

@@ -20,9 +20,9 @@ from bench.peers.serve import EXIT_MISSING
 from bench.peers.training.deepspeed_train import deepspeed_config
 from bench.peers.training.workload import Workload
 from bench.train import main, sample_of, summarize, write_workload
-from hetero.cli.job.data import load_corpus
-from hetero.cli.job.options import TrainOptions
-from hetero.cli.job.ranks import Ranks
+from hetero.job.data import load_corpus
+from hetero.job.options import TrainOptions
+from hetero.job.ranks import Ranks
 from tests.support.training.loops import SMALLEST_MODEL
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hetero.cli.job.result import Setting, TrainResult
+from hetero.job.result import Setting, TrainResult
 from offload.memory.tiers import Account, Tier
 from tests.support.run_records import make_record, point, sample
 

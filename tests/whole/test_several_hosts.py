@@ -19,7 +19,7 @@ import pytest
 
 from bench.harness.hosts import INTERFACE, Hosts, why_no_hosts
 from bench.harness.ranks import RankError, rank_log, run_ranks
-from hetero.cli.job.options import TrainOptions, to_arguments
+from hetero.job.options import TrainOptions, to_arguments
 from tests.support.training.loops import SMALLEST_MODEL
 from tests.support.waiting import until
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from hetero.cli.commands.train import run_training
 from hetero.cli.finetune.options import FinetuneOptions
-from hetero.cli.job.options import add_train_arguments
 from hetero.cli.parser import examples
+from hetero.job.options import add_train_arguments
 
 if TYPE_CHECKING:
     from hetero.cli.commands import Commands

@@ -169,7 +169,7 @@ def _model_folder(path: Path | None) -> Path:
 
     None means the newest run in `runs` that left a model. Raises ValueError if there is none.
     """
-    from hetero.cli.job.run_folder import MODEL_NAME
+    from hetero.job.run_folder import MODEL_NAME
 
     if path is None:
         runs = [run / MODEL_NAME for run in Path("runs").glob("*")]

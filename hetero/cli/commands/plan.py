@@ -6,8 +6,8 @@ import argparse
 from typing import TYPE_CHECKING
 
 from hetero.cli.commands.outcome import EXIT_OK, EXIT_USAGE
-from hetero.cli.job.options import DEFAULT_DISK_SHARE, DEFAULT_SHARE, add_train_arguments
 from hetero.cli.parser import examples
+from hetero.job.options import DEFAULT_DISK_SHARE, DEFAULT_SHARE, add_train_arguments
 from hetero.planning.profiles import shipped_profiles
 from offload.profile.machine_profile import default_path
 

@@ -17,15 +17,15 @@ from hetero.cli.commands.outcome import (
     EXIT_TERMINATED,
     print_error,
 )
-from hetero.cli.job.options import TrainOptions, add_train_arguments
 from hetero.cli.parser import examples
+from hetero.job.options import TrainOptions, add_train_arguments
 
 if TYPE_CHECKING:
     from hetero.cli.commands import Commands
-    from hetero.cli.job.loop import Observer
-    from hetero.cli.job.ranks import Ranks
-    from hetero.cli.job.result import TrainResult
-    from hetero.cli.job.run_folder import RunFolder
+    from hetero.job.loop import Observer
+    from hetero.job.ranks import Ranks
+    from hetero.job.result import TrainResult
+    from hetero.job.run_folder import RunFolder
 
 
 def add_command(commands: Commands) -> None:
@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Trains, and prints a report."""
     options = TrainOptions.from_namespace(arguments)
     # Late, because transformers and matplotlib take seconds and belong to the extra `train`.
-    from hetero.cli.job.loop import train
+    from hetero.job.loop import train
 
     return run_training("train", options, partial(train, options))
 
@@ -86,9 +86,6 @@ def run_training(
 
     `train` is called on all ranks, which torch.distributed connects over `backend`.
     """
-    from hetero.cli.job.checkpoints import run_folder_to_resume
-    from hetero.cli.job.ranks import joined_ranks
-    from hetero.cli.job.run_folder import RunFolder
     from hetero.cli.show.figure import draw_figure
     from hetero.cli.show.observers import make_observer
     from hetero.cli.show.report import print_report
@@ -98,6 +95,9 @@ def run_training(
         trace_path,
         wanted_picture,
     )
+    from hetero.job.checkpoints import run_folder_to_resume
+    from hetero.job.ranks import joined_ranks
+    from hetero.job.run_folder import RunFolder
     from hetero.reporting.page.page import write_page
 
     # Under --json nothing else may reach stdout, whatever a library prints.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from hetero.cli.job.options import GROUPS, TrainOptions, _option
+from hetero.job.options import GROUPS, TrainOptions, _option
 
 _FORMATS = ("auto", "alpaca", "sharegpt", "messages", "text")
 GROUPS["output"] = ("fine-tuning", None)

@@ -19,18 +19,18 @@ from hetero.cli.finetune.export import check_place, export
 from hetero.cli.finetune.options import FinetuneOptions
 from hetero.cli.finetune.pretrained import FolderModel
 from hetero.cli.finetune.trainer import FinetuneTrainer, RunCallback, make_trainer
-from hetero.cli.job.checkpoints import (
+from hetero.job.checkpoints import (
     DATA_KEY,
     agreed_resumption,
     extra_of,
     sigterm_calls,
 )
-from hetero.cli.job.job import build_in_budgets, managed_run
-from hetero.cli.job.lineage import Branch
-from hetero.cli.job.loop import END_A_RUN, Observer, note_end
-from hetero.cli.job.ranks import Ranks
-from hetero.cli.job.result import TrainResult
-from hetero.cli.job.run_folder import RunFolder
+from hetero.job.job import build_in_budgets, managed_run
+from hetero.job.lineage import Branch
+from hetero.job.loop import END_A_RUN, Observer, note_end
+from hetero.job.ranks import Ranks
+from hetero.job.result import TrainResult
+from hetero.job.run_folder import RunFolder
 
 
 def fine_tune(

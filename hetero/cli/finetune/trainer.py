@@ -15,15 +15,15 @@ from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
 from hetero.cli.finetune.options import FinetuneOptions
-from hetero.cli.job.job import BuiltModel, ManagedRun
-from hetero.cli.job.lineage import Branch
-from hetero.cli.job.loop import Observer
-from hetero.cli.job.optimization import make_optimizer
-from hetero.cli.job.ranks import Ranks
-from hetero.cli.job.result import TrainResult
-from hetero.cli.job.run_folder import CHECKPOINTS_NAME, RunFolder
-from hetero.cli.job.step import require_number
 from hetero.integrations.trainer import HeteroTrainerMixin
+from hetero.job.job import BuiltModel, ManagedRun
+from hetero.job.lineage import Branch
+from hetero.job.loop import Observer
+from hetero.job.optimization import make_optimizer
+from hetero.job.ranks import Ranks
+from hetero.job.result import TrainResult
+from hetero.job.run_folder import CHECKPOINTS_NAME, RunFolder
+from hetero.job.step import require_number
 from hetero.reporting.recorder import Recorder
 from hetero.reporting.report import StepsRecording
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hetero.cli.job.result import TrainResult
+from hetero.job.result import TrainResult
 from hetero.reporting.drawing import FULL_WIDTH, key, new_figure, save, step_axis, styled
 from hetero.reporting.page.memory_chart import draw_tier
 from hetero.reporting.page.progress_charts import draw_loss, draw_step_time, step_time_finding

@@ -16,9 +16,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from hetero.cli.job.loop import Observer
-from hetero.cli.job.ranks import ALONE, Ranks
-from hetero.cli.job.result import Setting
+from hetero.job.loop import Observer
+from hetero.job.ranks import ALONE, Ranks
+from hetero.job.result import Setting
 from hetero.reporting.palette import TIER_WORDS
 from hetero.reporting.run_record import StepPoint
 from offload.memory.sizes import format_bytes

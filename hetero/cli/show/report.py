@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hetero.cli.job.result import Setting, TrainResult
+from hetero.job.result import Setting, TrainResult
 from hetero.reporting.palette import TIER_PLACES
 from hetero.text_table import columns, terminal_width
 from offload.memory.sizes import format_bytes

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from hetero.cli.job.loop import PICTURED_STEPS
-from hetero.cli.job.options import TrainOptions
-from hetero.cli.job.ranks import Ranks
-from hetero.cli.job.result import TrainResult
+from hetero.job.loop import PICTURED_STEPS
+from hetero.job.options import TrainOptions
+from hetero.job.ranks import Ranks
+from hetero.job.result import TrainResult
 from offload.timeline import Timeline
 
 SUFFIXES = (".png", ".svg", ".pdf")  # of pictures

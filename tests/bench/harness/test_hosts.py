@@ -13,7 +13,7 @@ import pytest
 
 from bench.harness.hosts import INTERFACE, Hosts, parse_rate, why_no_hosts
 from bench.harness.ranks import run_ranks
-from hetero.cli.job.options import TrainOptions, to_arguments
+from hetero.job.options import TrainOptions, to_arguments
 from tests.support.waiting import until
 
 WHY_NOT = why_no_hosts()

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from hetero.cli.job.job import choose_for_memory
-from hetero.cli.job.options import TrainOptions
-from hetero.cli.job.ranks import ALONE
 from hetero.cli.main import main
+from hetero.job.job import choose_for_memory
+from hetero.job.options import TrainOptions
+from hetero.job.ranks import ALONE
 from hetero.reporting.run_record import LINKS
 from tests.support.cli_runs import draw_nothing
 from tests.support.run_records import Page

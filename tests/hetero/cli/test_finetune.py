@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, MistralConfig, Mis
 
 from hetero.cli.finetune.conversations import DEFAULT_TEMPLATE
 from hetero.cli.finetune.data import read_data
-from hetero.cli.job.optimization import ADAM_BETAS
 from hetero.cli.main import main
 from hetero.cli.show.observers import LineObserver
+from hetero.job.optimization import ADAM_BETAS
 from hetero.reporting.run_record import RunRecord, StepPoint
 from tests.support.ecosystem import finetune_ranks
 from tests.support.ecosystem.tiny_models import gpt2_folder

@@ -14,8 +14,8 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetero.cli.job.options import TrainOptions
 from hetero.cli.main import main, make_parser
+from hetero.job.options import TrainOptions
 from tests.support.cli_runs import draw_nothing
 
 

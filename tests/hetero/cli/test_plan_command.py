@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import hetero
-from hetero.cli.job.models import MODEL_NAMES, count_parameters, model_config
-from hetero.cli.job.options import TrainOptions
 from hetero.cli.main import main
+from hetero.job.models import MODEL_NAMES, count_parameters, model_config
+from hetero.job.options import TrainOptions
 from offload.memory.process_memory import resident_bytes
 from offload.profile import measure
 from offload.profile.machine_profile import Profile
@@ -129,7 +129,7 @@ def test_what_is_planned_without_a_device_is_what_the_runtime_takes(
             nvme_path=str(here) if nvme else None,
         )
         with torch.device("meta"):
-            from hetero.cli.job.models import build_model
+            from hetero.job.models import build_model
 
             model = build_model(model_config(TrainOptions(config="model.json", seq_len=16)))
         from hetero.planning.group_plans import arrange
@@ -242,7 +242,7 @@ def test_a_profile_without_a_disk_says_so(here: Path, capsys: pytest.CaptureFixt
     [("opt-6.7b", 6.658), ("llama-7b", 6.738), ("llama-70b", 68.977), ("gpt2-xl", 1.558)],
 )
 def test_published_sizes(name: str, billions: float) -> None:
-    from hetero.cli.job.models import wanted_vocab_size
+    from hetero.job.models import wanted_vocab_size
 
     options = TrainOptions(model=name, vocab_size=wanted_vocab_size(name, None, None))
     count = count_parameters(model_config(options))

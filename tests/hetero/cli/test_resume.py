@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from hetero.cli.job import lineage
-from hetero.cli.job.lineage import Lineage
 from hetero.cli.main import main
+from hetero.job import lineage
+from hetero.job.lineage import Lineage
 from tests.support.cli_runs import draw_nothing
 from tests.support.waiting import until
 
@@ -251,7 +251,7 @@ def test_sigterm_saves_and_ends(arguments: list[str], tmp_path: Path) -> None:
 
 KILLED = """
     import os, signal, sys
-    from hetero.cli.job import checkpoints
+    from hetero.job import checkpoints
     from hetero.cli.main import main
 
     after_step = checkpoints.Checkpoints.after_step

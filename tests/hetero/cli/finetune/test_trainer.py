@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from transformers import TrainerControl
 
-from hetero.cli.job.lineage import Branch, Lineage
-from hetero.cli.job.ranks import ALONE
+from hetero.job.lineage import Branch, Lineage
+from hetero.job.ranks import ALONE
 
 pytest.importorskip("trl", reason="pip install 'hetero[finetune]'")
 

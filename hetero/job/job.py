@@ -15,12 +15,12 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import hetero
 from hetero.chunks.layout import Shard
-from hetero.cli.job.models import BytesTask
-from hetero.cli.job.optimization import make_optimizer, make_scheduler
-from hetero.cli.job.options import TrainOptions
-from hetero.cli.job.ranks import ALONE, Ranks
-from hetero.cli.job.result import Setting, TrainResult, usual_state_bytes
-from hetero.cli.job.run_folder import RunFolder
+from hetero.job.models import BytesTask
+from hetero.job.optimization import make_optimizer, make_scheduler
+from hetero.job.options import TrainOptions
+from hetero.job.ranks import ALONE, Ranks
+from hetero.job.result import Setting, TrainResult, usual_state_bytes
+from hetero.job.run_folder import RunFolder
 from hetero.planning.group_plans import Arrangement, arrange
 from hetero.planning.predict import figures, predict
 from hetero.planning.profiles import saved_profile

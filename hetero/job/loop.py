@@ -8,13 +8,13 @@ from functools import partial
 from typing import Protocol
 
 import hetero
-from hetero.cli.job.checkpoints import Checkpoints, agreed_resumption, sigterm_calls
-from hetero.cli.job.job import Job, open_job
-from hetero.cli.job.options import TrainOptions
-from hetero.cli.job.ranks import ALONE, Ranks
-from hetero.cli.job.result import Setting, TrainResult
-from hetero.cli.job.run_folder import RunFolder
-from hetero.cli.job.step import DivergedError, one_step
+from hetero.job.checkpoints import Checkpoints, agreed_resumption, sigterm_calls
+from hetero.job.job import Job, open_job
+from hetero.job.options import TrainOptions
+from hetero.job.ranks import ALONE, Ranks
+from hetero.job.result import Setting, TrainResult
+from hetero.job.run_folder import RunFolder
+from hetero.job.step import DivergedError, one_step
 from hetero.reporting.run_record import StepPoint
 from offload.timeline import Timeline, record
 

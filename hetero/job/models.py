@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import hetero
-from hetero.cli.job.data import Corpus, load_corpus
-from hetero.cli.job.options import TrainOptions, config_path
-from hetero.cli.job.ranks import Ranks
-from hetero.cli.job.run_folder import RunFolder
+from hetero.job.data import Corpus, load_corpus
+from hetero.job.options import TrainOptions, config_path
+from hetero.job.ranks import Ranks
+from hetero.job.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

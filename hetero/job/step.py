@@ -12,8 +12,8 @@ from dataclasses import replace
 import torch
 
 import hetero
-from hetero.cli.job.job import Job
-from hetero.cli.job.options import TrainOptions
+from hetero.job.job import Job
+from hetero.job.options import TrainOptions
 from hetero.reporting.run_record import PARTS, StepPoint
 from offload import timeline
 

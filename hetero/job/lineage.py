@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from hetero.cli.job.ranks import Ranks
+from hetero.job.ranks import Ranks
 
 NAME = "lineage.json"  # in the run folder
 KEY = "lineage"  # in `extra` of checkpoints and commits

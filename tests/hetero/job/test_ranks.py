@@ -14,14 +14,14 @@ import torch
 
 from bench.harness.peer_process import import_environment
 from bench.harness.ranks import RankError, rank_log, run_ranks
-from hetero.cli.job.job import memory_config
-from hetero.cli.job.loop import train
-from hetero.cli.job.options import TrainOptions, add_train_arguments
-from hetero.cli.job.ranks import ALONE, Ranks, joined_ranks
-from hetero.cli.job.result import TrainResult
-from hetero.cli.job.run_folder import RunFolder
 from hetero.cli.main import main
 from hetero.cli.show.observers import SilentObserver, make_observer
+from hetero.job.job import memory_config
+from hetero.job.loop import train
+from hetero.job.options import TrainOptions, add_train_arguments
+from hetero.job.ranks import ALONE, Ranks, joined_ranks
+from hetero.job.result import TrainResult
+from hetero.job.run_folder import RunFolder
 from offload.errors import BudgetError
 from tests.support.training.loops import SMALLEST_MODEL
 
@@ -39,9 +39,9 @@ def script(tmp_path: Path, body: str) -> tuple[str, str]:
     """Arguments of a Python that runs `body` with `ranks`."""
     prelude = f"""\
 import pathlib, sys
-from hetero.cli.job.ranks import joined_ranks
-from hetero.cli.job.result import TrainResult
-from hetero.cli.job.run_folder import RunFolder
+from hetero.job.ranks import joined_ranks
+from hetero.job.result import TrainResult
+from hetero.job.run_folder import RunFolder
 from offload.errors import BudgetError
 path = {str(tmp_path / "run")!r}
 with joined_ranks() as ranks:
@@ -81,7 +81,7 @@ def test_ranks_of_other_machines_have_no_share_of_this_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """So a limit that holds for two ranks here is not divided by all four."""
-    monkeypatch.setattr("hetero.cli.job.ranks._initialized", lambda: True)
+    monkeypatch.setattr("hetero.job.ranks._initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 2)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")

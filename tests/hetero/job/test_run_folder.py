@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hetero.cli.job.run_folder import RunFolder
+from hetero.job.run_folder import RunFolder
 
 
 def test_lines_and_files_stay(tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hetero.cli.job import data
-from hetero.cli.job.data import Corpus, load_corpus
+from hetero.job import data
+from hetero.job.data import Corpus, load_corpus
 
 
 def test_default_is_python_source_and_the_same_each_time() -> None:

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hetero.cli.job.ranks import ALONE, Ranks
+from hetero.job.ranks import ALONE, Ranks
 
 METRICS_NAME = "metrics.jsonl"
 MODEL_NAME = "model"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hetero.cli.job.options import TrainOptions, add_train_arguments, to_arguments
+from hetero.job.options import TrainOptions, add_train_arguments, to_arguments
 
 
 def parse(*arguments: str, defaults: dict[str, object] | None = None) -> TrainOptions:

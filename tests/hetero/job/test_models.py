@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from hetero.cli.job.models import (
+from hetero.job.models import (
     MODEL_NAMES,
     build_model,
     count_parameters,
     model_config,
     model_label,
 )
-from hetero.cli.job.options import TrainOptions
+from hetero.job.options import TrainOptions
 
 TINY_LLAMA = {
     "model_type": "llama",

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from hetero.cli.job.ranks import ALONE, Ranks
+from hetero.job.ranks import ALONE, Ranks
 from offload.memory.sizes import format_bytes
 
 # More text than any run here can see once, and little next to the models' own memory.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hetero.cli.job.optimization import FINAL_FRACTION, lr_factor, make_scheduler
+from hetero.job.optimization import FINAL_FRACTION, lr_factor, make_scheduler
 
 
 def test_warm_up_rises_evenly_to_the_peak() -> None:

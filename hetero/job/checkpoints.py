@@ -13,11 +13,11 @@ from typing import Any
 import hetero
 from hetero.checkpoint.folder import is_checkpoint, latest_checkpoints, of_trainer
 from hetero.checkpoint.manifest import read_manifest
-from hetero.cli.job.job import Job
-from hetero.cli.job.lineage import KEY, Branch, Lineage
-from hetero.cli.job.options import TrainOptions
-from hetero.cli.job.ranks import Ranks
-from hetero.cli.job.run_folder import CHECKPOINTS_NAME, RunFolder
+from hetero.job.job import Job
+from hetero.job.lineage import KEY, Branch, Lineage
+from hetero.job.options import TrainOptions
+from hetero.job.ranks import Ranks
+from hetero.job.run_folder import CHECKPOINTS_NAME, RunFolder
 
 DATA_KEY = "run"  # in `extra` of checkpoints of `hetero finetune`: the data and steps of the run
 
