@@ -6,11 +6,14 @@ from __future__ import annotations
 import difflib
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from hetero.config import Config
 from hetero.text_table import terminal_width, wrapped
 from offload.memory.sizes import format_bytes
 from offload.profile.machine_profile import Profile, default_path
+
+if TYPE_CHECKING:  # the command line lists profiles without torch
+    from hetero.config import Config
 
 
 def find_profile(name: str) -> Profile:
