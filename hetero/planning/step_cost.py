@@ -6,6 +6,7 @@ long as computing, with what computing waits for. What it knows beside:
 - A gathered chunk's way is from the file, from other ranks, over the link, as far as it must. It is
   hidden behind what is computed between the use that its room is free after (`belady.py`), or the
   one PREFETCH_CHUNKS before, and its own; compute waits for the rest.
+- Where buckets for gradients have run out, compute waits for the oldest one's mean.
 - At one end of a phase the busiest resource waits for the computing of one chunk; when backward
   ends, all wait for the last gradient.
 - The update begins when all gradients are there, and all ranks have agreed on the step. It goes
@@ -24,7 +25,7 @@ most where it was measured.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -150,6 +151,10 @@ class CostModel:
             for phase, chunks in orders.items():
                 backward = phase is Phase.BACKWARD
                 work, waited_s, last_s = Transfers(), 0.0, 0.0
+                # Of gradients whose mean is not made: their slots, and when it will be, in seconds
+                # of this pass; and when the stream of means is free.
+                averaged: deque[tuple[int, float]] = deque()
+                began_s, free_s = now_s, 0.0
                 total_s = (trace.backward_s if backward else trace.forward_s) / count
                 reading, writing = disk_rates(problem.profile, backward and Tier.DISK in made.grad)
                 for chunk in chunks:
@@ -161,6 +166,10 @@ class CostModel:
                             way_s -= now_s - ends_s[use - uses_ahead]
                             way_s /= uses_ahead
                         waited_s += max(0.0, way_s)
+                    if backward and chunk in self.trained:
+                        room = made.bucket_slots - self.slots[chunk]
+                        while averaged and sum(slots for slots, _ in averaged) > room:
+                            waited_s = max(waited_s, averaged.popleft()[1] - (now_s - began_s))
                     now_s += total_s * self.numel[chunk] / problem.layout.numel
                     if chunk in gathered:
                         ends_s.append(now_s)
@@ -168,8 +177,9 @@ class CostModel:
                         rewrites = reading if number else None
                         means_s, way_s = self._gradient(work, made, chunk, writing, rewrites)
                         last_s = means_s + way_s
-                        if 0 < made.bucket_slots < 2 * self.slots[chunk]:
-                            waited_s += means_s  # there is no bucket for the next one meanwhile
+                        if made.bucket_slots:
+                            free_s = max(free_s, now_s - began_s + waited_s) + means_s
+                            averaged.append((self.slots[chunk], free_s))
                 busiest_s = max(work.busy_s.values())
                 work.busy_s[COMPUTE] = total_s
                 waited_s += last_s if backward and number == len(times) - 1 else 0.0
