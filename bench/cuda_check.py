@@ -28,6 +28,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+NAME = "bench.cuda_check"
 ROOT = Path(__file__).resolve().parent.parent
 PARTS = ("build", "tests", "benchmark")
 END_S = 10.0  # kept for the end
@@ -51,7 +52,7 @@ _WANTED = {
 def main(argv: Sequence[str] | None = None) -> int:
     """0 if all tests passed and the benchmark ran, or there is no GPU."""
     parser = argparse.ArgumentParser(
-        "bench.cuda_check",
+        NAME,
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -143,9 +143,12 @@ class _Head(torch.autograd.Function):
         inputs: HeadInputs,
         *params: torch.Tensor,
     ) -> torch.Tensor:
-        ctx.save_for_backward(hidden)
-        with torch._C._EnableTorchFunction():  # of an absent one that is an alias without memory
-            ctx.aliases = [param.detach() for param in params]
+        # A whole weight is in memory now, and need not stay. Of several tiles, which would come back
+        # together, absent ones have aliases without memory.
+        whole = params if len(params) == 1 else ()
+        ctx.save_for_backward(hidden, *whole)
+        with torch._C._EnableTorchFunction():
+            ctx.aliases = [] if whole else [param.detach() for param in params]
         ctx.versions = [alias._version for alias in ctx.aliases]
         ctx.ranges = inputs.weight.ranges
         return _deferred(inputs)
@@ -153,19 +156,19 @@ class _Head(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (hidden,) = ctx.saved_tensors
+        hidden, *whole = ctx.saved_tensors
         needs_hidden, needs_bias, _, *needs_weight = ctx.needs_input_grad
         flat, states = grad.reshape(-1, grad.shape[-1]), hidden.reshape(-1, hidden.shape[-1])
         made: torch.Tensor | None = None  # the sum over tiles, in fp32
-        for alias, version, rows in zip(ctx.aliases, ctx.versions, ctx.ranges, strict=True):
+        if needs_hidden and whole:
+            made = flat @ whole[0]
+        for alias, version, rows in zip(ctx.aliases, ctx.versions, ctx.ranges, strict=False):
             if alias._version != version:
                 raise StaleGraphError(
                     f"a part of a head's weight, of shape {tuple(alias.shape)}, that backward "
                     f"needs was changed after its use in forward"
                 )
-            if needs_hidden and len(ctx.ranges) == 1:
-                made = flat @ alias
-            elif needs_hidden:
+            if needs_hidden:
                 part = (flat[:, rows] @ alias).float()
                 made = part if made is None else made.add_(part)
         return (

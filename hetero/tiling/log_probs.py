@@ -146,7 +146,9 @@ def label_log_probs(
     for part in parts:
         logits: torch.Tensor | None = None
         for param, rows, bias_part in weight.with_bias(bias):
-            tile = _Tile(rows, weight, labels, options, with_sums, hidden.requires_grad)
+            tile = _Tile(
+                rows, weight.rows, weight.shared, labels, options, with_sums, hidden.requires_grad
+            )
             link = chain if part is parts[-1] else None
             of_rows, made = _use_tile(param, hidden, bias_part, part, tile, link)
             chain = chain if made is None else made
@@ -168,10 +170,15 @@ def label_log_probs(
 
 @dataclass(frozen=True)
 class _Tile:
-    """What a node of the chain knows beside tensors that autograd saves."""
+    """What a node of the chain knows beside tensors that autograd saves: no values of a weight,
+    which would stay in memory with the graph.
+
+    `rows` are the tile's of all `vocabulary`; `shared` as RowTiles has it.
+    """
 
     rows: slice
-    weight: RowTiles
+    vocabulary: int
+    shared: bool
     labels: torch.Tensor
     options: TileOptions
     with_sums: bool
@@ -237,7 +244,7 @@ class _Link(torch.autograd.Function):
         tile: _Tile,
     ) -> torch.Tensor:
         ctx.save_for_backward(param, bias, hidden, tile.labels)
-        ctx.param, ctx.tile = param, tile
+        ctx.param, ctx.tile = param if tile.shared else None, tile
         return chain.detach()
 
     @staticmethod
@@ -251,7 +258,7 @@ class _Link(torch.autograd.Function):
         weight_grad = torch.empty_like(values) if needs_weight else None
         bias_grad = torch.empty_like(bias) if needs_bias else None
         numel = tile.rows.stop - tile.rows.start
-        for part in tile_parts(numel, tile.options.rows(hidden.shape[0], tile.weight.rows)):
+        for part in tile_parts(numel, tile.options.rows(hidden.shape[0], tile.vocabulary)):
             at = slice(tile.rows.start + part.start, tile.rows.start + part.stop)
             rows = values[part]
             linear = _linear(hidden, rows, None if bias is None else bias[part])
@@ -270,7 +277,7 @@ class _Link(torch.autograd.Function):
         del values
         if weight_grad is not None:
             weight_grad = weight_grad.to(dtype)
-            if tile.weight.shared and accumulate_now(ctx.param, weight_grad):
+            if tile.shared and accumulate_now(ctx.param, weight_grad):
                 weight_grad = None
         return sums, weight_grad, bias_grad, None, None
 

@@ -368,7 +368,7 @@ def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
     other, others = hetero.initialize(
         made := nn.Linear(3, 4), hetero.HybridAdam(made.parameters()), dtype="fp32"
     )
-    refused("another model: it lacks bias, of shape \\(4,\\)", other, others)
+    refused("another model: it lacks weight, of shape \\(4, 3\\); it lacks bias", other, others)
     others.engine.close()
 
 
