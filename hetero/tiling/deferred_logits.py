@@ -143,8 +143,8 @@ class _Head(torch.autograd.Function):
         inputs: HeadInputs,
         *params: torch.Tensor,
     ) -> torch.Tensor:
-        # A whole weight is in memory now, and need not stay. Of several tiles, which would come back
-        # together, absent ones have aliases without memory.
+        # A whole weight is in memory now, and need not stay. Several tiles would come back together:
+        # absent ones have aliases without memory.
         whole = params if len(params) == 1 else ()
         ctx.save_for_backward(hidden, *whole)
         with torch._C._EnableTorchFunction():
