@@ -143,7 +143,7 @@ class _Head(torch.autograd.Function):
         inputs: HeadInputs,
         *params: torch.Tensor,
     ) -> torch.Tensor:
-        # A whole weight is in memory now, and need not stay. Several tiles would come back together:
+        # A whole weight is in memory now, and need not stay. Several tiles would come back at once:
         # absent ones have aliases without memory.
         whole = params if len(params) == 1 else ()
         ctx.save_for_backward(hidden, *whole)
