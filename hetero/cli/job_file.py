@@ -109,6 +109,8 @@ def _words(place: str, action: argparse.Action, value: object) -> list[str]:
     for each in values:
         if not isinstance(each, (str, int, float)) or isinstance(each, bool):
             raise ValueError(f"{place} takes a number or a text, not {each!r}")
+        if each == "--":  # which a command line takes for the end of its options
+            raise ValueError(f"{place} cannot be '--'; leave it out, or give a value")
     # One word, so that a value may begin with a dash.
     return [f"{shown}={each}" for each in values]
 

@@ -97,6 +97,7 @@ def test_flags_win_wherever_they_are(here: Path) -> None:
         ("max_steps: [3]", "job.yaml: max_steps takes one value, not a list"),
         ("max_steps: true", "job.yaml: max_steps takes a number or a text, not True"),
         ("nvme_path: [{a: b}]", "job.yaml: nvme_path takes a number or a text, not {'a': 'b'}"),
+        ("nvme_path: '--'", "job.yaml: nvme_path cannot be '--'; leave it out"),
         ("json: 3", "job.yaml: json must be true or false, not 3"),
         ("- 3", "job.yaml must have options"),
         ("a: [", "job.yaml is not YAML"),
@@ -179,7 +180,7 @@ def _values(option: dataclasses.Field[object]) -> st.SearchStrategy[object]:
         return st.integers(2 if least is None else least, 1 << 40)
     if kind == "float":
         return st.floats(0, 1e9)
-    text = st.text("ab=-: #'\"{[é", min_size=1, max_size=8)
+    text = st.text("ab=-: #'\"{[é", min_size=1, max_size=8).filter(lambda text: text != "--")
     return st.lists(text, max_size=3).map(tuple) if kind.startswith("tuple") else text
 
 

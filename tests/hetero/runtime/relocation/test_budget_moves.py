@@ -144,6 +144,7 @@ class Process:
 REAL = """
 import json, sys
 import torch, hetero
+from transformers import GPT2LMHeadModel  # whose memory is no training's
 from offload.memory.process_memory import resident_bytes
 from tests.support.training.loops import batches, tiny_gpt2
 
