@@ -69,7 +69,7 @@ class DataReader:
         largest = max((p.nbytes for some in self._pieces.values() for p in some), default=0)
         # (One page more: a piece may begin and end inside pages.)
         slot_bytes = min(round_up(largest, PAGE_BYTES) + PAGE_BYTES, _SLOT_BYTES)
-        self._reader = PieceReader(io_engine, _AHEAD, slot_bytes)
+        self._reader = PieceReader(io_engine, _AHEAD, slot_bytes, all_used=True)
         self._file_numbers: dict[str, int] = {}
         try:
             for name in files:

@@ -49,8 +49,12 @@ class PieceReader:
         slot_bytes: of a slot, into which the pages of a piece must fit.
     """
 
-    def __init__(self, io_engine: str, slots: int, slot_bytes: int) -> None:
-        """Takes memory for the slots, which no budget counts; `io_engine` is as in Config."""
+    def __init__(self, io_engine: str, slots: int, slot_bytes: int, all_used: bool = False) -> None:
+        """Takes memory for the slots, which no budget counts; `io_engine` is as in Config.
+
+        `all_used`: pieces fill most of them, so they are registered with the kernel, which makes
+        reads cheaper, and takes all of their memory at once.
+        """
         self.slot_bytes = slot_bytes
         self._order: Iterator[FileRanges] = iter(())
         self._ahead: deque[_Started] = deque()
@@ -61,7 +65,8 @@ class PieceReader:
             self._arena = HostArena(slots, slot_bytes, Ledger({}), Account.BUFFER)
             made.callback(self._arena.close)
             self._arena.commit(0, slots)
-            self.io.register(self._arena.memory)
+            if all_used:
+                self.io.register(self._arena.memory)
             self._free = list(range(slots))
             self._resources = made.pop_all()
 
