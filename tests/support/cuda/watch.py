@@ -47,6 +47,8 @@ class Watch(TorchDispatchMode):
             return found  # a view
         writes += self._ranges(found)
         runtime = self._runtime
+        if runtime.is_on_device:
+            return found
         with runtime.lock:
             stream = runtime.current_stream()
             runtime.order.use(stream, reads, writes=False)

@@ -215,10 +215,19 @@ class FakeRuntime:
     def step(self, stream: FakeStream) -> bool:
         """Does the next thing of a stream, if it has one and can."""
         with self.lock:
-            if stream.queue and stream.queue[0]():
-                stream.queue.popleft()
-                return True
-            return False
+            before, self.current.on_device = self.is_on_device, True
+            try:
+                if stream.queue and stream.queue[0]():
+                    stream.queue.popleft()
+                    return True
+                return False
+            finally:
+                self.current.on_device = before
+
+    @property
+    def is_on_device(self) -> bool:
+        """Whether this thread does the device's work now, whose uses of memory are known."""
+        return getattr(self.current, "on_device", False)
 
     def _reach(self, recording: Recording) -> None:
         while not recording.come:
