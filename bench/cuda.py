@@ -328,14 +328,7 @@ def _fsdp2(model: Gpt) -> Callable[[torch.Tensor], object]:
     for block in model.blocks:
         fully_shard(block, **options)
     fully_shard(model, **options)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.01, fused=True)
-
-    def step(tokens: torch.Tensor) -> None:
-        model(tokens).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
+    return _torch(model)
 
 
 def _deepspeed(model: Gpt) -> Callable[[torch.Tensor], object]:
@@ -371,7 +364,7 @@ def _name(row: dict[str, Any]) -> str:
 
 
 def _line(row: dict[str, Any], in_memory: float | None = None) -> str:
-    head = f"{row['model']:<10} {_name(row):<18}"
+    head = f"{row['model']:<10} {_name(row):<14}"
     if row["status"] != "ok":
         return f"{head} {row['status']}"
     share = f"{row['tokens_per_s'] / in_memory:7.0%}" if in_memory else "      -"
@@ -384,7 +377,7 @@ def _line(row: dict[str, Any], in_memory: float | None = None) -> str:
 def _table(result: dict[str, Any]) -> list[str]:
     lines = [header(result["machine"], result["command"]), result["device"], ""]
     lines.append(
-        f"{'model':<10} {'contender':<18} {'s/step':>8} {'tokens/s':>10} {'TFLOP/s':>8} "
+        f"{'model':<10} {'contender':<14} {'s/step':>8} {'tokens/s':>10} {'TFLOP/s':>8} "
         f"{'of 100%':>7} {'GPU peak':>10} {'RSS':>10}"
     )
     rows = result["rows"]

@@ -54,7 +54,8 @@ def aims(
 
     Args:
         rows: bench.cuda's.
-        copies: of measure_copies(), with a "status" of "ok", or with another status alone.
+        copies: of measure_copies() and measure_updates(), with a "status" of "ok", or with another
+            status alone.
         disk_bytes_per_s: What the scratch directory's disk moves, read and written together; None
             if there is none, or it was not measured.
     """

@@ -148,9 +148,11 @@ class _Head(torch.autograd.Function):
         whole = params if len(params) == 1 else ()
         ctx.save_for_backward(hidden, *whole)
         with torch._C._EnableTorchFunction():
-            ctx.aliases = [] if whole else [param.detach() for param in params]
-        ctx.versions = [alias._version for alias in ctx.aliases]
+            aliases = [] if whole else [param.detach() for param in params]
         ctx.ranges = inputs.weight.ranges
+        ctx.tiles = [
+            (alias, alias._version, ctx.ranges[index]) for index, alias in enumerate(aliases)
+        ]
         return _deferred(inputs)
 
     @staticmethod
@@ -162,7 +164,7 @@ class _Head(torch.autograd.Function):
         made: torch.Tensor | None = None  # the sum over tiles, in fp32
         if needs_hidden and whole:
             made = flat @ whole[0]
-        for alias, version, rows in zip(ctx.aliases, ctx.versions, ctx.ranges, strict=False):
+        for alias, version, rows in ctx.tiles:
             if alias._version != version:
                 raise StaleGraphError(
                     f"a part of a head's weight, of shape {tuple(alias.shape)}, that backward "

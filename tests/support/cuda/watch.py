@@ -35,6 +35,9 @@ class Watch(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         given = dict(kwargs or {})
+        runtime = self._runtime
+        if runtime.is_on_device:
+            return func(*args, **given)
         schema = func._schema  # type: ignore[attr-defined]
         reads: Ranges = []
         writes: Ranges = []
@@ -46,9 +49,6 @@ class Watch(TorchDispatchMode):
         if any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns):
             return found  # a view
         writes += self._ranges(found)
-        runtime = self._runtime
-        if runtime.is_on_device:
-            return found
         with runtime.lock:
             stream = runtime.current_stream()
             runtime.order.use(stream, reads, writes=False)
