@@ -20,7 +20,7 @@ from hetero.planning.collective_cost import CollectiveCost, Network, agreement_s
 from hetero.planning.placement import Placement, SlotBytes
 from hetero.planning.predict import Plan, predict
 from hetero.planning.step_cost import CostModel
-from hetero.planning.step_timeline import Collectives, Problem, disk_rates
+from hetero.planning.step_problem import Collectives, Problem, disk_rates
 from hetero.planning.trace import Work, use_order
 from offload.memory.tiers import Tier
 from offload.profile.machine_profile import Profile

@@ -8,7 +8,7 @@ have other links, and begin when the last shard group is there.
 
 Events are those of shard groups; what belongs to a rank is an array over the group's ranks. So a
 collective is a few operations of numpy, however many ranks there are. The cost model
-(hetero/planning/step_timeline.py) has the same seconds per transfer, and knows neither a rank that
+(hetero/planning/step_problem.py) has the same seconds per transfer, and knows neither a rank that
 is late, nor how two streams share links from one moment to the next, nor that buckets run out.
 """
 

@@ -12,7 +12,7 @@ from hetero.planning.collective_cost import Network
 from hetero.planning.group_plans import ChunkGroupPlan
 from hetero.planning.placement import Placement
 from hetero.planning.step_cost import CostModel, StepCost
-from hetero.planning.step_timeline import PhaseCost, Problem
+from hetero.planning.step_problem import PhaseCost, Problem
 from hetero.planning.trace import Computing, Trace, Work, expected_trace
 from offload.profile.machine_profile import Rates
 

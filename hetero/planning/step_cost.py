@@ -35,7 +35,7 @@ from hetero.overlap import STREAMING_BUFFERS, OverlapUpdates
 from hetero.planning.belady import PREFETCH_CHUNKS, step_fetches
 from hetero.planning.collective_cost import agreement_s
 from hetero.planning.placement import Placement, SlotBytes
-from hetero.planning.step_timeline import (
+from hetero.planning.step_problem import (
     ALL_GATHERS,
     COMPUTE,
     CPU_UPDATE,

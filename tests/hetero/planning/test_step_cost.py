@@ -12,7 +12,7 @@ from hetero.planning.candidates import place
 from hetero.planning.collective_cost import AGREEMENTS, Network
 from hetero.planning.placement import Budgets, GroupSpec, Placement, PlacementError, SlotBytes
 from hetero.planning.step_cost import TRAFFIC, CostModel
-from hetero.planning.step_timeline import (
+from hetero.planning.step_problem import (
     ALL_GATHERS,
     COMPUTE,
     CPU_UPDATE,

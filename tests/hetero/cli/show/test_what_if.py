@@ -14,7 +14,7 @@ from hetero.cli.show.what_if import (
 )
 from hetero.planning.placement import PlacementError
 from hetero.planning.step_cost import StepCost
-from hetero.planning.step_timeline import PhaseCost
+from hetero.planning.step_problem import PhaseCost
 from offload.profile.machine_profile import Profile
 from tests.support.training.planning import make_profile
 

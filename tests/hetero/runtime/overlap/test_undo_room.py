@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import hetero
-from hetero.planning.step_timeline import NVME
+from hetero.planning.step_problem import NVME
 from hetero.state.chunk_versions import ChunkVersions
 from offload.errors import BudgetError, HeteroError
 from offload.memory.tiers import StateKind
