@@ -31,7 +31,7 @@ LOCK_SOURCES = $(shell find native -name '*.cpp' -not -path '*/isa/*' -not -path
 
 help:
 	@echo "make train   train a language model of 304M parameters in a process of 1.5 GiB, about"
-	@echo "             4 minutes on 2 cores; options: make train ARGS='--max-steps 20'"
+	@echo "             4 to 8 minutes on 2 cores; options: make train ARGS='--max-steps 20'"
 	@echo "make test    all checks and tests, the native ones also under AddressSanitizer and UBSan;"
 	@echo "             options: make test ARGS='-k arena'"
 	@echo "make test-all  these, and: the native tests under ThreadSanitizer, every instruction set's"
