@@ -248,8 +248,7 @@ class Collectives(Requests):
                 f"calls"
             )
         incoming = outgoing.new_empty(sum(expected))
-        to_all = self._all_to_all
-        to_all(incoming, outgoing, what, Channel.CALLS, expected, lengths.tolist()).wait()
+        self._all_to_all(incoming, outgoing, what, expected, lengths.tolist()).wait()
         for part, into in zip(incoming.split(expected), receives, strict=True):
             if into.numel():
                 as_bytes(into).copy_(part)
@@ -259,7 +258,6 @@ class Collectives(Requests):
         into: torch.Tensor,
         parts: torch.Tensor,
         what: str,
-        channel: Channel = Channel.CALLS,
         into_lengths: Sequence[int] = (),
         lengths: Sequence[int] = (),
     ) -> Collective:
@@ -268,4 +266,4 @@ class Collectives(Requests):
         def start(group: Any) -> Any:
             return group.alltoall_base(into, parts, list(into_lengths), list(lengths))
 
-        return self.begin(channel, what, start, into, parts)
+        return self.begin(Channel.CALLS, what, start, into, parts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -19,6 +20,28 @@ from hetero.ranks.peers import Channel
 _PIECE_BYTES = 4 << 20
 
 
+class BothWays:
+    """torch.distributed's work for two operations that are one; wait() as a work has it."""
+
+    def __init__(self, *works: Any) -> None:
+        self._works = works
+
+    def wait(self, *limit: timedelta) -> None:
+        """Waits for each. Raises RuntimeError if one has failed, or is not done within `limit`."""
+        errors: list[RuntimeError] = []
+        for work in self._works:
+            try:
+                work.wait(*limit)
+            except RuntimeError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def is_completed(self) -> bool:
+        """Whether both have ended, well or not."""
+        return all(work.is_completed() for work in self._works)
+
+
 class Communicator(Collectives):
     """Connects this rank with the other members of one group of ranks.
 
@@ -31,6 +54,8 @@ class Communicator(Collectives):
         self._pieces: dict[Channel, list[torch.Tensor]] = {}
         super().__init__(*connection)
         self._memory = connect_peer_memory(self)
+        if self._memory is None and self.size > 1:
+            self.connect_returns(Channel.GRADIENTS, Channel.GATHERS)
 
     @property
     def reads_memory(self) -> bool:
@@ -48,7 +73,27 @@ class Communicator(Collectives):
         self._count(parts.nbytes)
         if self._memory is not None:
             return self._memory.begin_all_to_all(into, parts, what, channel)
-        return self._all_to_all(as_bytes(into), as_bytes(parts), what, channel)
+        return self._all_to_all_duplex(as_bytes(into), as_bytes(parts), what, channel)
+
+    def _all_to_all_duplex(
+        self, into: torch.Tensor, parts: torch.Tensor, what: str, channel: Channel
+    ) -> Collective:
+        """begin_all_to_all() by gloo: what goes to higher ranks, and what goes to lower ones, each
+        over connections of its own."""
+        length, own = parts.numel() // self.size, self.rank
+        below, above = slice(0, own * length), slice((own + 1) * length, None)
+        to_lower = [length * (peer < own) for peer in range(self.size)]
+        to_higher = [length * (peer > own) for peer in range(self.size)]
+        into_flat, parts_flat = into.view(-1), parts.view(-1)
+
+        def start(up: Any) -> BothWays:
+            down = self._return_groups[channel]
+            return BothWays(
+                up.alltoall_base(into_flat[below], parts_flat[above], to_lower, to_higher),
+                down.alltoall_base(into_flat[above], parts_flat[below], to_higher, to_lower),
+            )
+
+        return self.begin(channel, what, start, into, parts)
 
     def begin_reduce_scatter(
         self, into: torch.Tensor, parts: torch.Tensor, what: str, channel: Channel
@@ -100,7 +145,8 @@ class Communicator(Collectives):
             buffer = buffers[number % count][:, : self.size * len(mine)]
             sent, received = buffer[0].view(self.size, -1), buffer[1].view(self.size, -1)
             sent.copy_(mine.expand_as(sent))
-            begun = self._all_to_all(received, sent, what, channel)
+            received[self.rank].copy_(mine)
+            begun = self._all_to_all_duplex(received, sent, what, channel)
             under_way.append((begun, number * length, received))
         while under_way:
             store_first()

@@ -10,7 +10,7 @@ import enum
 import json
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
@@ -111,26 +111,38 @@ class Peers:
         self._given_up: set[Channel] = set()  # channels that this rank has broken off alone
         self._begun = dict.fromkeys(Channel, 0)  # common operations
         self._polled_stores: list[Any] = []
-        self._groups: Mapping[Channel, Any] = self._connect(look)
+        self._groups: Mapping[Channel, Any] = self._connect(Channel, "", look)
+        self._return_groups: Mapping[Channel, Any] = {}  # see connect_returns()
         failures.add(self)
 
     def _world_rank(self) -> int:
         return dist.get_rank()
 
-    def _connect(self, look: Callable[[], None]) -> dict[Channel, Any]:
+    def _connect(
+        self, channels: Iterable[Channel], suffix: str, look: Callable[[], None]
+    ) -> dict[Channel, Any]:
         """Makes the connections of each channel."""
         made: dict[Channel, Any] = {}
 
         def connect(waiting: Any) -> None:
             # Made directly: groups by dist.new_group() have names that are used again after they
             # were destroyed, with the addresses of the old ones still in the store.
-            for channel in Channel:
-                store = dist.distributed_c10d.PrefixStore(channel.name, waiting)
+            for channel in channels:
+                store = dist.distributed_c10d.PrefixStore(channel.name + suffix, waiting)
                 timeout = timedelta(seconds=self.timeout_s)
                 made[channel] = dist.ProcessGroupGloo(store, self.rank, self.size, timeout)
 
         self._connect_by(connect, look)
         return made
+
+    def connect_returns(self, *channels: Channel) -> None:
+        """Gives `channels` second connections, for what goes to lower ranks.
+
+        One of gloo's connections carries bytes in one direction at a time, so an exchange over a
+        single one has half of a link's rate (docs/benchmarks.md). All members must call it. Raises
+        PeerError.
+        """
+        self._return_groups = self._connect(channels, "-RETURN", self.look_for_failures)
 
     def connect_devices(self, channel: Channel, make: Callable[[Any, int, int], Any]) -> Any:
         """The process group of the members' devices, which `make(store, rank, size)` makes.
@@ -429,7 +441,7 @@ class Peers:
             self._is_broken_off = True
         else:
             self._given_up.add(only)
-        for channel, group in self._groups.items():
+        for channel, group in [*self._groups.items(), *self._return_groups.items()]:
             if only is None or only is channel:
                 # gloo closes all connections of a group of which one transfer has timed out; it
                 # has no other way to end what waits for them. A connection that is closed already
@@ -441,4 +453,4 @@ class Peers:
 
     def close(self) -> None:
         """Drops the connections."""
-        self._groups = {}
+        self._groups, self._return_groups = {}, {}

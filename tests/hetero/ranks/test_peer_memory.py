@@ -73,6 +73,21 @@ def test_hybrid_sharding() -> None:
             assert torch.equal(a, b)
 
 
+def test_by_gloo_no_connection_carries_bytes_in_both_directions(pool: RankPool) -> None:
+    """It would carry them in turn, at half the rate of a link."""
+    for found in zip(*pool.run(peer_memory.send_both_ways), strict=True):
+        pairs = set().union(*found)
+        assert pairs
+        assert not pairs & {(to, begin) for begin, to in pairs}
+
+
+def test_a_wait_by_gloo_ends_with_the_other_rank() -> None:
+    with RankPool(2) as pool:
+        told, _ = pool.run(peer_memory.wait_for_one_that_leaves)
+    assert "rank 1" in told
+    assert "needed it for it" in told
+
+
 def test_memory_is_the_owners_when_all_have_read() -> None:
     """What a rank writes right after a gather or a mean no other rank has got."""
     with RankPool(2) as pool:

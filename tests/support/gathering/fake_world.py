@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +25,10 @@ from tests.support.waiting import PATIENCE_S
 
 
 class CountedGroup:
-    """A fake process group whose calls, and the bytes of their larger tensor, are counted."""
+    """A fake process group whose calls, and the bytes of their larger tensor, are counted.
+
+    Of an all-to-all it counts the bytes that it sends.
+    """
 
     def __init__(self, counts: Counts, channel: Channel, rank: int, size: int) -> None:
         self._counts, self._channel = counts, channel
@@ -42,6 +45,13 @@ class CountedGroup:
             return call(*args)
 
         return counted
+
+    def alltoall_base(self, into: torch.Tensor, parts: torch.Tensor, *_: Any) -> Any:
+        """(torch's refuses those that only receive.)"""
+        self._counts.calls[self._channel] += 1
+        self._counts.nbytes[self._channel] += parts.nbytes
+        into.zero_()
+        return SimpleNamespace(wait=lambda *_: None, is_completed=lambda: True)
 
     def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
         self._counts.messages += 1
@@ -84,8 +94,10 @@ def fake_world(size: int) -> Iterator[Counts]:
     def meet(*_: Any) -> Iterator[Any]:
         yield SimpleNamespace(name="fake", store=dist.HashStore(), look=lambda: None)
 
-    def connect(self: Peers, look: Any) -> dict[Channel, CountedGroup]:
-        return {channel: CountedGroup(counts, channel, self.rank, self.size) for channel in Channel}
+    def connect(self: Peers, channels: Iterable[Channel], *_: Any) -> dict[Channel, CountedGroup]:
+        return {
+            channel: CountedGroup(counts, channel, self.rank, self.size) for channel in channels
+        }
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
     try:

@@ -93,6 +93,73 @@ def connect(rank: int, world: int, how: str) -> dict[str, Any]:
     return found | {"closed": permitted}
 
 
+class _Noting:
+    """A process group; between which pairs of ranks its all-to-alls carry bytes is noted."""
+
+    def __init__(self, group: Any, pairs: set[tuple[int, int]], rank: int) -> None:
+        self._group, self._pairs, self._rank = group, pairs, rank
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._group, name)
+
+    def alltoall_base(self, into: Any, parts: Any, came: list[int], sent: list[int]) -> Any:
+        self._pairs |= {(self._rank, peer) for peer, nbytes in enumerate(sent) if nbytes}
+        self._pairs |= {(peer, self._rank) for peer, nbytes in enumerate(came) if nbytes}
+        return self._group.alltoall_base(into, parts, came, sent)
+
+
+def send_both_ways(rank: int, world: int) -> list[set[tuple[int, int]]]:
+    """Gathers and exchanges by gloo, checks what came, and returns which pairs each of the groups
+    of connections has carried bytes of, a pair as (from, to)."""
+    with patch("hetero.ranks.communicator.connect_peer_memory", lambda _: None):
+        ranks = ProcessGroups(60.0)
+    group = ranks.shard
+    assert group is not None
+    found: list[set[tuple[int, int]]] = []
+    for groups in (group._groups, group._return_groups):
+        for channel in (Channel.GRADIENTS, Channel.GATHERS):
+            found.append(set())
+            groups[channel] = _Noting(groups[channel], found[-1], rank)  # type: ignore[index]
+    numel = 5 << 18  # more than a piece
+    whole = torch.empty(world * numel)
+    part = torch.full((numel,), float(rank))
+    group.gather_parts(part, GatheredParts(whole, world), "it", Channel.GATHERS)
+    assert torch.equal(whole, torch.arange(float(world)).repeat_interleave(numel))
+    sent = torch.arange(float(world)).repeat_interleave(7) + 10 * rank
+    came = torch.empty_like(sent)
+    group.begin_all_to_all(came, sent, "it", Channel.GRADIENTS).wait()
+    for peer, theirs in enumerate(came.chunk(world)):
+        assert peer == rank or theirs.eq(10 * peer + rank).all()
+    ranks.meet("the end")
+    ranks.close()
+    return found
+
+
+def wait_for_one_that_leaves(rank: int, world: int) -> str:
+    """Rank 1 leaves while rank 0 waits for it by gloo: what rank 0 is told."""
+    with patch("hetero.ranks.communicator.connect_peer_memory", lambda _: None):
+        ranks = ProcessGroups(60.0)
+    group = ranks.shard
+    assert group is not None
+    told = ""
+    if rank == 0:
+        parts = torch.ones(world * 1024)
+        begun = group.begin_all_to_all(torch.empty_like(parts), parts, "it", Channel.GRADIENTS)
+        both = begun.work
+        try:
+            begun.wait()
+        except hetero.PeerError as error:
+            told = str(error)
+        assert both.is_completed()  # nothing writes to the memory any more
+    else:
+        ranks.leave(None)
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"done/{rank}", "")
+    store.wait([f"done/{peer}" for peer in range(world)])
+    ranks.close()
+    return told
+
+
 def write_when_let_go(rank: int, world: int) -> int:
     """Gathers again and again from memory that it changes as soon as that is let go.
 

@@ -245,12 +245,12 @@ def end_while_connecting(rank: int, place: Place, number: int, how: str) -> None
         else:
             place.hold("never")
 
-    def connect_or_end(self: Peers, look: Callable[[], None]) -> Any:
+    def connect_or_end(self: Peers, *args: Any) -> Any:
         now = next(numbers)
         place.say(f"rank {rank} connects {now}")
         if rank == 1 and now == number:
             end()
-        return connect(self, look)
+        return connect(self, *args)
 
     patch.setattr(Peers, "_connect", connect_or_end)
     make(dtype="bf16", keep_fp32=["layers.0.*"])  # two chunk groups, with connections of their own
