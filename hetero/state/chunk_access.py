@@ -174,6 +174,11 @@ class ChunkAccess:
                 state.used = None
             return managed.part_of(used.copy) if changed else None
 
+    def guard(self, managed: ManagedParam, guarded: bool) -> None:
+        """managed.guard(), while no other thread acquires or releases the parameter."""
+        with self._lock:
+            managed.guard(guarded)
+
     def fill(self, chunk: Chunk) -> AbstractContextManager[torch.Tensor]:
         """Flat memory, inside the block, for the first values of this rank's shard.
 

@@ -108,7 +108,7 @@ def test_each_host_commits_to_its_own_disk(hosts: Hosts, tmp_path: Path) -> None
         shutil.rmtree(path)
     for rank in run("commits", 2, tmp_path, hosts, tmp_path / "nvme"):
         assert "has records of the ranks [0] alone" in rank["error"]
-        assert "the directories of the others are needed" in rank["error"]
+        assert "the directories of the others are also needed" in rank["error"]
 
 
 def test_hosts_of_one_name_are_two_machines(hosts: Hosts, tmp_path: Path) -> None:

@@ -252,10 +252,13 @@ class TorchFunctionUses:
         """
         with self._threads:
             several = self._calls.threads > 1
-            if several != self._several_threads:
-                self._several_threads = several
-                for managed in list(self._params.managed.values()):
-                    managed.guard(several)
+            if several == self._several_threads:
+                return
+            # A call that finds the class without this flag would come back here without end.
+            self._several_threads = True
+            for managed in list(self._params.managed.values()):
+                self._params.group(managed.chunk).params.guard(managed, several)
+            self._several_threads = several
 
 
 class _ParamSource:

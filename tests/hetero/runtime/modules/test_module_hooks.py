@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 import hetero
-from hetero.state.managed_param import ParamState
+from hetero.state.chunk_access import ChunkAccess
+from hetero.state.managed_param import ManagedParam, ParamState
 from offload.memory.tiers import Tier
 from tests.support.training.loops import build
 
@@ -153,6 +154,87 @@ def test_threads_run_forwards_of_one_model_at_once(tmp_path: Path) -> None:
     handle.remove()
     assert_nothing_is_used(optimizer)
     train_a_step(model, optimizer)
+    optimizer.engine.close()
+
+
+def test_a_use_while_parameters_become_one_threads_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They have the class of absent ones until then, and with it each use comes to hetero."""
+    model, optimizer = on_disk(tmp_path)
+    x = inputs()
+    with torch.no_grad():
+        expected = x @ model.scale
+    inside, changing, used = threading.Event(), threading.Event(), threading.Event()
+    main = threading.current_thread()
+    found: list[torch.Tensor | Exception] = []
+    guard = ChunkAccess.guard
+
+    def stop(*_: object) -> None:
+        if threading.current_thread() is not main:
+            inside.set()
+            assert changing.wait(60)
+            try:
+                found.append(x @ model.scale)
+            except RecursionError as error:
+                found.append(error)
+            used.set()
+
+    def pause(self: ChunkAccess, managed: ManagedParam, guarded: bool) -> None:
+        if not guarded:
+            changing.set()
+            assert used.wait(60)
+        guard(self, managed, guarded)
+
+    def forward() -> None:
+        with torch.no_grad():
+            model(x)
+
+    handle = model.first.register_forward_pre_hook(stop)
+    thread = threading.Thread(target=forward)
+    thread.start()
+    assert inside.wait(60)
+    monkeypatch.setattr(ChunkAccess, "guard", pause)
+    with torch.no_grad():
+        model(x)
+    thread.join()
+    handle.remove()
+    assert isinstance(found[0], torch.Tensor), found[0]
+    assert torch.equal(found[0], expected)
+    optimizer.engine.close()
+
+
+def test_classes_change_while_no_other_thread_moves_a_parameter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = on_disk(tmp_path)
+    inside, go_on = threading.Event(), threading.Event()
+    main = threading.current_thread()
+    held: list[bool] = []
+    guard = ManagedParam.guard
+
+    def stop(*_: object) -> None:
+        if threading.current_thread() is not main:
+            inside.set()
+            assert go_on.wait(60)
+
+    def noted(self: ManagedParam, guarded: bool) -> None:
+        (group,) = optimizer.engine.chunk_groups
+        held.append(group.params._lock._is_owned())  # type: ignore[attr-defined]
+        guard(self, guarded)
+
+    monkeypatch.setattr(ManagedParam, "guard", noted)
+    handle = model.first.register_forward_pre_hook(stop)
+    thread = threading.Thread(target=model, args=(inputs(),))
+    thread.start()
+    assert inside.wait(60)
+    with torch.no_grad():
+        model(inputs())
+    go_on.set()
+    thread.join()
+    handle.remove()
+    assert held
+    assert all(held)
     optimizer.engine.close()
 
 
