@@ -77,13 +77,29 @@ class ChunkAccess:
         self._gathering, self.agreed_gathers = gathering, agreed_gathers
         self._prefetch = prefetch
         self._chunk_of_slot: dict[int, Chunk] = {}
+        self._in_place: bool | None = None  # of `packs`; None: homes have moved
         # Several threads may run forwards and backwards at once.
         self._lock = threading.RLock() if agreed_gathers is None else agreed_gathers.lock
 
     @property
     def gathers(self) -> bool:
-        """Whether some parameters are gathered, and pack() and unpack() are needed."""
+        """Whether some parameters are gathered."""
         return self._arena.slots > 0
+
+    @property
+    def packs(self) -> bool:
+        """Whether pack() must see what autograd saves.
+
+        Parameters are gathered; or updated in place during backward, which a parameter that
+        autograd has saved forbids: an alias of it pins the home, the parameter itself does not.
+        """
+        if self._in_place is None:
+            can_leave = self._updates.versions.can_leave
+            chunks = [state.chunk for state in self._chunks if state.chunk.trainable]
+            self._in_place = self._updates.overlap.in_backward and any(
+                self.is_resident(chunk) and can_leave(chunk) for chunk in chunks
+            )
+        return self.gathers or self._in_place
 
     @property
     def wait_s(self) -> float:
@@ -272,6 +288,7 @@ class ChunkAccess:
         free.
         """
         assert not any(state.used for state in self._chunks)
+        self._in_place = None
         self.copies.refit(gathered_slots)
         self._chunk_of_slot.clear()
         chunks = (state.chunk for state in self._chunks)

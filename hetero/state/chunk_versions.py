@@ -82,7 +82,7 @@ class ChunkVersions:
         self._is_full = False
         self.snapshots = Snapshots()
 
-    def _can_leave(self, chunk: Chunk) -> bool:
+    def can_leave(self, chunk: Chunk) -> bool:
         """Whether an update of the chunk can leave all that it reads, because its optimizer state
         is in the file, and its parameters are there or in RAM."""
         return chunk not in self._optim_states and not self._params.on_device(chunk)
@@ -251,7 +251,7 @@ class ChunkVersions:
         What buffers keep unwritten from step to step is not: it is updated as fast as memory. Where
         the spare extents have what the last commit has, none could.
         """
-        if not self._can_leave(chunk) or self._commit_has_spare(chunk):
+        if not self.can_leave(chunk) or self._commit_has_spare(chunk):
             return False
         state = self._chunks[chunk.id]
         if state.was_revoked:
@@ -307,7 +307,7 @@ class ChunkVersions:
         Optimizer state in the file is left by the update. What is in RAM is written now, unless the
         update does that. Raises NativeIoError.
         """
-        leaves = self._can_leave(chunk)
+        leaves = self.can_leave(chunk)
         in_ram = chunk in self._params and not self._params.on_device(chunk)
         if not (leaves or in_ram) or not self._reserve(chunk):
             return False

@@ -90,9 +90,9 @@ class ParamRegistry:
         return self.chunk_groups[chunk.group_index]
 
     @property
-    def gathers(self) -> bool:
-        """Whether some parameters are gathered."""
-        return any(chunk_group.params.gathers for chunk_group in self.chunk_groups)
+    def packs(self) -> bool:
+        """Whether what autograd saves of some parameters must be seen."""
+        return any(chunk_group.params.packs for chunk_group in self.chunk_groups)
 
     def is_resident(self, chunk: Chunk) -> bool:
         """Whether the whole chunk's home is where compute happens, which uses it in place."""

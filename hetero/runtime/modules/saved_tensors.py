@@ -22,7 +22,7 @@ from hetero.activations.store import ActivationStore
 from hetero.runtime.modules.call_stack import is_in_checkpoint, is_recomputing
 from hetero.runtime.modules.param_registry import ParamRegistry
 from hetero.stand_ins.offloaded_tensor import OffloadedTensor
-from hetero.stand_ins.parameter_classes import AbsentParameter
+from hetero.stand_ins.parameter_classes import AbsentParameter, PresentParameter, memory_in
 from hetero.state.chunk_access import SavedView
 from offload.errors import HeteroError, StaleGraphError
 from offload.interrupts import uninterrupted
@@ -52,7 +52,7 @@ class SavedTensors:
     @property
     def needed(self) -> bool:
         """Whether pack() and unpack() must see what autograd saves."""
-        return self._activations is not None or self._params.gathers
+        return self._activations is not None or self._params.packs
 
     def pack(self, tensor: torch.Tensor) -> SavedTensor | SavedView | SavedActivation:
         """What autograd keeps for `tensor`: for a view of a gathered copy, how to make it again.
@@ -151,8 +151,11 @@ def _without_graph(tensor: torch.Tensor) -> torch.Tensor:
     """An alias, with the same version, that does not keep the node alive that made the tensor.
 
     The node that saves its own result would keep itself alive, if no backward frees it. (autograd
-    gives what is unpacked its node again.)
+    gives what is unpacked its node again.) Of a parameter, whose memory changes, it is an alias of
+    what it has now, which pins its home: no speculative update begins that would change it.
     """
+    if isinstance(tensor, PresentParameter):
+        return memory_in(tensor)
     return tensor if tensor.grad_fn is None else tensor.detach()
 
 

@@ -138,6 +138,22 @@ def test_steps_of_different_lengths(tmp_path: Path) -> None:
     assert_same_bits(tmp_path, "optim_states", ["backward"], loop)
 
 
+@pytest.mark.parametrize("place", PLACES)
+def test_two_graphs_at_once(tmp_path: Path, place: str) -> None:
+    """The second backward needs parameters whose gradients seemed to be final after the first."""
+
+    def loop(model: nn.Module, optimizer: Any, overlap: str) -> Seen:
+        for step in range(STEPS):
+            graphs = [loss_of(model, 10 * step + n) for n in range(2 if step >= 2 else 1)]
+            for loss in graphs:
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return []
+
+    assert_same_bits(tmp_path, place, ["backward", "both"], loop)
+
+
 def test_a_step_that_is_left_out(tmp_path: Path) -> None:
     """Gradients that are cleared before any update is begun do not count for the next step."""
 

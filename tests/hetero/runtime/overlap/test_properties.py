@@ -132,8 +132,35 @@ CLEARED = (
 )
 
 
+# A mean of the first micro-batch arrives in the backward of a second one that no step had before.
+LATE_MEAN = (
+    3,
+    Model(4, tuple((index, "plain") for index in (1, 1, 3, 0, 0, 3)), False, frozenset()),
+    Loop(
+        (
+            Step((4,), True, False, 0.0, "", "after", False),
+            Step((5, 2), True, False, 1e6, "", "", False),
+        ),
+        scaler=False,
+        decays=False,
+    ),
+    Where(
+        policy="nvme",
+        emulated=False,
+        budgets=(("host_memory", 0),),
+        chunk_numel=16384,
+        dtype="fp32",
+        mixed=False,
+        prefetch=False,
+        overlap="backward",
+        stage=2,
+    ),
+)
+
+
 @settings(max_examples=10)
 @example(CLEARED)
+@example(LATE_MEAN)
 @given(training=trainings())
 def test_any_training(pools: dict[int, RankPool], training: tuple[int, Model, Loop, Where]) -> None:
     assert not found_by(pools, *training)
