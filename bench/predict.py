@@ -36,9 +36,9 @@ from hetero.job.models import (
 from hetero.job.options import OVERLAPS, TrainOptions
 from hetero.job.run_folder import RunFolder
 from hetero.job.step import one_step
-from hetero.planning.predict import figures, predict
 from hetero.planning.profiles import find_profile
-from hetero.planning.trace import Computing, Work
+from hetero.planning.step_cost import figures, predict
+from hetero.planning.step_problem import Computing, Work
 from offload.errors import HeteroError
 from offload.profile.machine_profile import Profile
 from offload.profile.measure import measure_profile

@@ -18,10 +18,8 @@ from hetero.overlap import OverlapUpdates
 from hetero.planning.belady import PREFETCH_CHUNKS, step_fetches
 from hetero.planning.collective_cost import CollectiveCost, Network, agreement_s, all_to_all
 from hetero.planning.placement import Placement, SlotBytes
-from hetero.planning.predict import Plan, predict
-from hetero.planning.step_cost import CostModel
-from hetero.planning.step_problem import Collectives, Problem, disk_rates
-from hetero.planning.trace import Work, use_order
+from hetero.planning.step_cost import CostModel, Plan, predict
+from hetero.planning.step_problem import CollectiveCosts, Problem, Work, disk_rates, use_order
 from offload.memory.tiers import Tier
 from offload.profile.machine_profile import Profile
 
@@ -158,7 +156,7 @@ def _gather(problem: Problem, made: Placement, chunk: int, slots: int) -> Collec
     link = []
     if home is not Tier.DEVICE and rates.h2d_bytes_per_s is not None:
         link = [(UP, slots * (slot.param if first else slot.gathered) / rates.h2d_bytes_per_s)]
-    cost = Collectives(problem).gather(slots)
+    cost = CollectiveCosts(problem).gather(slots)
     return Collective(cost, tuple(disk + link * first), tuple(link * (not first)))
 
 
@@ -169,7 +167,7 @@ def _mean(
     assert problem.network is not None
     slot, rates = SlotBytes.of(problem.layout, problem.dtypes), problem.profile
     home, last = made.grad[chunk], problem.network.between_devices
-    cost, *over_replicas = Collectives(problem).mean(slots)
+    cost, *over_replicas = CollectiveCosts(problem).mean(slots)
     link, disk = [], []
     if home is not Tier.DEVICE and rates.d2h_bytes_per_s is not None:
         nbytes = slots * slot.grad if last else numel * problem.dtypes.param_bytes

@@ -22,14 +22,12 @@ from hetero.cli.show.what_if import (
 )
 from hetero.config import Config
 from hetero.job.options import DEFAULT_DISK_SHARE, DEFAULT_SHARE, TrainOptions
-from hetero.planning.activation_estimate import ActivationEstimate
 from hetero.planning.candidates import SmallestBudgets, smallest_budgets
 from hetero.planning.collective_cost import Network
-from hetero.planning.predict import Plan, predict, whole_step
 from hetero.planning.profiles import find_profile, listing, shipped_profiles
 from hetero.planning.report import as_dict, explain, state_by_tier
-from hetero.planning.step_cost import StepCost
-from hetero.planning.trace import Work
+from hetero.planning.step_cost import Plan, StepCost, predict, whole_step
+from hetero.planning.step_problem import ActivationEstimate, Work
 from hetero.text_table import terminal_width, wrapped
 from offload.disk.directories import check_directories, total_free_bytes
 from offload.memory.process_memory import resident_bytes

@@ -22,9 +22,9 @@ from hetero.job.ranks import ALONE, Ranks
 from hetero.job.result import Setting, TrainResult, usual_state_bytes
 from hetero.job.run_folder import RunFolder
 from hetero.planning.group_plans import Arrangement, arrange
-from hetero.planning.predict import figures, predict
 from hetero.planning.profiles import saved_profile
-from hetero.planning.trace import Work
+from hetero.planning.step_cost import figures, predict
+from hetero.planning.step_problem import Work
 from hetero.reporting.recorder import Recorder, facts_of
 from hetero.reporting.run_record import RunRecord
 from offload import _native

@@ -8,8 +8,7 @@ from dataclasses import replace
 from hetero.planning.candidates import SmallestBudgets, place, smallest_budgets
 from hetero.planning.group_plans import ChunkGroupPlan
 from hetero.planning.placement import Placement, PlacementError
-from hetero.planning.predict import Plan, whole_step
-from hetero.planning.step_cost import TRAFFIC, CostModel, StepCost
+from hetero.planning.step_cost import TRAFFIC, CostModel, Plan, StepCost, whole_step
 from hetero.text_table import table, wrapped
 from offload.memory.sizes import format_bytes
 from offload.memory.tiers import Tier

@@ -30,10 +30,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from math import ceil
+from typing import Any
 
 from hetero.overlap import STREAMING_BUFFERS, OverlapUpdates
 from hetero.planning.belady import PREFETCH_CHUNKS, step_fetches
-from hetero.planning.collective_cost import agreement_s
+from hetero.planning.collective_cost import Network, agreement_s
+from hetero.planning.group_plans import ChunkGroupPlan
 from hetero.planning.placement import Placement, SlotBytes
 from hetero.planning.step_problem import (
     ALL_GATHERS,
@@ -45,13 +47,18 @@ from hetero.planning.step_problem import (
     MEANS,
     NVME,
     RESOURCES,
-    Collectives,
+    CollectiveCosts,
+    Computing,
+    Phase,
     PhaseCost,
     Problem,
-    Transfers,
+    StepTransfers,
+    Trace,
+    Work,
     disk_rates,
+    expected_trace,
+    use_order,
 )
-from hetero.planning.trace import Phase, use_order
 from offload.memory.tiers import Tier
 from offload.profile.machine_profile import Rates
 
@@ -98,7 +105,7 @@ class CostModel:
         self.numel = {chunk.id: sum(s.param.numel for s in chunk.slices) for chunk in chunks}
         self.trained = {chunk.id for chunk in chunks if chunk.trainable}
         self._order = use_order(problem.layout)
-        self._collectives = Collectives(problem)
+        self._collectives = CollectiveCosts(problem)
 
     def cost(self, made: Placement) -> StepCost:
         """What a step takes under the placement `made`.
@@ -150,7 +157,7 @@ class CostModel:
         for number, weight in enumerate(times):
             for phase, chunks in orders.items():
                 backward = phase is Phase.BACKWARD
-                work, waited_s, last_s = Transfers(), 0.0, 0.0
+                work, waited_s, last_s = StepTransfers(), 0.0, 0.0
                 # Of gradients whose mean is not made: their slots, and when it will be, in seconds
                 # of this pass; and when the stream of means is free.
                 averaged: deque[tuple[int, float]] = deque()
@@ -187,7 +194,7 @@ class CostModel:
                 seconds = max(total_s + waited_s, beside_s)
                 yield PhaseCost(phase.value, seconds, work.busy_s), work.nbytes, weight
 
-    def _fetch(self, work: Transfers, made: Placement, chunk: int, reading: float) -> float:
+    def _fetch(self, work: StepTransfers, made: Placement, chunk: int, reading: float) -> float:
         """The chunk comes into a gathered slot; returns the seconds of its way."""
         shard, profile = self.problem.layout.shard, self.problem.profile
         home, slots = made.param[chunk], self.slots[chunk]
@@ -204,7 +211,12 @@ class CostModel:
         return seconds
 
     def _gradient(
-        self, work: Transfers, made: Placement, chunk: int, writing: float, reading: float | None
+        self,
+        work: StepTransfers,
+        made: Placement,
+        chunk: int,
+        writing: float,
+        reading: float | None,
     ) -> tuple[float, float]:
         """The chunk's gradient goes home; returns seconds of its means, and of the rest of its way.
 
@@ -297,7 +309,7 @@ class CostModel:
             tiles = ceil(max(cached - kept, grads))
             seconds += nvme_s * read / (read + written) / max(1, tiles)
         seconds = min(seconds, alone_s + nvme_s)
-        work = Transfers()
+        work = StepTransfers()
         total = self._communicate_at_end(work, made) + norm_s + max(seconds, device_s)
         work.nbytes.update(nvme_read=read, nvme_written=written)
         busy = {CPU_UPDATE: host_s + norm_s, NVME: nvme_s, DEVICE_UPDATE: device_s}
@@ -361,7 +373,7 @@ class CostModel:
         on_cpu = sum(self.numel[c] for c in self.trained if made.optim_state[c] is not Tier.DEVICE)
         return max(nvme_s, update.busy_s[CPU_UPDATE] * self.numel[first] / on_cpu)
 
-    def _communicate_at_end(self, work: Transfers, made: Placement) -> float:
+    def _communicate_at_end(self, work: StepTransfers, made: Placement) -> float:
         """What ranks do around the update; returns its seconds.
 
         They agree on the step, and average gradients (stage 1) and gather parameters (stages 1 and
@@ -393,3 +405,106 @@ def _nvme_seconds(profile: Rates, read: int, written: int) -> float:
     mixed, _ = disk_rates(profile, True)
     both = min(read, written)
     return 2 * both / mixed + (read - both) / reading + (written - both) / writing
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A chunk group's placement, and the step that it is predicted to take."""
+
+    group: ChunkGroupPlan
+    problem: Problem
+    cost: StepCost
+
+    @property
+    def placement(self) -> Placement:
+        """Where the chunk group's state is."""
+        return self.group.placement
+
+
+def predict(
+    groups: Sequence[ChunkGroupPlan],
+    rates: Rates,
+    work: Work,
+    computing: Computing | None = None,
+    *,
+    prefetch: bool = True,
+    overlap: OverlapUpdates = OverlapUpdates.NONE,
+    grad_factors: bool = False,
+    network: Network | None = None,
+    network_bytes_per_s: float | None = None,
+    undoable_steps: bool = False,
+) -> list[Plan]:
+    """What a step of chunk groups takes on one rank.
+
+    Args:
+        groups: all of a model.
+        rates: the rank's share of its machine; a Profile where `computing` is None.
+        work: what it computes in a step.
+        computing: seconds that computing takes, which are divided by numbers of elements; None:
+            estimated from `work` and the profile's rate of products of matrices.
+        prefetch, overlap, grad_factors, network, undoable_steps: as `Problem` has them.
+        network_bytes_per_s: what a rank sends to any others, where no more is known of a network.
+
+    Returns:
+        A plan for each chunk group.
+
+    Raises:
+        ValueError: the profile says nothing about what is used.
+    """
+    numel = sum(group.layout.numel for group in groups)
+    plans = []
+    for group in groups:
+        layout, dtypes = group.layout, group.dtypes
+        ranks = layout.shard.ranks * layout.shard.replicas
+        if network is None and network_bytes_per_s is not None:
+            network = Network.flat(ranks, network_bytes_per_s)
+        if computing is None:
+            flop_per_s = rates.rate("matmul_flop_per_s", dtypes.compute)
+            trace = expected_trace(layout, work, flop_per_s)
+        else:
+            part = layout.numel / numel
+            seconds = computing.forward_s * part, computing.backward_s * part
+            trace = Trace(*seconds, work.micro_batches)
+        problem = Problem(
+            trace=trace,
+            layout=layout,
+            dtypes=dtypes,
+            profile=rates,
+            prefetch=prefetch,
+            overlap=overlap,
+            grad_factors=grad_factors,
+            network=network,
+            undoable_steps=undoable_steps,
+        )
+        cost = CostModel(problem).cost(group.placement)
+        moved = cost.traffic["nvme_read"] + cost.traffic["nvme_written"]
+        if moved and rates.nvme_read_bytes_per_s is None:
+            raise ValueError(
+                f"the profile {rates.name!r} says nothing about NVMe; measure it again"
+            )
+        plans.append(Plan(group, problem, cost))
+    return plans
+
+
+def whole_step(plans: Sequence[Plan]) -> StepCost:
+    """The steps of all chunk groups as one, in which phases of one name are added."""
+    phases: dict[str, PhaseCost] = {}
+    traffic: Counter[str] = Counter()
+    for plan in plans:
+        traffic.update(plan.cost.traffic)
+        for phase in plan.cost.phases:
+            phases[phase.name] = phases[phase.name].plus(phase) if phase.name in phases else phase
+    return StepCost(tuple(phases.values()), traffic)
+
+
+def figures(plans: Sequence[Plan]) -> dict[str, Any]:
+    """Seconds and bytes of the whole step, for programs; phases that go on together are one."""
+    step = whole_step(plans)
+    return {
+        "step_s": step.seconds,
+        "phases_s": {phase.name: phase.seconds for phase in step.phases},
+        "bound": step.bound,
+        "measured_computing": not any(plan.problem.trace.expected for plan in plans),
+        "nvme_read_bytes": step.traffic["nvme_read"],
+        "nvme_written_bytes": step.traffic["nvme_written"],
+    }

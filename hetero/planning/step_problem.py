@@ -1,5 +1,4 @@
-"""What a step is predicted for, and what each of its transfers takes: bytes over a rate, and the
-latency of messages.
+"""The step that is predicted, and its transfers: bytes over a rate, and latencies of messages.
 
 Compute, the two directions of the link, the disk and the collectives are resources that work at
 once, each of them on one transfer after the other. Collectives are of two streams, all-gathers and
@@ -9,6 +8,7 @@ the network between nodes.
 
 from __future__ import annotations
 
+import enum
 import math
 from collections import Counter
 from collections.abc import Mapping
@@ -25,7 +25,6 @@ from hetero.planning.collective_cost import (
     replica_mean,
 )
 from hetero.planning.placement import SlotBytes
-from hetero.planning.trace import Trace
 from offload.profile.machine_profile import Rates
 
 COMPUTE, H2D, D2H, NVME = "compute", "link to device", "link to RAM", "NVMe"
@@ -36,6 +35,84 @@ RESOURCES = (
     *(COMPUTE, H2D, D2H, NVME, NODE_LINKS, NETWORK, ALL_GATHERS, MEANS),
     *(CPU_UPDATE, DEVICE_UPDATE),
 )
+
+
+class Phase(enum.Enum):
+    """Parts of a step that compute with chunks; a step with several micro-batches alternates."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a rank computes in a step."""
+
+    tokens: int  # of one micro-batch
+    micro_batches: int = 1
+    checkpointing: bool = False  # backward computes forward once more
+
+
+@dataclass(frozen=True)
+class Computing:
+    """Seconds of a step, of all micro-batches, that compute takes alone, without any transfer."""
+
+    forward_s: float
+    backward_s: float
+
+
+@dataclass(frozen=True)
+class Trace(Computing):
+    """A step of a chunk group; forward uses chunks in use_order(), backward in the reverse."""
+
+    micro_batches: int  # forwards, each with its backward
+    expected: bool = False  # the seconds were not measured
+
+
+def use_order(layout: Layout) -> list[int]:
+    """The chunks in the order of registration: by the place of their first parameters."""
+    order = sorted(layout.chunks, key=lambda c: min(s.param.index for s in c.slices))
+    return [chunk.id for chunk in order]
+
+
+def expected_trace(layout: Layout, work: Work, flop_per_s: float) -> Trace:
+    """A trace before any step was measured.
+
+    Computing takes 2 floating-point operations per parameter and token in forward and 4 in backward
+    (6 if it computes forward again). Attention's own products, which grow with the sequence, are
+    left out: they are few beside these unless sequences are longer than some six times the width of
+    the model.
+    """
+    second = layout.numel * work.tokens * work.micro_batches / flop_per_s
+    backward_s = (6 if work.checkpointing else 4) * second
+    return Trace(2 * second, backward_s, work.micro_batches, expected=True)
+
+
+# Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022),
+# equation 1: a layer saves s b h (34 + 5 a s / h) bytes in 16 bits. The second term is the matrix
+# of attention, which scaled_dot_product_attention does not keep; of the 34 bytes an element, 32 are
+# 16 numbers and 2 are masks of dropout.
+_NUMBERS, _MASK_BYTES = 16, 2
+
+
+@dataclass(frozen=True)
+class ActivationEstimate:
+    """Bytes of one micro-batch of a rank; logits and temporaries are not in it.
+
+    Attributes:
+        kept_bytes: all layers keep what they save.
+        checkpointed_bytes: each keeps its input, and the one that is computed again all it saves.
+    """
+
+    kept_bytes: int
+    checkpointed_bytes: int
+
+    @classmethod
+    def of(cls, layers: int, width: int, tokens: int, element_bytes: int) -> ActivationEstimate:
+        """Of so many layers over vectors of `width` elements of `element_bytes`."""
+        numbers = tokens * width
+        layer = numbers * (_NUMBERS * element_bytes + _MASK_BYTES)
+        return cls(layers * layer, layers * numbers * element_bytes + layer)
 
 
 @dataclass(frozen=True)
@@ -83,7 +160,7 @@ class PhaseCost:
         return PhaseCost(self.name, self.seconds + times * other.seconds, busy_s)
 
 
-class Transfers:
+class StepTransfers:
     """Adds up what a rank moves: bytes by kind of traffic, and seconds by resource."""
 
     def __init__(self) -> None:
@@ -105,7 +182,7 @@ class Transfers:
         return cost.seconds
 
 
-class Collectives:
+class CollectiveCosts:
     """What the collectives of a problem's chunks cost; without a known network only bytes."""
 
     def __init__(self, problem: Problem) -> None:

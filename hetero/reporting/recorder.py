@@ -17,8 +17,8 @@ import torch
 
 from hetero.chunk_groups.chunk_group import ChunkGroup
 from hetero.chunks.layout import Chunk
-from hetero.planning.predict import figures
-from hetero.planning.trace import Phase
+from hetero.planning.step_cost import figures
+from hetero.planning.step_problem import Phase
 from hetero.reporting.run_record import (
     LINKS,
     PARTS,

@@ -16,7 +16,7 @@ from hetero.chunk_groups.chunk_group import ChunkGroup
 from hetero.chunk_groups.shared import Shared
 from hetero.chunks.layout import Layout
 from hetero.planning.placement import Placement
-from hetero.planning.predict import Plan
+from hetero.planning.step_cost import Plan
 from hetero.ranks.process_groups import ProcessGroups
 from hetero.runtime.gradients.grad_factors import GradFactors
 from hetero.runtime.gradients.grad_hook import GradHook

@@ -9,10 +9,10 @@ from hetero.activations.store import ActivationStore
 from hetero.chunk_groups.chunk_group import ChunkGroup
 from hetero.chunk_groups.shared import Shared
 from hetero.planning.group_plans import ChunkGroupPlan
-from hetero.planning.predict import Plan, predict
 from hetero.planning.profiles import saved_profile
 from hetero.planning.report import explain, explain_bytes, gains
-from hetero.planning.trace import Work
+from hetero.planning.step_cost import Plan, predict
+from hetero.planning.step_problem import Work
 from hetero.runtime.learned_rates import LearnedRates, counters_of
 from hetero.runtime.step_tracer import StepTracer
 from offload.memory.tiers import Tier

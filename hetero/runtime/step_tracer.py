@@ -12,7 +12,7 @@ import torch
 from torch._compile import _disable_dynamo
 
 from hetero.chunk_groups.chunk_group import ChunkGroup
-from hetero.planning.trace import Computing, Phase
+from hetero.planning.step_problem import Computing, Phase
 from hetero.runtime.modules.model_hook import ModelHook
 from offload.errors import ClosedError
 

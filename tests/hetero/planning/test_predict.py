@@ -1,4 +1,4 @@
-"""hetero/planning/predict and what `hetero train` shows of it."""
+"""hetero/planning/step_cost: predict(), and what `hetero train` shows of it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from hetero.cli.main import main
 from hetero.planning.candidates import place
 from hetero.planning.group_plans import ChunkGroupPlan
 from hetero.planning.placement import Budgets
-from hetero.planning.predict import figures, predict
-from hetero.planning.trace import Computing, Work
+from hetero.planning.step_cost import figures, predict
+from hetero.planning.step_problem import Computing, Work
 from tests.support.cli_runs import draw_nothing
 from tests.support.training.planning import AMPLE, BF16, SLOT, layout_of, make_profile, make_spec
 

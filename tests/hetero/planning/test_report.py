@@ -7,9 +7,8 @@ import pytest
 from hetero.planning.candidates import place
 from hetero.planning.group_plans import ChunkGroupPlan
 from hetero.planning.placement import Budgets
-from hetero.planning.predict import Plan
 from hetero.planning.report import as_dict, explain
-from hetero.planning.step_cost import CostModel
+from hetero.planning.step_cost import CostModel, Plan
 from offload.memory.sizes import format_bytes
 from tests.support.training.planning import (
     AMPLE,

@@ -23,8 +23,8 @@ from hetero.planning.step_problem import (
     NODE_LINKS,
     NVME,
     Problem,
+    Trace,
 )
-from hetero.planning.trace import Trace
 from offload.memory.tiers import Tier
 from tests.support.training.planning import (
     AMPLE,

@@ -13,7 +13,7 @@ import hetero
 from hetero.planning.candidates import place
 from hetero.planning.group_plans import ChunkGroupPlan
 from hetero.planning.placement import Budgets
-from hetero.planning.trace import Computing
+from hetero.planning.step_problem import Computing
 from hetero.runtime import step_predictions
 from hetero.runtime.learned_rates import Counters, LearnedRates, counters_of
 from hetero.runtime.step_predictions import StepPredictions

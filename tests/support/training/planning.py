@@ -9,8 +9,7 @@ from hetero.chunks.layout import WHOLE, Layout, ParamSpec, Shard, pack
 from hetero.overlap import OverlapUpdates
 from hetero.planning.collective_cost import Network
 from hetero.planning.placement import Budgets, GroupSpec, SlotBytes
-from hetero.planning.step_problem import Problem
-from hetero.planning.trace import Work, expected_trace
+from hetero.planning.step_problem import Problem, Work, expected_trace
 from offload.profile.machine_profile import Profile
 
 SLOT = 4096

@@ -1,9 +1,9 @@
-"""hetero/planning/trace: what is expected of a step."""
+"""hetero/planning/step_problem: what is expected of a step."""
 
 import pytest
 
 from hetero.chunks.layout import ParamSpec, pack
-from hetero.planning.trace import Work, expected_trace, use_order
+from hetero.planning.step_problem import Work, expected_trace, use_order
 from tests.support.training.planning import SLOT, layout_of
 
 
