@@ -50,7 +50,6 @@ LARGE_CLASSES = {
     "hetero/runtime/engine.py:Engine": Size(40, 30, 6),
     "hetero/runtime/recompute/block_calls.py:BlockCalls": Size(14, 14, 7),
     "hetero/runtime/relocation/budget_moves.py:BudgetMoves": Size(16, 17, 3),
-    "hetero/setup/construction.py:ConstructionArena": Size(43, 21, 2),
     "hetero/state/gathering/agreed_gathers.py:AgreedGathers": Size(20, 19, 6),
     "hetero/state/gathering/gather_stream.py:GatherStream": Size(19, 18, 6),
     "hetero/state/grads.py:Grads": Size(36, 12, 8),

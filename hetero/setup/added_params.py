@@ -29,7 +29,7 @@ from hetero.ranks.process_groups import ProcessGroups
 from hetero.runtime.engine import Engine
 from hetero.runtime.relocation.budget_moves import budgets_of
 from hetero.runtime.update_schedule import is_free
-from hetero.setup.construction_parts import take_from_first
+from hetero.setup.construction_store import float_blocks, take_from_first
 from hetero.setup.first_values import FirstValues, fill
 from hetero.stand_ins.construction_uses import arena_of
 from hetero.state.managed_param import ManagedParam, can_train, refuse_managed
@@ -37,8 +37,6 @@ from offload.errors import HeteroError
 from offload.memory.tiers import Tier
 
 Made = TypeVar("Made")
-
-_BLOCK_NUMEL = 1 << 20  # of the fp32 copy of a parameter at a time
 
 
 class AddedParams:
@@ -337,6 +335,4 @@ class _FromModel(FirstValues):
         values = managed.param.data
         if old is not None:
             values = old.part_of(self._engine.params.flat(old.chunk))
-        flat = values.reshape(-1)
-        for begin in range(wanted.start, wanted.stop, _BLOCK_NUMEL):
-            yield begin, flat[begin : min(begin + _BLOCK_NUMEL, wanted.stop)].float()
+        return float_blocks(values.reshape(-1), 0, wanted)

@@ -19,11 +19,12 @@ from typing import Any
 
 import torch
 
+from hetero.api.optimizer import HybridOptimizer, unmanaged
 from hetero.config import Config
 from hetero.setup.construction import ConstructionArena
-from hetero.setup.first_forward import await_forward
+from hetero.setup.initialize import initialize
 from hetero.setup.join_ranks import join_ranks
-from hetero.stand_ins.construction_uses import ConstructionAlias, memory_of
+from hetero.stand_ins.construction_uses import ConstructionAlias, arena_of, memory_of
 from hetero.stand_ins.parameter_classes import AbsentParameter, PresentParameter
 from offload.errors import BudgetError, HeteroError
 from offload.memory.sizes import format_bytes
@@ -91,8 +92,7 @@ class ZeroInitContext:
             _wrap(block, PresentParameter, "__deepcopy__", self._copying)
             _wrap(block, parameter, "__new__", _sharing)
             _load_one_by_one(block)
-            block.callback(self.construction.end_block)
-            self.construction.begin_block()
+            block.enter_context(self.construction.block())
             self._block = block.pop_all()
         return self
 
@@ -111,7 +111,7 @@ class ZeroInitContext:
                 "hetero.initialize() instead"
             )
         if failure is None:
-            await_forward(self.construction)
+            _await_forward(self.construction)
 
     def _registering(self, register: Callable[..., None]) -> Callable[..., None]:
         """Module.register_parameter() that also puts the parameter under construction."""
@@ -212,3 +212,48 @@ def _sharing(new: Callable[..., Any]) -> Callable[..., Any]:
             return new(cls, memory, requires_grad)
 
     return __new__
+
+
+# initialize() by the first training forward, for loops that make the optimizer themselves, as a
+# Trainer does: it is given the class of the optimizer, and calls the model with one that no user
+# code has seen. A model that was built in ZeroInitContext has its options: nothing is missing.
+
+_waiting: weakref.WeakSet[ConstructionArena] = weakref.WeakSet()
+_plain_call: Callable[..., Any] = torch.nn.Module.__call__
+
+
+def _await_forward(arena: ConstructionArena) -> None:
+    """From now on the first training forward of the model that the arena has initializes it.
+
+    Unless initialize() was called before; and only if one optimizer of hetero, and no more, was
+    made from its parameters.
+    """
+    _waiting.add(arena)
+    torch.nn.Module.__call__ = _call  # type: ignore[method-assign]
+
+
+def _call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """torch.nn.Module.__call__(), while some model waits. (A hook could not add the hooks that
+    initialize() adds to the call that has begun.)"""
+    if torch.compiler.is_compiling():  # what is traced lies inside of a call that was not
+        return _plain_call(module, *args, **kwargs)
+    if module.training and torch.is_grad_enabled():
+        for arena in list(_waiting):
+            if arena.is_closed:
+                _waiting.discard(arena)
+            else:
+                _initialize(module, arena)
+    if not _waiting:
+        torch.nn.Module.__call__ = _plain_call  # type: ignore[method-assign]
+    return _plain_call(module, *args, **kwargs)
+
+
+def _initialize(module: torch.nn.Module, arena: ConstructionArena) -> None:
+    optimizers = [optimizer for optimizer in unmanaged if _is_of(optimizer, arena)]
+    if len(optimizers) == 1 and arena.has_no_others_than(module.parameters()):
+        initialize(module, optimizers[0])
+
+
+def _is_of(optimizer: HybridOptimizer, arena: ConstructionArena) -> bool:
+    """Whether it was made of some of the arena's parameters."""
+    return any(arena_of(p) is arena for group in optimizer.param_groups for p in group["params"])

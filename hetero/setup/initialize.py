@@ -97,7 +97,7 @@ def initialize(
     optimizers: list[HybridOptimizer] = list(given) if isinstance(given, (list, tuple)) else [given]
     if _are_initialized(model, optimizers) and config is None and not options:
         return model, optimizer  # by its first forward, say
-    construction = _context_construction(model)
+    construction = construction_of(model)
     adopting = construction is None
 
     def checked_config() -> Config:
@@ -130,7 +130,6 @@ def initialize(
             arrangement = _arrange(model, construction, optimizers, views, shard)
             start_alike(model, arrangement, construction)
             resources.enter_context(construction.placing())
-            construction.keep_own_parts()
             files = None if folder is None else folder.files
             engine = _build(model, arrangement, construction, views, files, backend, resources)
             engine.attach(StateDictHooks(model, engine), AddedParams(engine))
@@ -162,31 +161,31 @@ def _arrange(
     views: Sequence[OptimizerView],
     shard: Shard,
 ) -> Arrangement:
-    """Places what the model has; `construction.host_bytes` are then what it was placed within.
+    """Places what the model has; `budgets.host_bytes` are then what it was placed within.
 
     Raises PlacementError, ValueError.
     """
-    first = construction.first_budgets.first_host_bytes
+    first = construction.budgets.first_host_bytes
     refusal: PlacementError | None = None
-    for host_bytes in dict.fromkeys((first, construction.host_bytes)):
+    for host_bytes in dict.fromkeys((first, construction.budgets.host_bytes)):
         try:
             arrangement = arrange(
                 model,
                 construction.config,
                 views[0].dtypes,
                 host_bytes,
-                construction.disk_bytes,
+                construction.budgets.disk_bytes,
                 _dtypes_by_param(optimizers, views),
                 shard,
-                construction.device_bytes,
+                construction.budgets.device_bytes,
             )
         except PlacementError as error:
             refusal = error
         else:
-            construction.host_bytes = host_bytes
+            construction.budgets.host_bytes = host_bytes
             return arrangement
     assert refusal is not None
-    raise construction.process_share.in_its_words(refusal) from None
+    raise construction.budgets.in_its_words(refusal) from None
 
 
 def _check_for_ranks(config: Config, shard: Shard) -> None:
@@ -256,7 +255,7 @@ def _refuse_shared_memory(model: torch.nn.Module) -> None:
             )
 
 
-def _context_construction(model: torch.nn.Module) -> ConstructionArena | None:
+def construction_of(model: torch.nn.Module) -> ConstructionArena | None:
     """The arena of the ZeroInitContext that built the model, or None.
 
     Raises HeteroError if several built it.
@@ -364,14 +363,14 @@ def _build(
     ends = accumulate(spec.numel for spec in specs)
     first_number = {s.index: end - s.numel for s, end in zip(specs, ends, strict=True)}
     bytes_of = arrangement.activation_bytes
-    spare_bytes = construction.host_bytes - sum(plan.placement.host_bytes for plan in plans)
+    spare_bytes = construction.budgets.host_bytes - sum(plan.placement.host_bytes for plan in plans)
     spare_bytes -= bytes_of[0] + unmanaged_bytes(model.parameters())
     params = dict(enumerate(arrangement.params))
     notes: list[str] = []
     if config.files_are_ram:
         notes.append(
             f"files in {' and '.join(config.nvme_paths)} are RAM, so "
-            f"{format_bytes(construction.disk_bytes)} of host_memory are for them"
+            f"{format_bytes(construction.budgets.disk_bytes)} of host_memory are for them"
         )
     loss_scale = LossScale()
     if config.dtype == "fp16" and config.initial_loss_scale is not None:
@@ -402,7 +401,7 @@ def _build(
     notes += [f"while the model was built: {n}" for n in construction.notes if n not in notes]
     notes += backend.notes
     notes += lacking_threads()
-    passed = construction.process_share.passed()
+    passed = construction.budgets.passed()
     notes += [] if passed is None else [passed]
     move_rest(model, map(id, arrangement.params), shared)
     activations: ActivationStore | None = None
@@ -421,7 +420,7 @@ def _build(
     resources.pop_all()
     resources.callback(engine.close)
     engine.params.begin_gathers()
-    ledger.set_budget(Tier.HOST, construction.host_bytes)
+    ledger.set_budget(Tier.HOST, construction.budgets.host_bytes)
     return engine
 
 

@@ -7,8 +7,7 @@ in nothing that those make.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from hetero.config import Config
@@ -39,28 +38,14 @@ def join_ranks(
 
     Raises ValueError as ProcessGroups does, and what `make_config` raises.
     """
-    with told_if_absent(process_group, mesh):
-        config = make_config()
-    world = ProcessGroups(config.rank_timeout_s, process_group, mesh)
-    share_threads(world.local_ranks)
-    return config, world
-
-
-@contextmanager
-def told_if_absent(process_group: Any, mesh: DeviceMesh | None) -> Iterator[None]:
-    """What is raised inside the block, other ranks that wait for this one are told.
-
-    Only if no ranks have been joined inside it: the block comes before that.
-    """
-    _have_default_group()
+    if not is_distributed() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        init_default_group()
     try:
-        yield
-    except BaseException as error:
+        config = make_config()
+    except BaseException as error:  # other ranks wait for this one
         if is_distributed():
             tell_absence(process_group, mesh, error)
         raise
-
-
-def _have_default_group() -> None:
-    if not is_distributed() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        init_default_group()
+    world = ProcessGroups(config.rank_timeout_s, process_group, mesh)
+    share_threads(world.local_ranks)
+    return config, world

@@ -11,28 +11,46 @@ from hetero.ranks.process_groups import ProcessGroups
 from offload.memory.process_memory import margin_bytes, peak_resident_bytes, resident_bytes
 
 
-class ProcessShare:
-    """What the process holds before it has model state, and what follows for the host budget."""
+class FirstBudgets:
+    """The smallest of all ranks' budgets (with others their plans would differ), and what this
+    process held before it had model state.
 
-    def __init__(self, config: Config, local_ranks: int) -> None:
-        """Measures the process now; `local_ranks` share the machine."""
-        self._limit = config.process_bytes(local_ranks)
+    Attributes:
+        host_bytes: of RAM.
+        first_host_bytes: of RAM until steps were seen, if that is enough: at most two thirds of
+            what follows from process_memory.
+        disk_bytes: of the scratch file; 0 without a directory.
+        device_bytes: None unless DEVICE has memory of its own.
+    """
+
+    def __init__(self, config: Config, world: ProcessGroups) -> None:
+        """Measures the process now; all ranks of `world` call this."""
+
+        def agreed(nbytes: int) -> int:
+            return world.agree(nbytes, min, "budgets")
+
+        self._limit = config.process_bytes(world.local_ranks)
         self._is_auto = config.process_memory == "auto"
         self._beside_bytes = resident_bytes()
         self._peak_before = peak_resident_bytes()
-        self.host_bytes = config.host_bytes(local_ranks, self._beside_bytes)
-        # What follows for the host budget; None: the process has no limit.
+        # This rank's own, and what follows from its limit; None: the process has none.
+        self._own_bytes = first_bytes = config.host_bytes(world.local_ranks, self._beside_bytes)
         self._share_bytes: int | None = None
         if self._limit is not None:
             self._share_bytes = int((self._limit - self._beside_bytes) * FIRST_STATE_SHARE)
+            first_bytes = max(1, min(self._own_bytes, self._share_bytes * 2 // 3))
+        follows = config.activation_memory is None and config.activation_limit == "auto"
+        self._limits_activations = bool(world.agree(int(follows), max, "a limit"))
+        self.host_bytes = agreed(self._own_bytes)
+        self.first_host_bytes = agreed(first_bytes)
+        self.disk_bytes = agreed(config.disk_bytes(world.local_ranks))
+        device_bytes = config.device_share(world.local_ranks)
+        self.device_bytes = None if device_bytes is None else agreed(device_bytes)
 
-    @property
-    def first_host_bytes(self) -> int:
-        """What model state and activations get of the host budget until steps were seen: at most
-        two thirds of what follows from process_memory."""
-        if self._share_bytes is None:
-            return self.host_bytes
-        return max(1, min(self.host_bytes, self._share_bytes * 2 // 3))
+    def effective(self, config: Config) -> Config:
+        """`config`, with the activations counted if the process of any rank has a limit: that is
+        one of all ranks (BudgetMoves)."""
+        return replace(config, activation_memory="auto") if self._limits_activations else config
 
     def excess(self, soon_bytes: int) -> int:
         """By how many bytes the process is too large when `soon_bytes` more will be there."""
@@ -55,7 +73,7 @@ class ProcessShare:
         """
         if self._limit is None or self._share_bytes is None:
             return None
-        if self.host_bytes < self._share_bytes:  # host_memory, or its default, is what limits it
+        if self._own_bytes < self._share_bytes:  # host_memory, or its default, is what limits it
             return None
         return process_too_small(self._limit, self._is_auto, self._beside_bytes, what, least)
 
@@ -63,36 +81,6 @@ class ProcessShare:
         """A refusal to place the model, in words about process_memory if that is too small."""
         least = refusal.smallest_host_bytes
         why = self.too_small("the least placement of the model", least)
-        if why is None or least <= self.host_bytes:
+        if why is None or least <= self._own_bytes:
             return refusal
         return PlacementError(why, least, refusal.smallest_device_bytes)
-
-
-class FirstBudgets:
-    """The smallest of all ranks' budgets: with others their plans would differ.
-
-    Attributes:
-        host_bytes: of RAM.
-        first_host_bytes: of RAM until steps were seen, if that is enough.
-        disk_bytes: of the scratch file; 0 without a directory.
-        device_bytes: None unless DEVICE has memory of its own.
-    """
-
-    def __init__(self, config: Config, world: ProcessGroups, share: ProcessShare) -> None:
-        """All ranks of `world` call this; `share` is this one's."""
-
-        def agreed(nbytes: int) -> int:
-            return world.agree(nbytes, min, "budgets")
-
-        follows = config.activation_memory is None and config.activation_limit == "auto"
-        self._limits_activations = bool(world.agree(int(follows), max, "a limit"))
-        self.host_bytes = agreed(share.host_bytes)
-        self.first_host_bytes = agreed(share.first_host_bytes)
-        self.disk_bytes = agreed(config.disk_bytes(world.local_ranks))
-        device_bytes = config.device_share(world.local_ranks)
-        self.device_bytes = None if device_bytes is None else agreed(device_bytes)
-
-    def effective(self, config: Config) -> Config:
-        """`config`, with the activations counted if the process of any rank has a limit: that is
-        one of all ranks (BudgetMoves)."""
-        return replace(config, activation_memory="auto") if self._limits_activations else config

@@ -12,7 +12,7 @@ import torch
 
 from hetero.planning.group_plans import Arrangement
 from hetero.setup.construction import ConstructionArena
-from hetero.setup.construction_parts import take_from_first
+from hetero.setup.construction_store import take_from_first
 from hetero.stand_ins.construction_uses import written_to
 from hetero.stand_ins.parameter_classes import memory_in
 

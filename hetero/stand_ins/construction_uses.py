@@ -26,9 +26,6 @@ class ConstructionParams(Protocol):
     def replace(self, param: torch.nn.Parameter, values: torch.Tensor) -> None:
         """Points the parameter to other values."""
 
-    def copy(self, param: torch.nn.Parameter) -> torch.Tensor:
-        """A plain copy of the values."""
-
     def change(self, param: torch.Tensor, change: TileChange) -> bool:
         """Changes an offloaded parameter tile by tile; False: it must be changed as a whole."""
 
@@ -105,7 +102,7 @@ class ConstructionUses:
 
     def copy(self, param: torch.nn.Parameter) -> torch.Tensor:
         """A plain copy of the values, in memory that no budget counts."""
-        return self.arena.copy(param)
+        return self.arena.elements(param, slice(0, param.numel())).view(param.shape)
 
 
 _CONVERSIONS = {

@@ -1,4 +1,4 @@
-"""hetero/setup/first_forward: loops that make the optimizer themselves."""
+"""hetero/setup/init_context: loops that make the optimizer themselves."""
 
 from __future__ import annotations
 
