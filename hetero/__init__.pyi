@@ -48,7 +48,7 @@ from hetero.tiling.cross_entropy import (
     TiledCrossEntropy as TiledCrossEntropy,
     tiled_cross_entropy as tiled_cross_entropy,
 )
-from hetero.tiling.embeddings.tile_embeddings import (
+from hetero.tiling.tiled_embeddings import (
     TiledEmbedding as TiledEmbedding,
     TiledHead as TiledHead,
     tile_embeddings as tile_embeddings,

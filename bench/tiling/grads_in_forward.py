@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from hetero.tiling.log_probs import TileOptions
+from hetero.tiling.cross_entropy import TileOptions
 
 
 class _Loss(torch.autograd.Function):

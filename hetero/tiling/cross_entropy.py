@@ -1,23 +1,50 @@
-"""Cross-entropy of a linear head's logits that are never in memory whole."""
+"""Cross-entropy of a linear head's logits that are never in memory whole, by its log-probabilities.
+
+Vocabulary: hidden states are (T tokens, w), the head's weight is (V, w), logits would be (T, V).
+*Row tiles* are parameters that have some rows of the weight each, in order; a plain head has one. A
+*token tile* is the logits of some tokens over all of V, a *vocabulary tile* those of all tokens
+over some rows of a row tile. Forward takes token tiles, because the normalisation of a token needs
+all of its logits at once; it computes them from one row tile after another. Backward computes
+logits once more, by vocabulary tiles: each rows of the weight's gradient are one matrix product
+over all tokens, rounded once, as without tiles.
+
+So no fp32 copy of the weight's gradient is needed, as a sum over token tiles would in bf16, where
+each addition rounds, and small ones vanish. Only the gradient of the hidden states is summed over
+vocabulary tiles, in fp32. The loss has the bits of transformers' because the rows of a matrix
+product do not depend on how many there are (true of the CPU's from some 16 rows on; tests say so).
+
+A head with several row tiles has one of them in memory at a time. The graph of its loss is a chain
+with a node for each row tile: what backward sums up goes along the chain, and each node adds to it
+and gives its tile's gradient away before the next one begins.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import linear
 from torch.overrides import handle_torch_function, has_torch_function
-
-from hetero.tiling.log_probs import (
-    Elementwise,
-    RowTiles,
-    TileOptions,
-    check_tile_tokens,
-    label_log_probs,
-)
 
 _REDUCTIONS = ("mean", "sum", "none")
 _IGNORED = -100
+# Elements of logits that are in memory at a time, if nothing else is said: 64 MiB of fp32, in which
+# the matrix products of usual heads reach their speed.
+TILE_NUMEL = 1 << 24
+# Narrower matrix products waste most of a core or a GPU. With very many tokens a vocabulary tile
+# is therefore larger than a token tile; it is smaller than the hidden states then.
+LEAST_ROWS = 64
+# Columns of the chain's gradient after those of the hidden states: what a node needs of each token,
+# the gradient of its label's log-probability, the sum of those of all, that of the sum of all; the
+# largest logit, and the logarithm of the sum of exponentials.
+_COLUMNS = 5
+
+Elementwise = Callable[[torch.Tensor], torch.Tensor]
 
 
 def tiled_cross_entropy(
@@ -66,24 +93,6 @@ def tiled_cross_entropy(
     Raises:
         ValueError: for sizes and options that do not fit together.
     """
-    given = (hidden, weight, labels, *(() if bias is None else (bias,)))
-    if has_torch_function(given):
-        # A managed parameter that is absent is brought in once, for the whole function.
-        made: torch.Tensor = handle_torch_function(
-            tiled_cross_entropy,
-            given,
-            hidden,
-            weight,
-            labels,
-            bias,
-            ignore_index,
-            reduction,
-            tile_tokens,
-            label_smoothing,
-            scale,
-            softcap,
-        )
-        return made
     _check(hidden, weight, labels, bias, reduction, label_smoothing, softcap)
     check_tile_tokens(tile_tokens)
     elementwise: tuple[Elementwise, ...] = ()
@@ -259,3 +268,429 @@ def _liger() -> Any:
     except ImportError:
         return None
     return liger_fused_linear_cross_entropy
+
+
+@dataclass(frozen=True)
+class TileOptions:
+    """How logits are computed: `tile_tokens` of them at a time, and which functions, each of a
+    logit alone, they go through (a scale, a cap), in order, in the dtype of the head."""
+
+    tile_tokens: int | None = None
+    elementwise: tuple[Elementwise, ...] = ()
+
+    def tokens(self, vocabulary: int) -> int:
+        """Tokens of a token tile."""
+        if self.tile_tokens is not None:
+            return self.tile_tokens
+        return max(1, TILE_NUMEL // vocabulary)
+
+    def rows(self, tokens: int, vocabulary: int) -> int:
+        """Rows of the weight of a vocabulary tile: about as many logits as in a token tile."""
+        rows = -(-self.tokens(vocabulary) * vocabulary // max(1, tokens))
+        return min(vocabulary, -(-max(rows, LEAST_ROWS) // LEAST_ROWS) * LEAST_ROWS)
+
+
+def check_tile_tokens(tile_tokens: int | None) -> None:
+    """Raises ValueError for a number of tokens that cannot be."""
+    if tile_tokens is not None and tile_tokens < 1:
+        raise ValueError(
+            f"tile_tokens must be 1 or more, or None for about {TILE_NUMEL:,} logits at a time, "
+            f"got {tile_tokens}"
+        )
+
+
+class RowTiles:
+    """The parameters of a head's weight, of which each has some rows.
+
+    Args:
+        params: (rows, w) each, one after another.
+        shared: an embedding has them, too, whose gradient comes later in the same backward.
+    """
+
+    def __init__(self, params: Sequence[torch.Tensor], shared: bool = False) -> None:
+        self.params = tuple(params)
+        self.shared = shared
+        ends = accumulate(len(param) for param in params)
+        self.ranges = [slice(begin, end) for begin, end in pairwise([0, *ends])]
+
+    @property
+    def rows(self) -> int:
+        """V."""
+        return self.ranges[-1].stop
+
+    @property
+    def whole(self) -> torch.Tensor | None:
+        """The whole weight, if it is one parameter."""
+        return self.params[0] if len(self.params) == 1 else None
+
+    def with_bias(
+        self, bias: torch.Tensor | None
+    ) -> Iterator[tuple[torch.Tensor, slice, torch.Tensor | None]]:
+        """Yields each parameter, its rows, and its part of a bias of (V,)."""
+        for param, rows in zip(self.params, self.ranges, strict=True):
+            yield param, rows, bias if bias is None or self.whole is not None else bias[rows]
+
+    def linear(self, hidden: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """F.linear() with the whole matrix: (..., V); no more than one tile is needed at a time."""
+        tiles = self.with_bias(bias)
+        parts = [linear(hidden, param, part) for param, _, part in tiles]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+
+
+def label_log_probs(
+    hidden: torch.Tensor,
+    weight: RowTiles,
+    bias: torch.Tensor | None,
+    labels: torch.Tensor,
+    options: TileOptions,
+    with_sums: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities of the labels, and the sums of those of all tokens of the vocabulary.
+
+    Softmax and logarithm are fp32, as transformers' losses have them. All row tiles are used once
+    for each token tile; in backward each is used once.
+
+    Args:
+        hidden: (T, w).
+        weight: the head's, (V, w).
+        bias: (V,), or None.
+        labels: (T,) int64, each in [0, V).
+        options: the size of tiles, and what is done to logits.
+        with_sums: whether the second result is used in a graph; label smoothing needs it.
+
+    Returns:
+        Two of (T,), fp32.
+    """
+    tokens, vocabulary = hidden.shape[0], weight.rows
+    results = torch.empty((4, tokens), dtype=torch.float32, device=hidden.device)
+    chain: torch.Tensor | None = None
+    given = (hidden, *weight.params, *(() if bias is None else (bias,)))
+    if torch.is_grad_enabled() and any(each.requires_grad for each in given):
+        chain = _Begin.apply(hidden)  # type: ignore[no-untyped-call]
+    parts = list(tile_parts(tokens, options.tokens(vocabulary))) or [slice(0, 0)]
+    for part in parts:
+        logits: torch.Tensor | None = None
+        for param, rows, bias_part in weight.with_bias(bias):
+            tile = _Tile(
+                rows, weight.rows, weight.shared, labels, options, with_sums, hidden.requires_grad
+            )
+            link = chain if part is parts[-1] else None
+            of_rows, made = _use_tile(param, hidden, bias_part, part, tile, link)
+            chain = chain if made is None else made
+            if weight.whole is not None:
+                logits = of_rows
+                continue
+            if logits is None:
+                logits = of_rows.new_empty((len(of_rows), vocabulary))
+            logits[:, rows] = of_rows
+        with torch.no_grad():
+            assert logits is not None
+            _note_log_probs(logits, labels, part, options.elementwise, results)
+        del logits, of_rows
+    found, sums = results[0], results[1]
+    if chain is not None:
+        found, sums = _End.apply(chain, *results, vocabulary)  # type: ignore[no-untyped-call]
+    return found, sums
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """What a node of the chain knows beside tensors that autograd saves: no values of a weight,
+    which would stay in memory with the graph.
+
+    `rows` are the tile's of all `vocabulary`; `shared` as RowTiles has it.
+    """
+
+    rows: slice
+    vocabulary: int
+    shared: bool
+    labels: torch.Tensor
+    options: TileOptions
+    with_sums: bool
+    needs_hidden: bool
+
+
+def _use_tile(
+    param: torch.Tensor,
+    hidden: torch.Tensor,
+    bias: torch.Tensor | None,
+    part: slice,
+    tile: _Tile,
+    chain: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A tile's logits of some tokens, without a graph, and the `chain` with the tile's node."""
+    if has_torch_function((param,)):  # an absent one is brought in once for both
+        made: tuple[torch.Tensor, torch.Tensor | None] = handle_torch_function(
+            _use_tile, (param,), param, hidden, bias, part, tile, chain
+        )
+        return made
+    with torch.no_grad():
+        detached = bias if bias is None else bias.detach()
+        logits = linear(hidden[part], _as(param, hidden), detached)
+    if chain is not None:
+        chain = _Link.apply(  # type: ignore[no-untyped-call]
+            chain, param, bias, hidden.detach(), tile
+        )
+    return logits, chain
+
+
+def _as(param: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    """The parameter in the dtype of the hidden states, which autocast may have changed."""
+    return param if param.dtype is hidden.dtype else param.to(hidden.dtype)
+
+
+class _Begin(torch.autograd.Function):
+    """The chain's beginning, whose gradient is that of the hidden states, in fp32, and more."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor) -> torch.Tensor:
+        ctx.width, ctx.dtype = hidden.shape[1], hidden.dtype
+        shape = (hidden.shape[0], ctx.width + _COLUMNS)
+        zero = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        made: torch.Tensor = zero.expand(shape)
+        return made
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, sums: torch.Tensor) -> torch.Tensor:
+        return sums[:, : ctx.width].to(ctx.dtype).contiguous()
+
+
+class _Link(torch.autograd.Function):
+    """A tile's node."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        chain: torch.Tensor,
+        param: torch.Tensor,
+        bias: torch.Tensor | None,
+        hidden: torch.Tensor,
+        tile: _Tile,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(param, bias, hidden, tile.labels)
+        ctx.param, ctx.tile = param if tile.shared else None, tile
+        return chain.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, sums: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        values, bias, hidden, labels = ctx.saved_tensors
+        tile: _Tile = ctx.tile
+        dtype, values = values.dtype, _as(values, hidden)
+        width = hidden.shape[1]
+        _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        weight_grad = torch.empty_like(values) if needs_weight else None
+        bias_grad = torch.empty_like(bias) if needs_bias else None
+        numel = tile.rows.stop - tile.rows.start
+        for part in tile_parts(numel, tile.options.rows(hidden.shape[0], tile.vocabulary)):
+            at = slice(tile.rows.start + part.start, tile.rows.start + part.stop)
+            rows = values[part]
+            given = linear(hidden, rows, None if bias is None else bias[part])
+            grad = _probs(given, tile.options.elementwise, sums[:, width:])
+            if not tile.options.elementwise:  # its values are not needed any more
+                given = given.new_empty(0)
+            grad = _logit_grads(grad, given, sums[:, width:], labels, at, tile)
+            del given
+            if tile.needs_hidden:
+                sums[:, :width] += grad @ rows
+            if weight_grad is not None:
+                torch.mm(grad.t(), hidden, out=weight_grad[part])
+            if bias_grad is not None:
+                torch.sum(grad, 0, out=bias_grad[part])
+            del grad, rows
+        del values
+        if weight_grad is not None:
+            weight_grad = weight_grad.to(dtype)
+            if tile.shared and accumulate_now(ctx.param, weight_grad):
+                weight_grad = None
+        return sums, weight_grad, bias_grad, None, None
+
+
+class _End(torch.autograd.Function):
+    """The chain's end, which has the results."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        chain: torch.Tensor,
+        found: torch.Tensor,
+        sums: torch.Tensor,
+        largest: torch.Tensor,
+        log_sums: torch.Tensor,
+        vocabulary: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.save_for_backward(largest, log_sums)
+        ctx.shape, ctx.vocabulary = chain.shape, vocabulary
+        ctx.set_materialize_grads(False)
+        return found.clone(), sums.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, found_grad: torch.Tensor | None, sums_grad: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        largest, log_sums = ctx.saved_tensors
+        begun = torch.zeros(ctx.shape, dtype=torch.float32, device=largest.device)
+        found, total, of_sums, *logarithms = begun[:, -_COLUMNS:].unbind(1)
+        if found_grad is not None:
+            found.copy_(found_grad)
+        total.copy_(found)
+        if sums_grad is not None:
+            of_sums.copy_(sums_grad)
+            total.add_(ctx.vocabulary * sums_grad)
+        for into, values in zip(logarithms, (largest, log_sums), strict=True):
+            into.copy_(values)
+        return begun, None, None, None, None, None
+
+
+def _note_log_probs(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    part: slice,
+    elementwise: tuple[Elementwise, ...],
+    results: torch.Tensor,
+) -> None:
+    """Writes what comes of a token tile.
+
+    Args:
+        logits: (t, V), as the head gives them.
+        labels: (T,) int64, those of all tokens.
+        part: the tile's tokens.
+        elementwise: what is done to logits.
+        results: (4, T) fp32: gets the log-probability of the label, the sum of all, the largest
+            logit, and the logarithm of the sum of exponentials, of these tokens.
+    """
+    found, sums, largest, log_sums = results
+    for function in elementwise:
+        logits = function(logits)
+    logits = logits.float()
+    torch.amax(logits, 1, out=largest[part])
+    log_probs = torch.log_softmax(logits, 1)
+    del logits
+    # Of the largest logit the log-probability is minus the logarithm of the sum, exactly.
+    torch.neg(torch.amax(log_probs, 1), out=log_sums[part])
+    torch.sum(log_probs, 1, out=sums[part])
+    found[part] = log_probs.gather(1, labels[part].unsqueeze(1)).squeeze(1)
+
+
+def _logit_grads(
+    grad: torch.Tensor,
+    given: torch.Tensor,
+    of_tokens: torch.Tensor,
+    labels: torch.Tensor,
+    part: slice,
+    tile: _Tile,
+) -> torch.Tensor:
+    """(T, rows), in the dtype of the head: gradients of what the head gives for some rows.
+
+    Args:
+        grad: (T, rows) fp32, the probabilities; is written to.
+        given: (T, rows), what the head gives; empty if nothing is done to it.
+        of_tokens: (T, _COLUMNS) fp32.
+        labels: (T,) int64.
+        part: the rows' numbers in the whole weight.
+        tile: the options, and whether the sums of all have a gradient.
+    """
+    found, total, of_sums, *_ = of_tokens.unbind(1)
+    grad.mul_(-total.unsqueeze(1))
+    if tile.with_sums:
+        grad.add_(of_sums.unsqueeze(1))
+    # The label's, if it is in this part of the vocabulary.
+    inside = (labels >= part.start) & (labels < part.stop)
+    at = torch.where(inside, labels - part.start, 0).unsqueeze(1)
+    grad.scatter_add_(1, at, torch.where(inside, found, 0.0).unsqueeze(1))
+    return _through(tile.options.elementwise, given, grad)
+
+
+def tile_parts(length: int, size: int) -> Iterator[slice]:
+    """Parts of at most `size`, of tokens or of rows."""
+    for begin in range(0, length, size):
+        yield slice(begin, min(begin + size, length))
+
+
+def _probs(
+    given: torch.Tensor, elementwise: tuple[Elementwise, ...], of_tokens: torch.Tensor
+) -> torch.Tensor:
+    """Probabilities in fp32, in the order of operations that torch.log_softmax() has."""
+    logits = given
+    for function in elementwise:
+        logits = function(logits)
+    if logits.dtype is not torch.float32:
+        logits = logits.float()
+    elif elementwise:  # `given` is needed once more
+        logits = logits.clone() if logits is given else logits
+    return logits.sub_(of_tokens[:, -2:-1]).sub_(of_tokens[:, -1:]).exp_()
+
+
+def _through(
+    elementwise: tuple[Elementwise, ...], given: torch.Tensor, grad: torch.Tensor
+) -> torch.Tensor:
+    """The gradient of what the head gives, in its dtype, from that of logits in fp32."""
+    if not elementwise:
+        return grad.to(given.dtype)
+    with torch.enable_grad():
+        before = given.detach().requires_grad_()
+        logits = before
+        for function in elementwise:
+            logits = function(logits)
+        logits = logits.float()
+    (made,) = torch.autograd.grad(logits, before, grad)
+    return made
+
+
+# Gradients that a parameter gets at once, in the middle of a backward.
+#
+# A parameter that is used in two places of a graph gets one gradient at the end of backward: until
+# then autograd holds the first one, to add the second one to it. What is accumulated at once here
+# is kept where gradients are kept, and the second one is added to that, as that of another backward
+# is.
+#
+# In one backward the result is the sum that autograd makes, rounded to the grad dtype: the same
+# bits if that is the compute dtype. If it is wider, the sum is not rounded to the compute dtype
+# first. With micro-batches it is (kept + head's) + embedding's in place of kept + (head's +
+# embedding's). A parameter's hooks are called twice.
+
+
+def accumulate_now(param: torch.Tensor, grad: torch.Tensor) -> bool:
+    """Accumulates a gradient of a parameter, inside of a backward.
+
+    Returns False, with nothing done, if autograd must have it: this backward accumulates nothing
+    (torch.autograd.grad), or not in this parameter; or there are several ranks, between which each
+    accumulated gradient would be a message more.
+    """
+    if _are_several_ranks() or not param.is_leaf:
+        return False
+    with torch.enable_grad(), torch._C.DisableTorchFunction():
+        node: Any = param.expand_as(param).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+    try:
+        if not torch._C._will_engine_execute_node(node):
+            return False
+    except RuntimeError:  # torch.autograd.grad() of the parameter
+        return False
+    with torch.enable_grad():
+        given: torch.Tensor = _Given.apply(param, grad)  # type: ignore[no-untyped-call]
+        given.backward()
+    return True
+
+
+def _are_several_ranks() -> bool:
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return False
+    return distributed.get_world_size() > 1
+
+
+class _Given(torch.autograd.Function):
+    """A scalar of which a parameter has a gradient that is known."""
+
+    @staticmethod
+    def forward(ctx: Any, param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        ctx.grad = grad
+        return grad.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor, None]:
+        grad = ctx.grad
+        del ctx.grad  # autograd need not copy what nobody else holds
+        return grad, None

@@ -14,12 +14,10 @@ from typing import Any
 import torch
 
 from hetero.stand_ins.construction_uses import rows_of
-
-# Elements of the weight that are drawn, or copied, at a time.
-_PIECE_NUMEL = 1 << 20
+from hetero.tiling.tiled_weight import TiledWeight, real_parameters
 
 
-class TiledLinear(torch.nn.Module):
+class TiledLinear(TiledWeight):
     """torch.nn.Linear whose weight is larger than the memory that a parameter may take.
 
     Each tile is a torch.nn.Linear, so hetero gathers one at a time, and its gradient is one
@@ -68,19 +66,30 @@ class TiledLinear(torch.nn.Module):
         self._shape(in_features, out_features, in_splits, out_splits)
         self.input_is_already_split = input_is_already_split
         self.combine_out_splits = combine_out_splits
-        draw = _LinearDraw(in_features, dtype or torch.get_default_dtype(), device)
-        for rows in self.out_ranges:
-            band = torch.nn.ModuleList()
-            self.linears.append(band)
-            draw.begin_band()
-            for columns in self.in_ranges:
-                last = columns is self.in_ranges[-1]
-                tile = _empty_linear(rows, columns, bias and last, device, dtype)
-                band.append(tile)
-                draw.fill(tile.weight, columns)
-        if bias:
+        where = torch.empty(0, device=device).device
+
+        def add(rows: slice, columns: slice) -> None:
+            """Adds a layer without values, for which no random numbers are drawn."""
+            if columns.start == 0:
+                self.linears.append(torch.nn.ModuleList())
+            sizes = columns.stop - columns.start, rows.stop - rows.start
+            with torch.device("meta"):
+                last = columns.stop == in_features
+                linear = torch.nn.Linear(*sizes, bias and last, dtype=dtype)
+            real_parameters(linear, where)
+            self.linears[-1].append(linear)  # type: ignore[operator]
+
+        # As reset_parameters() has it: kaiming_uniform_(a=sqrt(5)), and 1 / sqrt(fan_in).
+        gain = torch.nn.init.calculate_gain("leaky_relu", math.sqrt(5))
+        bound, bias_bound = (
+            math.sqrt(3.0) * (gain / math.sqrt(in_features)),
+            1 / math.sqrt(in_features),
+        )
+        self._draw(add, lambda piece: piece.uniform_(-bound, bound), dtype, where)
+        if bias and where.type != "meta":
             for tile in self._last_tiles():
-                draw.fill_bias(tile.bias)
+                with torch.no_grad():
+                    tile.bias.uniform_(-bias_bound, bias_bound)
 
     def _shape(self, in_features: int, out_features: int, in_splits: int, out_splits: int) -> None:
         for name, splits, size in (
@@ -121,12 +130,11 @@ class TiledLinear(torch.nn.Module):
                 dtype=weight.dtype,
                 **options,
             )
-        for tile, _, _ in tiled._tiles():
-            _become_real(tile, weight.device)
-            tile.weight.requires_grad_(weight.requires_grad)
-            if tile.bias is not None:
-                tile.bias.requires_grad_(bias.requires_grad)
-        tiled.copy_params_from(linear)
+        tiled._take(weight)
+        for tile, rows in zip(tiled._last_tiles(), tiled.out_ranges, strict=True):
+            if bias is not None:
+                values = bias.detach()[rows].clone()
+                tile.bias = torch.nn.Parameter(values, bias.requires_grad)
         return tiled.train(linear.training)
 
     @torch.no_grad()
@@ -173,11 +181,6 @@ class TiledLinear(torch.nn.Module):
         return total.to(made.dtype)
 
     @property
-    def weight(self) -> torch.Tensor:
-        """A copy of the whole weight, (out_features, in_features), without gradient."""
-        return self._assembled()["weight"]
-
-    @property
     def bias(self) -> torch.Tensor | None:
         """A copy of the whole bias, (out_features,), without gradient; None if there is none."""
         tiles = self._last_tiles()
@@ -187,54 +190,27 @@ class TiledLinear(torch.nn.Module):
 
     def linear_state_dict(self, prefix: str = "") -> dict[str, torch.Tensor]:
         """The state of a torch.nn.Linear with the same values, in memory that no budget counts."""
-        return {prefix + name: values for name, values in self._assembled().items()}
-
-    @torch.no_grad()
-    def _assembled(self) -> dict[str, torch.Tensor]:
-        first = self.linears[0][0].weight  # type: ignore[index]
-        weight = torch.empty(
-            (self.out_features, self.in_features), dtype=first.dtype, device=first.device
-        )
-        for tile, rows, columns in self._tiles():
-            weight[rows, columns] = tile.weight
+        found = {f"{prefix}weight": self.weight}
         bias = self.bias
-        return {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
+        return found if bias is None else {**found, f"{prefix}bias": bias}
 
     def to_linear(self) -> torch.nn.Linear:
         """A plain layer with the same values."""
-        state = self._assembled()
+        state = self.linear_state_dict()
         with torch.device("meta"):
             linear = torch.nn.Linear(self.in_features, self.out_features, "bias" in state)
         for name, values in state.items():
             setattr(linear, name, torch.nn.Parameter(values))
         return linear.train(self.training)
 
-    def _tiles(self) -> Iterator[tuple[torch.nn.Linear, slice, slice]]:
-        """Each with the rows and the columns of the whole weight that it has."""
-        for band, rows in zip(self.linears, self.out_ranges, strict=True):
-            for tile, columns in zip(band, self.in_ranges, strict=True):  # type: ignore[call-overload]
-                yield tile, rows, columns
+    def _places(self) -> Iterator[tuple[str, slice, slice]]:
+        for o, rows in enumerate(self.out_ranges):
+            for i, columns in enumerate(self.in_ranges):
+                yield f"linears.{o}.{i}", rows, columns
 
     def _last_tiles(self) -> list[torch.nn.Linear]:
         """Those that have the bias, if there is one."""
         return [band[-1] for band in self.linears]  # type: ignore[index]
-
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
-    ) -> None:
-        weight = state_dict.pop(f"{prefix}weight", None)
-        bias = state_dict.pop(f"{prefix}bias", None)
-        for o, i, rows, columns in self._places():
-            if weight is not None:
-                state_dict[f"{prefix}linears.{o}.{i}.weight"] = weight[rows, columns]
-            if bias is not None and i == self.in_splits - 1:
-                state_dict[f"{prefix}linears.{o}.{i}.bias"] = bias[rows]
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-
-    def _places(self) -> Iterator[tuple[int, int, slice, slice]]:
-        for o, rows in enumerate(self.out_ranges):
-            for i, columns in enumerate(self.in_ranges):
-                yield o, i, rows, columns
 
     def extra_repr(self) -> str:
         return (
@@ -294,66 +270,3 @@ def _split(size: int, splits: int) -> list[slice]:
     small, larger = divmod(size, splits)
     begins = [index * small + min(index, larger) for index in range(splits + 1)]
     return [slice(begin, end) for begin, end in pairwise(begins)]
-
-
-def _empty_linear(
-    rows: slice, columns: slice, bias: bool, device: Any, dtype: torch.dtype | None
-) -> torch.nn.Linear:
-    """A layer without values, for which no random numbers are drawn."""
-    with torch.device("meta"):
-        linear = torch.nn.Linear(
-            columns.stop - columns.start, rows.stop - rows.start, bias, dtype=dtype
-        )
-    _become_real(linear, torch.empty(0, device=device).device)
-    return linear
-
-
-def _become_real(linear: torch.nn.Linear, device: torch.device) -> None:
-    for name, param in list(linear.named_parameters()):
-        setattr(linear, name, torch.nn.Parameter(torch.empty_like(param, device=device)))
-
-
-class _LinearDraw:
-    """The random numbers of torch.nn.Linear's parameters, in pieces.
-
-    torch draws the weight row by row from the default generator of the CPU. A tile that has some
-    of the columns is drawn with all columns of its rows, of which it keeps its own; the next tile
-    of the band starts from the same state.
-    """
-
-    def __init__(self, in_features: int, dtype: torch.dtype, device: Any) -> None:
-        self._in_features, self._dtype = in_features, dtype
-        self._device = torch.empty(0, device=device).device
-        # As reset_parameters() has it: kaiming_uniform_(a=sqrt(5)), and 1 / sqrt(fan_in).
-        gain = torch.nn.init.calculate_gain("leaky_relu", math.sqrt(5))
-        self._bound = math.sqrt(3.0) * (gain / math.sqrt(in_features))
-        self._bias_bound = 1 / math.sqrt(in_features)
-        self._state = torch.get_rng_state()
-
-    def begin_band(self) -> None:
-        """The next tiles are those of the next rows."""
-        self._state = torch.get_rng_state()
-
-    @torch.no_grad()
-    def fill(self, weight: torch.Tensor, columns: slice) -> None:
-        """Draws a tile's weight."""
-        if self._device.type == "meta":
-            return
-        if self._device.type != "cpu":
-            weight.uniform_(-self._bound, self._bound)
-            return
-        torch.set_rng_state(self._state)
-        for begin in range(0, weight.shape[0], self._rows):
-            end = min(begin + self._rows, weight.shape[0])
-            piece = torch.empty((end - begin, self._in_features), dtype=self._dtype)
-            weight[begin:end] = piece.uniform_(-self._bound, self._bound)[:, columns]
-
-    @property
-    def _rows(self) -> int:
-        return max(1, _PIECE_NUMEL // self._in_features)
-
-    @torch.no_grad()
-    def fill_bias(self, bias: torch.Tensor) -> None:
-        """Draws the bias of a band, after all weights."""
-        if self._device.type != "meta":
-            bias.uniform_(-self._bias_bound, self._bias_bound)

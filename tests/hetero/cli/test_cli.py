@@ -215,7 +215,7 @@ def test_a_tiled_loss_is_the_same_loss(
     def whole(*_: object) -> None:
         raise WholeLogitsError
 
-    monkeypatch.setattr("hetero.tiling.deferred_logits._Logits.values", whole)
+    monkeypatch.setattr("hetero.tiling.heads._Logits.values", whole)
     assert train("--json", "--policy", "cpu", "--tiled-loss") == 0, "nothing needs whole logits"
 
 

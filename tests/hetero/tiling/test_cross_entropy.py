@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import hetero
 from hetero.tiling import cross_entropy as tested
-from hetero.tiling.log_probs import TILE_NUMEL, TileOptions
+from hetero.tiling.cross_entropy import TILE_NUMEL, TileOptions
 
 VOCABULARY, WIDTH, TOKENS = 301, 48, 96
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

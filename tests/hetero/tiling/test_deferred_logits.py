@@ -1,4 +1,4 @@
-"""hetero/tiling/deferred_logits: cross-entropy is tiled, all else is as with plain logits."""
+"""hetero/tiling/heads: cross-entropy is tiled, all else is as with plain logits."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from hetero.tiling.deferred_logits import DeferredLogits, HeadInputs
-from hetero.tiling.log_probs import RowTiles
+from hetero.tiling.cross_entropy import RowTiles
+from hetero.tiling.heads import DeferredLogits, HeadInputs
 
 VOCABULARY, WIDTH = 37, 16
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]

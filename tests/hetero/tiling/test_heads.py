@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import hetero
-from hetero.tiling.deferred_logits import DeferredLogits
+from hetero.tiling.heads import DeferredLogits
 from tests.support.tiling.live_bytes import LiveBytes
 from tests.support.tiling.tiled_models import qwen2_plain
 from tests.zoo import pretrained

@@ -1,4 +1,4 @@
-"""hetero/tiling/leaf_gradients: a gradient that is accumulated in the middle of a backward."""
+"""hetero/tiling/cross_entropy: a gradient that is accumulated in the middle of a backward."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from hetero.tiling import leaf_gradients
-from hetero.tiling.leaf_gradients import accumulate_now
+from hetero.tiling import cross_entropy as leaf_gradients
+from hetero.tiling.cross_entropy import accumulate_now
 
 
 class _Doubled(torch.autograd.Function):

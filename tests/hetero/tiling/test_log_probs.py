@@ -1,4 +1,4 @@
-"""hetero/tiling/log_probs: log-probabilities have the bits of those of one weight."""
+"""hetero/tiling/cross_entropy: log-probabilities have the bits of those of one weight."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from hetero.tiling.log_probs import RowTiles, TileOptions, label_log_probs
+from hetero.tiling.cross_entropy import RowTiles, TileOptions, label_log_probs
 
 TOKENS, VOCABULARY, WIDTH = 40, 300, 32
 

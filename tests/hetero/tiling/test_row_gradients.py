@@ -1,4 +1,4 @@
-"""hetero/tiling/row_gradients: one gradient of a tied weight, with the bits of the sum of two."""
+"""hetero/tiling/heads: one gradient of a tied weight, with the bits of the sum of two."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from hetero.tiling.row_gradients import GradRoute, joins
+from hetero.tiling.heads import GradRoute, joins
 from tests.support.tiling.live_bytes import LiveBytes
 
 VOCABULARY, WIDTH = 50, 16

@@ -15,7 +15,7 @@ from torch import nn
 
 import hetero
 from hetero import TiledLinear
-from hetero.tiling import tiled_linear
+from hetero.tiling import tiled_weight
 from tests.support.training.loops import batches, build, tiny_gpt2, train
 from tests.support.training.smallest import smallest_host_memory
 
@@ -59,7 +59,7 @@ def test_it_is_initialised_with_the_bits_of_linear(
     next_number = torch.rand(1)
     torch.manual_seed(0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiled_linear, "_PIECE_NUMEL", piece_numel)
+        patch.setattr(tiled_weight, "_PIECE_NUMEL", piece_numel)
         tiled = TiledLinear(in_features, out_features, bias, in_splits, out_splits, dtype=dtype)
     assert torch.equal(torch.rand(1), next_number)
     assert torch.equal(tiled.weight, plain.weight)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import transformers as hf
 from torch import nn
 
-from hetero.tiling.embeddings.tile_embeddings import tile_embeddings
 from hetero.tiling.heads import tile_heads
+from hetero.tiling.tiled_embeddings import tile_embeddings
 from hetero.tiling.tiled_linear import TiledLinear
 from hetero.tiling.tiled_sequence import tile_sequence
 from tests.zoo.case import WIDTH, Case, ballasted, mean_square, vectors

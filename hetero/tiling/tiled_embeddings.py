@@ -8,11 +8,10 @@ from typing import Any
 import torch
 
 from hetero.stand_ins.construction_uses import rows_of
-from hetero.stand_ins.tile_changes import tiles
-from hetero.tiling.deferred_logits import DeferredLogits, HeadInputs
-from hetero.tiling.log_probs import RowTiles, check_tile_tokens, tile_parts
+from hetero.tiling.cross_entropy import RowTiles, check_tile_tokens, tile_parts
+from hetero.tiling.heads import DeferredLogits, HeadInputs
+from hetero.tiling.tiled_weight import TiledWeight, real_parameters
 
-_PIECE_NUMEL = 1 << 20  # elements of the weight that are drawn at a time
 _LEAST_ROWS = 64  # a tile's rows are a multiple: narrower matrix products have other bits
 
 
@@ -117,11 +116,11 @@ def _replace(model: torch.nn.Module, old: Any, new: Any, made: dict[str, Any]) -
 def _row_tile(weight: torch.nn.Parameter, rows: slice) -> torch.nn.Linear:
     with torch.device("meta"):
         tile = torch.nn.Linear(weight.shape[1], rows.stop - rows.start, bias=False)
-    tile.weight = _rows_param(weight, rows)
+    tile.weight = torch.nn.Parameter(rows_of(weight, rows), weight.requires_grad)
     return tile
 
 
-class TiledEmbedding(torch.nn.Module):
+class TiledEmbedding(TiledWeight):
     """torch.nn.Embedding whose weight is larger than the memory that a parameter may take.
 
     Its rows are cut into tiles, each a torch.nn.Embedding, `tiles[i]`: so hetero gathers one at a
@@ -158,31 +157,23 @@ class TiledEmbedding(torch.nn.Module):
     ) -> None:
         super().__init__()
         self._shape(num_embeddings, embedding_dim, tile_rows, padding_idx, scale_grad_by_freq)
-        numel = num_embeddings * embedding_dim
         where = torch.empty(0, device=device).device
-        pieces = tiles(numel, _PIECE_NUMEL) if where.type == "cpu" else iter(())
-        drawn, begin = torch.empty(0, dtype=dtype), 0  # elements from `begin` on
-        for rows in self.ranges:
-            tile = self._add_tile(rows, where, dtype)
-            if where.type == "meta":
-                continue
-            if where.type != "cpu":
-                torch.nn.init.normal_(tile.weight)
-            else:
-                values = torch.empty(tile.weight.shape, dtype=tile.weight.dtype)
-                flat, at = values.view(-1), rows.start * embedding_dim
-                filled = 0
-                while filled < flat.numel():
-                    if begin + drawn.numel() <= at + filled:
-                        piece = next(pieces)
-                        begin = piece.start
-                        drawn = torch.empty(piece.stop - piece.start, dtype=values.dtype).normal_()
-                    part = drawn[at + filled - begin :][: flat.numel() - filled]
-                    flat[filled : filled + part.numel()] = part
-                    filled += part.numel()
-                with torch.no_grad():
-                    tile.weight.copy_(values)
-            if tile.padding_idx is not None:
+
+        def add(rows: slice, columns: slice) -> None:
+            """Adds an embedding without values, for which no random numbers are drawn."""
+            padding = self.padding_idx
+            if padding is not None:
+                inside = rows.start <= padding < rows.stop
+                padding = padding - rows.start if inside else None
+            options: Any = {"scale_grad_by_freq": scale_grad_by_freq, "dtype": dtype}
+            with torch.device("meta"):
+                tile = torch.nn.Embedding(rows.stop - rows.start, embedding_dim, padding, **options)
+            real_parameters(tile, where)
+            self.tiles.append(tile)
+
+        self._draw(add, lambda piece: piece.normal_(), dtype, where)
+        for tile, _, _ in self._tiles():
+            if tile.padding_idx is not None and where.type != "meta":
                 with torch.no_grad():
                     tile.weight[tile.padding_idx].fill_(0)
 
@@ -211,24 +202,6 @@ class TiledEmbedding(torch.nn.Module):
         self.ranges = list(tile_parts(num_embeddings, tile_rows))
         self.tiles = torch.nn.ModuleList()
 
-    def _add_tile(
-        self, rows: slice, device: torch.device, dtype: torch.dtype | None
-    ) -> torch.nn.Embedding:
-        """A tile without values, for which no random numbers are drawn."""
-        padding = self.padding_idx
-        inside = padding is not None and rows.start <= padding < rows.stop
-        with torch.device("meta"):
-            tile = torch.nn.Embedding(
-                rows.stop - rows.start,
-                self.embedding_dim,
-                padding - rows.start if inside and padding is not None else None,
-                scale_grad_by_freq=self.scale_grad_by_freq,
-                dtype=dtype,
-            )
-        tile.weight = torch.nn.Parameter(torch.empty_like(tile.weight, device=device))
-        self.tiles.append(tile)
-        return tile
-
     @classmethod
     def from_embedding(cls, embedding: torch.nn.Embedding, tile_rows: int) -> TiledEmbedding:
         """A tiled embedding with the values of a plain one, before hetero.initialize().
@@ -251,8 +224,7 @@ class TiledEmbedding(torch.nn.Module):
                 embedding.scale_grad_by_freq,
                 dtype=embedding.weight.dtype,
             )
-        for tile, rows in zip(tiled.tiles, tiled.ranges, strict=True):
-            tile.weight = _rows_param(embedding.weight, rows)  # type: ignore[arg-type]
+        tiled._take(embedding.weight)
         return tiled.train(embedding.training)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -269,33 +241,20 @@ class TiledEmbedding(torch.nn.Module):
             raise IndexError(f"an id is outside of the embedding's {self.num_embeddings} rows")
         return torch.cat(found).index_select(0, order).view(*input.shape, self.embedding_dim)
 
-    @property
-    def weight(self) -> torch.Tensor:
-        """A copy of the whole weight, (num_embeddings, embedding_dim), without gradient."""
-        return self.embedding_state_dict()["weight"]
-
-    @torch.no_grad()
     def embedding_state_dict(self, prefix: str = "") -> dict[str, torch.Tensor]:
         """The state of a torch.nn.Embedding with the same values, in memory that no budget
         counts."""
-        first: Any = self.tiles[0].weight
-        shape = (self.num_embeddings, self.embedding_dim)
-        weight = torch.empty(shape, dtype=first.dtype, device=first.device)
-        for tile, rows in zip(self.tiles, self.ranges, strict=True):
-            weight[rows] = tile.weight  # type: ignore[assignment]
-        return {f"{prefix}weight": weight}
+        return {f"{prefix}weight": self.weight}
 
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
-    ) -> None:
-        _cut_weight(state_dict, prefix, self.ranges)
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+    def _places(self) -> Iterator[tuple[str, slice, slice]]:
+        for number, rows in enumerate(self.ranges):
+            yield f"tiles.{number}", rows, slice(0, self.embedding_dim)
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}, tile_rows={self.tile_rows}"
 
 
-class TiledHead(torch.nn.Module):
+class TiledHead(TiledWeight):
     """A head of a language model, torch.nn.Linear to the vocabulary, whose weight is in row tiles.
 
     It returns deferred logits, as heads do of which hetero.tile_heads() has changed the forward:
@@ -333,36 +292,9 @@ class TiledHead(torch.nn.Module):
         """Deferred logits (..., out_features) for hidden states (..., in_features)."""
         return DeferredLogits.of(HeadInputs(input, self._row_tiles(), self.bias, self.tile_tokens))
 
-    @property
-    def weight(self) -> torch.Tensor:
-        """A copy of the whole weight, (out_features, in_features), without gradient."""
-        with torch.no_grad():
-            return torch.cat([tile.weight.detach().clone() for tile in self.tiles])  # type: ignore
-
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
-    ) -> None:
-        _cut_weight(state_dict, prefix, self._row_tiles().ranges)
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+    def _places(self) -> Iterator[tuple[str, slice, slice]]:
+        for number, rows in enumerate(self._row_tiles().ranges):
+            yield f"tiles.{number}", rows, slice(0, self.in_features)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}"
-
-
-def _rows_param(weight: torch.nn.Parameter, rows: slice) -> torch.nn.Parameter:
-    """A parameter of its own with some rows' values."""
-    if weight.is_meta:
-        values = torch.empty((rows.stop - rows.start, weight.shape[1]), dtype=weight.dtype,
-                             device="meta")  # fmt: skip
-    else:
-        with torch.no_grad():
-            values = rows_of(weight, rows)
-    return torch.nn.Parameter(values, weight.requires_grad)
-
-
-def _cut_weight(state_dict: dict[str, Any], prefix: str, ranges: list[slice]) -> None:
-    """Puts tiles in the place of a whole weight that a state has."""
-    weight = state_dict.pop(f"{prefix}weight", None)
-    if weight is not None:
-        for index, rows in enumerate(ranges):
-            state_dict[f"{prefix}tiles.{index}.weight"] = weight[rows]

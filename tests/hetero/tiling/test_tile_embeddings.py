@@ -15,7 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import hetero
 from hetero import TiledEmbedding, TiledHead
-from hetero.tiling.deferred_logits import DeferredLogits
+from hetero.tiling.heads import DeferredLogits
 from tests.support.tiling.live_bytes import LiveBytes
 from tests.support.tiling.tiled_models import qwen2_plain
 from tests.zoo import pretrained
@@ -224,7 +224,7 @@ def test_the_sum_of_a_tied_gradient_has_the_bits_of_autograds() -> None:
     """In bf16 what is kept is rounded as autograd rounds: with and without early accumulation."""
     _, grads, _ = trained(True, dtype="bf16", placement_policy="cpu")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hetero.tiling.log_probs.accumulate_now", lambda *_: False)
+        patch.setattr("hetero.tiling.cross_entropy.accumulate_now", lambda *_: False)
         _, joined, _ = trained(True, dtype="bf16", placement_policy="cpu")
     assert all(map(torch.equal, grads, joined))
 

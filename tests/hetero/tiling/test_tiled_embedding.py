@@ -1,4 +1,4 @@
-"""hetero/tiling/embeddings/tile_embeddings: torch.nn.Embedding in parts, with its bits."""
+"""hetero/tiling/tiled_embeddings: torch.nn.Embedding in parts, with its bits."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_it_is_initialised_with_the_bits_of_embedding(
 
 @pytest.mark.parametrize("piece_numel", [16, 1008])
 def test_pieces_that_end_inside_of_tiles(piece_numel: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hetero.tiling.embeddings.tile_embeddings._PIECE_NUMEL", piece_numel)
+    monkeypatch.setattr("hetero.tiling.tiled_weight._PIECE_NUMEL", piece_numel)
     plain, tiled = pair(7)
     assert torch.equal(tiled.weight, plain.weight)
 

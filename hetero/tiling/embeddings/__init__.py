@@ -1,1 +1,0 @@
-"""Embeddings, and the heads that have their weights, by rows: each part is a parameter."""
