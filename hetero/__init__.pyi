@@ -28,13 +28,11 @@ from hetero.checkpoint.load import Checkpoint as Checkpoint, load as load
 from hetero.checkpoint.pretrained.load import load_pretrained as load_pretrained
 from hetero.checkpoint.pretrained.save import save_pretrained as save_pretrained
 from hetero.checkpoint.save import Save as Save, save as save
-from hetero.compat.external_params import (
-    register_external_parameter as register_external_parameter,
-    unregister_external_parameter as unregister_external_parameter,
-)
-from hetero.compat.shard_strategies import (
+from hetero.compat.shared_names import (
     BucketTensorShardStrategy as BucketTensorShardStrategy,
     TensorShardStrategy as TensorShardStrategy,
+    register_external_parameter as register_external_parameter,
+    unregister_external_parameter as unregister_external_parameter,
 )
 from hetero.config import Config as Config
 from hetero.cpu_threads import set_threads as set_threads
@@ -48,12 +46,12 @@ from hetero.tiling.cross_entropy import (
     TiledCrossEntropy as TiledCrossEntropy,
     tiled_cross_entropy as tiled_cross_entropy,
 )
+from hetero.tiling.heads import tile_heads as tile_heads
 from hetero.tiling.tiled_embeddings import (
     TiledEmbedding as TiledEmbedding,
     TiledHead as TiledHead,
     tile_embeddings as tile_embeddings,
 )
-from hetero.tiling.heads import tile_heads as tile_heads
 from hetero.tiling.tiled_linear import TiledLinear as TiledLinear, tile_linears as tile_linears
 from hetero.tiling.tiled_sequence import tile_sequence as tile_sequence
 from offload.errors import (

@@ -13,7 +13,7 @@ def _managed(module: ModuleType) -> None:
     import torch
 
     import hetero
-    from hetero.compat.torch_optimizers import hybrid_optimizer
+    from hetero.compat.optimizers import hybrid_optimizer
     from hetero.integrations.accelerator import Accelerator
 
     class Managed(Accelerator):

@@ -55,7 +55,7 @@ def _then_managed(kind: Any, init: Callable[..., None]) -> Callable[..., None]:
             return
         from hetero.api.optimizer import unmanaged
         from hetero.compat import fsdp
-        from hetero.compat.torch_optimizers import hybrid_optimizer
+        from hetero.compat.optimizers import hybrid_optimizer
 
         sharded = {id(param) for each in fsdp._sharded for param in each.parameters()}
         if any(id(param) in sharded for group in self.param_groups for param in group["params"]):

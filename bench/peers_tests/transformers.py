@@ -13,7 +13,7 @@ def _managed(module: ModuleType) -> None:
     """Trainer is hetero's, in fp32 and in RAM; logs, which tests compare, have no figures of it."""
     import transformers
 
-    from hetero.compat.torch_optimizers import hybrid_optimizer
+    from hetero.compat.optimizers import hybrid_optimizer
     from hetero.integrations.trainer import HeteroTrainerMixin
 
     plain: Any = module.Trainer

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 from hetero.api.access import masters, no_sync
 from hetero.api.optimizer import HybridOptimizer, unmanaged
-from hetero.compat import torch_optimizers as optim
+from hetero.compat import optimizers as optim
 from hetero.compat.dtypes import NAMES, cast
 from hetero.compat.key_table import KeyTable, log_not_needed, refuse_unknown
 from hetero.compat.late_start import start

@@ -13,9 +13,11 @@ import os
 import reprlib
 from collections.abc import Mapping, Sequence
 from enum import Enum
+from inspect import Parameter, Signature
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+REQUIRED = Parameter.empty
 logger = logging.getLogger("hetero.compat")
 _logged: set[tuple[str, str]] = set()
 
@@ -103,6 +105,36 @@ class KeyTable:
                     f"{value!r}; give it once"
                 )
         return values
+
+
+class DeclaresArguments:
+    """A class whose constructor takes `*args, **kwargs`, and which has declared their names."""
+
+    _signature: Signature
+
+    @classmethod
+    def _declare(cls, arguments: Mapping[str, Any]) -> None:
+        """Sets the arguments and their defaults; `**name` takes all others."""
+        cls._signature = Signature(
+            [
+                Parameter(name[2:], Parameter.VAR_KEYWORD)
+                if name.startswith("**")
+                else Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, default=default)
+                for name, default in arguments.items()
+            ]
+        )
+        cls.__signature__ = cls._signature  # type: ignore[attr-defined]
+
+    def _given(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments that were given, by their names. Raises TypeError as any call does."""
+        try:
+            given: dict[str, Any] = dict(self._signature.bind(*args, **kwargs).arguments)
+        except TypeError as error:
+            raise TypeError(f"{type(self).__name__}(): {error}") from None
+        for name, parameter in self._signature.parameters.items():
+            if parameter.kind is Parameter.VAR_KEYWORD:
+                given |= given.pop(name, {})
+        return given
 
 
 def log_not_needed(what: str, reason: str) -> None:

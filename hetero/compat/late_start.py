@@ -18,9 +18,8 @@ from hetero.config import Config
 from hetero.ranks.process_groups import is_distributed
 from hetero.setup.construction import ConstructionArena
 from hetero.setup.init_context import ZeroInitContext
-from hetero.setup.initialize import initialize
+from hetero.setup.initialize import construction_of, initialize
 from hetero.setup.same_start import require_same_writes
-from hetero.stand_ins.construction_uses import arena_of
 from offload.errors import HeteroError
 
 # Options that the construction arena has used when it was made.
@@ -71,14 +70,6 @@ class EarlyContext(ZeroInitContext):
     def __exit__(self, *error: Any) -> None:
         if self._is_outermost:
             super().__exit__(*error)
-
-
-def construction_of(model: torch.nn.Module) -> ConstructionArena | None:
-    """The arena of the context that built the model, or None."""
-    found = (arena_of(param) for param in model.parameters())
-    arena = next((arena for arena in found if arena is not None), None)
-    assert arena is None or isinstance(arena, ConstructionArena)
-    return arena
 
 
 def start(

@@ -1,7 +1,6 @@
 """ColossalAI's names: `hetero.compat.colossalai` in the place of `colossalai`."""
 
-from hetero.compat import shard_strategies
-from hetero.compat.colossalai import booster, older_route, optimizers, zero
+from hetero.compat.colossalai import booster, older_route, zero
 from hetero.compat.colossalai.older_route import (
     get_default_parser,
     initialize,
@@ -9,6 +8,7 @@ from hetero.compat.colossalai.older_route import (
     launch_from_torch,
 )
 from hetero.compat.module_paths import mirrored
+from hetero.compat.optimizers import optimizers_of
 
 core = engine = logging = trainer = utils = older_route
 mirrored(
@@ -18,14 +18,16 @@ mirrored(
         "booster": booster,
         "booster.plugin": booster,
         "zero": zero,
-        **{
-            f"zero.{name}": zero
-            for name in ("gemini", "init_ctx", "sharded_model", "sharded_optim")
-        },
-        "zero.shard_utils": shard_strategies,
+        **dict.fromkeys(
+            (
+                *("zero.gemini", "zero.init_ctx", "zero.shard_utils"),
+                *("zero.sharded_model", "zero.sharded_optim"),
+            ),
+            zero,
+        ),
     },
 )
-nn = mirrored(f"{__name__}.nn", {"optimizer": optimizers})
+nn = mirrored(f"{__name__}.nn", {"optimizer": optimizers_of(f"{__name__}.nn.optimizer")})
 
 __all__ = [
     "booster",

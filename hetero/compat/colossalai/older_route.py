@@ -1,6 +1,7 @@
 """ColossalAI's older route: launch() reads a configuration, initialize() makes an engine of it.
 
-The names of colossalai.core, engine, trainer, logging and utils are here.
+The names of colossalai.core, engine, trainer, logging and utils are here; arguments are
+ColossalAI's, and those that have no effect are named in the log of hetero.compat.
 """
 
 from __future__ import annotations
@@ -12,9 +13,7 @@ import logging
 import os
 import runpy
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from os import PathLike
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ParamSpec, cast
 
@@ -24,12 +23,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from hetero.compat import ranks as places
 from hetero.compat.colossalai.argument_keys import CONFIGURATION
-from hetero.compat.colossalai.zero import (
-    ScaledOptimizer,
-    ShardedModelV2,
-    ShardedOptimizerV2,
-    WrappedModel,
-)
+from hetero.compat.colossalai.zero import ScaledOptimizer, ShardedModelV2, ShardedOptimizerV2
 from hetero.compat.key_table import log_not_needed, refuse_unknown
 from hetero.ranks.process_groups import is_distributed
 
@@ -104,14 +98,8 @@ def launch_from_torch(
 ) -> None:
     """Joins torchrun's ranks, if there are several, seeds, and reads the configuration.
 
-    Args:
-        backend: of torch.distributed; "nccl" is gloo where there is no GPU, and gloo beside it.
-        seed: of random numbers.
-        verbose: not needed.
-        config: a mapping, or the path of a Python file; as the first argument, too.
-
-    Raises:
-        ValueError: the configuration has an unknown or refused key.
+    "nccl" is gloo where there is no GPU, and gloo beside it. Raises ValueError for an unknown or
+    refused key.
     """
     places.join(backend if torch.cuda.is_available() else None)
     global_context.load_config(config or {})
@@ -157,7 +145,7 @@ def get_default_parser() -> argparse.ArgumentParser:
     return parser
 
 
-class Engine:
+class CriterionEngine:
     """A model, its criterion and its optimizer, and the calls of a training loop.
 
         engine.zero_grad()
@@ -169,10 +157,7 @@ class Engine:
     """
 
     def __init__(
-        self,
-        model: WrappedModel,
-        optimizer: ScaledOptimizer,
-        criterion: Callable[..., torch.Tensor] | None = None,
+        self, model: Any, optimizer: ScaledOptimizer, criterion: Callable[..., Any] | None = None
     ) -> None:
         self.model, self.optimizer, self.criterion = model, optimizer, criterion
         config = global_context.config
@@ -184,7 +169,7 @@ class Engine:
     @property
     def training(self) -> bool:
         """Whether the model is in training mode."""
-        return self.model.training
+        return bool(self.model.training)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.model(*args, **kwargs)
@@ -235,7 +220,7 @@ def initialize(
     lr_scheduler: Any = None,
     ophooks: Any = None,
     verbose: bool = True,
-) -> tuple[Engine, Any, Any, Any]:
+) -> tuple[CriterionEngine, Any, Any, Any]:
     """Makes the engine that the configuration of colossalai.launch() describes.
 
     The model was built inside ZeroInitContext, or outside; the optimizer is as of
@@ -254,7 +239,8 @@ def initialize(
     refuse_unknown("zero", zero, ["model_config", "optimizer_config"])
     wrapped = ShardedModelV2(model, **zero.get("model_config", {}))
     scaled = ShardedOptimizerV2(wrapped, optimizer, **zero.get("optimizer_config", {}))
-    return Engine(wrapped, scaled, criterion), train_dataloader, test_dataloader, lr_scheduler
+    engine = CriterionEngine(wrapped, scaled, criterion)
+    return engine, train_dataloader, test_dataloader, lr_scheduler
 
 
 class Hook:
@@ -267,7 +253,7 @@ class Hook:
     def __init__(self, priority: int = 10) -> None:
         self.priority = priority
 
-    def _ignore(self, trainer: Trainer, *_: Any) -> None:
+    def _ignore(self, trainer: EpochTrainer, *_: Any) -> None:
         """Does nothing."""
 
     before_train = after_train = before_train_epoch = after_train_epoch = _ignore
@@ -282,13 +268,13 @@ class LossHook(Hook):
         super().__init__(priority)
         self._losses: list[torch.Tensor] = []
 
-    def _begin(self, trainer: Trainer, *_: Any) -> None:
+    def _begin(self, trainer: EpochTrainer, *_: Any) -> None:
         self._losses = []
 
-    def _add(self, trainer: Trainer, *found: Any) -> None:
+    def _add(self, trainer: EpochTrainer, *found: Any) -> None:
         self._losses.append(found[-1].detach().float())
 
-    def _end(self, trainer: Trainer, *_: Any) -> None:
+    def _end(self, trainer: EpochTrainer, *_: Any) -> None:
         name = "loss" if trainer.engine.training else "test_loss"
         trainer.states[name] = float(torch.stack(self._losses).mean())
 
@@ -304,11 +290,11 @@ class LRSchedulerHook(Hook):
         super().__init__(priority)
         self._scheduler, self._by_epoch = lr_scheduler, by_epoch
 
-    def after_train_iter(self, trainer: Trainer, *_: Any) -> None:
+    def after_train_iter(self, trainer: EpochTrainer, *_: Any) -> None:
         if not self._by_epoch and trainer.was_stepped:
             self._scheduler.step()
 
-    def after_train_epoch(self, trainer: Trainer, *_: Any) -> None:
+    def after_train_epoch(self, trainer: EpochTrainer, *_: Any) -> None:
         if self._by_epoch:
             self._scheduler.step()
 
@@ -320,7 +306,7 @@ class LogMetricByEpochHook(Hook):
         super().__init__(priority)
         self._logger, self._interval = logger, interval
 
-    def after_train_epoch(self, trainer: Trainer, *_: Any) -> None:
+    def after_train_epoch(self, trainer: EpochTrainer, *_: Any) -> None:
         if (trainer.cur_epoch + 1) % self._interval == 0:
             said = ", ".join(f"{name}={value:.6g}" for name, value in trainer.states.items())
             self._logger.info(f"epoch {trainer.cur_epoch}: {said}", ranks=[0])
@@ -334,8 +320,8 @@ hooks = SimpleNamespace(
 )
 
 
-class Trainer:
-    """Trains an engine of colossalai.initialize() over epochs; a timer is not needed.
+class EpochTrainer:
+    """Trains an engine of colossalai.initialize() over epochs.
 
     Attributes:
         states: values that hooks have found.
@@ -343,9 +329,7 @@ class Trainer:
         was_stepped: whether the last micro-batch ended with an update.
     """
 
-    def __init__(
-        self, engine: Engine, timer: Any = None, logger: DistributedLogger | None = None
-    ) -> None:
+    def __init__(self, engine: CriterionEngine, timer: Any = None, logger: Any = None) -> None:
         if timer is not None:
             log_not_needed("Trainer: timer", "optimizer.engine.explain() says where time goes")
         self.engine, self.logger = engine, logger
@@ -391,7 +375,7 @@ class Trainer:
         trains = kind == "train"
         (self.engine.train if trains else self.engine.eval)()
         self._call(f"before_{kind}_epoch")
-        with nullcontext() if trains else torch.no_grad():
+        with torch.set_grad_enabled(trains):
             for batch in data:
                 if trains:
                     self._call("before_train_iter")
@@ -416,19 +400,6 @@ class DistributedLogger(logging.LoggerAdapter):  # type: ignore[type-arg]
             super().log(level, msg, *args, **more)
 
     set_level = logging.LoggerAdapter.setLevel
-
-    def log_to_file(
-        self, path: str | Path, mode: str = "a", level: str = "INFO", suffix: str | None = None
-    ) -> None:
-        """Messages of `level` also go to a file of this rank in the folder `path`, which is made.
-
-        The file's name ends with `suffix`, and it is opened with `mode`.
-        """
-        Path(path).mkdir(parents=True, exist_ok=True)
-        name = f"rank_{places.rank()}{'' if suffix is None else '_' + suffix}.log"
-        handler = logging.FileHandler(Path(path) / name, mode)
-        handler.setLevel(level)
-        self.logger.addHandler(handler)
 
 
 @functools.cache
@@ -489,3 +460,6 @@ def get_dataloader(
         generator=torch.Generator().manual_seed(seed),
         **options,
     )
+
+
+Engine, Trainer = CriterionEngine, EpochTrainer  # as ColossalAI names them

@@ -27,19 +27,20 @@ from hetero.compat.colossalai.argument_keys import (
 from hetero.compat.dtypes import NAMES, cast
 from hetero.compat.grad_scale import GradScale, ScaledSteps, ScalePolicy
 from hetero.compat.key_table import log_not_needed
-from hetero.compat.late_start import EarlyContext, construction_of, start
+from hetero.compat.late_start import EarlyContext, start
+from hetero.compat.optimizers import hybrid_optimizer
 from hetero.compat.ranks import join
-from hetero.compat.shard_strategies import BucketTensorShardStrategy as BucketTensorShardStrategy
-from hetero.compat.shard_strategies import TensorShardStrategy as TensorShardStrategy
-from hetero.compat.torch_optimizers import hybrid_optimizer
+from hetero.compat.shared_names import BucketTensorShardStrategy as BucketTensorShardStrategy
+from hetero.compat.shared_names import TensorShardStrategy as TensorShardStrategy
 from hetero.config import Config
 from hetero.runtime.engine import Engine
+from hetero.setup.initialize import construction_of
 from offload.device.cuda_backend import cuda_available
 
 _BASE = {"backend": "auto", "dtype": "fp16", "initial_loss_scale": None}
 
 
-class ZeroInitContext(EarlyContext):
+class ColossalInitContext(EarlyContext):
     """hetero.ZeroInitContext with ColossalAI's arguments.
 
     Args:
@@ -73,7 +74,7 @@ class ZeroInitContext(EarlyContext):
         self._inside = ExitStack()
         super().__init__(Config.make(options, **own))
 
-    def __enter__(self) -> ZeroInitContext:
+    def __enter__(self) -> ColossalInitContext:
         super().__enter__()
         with ExitStack() as inside:
             if self._seed is not None:
@@ -88,6 +89,9 @@ class ZeroInitContext(EarlyContext):
     def __exit__(self, *error: Any) -> None:
         self._inside.close()
         super().__exit__(*error)
+
+
+ZeroInitContext = ColossalInitContext  # as ColossalAI names it
 
 
 def _strategy(given: Any) -> dict[str, Any]:

@@ -19,7 +19,7 @@ _ANSWERS = {
 }
 
 
-class Accelerator:
+class ComputeDevice:
     """torch.cuda under DeepSpeed's names, or, without a GPU, the CPU.
 
     Further names are those of torch.cuda, or of torch.cpu: memory_allocated(), synchronize(), ...
@@ -86,6 +86,6 @@ class Accelerator:
 
 
 @cache
-def get_accelerator() -> Accelerator:
+def get_accelerator() -> ComputeDevice:
     """Where this process computes."""
-    return Accelerator()
+    return ComputeDevice()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,19 +12,21 @@ from torch.utils._pytree import tree_leaves
 
 from hetero.api.access import no_sync
 from hetero.api.optimizer import HybridOptimizer
-from hetero.checkpoint.load import load
-from hetero.checkpoint.save import save
+from hetero.compat.deepspeed.checkpoints import (
+    COUNTS,
+    load_checkpoint,
+    save_16bit_model,
+    save_checkpoint,
+)
 from hetero.compat.deepspeed.options import DeepSpeedOptions
 from hetero.compat.grad_scale import ScaledSteps
 from hetero.compat.key_table import log_not_needed, logger
-from hetero.compat.ranks import barrier, rank, ranks
+from hetero.compat.ranks import rank, ranks
 from hetero.planning.placement import PlacementError
 from hetero.runtime.engine import Engine
-from offload.errors import BudgetError, CheckpointError, HeteroError
+from offload.errors import BudgetError, HeteroError
 from offload.memory.tiers import Tier
 
-_LATEST = "latest"  # the file in a folder of checkpoints that names the last one
-_COUNTS = ("micro_steps", "global_steps", "global_samples", "skipped_steps")
 _running = 0  # backward() of engines: inside, gradients of outputs are scaled already
 
 
@@ -126,20 +127,20 @@ class DeepSpeedEngine(torch.nn.Module):
         self,
         module: torch.nn.Module,
         options: DeepSpeedOptions,
+        engine: Engine,
         optimizer: HybridOptimizer | None,
         lr_scheduler: Any = None,
         training_dataloader: Any = None,
-        engine: Engine | None = None,
     ) -> None:
-        """`engine`: of a model without an optimizer."""
+        """`engine` is hetero's."""
         super().__init__()
         self.module = module
         self.options: DeepSpeedOptions = options
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
         self.training_dataloader = training_dataloader
-        vars(self).update(dict.fromkeys((*_COUNTS, "_backwards"), 0))
-        self._engine = engine if optimizer is None else optimizer.engine
+        vars(self).update(dict.fromkeys((*COUNTS, "_backwards"), 0))
+        self._engine = engine
         self._steps: ScaledSteps | None = None
         if optimizer is not None:
             self._steps = ScaledSteps(optimizer, options.scale, "engine.step()")
@@ -355,15 +356,9 @@ class DeepSpeedEngine(torch.nn.Module):
 
     # Facts
 
-    @property
-    def device(self) -> torch.device:
-        """Where the model computes; inputs come there by themselves."""
-        return torch.device("cpu") if self._engine is None else self._engine.backend.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of parameters in forward and backward."""
-        return next(self.module.parameters()).dtype
+    # Where the model computes, to which inputs come by themselves, and in which dtype.
+    device = property(lambda self: self._engine.backend.device)
+    dtype = property(lambda self: next(self.module.parameters()).dtype)
 
     @property
     def loss_scale(self) -> float:
@@ -421,109 +416,13 @@ class DeepSpeedEngine(torch.nn.Module):
 
     # Checkpoints
 
-    def save_checkpoint(
-        self,
-        save_dir: str | Path,
-        tag: str | None = None,
-        client_state: Mapping[str, Any] | None = None,
-        save_latest: bool = True,
-        exclude_frozen_parameters: bool = False,
-    ) -> bool:
-        """Saves a checkpoint of hetero's in save_dir/tag, and raises as hetero.save(); all call it.
-
-        Args:
-            save_dir: the folder of checkpoints.
-            tag: the checkpoint's name. Default: "global_step" and the number of steps.
-            client_state: the loop's own, plain values.
-            save_latest: the file "latest" in save_dir names it afterwards.
-            exclude_frozen_parameters: not needed: they cost no states.
-        """
-        if exclude_frozen_parameters:
-            log_not_needed("save_checkpoint: exclude_frozen_parameters", "they have no states")
-        name = tag or f"global_step{self.global_steps}"
-        extra: dict[str, Any] = {
-            "client_state": dict(client_state or {}),
-            "counts": {count: getattr(self, count) for count in _COUNTS},
-            "loss_scale": self._scaled_steps.scale.state_dict(),
-        }
-        if self.lr_scheduler is not None:
-            extra["scheduler"] = self.lr_scheduler
-        save(Path(save_dir) / name, self.module, self._optimizer, extra=extra)
-        if save_latest and rank() == 0:
-            new = Path(save_dir) / f"{_LATEST}.new"
-            new.write_text(name)
-            new.replace(Path(save_dir) / _LATEST)  # at once: a crash leaves one of the two names
-        barrier()
-        return True
-
-    def load_checkpoint(
-        self,
-        load_dir: str | Path,
-        tag: str | None = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-    ) -> tuple[str | None, dict[str, Any]]:
-        """Goes on from a checkpoint of save_checkpoint(), with any number of ranks; all call it.
-
-        Args:
-            load_dir: the folder of checkpoints.
-            tag: the checkpoint's name. Default: the one that the file "latest" names.
-            load_module_strict: True.
-            load_optimizer_states: states of the optimizer, the loss scale and random numbers, too.
-            load_lr_scheduler_states: the scheduler's, too.
-            load_module_only: parameters alone.
-
-        Returns:
-            The checkpoint's path and its client_state; (None, {}) if there is none.
-
-        Raises:
-            ValueError: load_module_strict=False; or as hetero.load().
-            Exception: as hetero.load().
-        """
-        if not load_module_strict:
-            raise ValueError(
-                "load_module_strict=False loads a part of a model; use "
-                "module.load_state_dict(..., strict=False)"
-            )
-        folder = Path(load_dir)
-        if tag is None:
-            if not (folder / _LATEST).is_file():
-                logger.warning("%s has no file %r, so nothing is loaded", folder, _LATEST)
-                return None, {}
-            tag = (folder / _LATEST).read_text().strip()
-        path = folder / tag
-        with_states = load_optimizer_states and not load_module_only
-        with_scheduler = load_lr_scheduler_states and not load_module_only
-        extra: dict[str, Any] = {"loss_scale": self._scaled_steps.scale} if with_states else {}
-        if with_scheduler and self.lr_scheduler is not None:
-            extra["scheduler"] = self.lr_scheduler
-        found = load(path, self.module, self._optimizer if with_states else None, extra=extra)
-        if "client_state" not in found.extra:
-            raise CheckpointError(f"{path} was not saved by save_checkpoint(); use hetero.load()")
-        if not load_module_only:
-            for name, count in found.extra["counts"].items():
-                setattr(self, name, count)
-        return str(path), dict(found.extra["client_state"])
-
-    def save_16bit_model(
-        self, save_dir: str | Path, save_filename: str = "pytorch_model.bin"
-    ) -> bool:
-        """Saves the model's whole state_dict() in its compute dtype; all ranks call it.
-
-        The folder is made if it does not exist; torch.load() reads the file.
-        """
-        if rank() == 0:
-            Path(save_dir).mkdir(parents=True, exist_ok=True)
-            torch.save(self.module.state_dict(), Path(save_dir) / save_filename)
-        barrier()
-        return True
+    save_checkpoint = save_checkpoint
+    load_checkpoint = load_checkpoint
+    save_16bit_model = save_16bit_model
 
     def destroy(self) -> None:
         """Frees memory, files and threads, as hetero's engine.close()."""
-        if self._engine is not None:
-            self._engine.close()
+        self._engine.close()
 
 
 for _name, _method in _ABOUT.items():

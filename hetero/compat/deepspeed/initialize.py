@@ -1,4 +1,4 @@
-"""deepspeed.initialize()."""
+"""deepspeed.initialize(), and the calls beside it that hetero has not."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ from hetero.api.optimizers import HybridSGD
 from hetero.api.whole_state import write_parts
 from hetero.compat.deepspeed.engine import DeepSpeedEngine
 from hetero.compat.deepspeed.lr_schedules import make_schedule
-from hetero.compat.deepspeed.optimizers import make_optimizer
 from hetero.compat.deepspeed.options import DeepSpeedOptions, read_options
 from hetero.compat.deepspeed.utils import remember
 from hetero.compat.key_table import log_not_needed, log_once
 from hetero.compat.late_start import start
+from hetero.compat.optimizers import hybrid_optimizer, named_optimizer
 from hetero.compat.ranks import join, rank, ranks, shard_mesh
-from hetero.compat.torch_optimizers import hybrid_optimizer
 from hetero.runtime.engine import Engine
 
 _OptimizerMaker = Callable[[Any], torch.optim.Optimizer]
@@ -99,7 +98,7 @@ def initialize(
     loader = None
     if training_data is not None:
         loader = _loader(training_data, collate_fn, options)
-    engine = DeepSpeedEngine(model, options, made, scheduler, loader, started.engine)
+    engine = DeepSpeedEngine(model, options, started.engine, made, scheduler, loader)
     return engine, made, loader, scheduler
 
 
@@ -159,7 +158,8 @@ def _optimizer(
     if optimizer is None:
         if options.optimizer is None:
             return None
-        return make_optimizer(options.optimizer, params, options.state_dtype)
+        named = options.optimizer
+        return named_optimizer(named.type, named.params, params, options.state_dtype)
     source = optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer(params)
     if options.optimizer is not None:
         log_not_needed("the configuration's optimizer", "initialize() was given another one")
@@ -190,3 +190,26 @@ def _loader(
         collate_fn=collate_fn,
         drop_last=options.drop_last,
     )
+
+
+def _refused(name: str, said: str) -> Callable[..., Any]:
+    """A name of DeepSpeed's that raises ValueError when it is called."""
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise ValueError(f"{name}: hetero has no {said}")
+
+    return refuse
+
+
+init_inference = _refused(
+    "init_inference",
+    "inference engine; deepspeed.initialize() without an optimizer, or model.generate() as it is, "
+    "compute from offloaded parameters",
+)
+tp_model_init = _refused("tp_model_init", "tensor parallelism")
+
+
+class PipelineModule:
+    """Pipeline parallelism, which hetero has not."""
+
+    __init__ = _refused("PipelineModule", "pipeline parallelism; give it the whole model")

@@ -12,15 +12,14 @@ from typing import Any
 
 import torch
 
-from hetero.compat.declared_arguments import REQUIRED, DeclaresArguments
 from hetero.compat.deepspeed.options import Named
-from hetero.compat.key_table import logger, nearest
+from hetero.compat.key_table import REQUIRED, DeclaresArguments, logger, nearest
 from hetero.option_checks import check_integer
 
 _SECOND_BETA = 0.99  # of an optimizer whose momentum cycles
 
 
-class Schedule(DeclaresArguments):
+class RateSchedule(DeclaresArguments):
     """Sets the learning rates of an optimizer's param groups at each step().
 
     A class statement names a schedule's arguments with their defaults, in DeepSpeed's order; they
@@ -122,7 +121,7 @@ class Schedule(DeclaresArguments):
 
 
 class LRRangeTest(
-    Schedule,
+    RateSchedule,
     lr_range_test_min_lr=1e-3,
     lr_range_test_step_size=2000,
     lr_range_test_step_rate=1.0,
@@ -142,7 +141,7 @@ class LRRangeTest(
 
 
 class WarmupLR(
-    Schedule, warmup_min_lr=0.0, warmup_max_lr=None, warmup_num_steps=1000, warmup_type="log"
+    RateSchedule, warmup_min_lr=0.0, warmup_max_lr=None, warmup_num_steps=1000, warmup_type="log"
 ):
     """Rates that rise from warmup_min_lr to warmup_max_lr, by default each group's own, and stay.
 
@@ -184,7 +183,7 @@ class WarmupDecayLR(
 
 
 class WarmupCosineLR(
-    Schedule,
+    RateSchedule,
     total_num_steps=REQUIRED,
     warmup_min_ratio=0.0,
     warmup_num_steps=1000,
@@ -215,7 +214,7 @@ class WarmupCosineLR(
 
 
 class OneCycle(
-    Schedule,
+    RateSchedule,
     cycle_min_lr=REQUIRED,
     cycle_max_lr=REQUIRED,
     decay_lr_rate=0.0,
@@ -305,7 +304,7 @@ class OneCycle(
             group["betas"] = (first, _SECOND_BETA)
 
 
-SCHEDULES: Mapping[str, Callable[..., Schedule]] = {
+SCHEDULES: Mapping[str, Callable[..., RateSchedule]] = {
     made.__name__: made for made in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
 }
 VALID_LR_SCHEDULES = list(SCHEDULES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import math
 from collections.abc import Mapping
 from contextlib import suppress
@@ -33,6 +34,24 @@ _DTYPES = {
     **dict.fromkeys(("bf16", "bfloat16"), "bf16"),
     **dict.fromkeys(("fp32", "float32", "float"), "fp32"),
 }
+
+
+class OffloadDeviceEnum(str, enum.Enum):
+    """Places to which DeepSpeed offloads."""
+
+    none = "none"
+    cpu = "cpu"
+    nvme = "nvme"
+
+
+class OffloadStateTypeEnum(str, enum.Enum):
+    """Kinds of state that engine.offload_states() takes."""
+
+    optim_states = "optim_states"
+    hp_params = "hp_params"
+    lp_params = "lp_params"
+    lp_grads = "lp_grads"
+    contiguous_grad_buffer = "contiguous_grad_buffer"
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,13 @@ import torch
 from hetero.api.access import gathered
 from hetero.compat.deepspeed.options import read_options
 from hetero.compat.dtypes import NAMES
-from hetero.compat.external_params import (
-    register_external_parameter,
-    unregister_external_parameter,
-)
 from hetero.compat.key_table import KeyTable, log_not_needed
 from hetero.compat.late_start import EarlyContext
 from hetero.compat.ranks import join, ranks, shard_mesh
+from hetero.compat.shared_names import (
+    register_external_parameter,
+    unregister_external_parameter,
+)
 from hetero.config import Config
 from hetero.stand_ins.construction_uses import arena_of
 from hetero.tiling import tiled_linear
@@ -150,7 +150,7 @@ def GatheredParameters(
     return gathered(managed, modifier_rank)
 
 
-class TiledLinear(tiled_linear.TiledLinear):
+class DeepSpeedTiledLinear(tiled_linear.TiledLinear):
     """hetero.TiledLinear, with DeepSpeed's linear_cls and init_linear, a layer to take values of.
 
     Raises ValueError for a linear_cls that is not torch.nn.Linear, and as hetero.TiledLinear.
@@ -170,3 +170,6 @@ class TiledLinear(tiled_linear.TiledLinear):
         super().__init__(*args, **kwargs)
         if init_linear is not None:
             self.copy_params_from(init_linear)
+
+
+TiledLinear = DeepSpeedTiledLinear  # as DeepSpeed names it

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import hetero
-from hetero.compat import torch_optimizers
+from hetero.compat import optimizers as torch_optimizers
 
 # Each class with torch's, and a value for each argument that is not the default.
 VALUES: dict[str, Any] = {

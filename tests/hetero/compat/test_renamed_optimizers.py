@@ -1,4 +1,4 @@
-"""hetero/compat/renamed_optimizers: arguments of other projects' optimizers, in their order."""
+"""hetero/compat/optimizers: arguments of other projects' optimizers, in their order."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hetero.compat.deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from hetero.compat.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from hetero.compat.deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 from hetero.compat.key_table import forget_logged
-from hetero.compat.renamed_optimizers import RenamedOptimizer
+from hetero.compat.optimizers import RenamedOptimizer
 
 BETAS = (0.9, 0.999)
 SIGNATURES: list[tuple[Any, str]] = [

@@ -1,4 +1,4 @@
-"""hetero/compat/torch_optimizers: torch's optimizers, and schedulers of theirs, over the engine."""
+"""hetero/compat/optimizers: torch's optimizers, and schedulers of theirs, over the engine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR, StepLR
 
 import hetero
-from hetero.compat import deepspeed, torch_optimizers
+from hetero.compat import deepspeed
+from hetero.compat import optimizers as torch_optimizers
 from hetero.compat.colossalai.booster import Booster
 from hetero.compat.colossalai.booster.plugin import GeminiPlugin
 from hetero.compat.colossalai.zero import (
@@ -19,7 +20,7 @@ from hetero.compat.colossalai.zero import (
     ShardedModelV2,
     ShardedOptimizerV2,
 )
-from hetero.compat.torch_optimizers import hybrid_optimizer
+from hetero.compat.optimizers import hybrid_optimizer
 
 MAKERS: list[tuple[str, dict[str, Any]]] = [
     ("Adam", {"lr": 1e-2}),
@@ -45,6 +46,7 @@ def groups(model: torch.nn.Module) -> list[dict[str, Any]]:
     return [{"params": model[0].parameters()}, {"params": model[2].parameters(), "lr": 3e-3}]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("ours", [False, True], ids=["from torch's", "by signature"])
 @pytest.mark.parametrize(("name", "options"), MAKERS)
 def test_updates_are_torchs(name: str, options: dict[str, Any], ours: bool) -> None:
@@ -71,6 +73,7 @@ SCHEDULERS: list[Any] = [
 ]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("name", "options"), MAKERS)
 @pytest.mark.parametrize("make_scheduler", SCHEDULERS, ids=["StepLR", "SequentialLR"])
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -171,6 +174,7 @@ def by_sharded_model(model: Any, source: Any) -> tuple[Any, Any, Any]:
     return wrapped, optimizer, optimizer
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("door", [by_deepspeed, by_gemini, by_booster, by_sharded_model])
 @pytest.mark.parametrize(("name", "options"), MAKERS)
 def test_every_door_steps_by_the_loops_groups(

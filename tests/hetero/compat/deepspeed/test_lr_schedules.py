@@ -194,7 +194,7 @@ def test_each_group_has_values_of_its_own() -> None:
     warm = make_schedule(Named("WarmupLR", {"warmup_num_steps": 2}), made)
     for _ in range(3):
         warm.step()
-    assert warm.get_last_lr() == [0.5, 0.25]
+    assert warm.get_last_lr() == warm.max_lrs == [0.5, 0.25]
     cycle = make_schedule(
         Named(
             "OneCycle",
@@ -210,7 +210,8 @@ def test_each_group_has_values_of_its_own() -> None:
     assert [group["betas"] for group in made.param_groups] == [(0.5, 0.99), (0.6, 0.99)]
     for _ in range(4):
         cycle.step()
-    assert cycle.get_last_lr() == [1.0, 2.0]
+    assert cycle.get_last_lr() == cycle.max_lrs == [1.0, 2.0]
+    assert cycle.min_lrs == [0.1, 0.2]
     assert cycle.get_mom() == [(0.5, 0.99), (0.6, 0.99)]
 
 

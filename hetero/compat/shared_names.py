@@ -1,8 +1,20 @@
-"""Parameters that a module uses and does not own."""
+"""Names of DeepSpeed and ColossalAI that `hetero` itself has, too."""
 
 from __future__ import annotations
 
 import torch
+
+
+class TensorShardStrategy:
+    """ColossalAI's name for `Config(shard_strategy="tensor")`: one chunk per tensor."""
+
+    name = "tensor"
+
+
+class BucketTensorShardStrategy:
+    """ColossalAI's name for `Config(shard_strategy="bucket")`: one chunk per module's tensors."""
+
+    name = "bucket"
 
 
 def register_external_parameter(module: torch.nn.Module, parameter: torch.nn.Parameter) -> None:
