@@ -44,7 +44,6 @@ LARGE_CLASSES = {
     "hetero/activations/store.py:ActivationStore": Size(25, 18, 4),
     "hetero/api/optimizer.py:HybridOptimizer": Size(28, 3, 3),
     "hetero/chunk_groups/update_tasks.py:UpdateTasks": Size(10, 16, 8),
-    "hetero/planning/candidates.py:PlacementCandidates": Size(15, 15, 1),
     "hetero/ranks/peers.py:Peers": Size(31, 13, 6),
     "hetero/runtime/engine.py:Engine": Size(40, 30, 6),
     "hetero/runtime/recompute/block_calls.py:BlockCalls": Size(14, 14, 7),

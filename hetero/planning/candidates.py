@@ -136,8 +136,6 @@ class PlacementCandidates:
         """Nothing is placed yet."""
         layout, dtypes, budgets = spec.layout, spec.dtypes, spec.budgets
         self._spec = spec
-        self._layout = layout
-        self._budgets = budgets
         self._slot = spec.slot
         self._host = budgets.host - budgets.taken_host - budgets.reserved_host
         self._host -= budgets.activations_host
@@ -154,7 +152,6 @@ class PlacementCandidates:
         numels = [s.param.numel for c in trained for s in c.slices]
         self._largest_grad_bytes = max(numels, default=0) * dtypes.param_bytes
         self._link_bytes = 0 if self._device is None else link_bytes(layout, dtypes)
-        self._whole_grad_slots = sum(c.slots for c in trained) if spec.reduce_at_end else None
         self._several = layout.shard.ranks * layout.shard.replicas > 1
         self._in_making = [_in_making(layout, c, budgets.disk > 0) for c in layout.chunks]
 
@@ -166,7 +163,7 @@ class PlacementCandidates:
         return (c for c in self._all_candidates() if self._allows(c.counts))
 
     def _allows(self, counts: ChunkCounts) -> bool:
-        rest, shard = self._ranked_without(counts.device), self._layout.shard
+        rest, shard = self._ranked_without(counts.device), self._spec.layout.shard
         return (shard.params or counts.param == len(rest.chunks)) and (
             shard.grads or counts.grad >= rest.trained
         )
@@ -190,7 +187,7 @@ class PlacementCandidates:
 
     def _device_choices(self, headroom: Headroom) -> Sequence[int]:
         """The most chunks that the policy has on DEVICE, as far as there is room, and the least."""
-        everything = len(self._layout.chunks)
+        everything = len(self._spec.layout.chunks)
         if self._spec.policy == "cuda":
             return (everything,)
         if self._device is None or self._spec.policy != "auto":
@@ -243,11 +240,11 @@ class PlacementCandidates:
         Where every step updates in the same order, buffers keep the tiles that forward waits for
         first, which homes of whole chunks, spread over the model, do not.
         """
-        return self._spec.overlaps_updates and self._budgets.keep_optim_states
+        return self._spec.overlaps_updates and self._spec.budgets.keep_optim_states
 
     def _with_more_buffers(self, candidate: Candidate) -> Candidate:
         """RAM that is left keeps optimizer states between steps, in more buffers."""
-        if not candidate.buffers or not self._budgets.keep_optim_states:
+        if not candidate.buffers or not self._spec.budgets.keep_optim_states:
             return candidate
         rest = self._ranked_without(candidate.counts.device)
         streamed = rest.trained_slots[-1] - rest.trained_slots[candidate.counts.optim_state]
@@ -262,7 +259,7 @@ class PlacementCandidates:
 
     def candidate(self, counts: ChunkCounts, headroom: Headroom) -> Candidate:
         """The pools that `counts` need, and the bytes of it all."""
-        rest, slot, shard = self._ranked_without(counts.device), self._slot, self._layout.shard
+        rest, slot, shard = self._ranked_without(counts.device), self._slot, self._spec.layout.shard
         separate = self._device is not None
         buffers, more_gathered, more_grad = headroom
         param_on_disk = counts.param < len(rest.chunks)
@@ -295,7 +292,9 @@ class PlacementCandidates:
         if averaged:
             receive_slots = self._longest_trained * (2 if more_grad else 1)
             if shard.grads:
-                bucket_slots = self._whole_grad_slots or self._longest_trained + more_gathered
+                bucket_slots = self._longest_trained + more_gathered
+                if self._spec.reduce_at_end:
+                    bucket_slots = self._ranked_without(0).trained_slots[-1]
         if not (trained_param_on_disk or grad_on_disk or optim_state_on_disk):
             buffers = 0
         buffer_bytes = slot.optim_state
@@ -366,13 +365,13 @@ class PlacementCandidates:
         counts, rest = candidate.counts, self._ranked_without(candidate.counts.device)
 
         def homes(count: int) -> list[Tier]:
-            made = [Tier.DEVICE] * len(self._layout.chunks)
+            made = [Tier.DEVICE] * len(self._spec.layout.chunks)
             for rank, chunk in enumerate(rest.chunks):
                 made[chunk.id] = Tier.HOST if rank < count else Tier.DISK
             return made
 
         def trained_homes(count: int) -> tuple[Tier | None, ...]:
-            pairs = zip(homes(count), self._layout.chunks, strict=True)
+            pairs = zip(homes(count), self._spec.layout.chunks, strict=True)
             return tuple(tier if chunk.trainable else None for tier, chunk in pairs)
 
         return Placement(
@@ -385,7 +384,7 @@ class PlacementCandidates:
 
     def checked(self, made: Placement) -> Placement | None:
         """`made` with what construction takes, if it fits the budgets."""
-        budgets = self._budgets
+        budgets = self._spec.budgets
         made, total = self._with_construction(made)
         if total.host_bytes > budgets.host or total.disk_bytes > budgets.disk:
             return None
@@ -399,14 +398,14 @@ class PlacementCandidates:
     def refusal(self) -> PlacementError:
         """Why no candidate fits, with the smallest budgets that work."""
         tried = [self._with_construction(self.placement(c))[1] for c in self.in_order()]
-        smallest = closest(tried, self._budgets)
+        smallest = closest(tried, self._spec.budgets)
         return PlacementError(
             words(smallest, self._spec), smallest.host_bytes, smallest.device_bytes
         )
 
     def _with_construction(self, made: Placement) -> tuple[Placement, Placement]:
         """`made` with what construction takes, and together with what other chunk groups have."""
-        budgets = self._budgets
+        budgets = self._spec.budgets
         building = 0
         if budgets.under_construction:
             building = self._building_bytes(made)
@@ -428,7 +427,7 @@ class PlacementCandidates:
         Pools are there from the start if there are several ranks, and the buffers of the link;
         gradients not yet, and a chunk's homes not before its parameters' values are at hand.
         """
-        layout, slot = self._layout, self._slot
+        layout, slot = self._spec.layout, self._slot
         most = max(s.param.numel for c in layout.chunks for s in c.slices) * CONSTRUCTION_BYTES
         waiting = sum(each.waiting for each in self._in_making)
         bytes_now = made.pool_bytes if self._several else self._link_bytes

@@ -84,7 +84,7 @@ class TiledWeight(torch.nn.Module):
                     elif is_new and device.type != "meta":
                         draw(weight)
 
-    def _take(self, weight: torch.nn.Parameter) -> None:
+    def _take(self, weight: torch.Tensor) -> None:
         """Gives the tiles the values of a whole weight, which may be larger than the budget."""
         for tile, rows, columns in self._tiles():
             values = rows_of(weight, rows)[:, columns].contiguous()
