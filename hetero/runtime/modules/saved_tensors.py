@@ -66,7 +66,7 @@ class SavedTensors:
             saved = self._activations.pack(tensor)
             if saved is not None:
                 return saved
-        return SavedTensor(_without_graph(tensor), tensor._version)
+        return SavedTensor(_without_graph(_pinning(tensor)), tensor._version)
 
     def pack_view(self, tensor: torch.Tensor) -> SavedView | None:
         """How to make `tensor` again if it is a view of a gathered copy, or a parameter that is
@@ -151,12 +151,15 @@ def _without_graph(tensor: torch.Tensor) -> torch.Tensor:
     """An alias, with the same version, that does not keep the node alive that made the tensor.
 
     The node that saves its own result would keep itself alive, if no backward frees it. (autograd
-    gives what is unpacked its node again.) Of a parameter, whose memory changes, it is an alias of
-    what it has now, which pins its home: no speculative update begins that would change it.
+    gives what is unpacked its node again.)
     """
-    if isinstance(tensor, PresentParameter):
-        return memory_in(tensor)
     return tensor if tensor.grad_fn is None else tensor.detach()
+
+
+def _pinning(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor; of a parameter, whose memory changes, an alias of what it has now, which pins its
+    home: no speculative update begins that would change it."""
+    return memory_in(tensor) if isinstance(tensor, PresentParameter) else tensor
 
 
 @dataclass(frozen=True)
@@ -197,7 +200,7 @@ class _OverOthers:
         """What is kept for `tensor`."""
         view = self.saved_tensors.pack_view(tensor)
         if view is None:
-            return _Packed(self._pack_other(tensor), None)
+            return _Packed(self._pack_other(_pinning(tensor)), None)
         if not self._is_checkpoint:
             return view
         if self._had_values():

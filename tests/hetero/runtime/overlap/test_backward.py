@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import hetero
@@ -139,12 +140,18 @@ def test_steps_of_different_lengths(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_two_graphs_at_once(tmp_path: Path, place: str) -> None:
-    """The second backward needs parameters whose gradients seemed to be final after the first."""
+@pytest.mark.parametrize("hooked", [False, True])
+def test_two_graphs_at_once(tmp_path: Path, place: str, hooked: bool) -> None:
+    """The second backward needs parameters whose gradients seemed to be final after the first.
+
+    `hooked`: the loop has hooks of its own that keep what autograd saves as it is.
+    """
 
     def loop(model: nn.Module, optimizer: Any, overlap: str) -> Seen:
+        hooks = saved_tensors_hooks(lambda t: t, lambda t: t) if hooked else nullcontext()
         for step in range(STEPS):
-            graphs = [loss_of(model, 10 * step + n) for n in range(2 if step >= 2 else 1)]
+            with hooks:
+                graphs = [loss_of(model, 10 * step + n) for n in range(2 if step >= 2 else 1)]
             for loss in graphs:
                 loss.backward()
             optimizer.step()
