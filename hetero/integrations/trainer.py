@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 
+from hetero.api.optimizer import HybridOptimizer
+from hetero.api.optimizers import HybridAdagrad, HybridAdam, HybridLion, HybridSGD
 from hetero.checkpoint.load import load
 from hetero.checkpoint.save import save
 from hetero.config import Config
@@ -16,7 +18,6 @@ from hetero.integrations.accelerator import CHECKPOINT_NAME, Accelerator, plain_
 from hetero.integrations.adapters import adapter_state, has_adapters
 from hetero.integrations.exports import export_into
 from hetero.integrations.figures import step_figures
-from hetero.integrations.trainer_options import check_arguments, check_precision, optimizer_of
 from hetero.runtime.engine import Engine
 from hetero.setup.initialize import initialize
 
@@ -24,6 +25,27 @@ if TYPE_CHECKING:
     _Base = transformers.Trainer
 else:
     _Base = object
+
+
+# TrainingArguments.optim, and the state_dtype of the optimizer that it becomes. What is "paged" in
+# bitsandbytes is what hetero does with all state.
+_ADAM = {
+    "adamw_torch": "fp32",
+    "adamw_torch_fused": "fp32",
+    "paged_adamw_32bit": "fp32",
+    "adamw_8bit": "8bit",
+    "adamw_bnb_8bit": "8bit",
+    "adamw_torch_8bit": "8bit",
+    "paged_adamw_8bit": "8bit",
+}
+_LION = {
+    "lion_32bit": "fp32",
+    "paged_lion_32bit": "fp32",
+    "lion_8bit": "8bit",
+    "paged_lion_8bit": "8bit",
+}
+_OTHERS: dict[str, type[HybridOptimizer]] = {"adagrad": HybridAdagrad, "sgd": HybridSGD}
+_KNOWN_OPTIMIZERS = (*_ADAM, *_LION, *_OTHERS)
 
 
 class HeteroTrainerMixin(_Base):
@@ -60,10 +82,10 @@ class HeteroTrainerMixin(_Base):
     ) -> None:
         arguments = kwargs.get("args", args[1] if len(args) > 1 else None)
         if arguments is not None:
-            check_arguments(arguments)
+            _check_arguments(arguments)
         self._hetero_options = dict(hetero_config or {})
         if self._hetero_options:
-            check_precision(Config.make(**self._hetero_options))
+            _check_precision(Config.make(**self._hetero_options))
         super().__init__(*args, **kwargs)
 
     # What the library calls before and while it trains
@@ -79,7 +101,7 @@ class HeteroTrainerMixin(_Base):
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """The optimizer of hetero that the arguments name, with the library's param groups."""
         if self.optimizer is None and self.optimizer_cls_and_kwargs is None:
-            self.optimizer_cls_and_kwargs = optimizer_of(self.args)
+            self.optimizer_cls_and_kwargs = _optimizer_of(self.args)
         optimizer = super().create_optimizer(*args, **kwargs)
         plain_optimizer(optimizer)
         return optimizer
@@ -95,7 +117,7 @@ class HeteroTrainerMixin(_Base):
         optimizer = plain_optimizer(self.optimizer)
         if optimizer._engine is None:
             initialize(self._model, optimizer, **self._hetero_options)
-            check_precision(optimizer.engine.config)
+            _check_precision(optimizer.engine.config)
         return optimizer.engine
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
@@ -192,3 +214,61 @@ class Trainer(HeteroTrainerMixin, transformers.Trainer):
 
 def _has_checkpoint(folder: str) -> bool:
     return (Path(folder) / CHECKPOINT_NAME).is_dir()
+
+
+def _optimizer_of(arguments: Any) -> tuple[type[HybridOptimizer], dict[str, Any]]:
+    """The optimizer that TrainingArguments name, as a class and the options that it takes.
+
+    Weight decay is not among them: the Trainer gives it with the param groups.
+
+    Raises:
+        ValueError: hetero has no such optimizer, or `optim_args` has options of another library's.
+    """
+    name = getattr(arguments.optim, "value", arguments.optim)
+    if name not in _KNOWN_OPTIMIZERS:
+        raise ValueError(
+            f"optim={name!r} is none of hetero's optimizers; give one of "
+            f"{', '.join(_KNOWN_OPTIMIZERS)}, or optimizer_cls_and_kwargs=(hetero.HybridAdam, "
+            f"{{...}}) to the Trainer"
+        )
+    if arguments.optim_args:
+        raise ValueError(
+            f"optim_args={arguments.optim_args!r} has options for another library's optimizer; "
+            f"give optimizer_cls_and_kwargs=(hetero.HybridAdam, {{...}}) to the Trainer"
+        )
+    lr = {"lr": arguments.learning_rate}
+    betas = {"betas": (arguments.adam_beta1, arguments.adam_beta2)}
+    if name in _ADAM:
+        eps = {"eps": arguments.adam_epsilon}
+        return HybridAdam, {**lr, **betas, **eps, "state_dtype": _ADAM[name]}
+    if name in _LION:
+        return HybridLion, {**lr, **betas, "state_dtype": _LION[name]}
+    return _OTHERS[name], lr
+
+
+def _check_arguments(arguments: Any) -> None:
+    """Raises ValueError for TrainingArguments that cannot work together with hetero."""
+    for name in ("deepspeed", "fsdp", "parallelism_config"):
+        value = getattr(arguments, name, None)
+        # (Some versions have an empty list, or False, for what is off.)
+        if value:
+            raise ValueError(
+                f"TrainingArguments.{name} is {value!r}, and hetero shards and offloads the model "
+                f"itself; leave {name} out"
+            )
+    if arguments.n_gpu > 1:
+        raise ValueError(
+            f"one process sees {arguments.n_gpu} GPUs, for which a Trainer copies the model to "
+            f"each of them; start one process per GPU (torchrun --nproc-per-node "
+            f"{arguments.n_gpu}), or show it one (CUDA_VISIBLE_DEVICES=0)"
+        )
+
+
+def _check_precision(config: Config) -> None:
+    """Raises ValueError if the loss has to be scaled by a call that no Trainer makes."""
+    if config.dtype == "fp16" and config.initial_loss_scale is not None:
+        raise ValueError(
+            "dtype='fp16' with hetero's own loss scale needs optimizer.backward(loss), which a "
+            "Trainer does not call; give dtype='bf16', or initial_loss_scale=None and "
+            "TrainingArguments(fp16=True)"
+        )
