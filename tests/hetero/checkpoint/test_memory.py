@@ -70,7 +70,9 @@ print(json.dumps(found))
 """
 
 
-@pytest.mark.parametrize(("compute", "dtype"), [("fp32", "fp32"), ("bf16", "fp32")])
+@pytest.mark.parametrize(
+    ("compute", "dtype"), [pytest.param("fp32", "fp32", marks=pytest.mark.extra), ("bf16", "fp32")]
+)
 def test_a_model_larger_than_memory_passes(tmp_path: Path, compute: str, dtype: str) -> None:
     arguments = [str(tmp_path), compute, dtype, str(HOST_MEMORY)]
     done = subprocess.run(
