@@ -21,8 +21,8 @@ from hetero.api.optimizers import (
     HybridMuon as HybridMuon,
     HybridSGD as HybridSGD,
 )
-from hetero.checkpoint.dcp.load import load_dcp as load_dcp
-from hetero.checkpoint.dcp.save import save_dcp as save_dcp
+from hetero.checkpoint.dcp.managed_model import load_dcp as load_dcp
+from hetero.checkpoint.dcp.managed_model import save_dcp as save_dcp
 from hetero.checkpoint.folder import latest_checkpoint as latest_checkpoint
 from hetero.checkpoint.load import Checkpoint as Checkpoint, load as load
 from hetero.checkpoint.pretrained.load import load_pretrained as load_pretrained

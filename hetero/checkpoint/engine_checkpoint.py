@@ -3,33 +3,77 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from hetero.api.optimizer import HybridOptimizer
+from hetero.api.optimizers import HybridAdagrad, HybridAdam, HybridLion, HybridMuon, HybridSGD
 from hetero.api.whole_state import make_piece, parts_by_tile
+from hetero.checkpoint.data_writer import Range
 from hetero.checkpoint.manifest import (
     GroupRecord,
     Manifest,
     OptimizerRecord,
     ParamRecord,
     TensorRecord,
-)
-from hetero.checkpoint.model_tensors import (
-    STATE_NAMES,
-    ModelTensors,
     data_key,
     master_key,
     state_key,
 )
 from hetero.checkpoint.plain_data import STORED_DTYPES, pack
 from hetero.checkpoint.rank_data import Extra, pack_rank_data
-from hetero.checkpoint.stored_checkpoint import Range, StoredCheckpoint
+from hetero.checkpoint.stored_checkpoint import StoredCheckpoint
 from hetero.chunk_groups.home_tiles import HomeTiles
 from hetero.runtime.engine import Engine
 from hetero.state.managed_param import ManagedParam
+
+
+@dataclass(frozen=True)
+class ModelTensors:
+    """The tensors of an engine's model, by their first names in it.
+
+    Attributes:
+        params: the managed parameters, in the order of chunks.
+        aliases: of these, their other names.
+        plain: buffers that state_dict() has, and parameters that are not managed.
+        names: of all parameters, by their id().
+    """
+
+    params: dict[str, ManagedParam]
+    aliases: dict[str, tuple[str, ...]]
+    plain: dict[str, torch.Tensor]
+    names: dict[int, str]
+
+    @classmethod
+    def of(cls, engine: Engine) -> ModelTensors:
+        """Those of an engine's model now."""
+        names: dict[int, list[str]] = {}
+        plain: dict[str, torch.Tensor] = {}
+        for name, param in engine.model.named_parameters(remove_duplicate=False):
+            names.setdefault(id(param), []).append(name)
+            if engine.params.known(param) is None:
+                plain[name] = param.detach()
+        for prefix, module in engine.model.named_modules(remove_duplicate=False):
+            for name, buffer in module._buffers.items():
+                if buffer is not None and name not in module._non_persistent_buffers_set:
+                    plain[f"{prefix}.{name}" if prefix else name] = buffer.detach()
+        params, aliases = {}, {}
+        for chunk_group in engine.chunk_groups:
+            for m in chunk_group.members:
+                if engine.params.known(m.param) is m and id(m.param) in names:
+                    first, *others = names[id(m.param)]
+                    params[first], aliases[first] = m, tuple(others)
+        return cls(params, aliases, plain, {key: found[0] for key, found in names.items()})
+
+
+# The states of each rule, in the order of the optimizer state.
+STATE_NAMES = {
+    each.rule: each.state_names
+    for each in (HybridAdam, HybridLion, HybridAdagrad, HybridSGD, HybridMuon)
+}
 
 
 class OwnChunk:

@@ -20,10 +20,11 @@ import torch
 from hetero.api.loaded_state import in_own_options
 from hetero.api.optimizer import HybridOptimizer
 from hetero.api.whole_state import Piece, fill_parts, parts_by_tile
+from hetero.checkpoint.data_writer import Range
+from hetero.checkpoint.engine_checkpoint import STATE_NAMES, ModelTensors
 from hetero.checkpoint.folder import find_checkpoint
 from hetero.checkpoint.hetero_checkpoint import HeteroCheckpoint
-from hetero.checkpoint.manifest import OptimizerRecord, check_state
-from hetero.checkpoint.model_tensors import STATE_NAMES, ModelTensors, master_key, state_key
+from hetero.checkpoint.manifest import OptimizerRecord, check_state, master_key, state_key
 from hetero.checkpoint.plain_data import unpack
 from hetero.checkpoint.rank_data import (
     Extra,
@@ -35,7 +36,7 @@ from hetero.checkpoint.rank_data import (
     unpack_random,
 )
 from hetero.checkpoint.save import Optimizers, check_optimizers, engine_of_model, listed
-from hetero.checkpoint.stored_checkpoint import Range, StoredCheckpoint
+from hetero.checkpoint.stored_checkpoint import StoredCheckpoint
 from hetero.runtime.engine import Engine
 from hetero.state.managed_param import ManagedParam
 from offload.errors import CheckpointError

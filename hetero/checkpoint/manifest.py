@@ -17,10 +17,9 @@ from typing import Any
 
 import torch
 
-from hetero.checkpoint.checksum import crc_of
 from hetero.checkpoint.data_writer import WrittenFile
 from hetero.checkpoint.safetensors_header import DTYPES
-from hetero.checkpoint.schema import LARGEST, member, parse_json, shortened, typed
+from hetero.checkpoint.schema import LARGEST, crc_of, member, parse_json, shortened, typed
 from hetero.state.loss_scale import LossScale
 from offload.errors import CheckpointError
 
@@ -35,6 +34,27 @@ _MOST_BYTES = 100_000_000
 _MOST_SIZES = 64  # of a tensor: numpy and torch's loops have no more
 _MOST_TENSOR_BYTES = 2**63 - 1  # what torch counts bytes with
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}", re.ASCII)
+
+
+def master_key(name: str) -> str:
+    """Of a parameter's master or value, or of a buffer."""
+    return f"model/{name}"
+
+
+def state_key(name: str, state: str) -> str:
+    """Of a state of the rule."""
+    return f"optimizer/{name}/{state}"
+
+
+def data_key(rank: int, number: int) -> str:
+    """Of a tensor that a rank alone has."""
+    return f"data/{rank}/{number}"
+
+
+def name_of(key: str) -> str:
+    """The parameter's name in "model/NAME" and "optimizer/NAME/STATE"."""
+    kind, _, rest = key.partition("/")
+    return rest.rpartition("/")[0] if kind == "optimizer" else rest
 
 
 @dataclass(frozen=True)
@@ -233,12 +253,12 @@ def _check(manifest: Manifest) -> None:
             raise CheckpointError(f"{shortened(name)} is no name of a data file")
     _check_loss_scale(manifest.loss_scale)
     for name in manifest.buffers:
-        if f"model/{name}" not in tensors:
+        if master_key(name) not in tensors:
             raise CheckpointError(f"the manifest has the buffer {name!r}, and no tensor of it")
         if name in manifest.params:
             raise CheckpointError(f"the manifest has {name!r} as a parameter and as a buffer")
     for name, param in manifest.params.items():
-        record = tensors.get(f"model/{name}")
+        record = tensors.get(master_key(name))
         if record is None:
             raise CheckpointError(f"the manifest has the parameter {name!r}, and no tensor of it")
         if param.step > _LAST_STEP:
@@ -270,8 +290,8 @@ def _check_loss_scale(found: Any) -> None:
 
 def check_state(manifest: Manifest, name: str, state: str) -> None:
     """Raises CheckpointError unless the state of a parameter is there, in its shape."""
-    record = manifest.tensors.get(f"optimizer/{name}/{state}")
-    if record is None or record.shape != manifest.tensors[f"model/{name}"].shape:
+    record = manifest.tensors.get(state_key(name, state))
+    if record is None or record.shape != manifest.tensors[master_key(name)].shape:
         raise CheckpointError(f"the state {shortened(state)} of {name!r} is not there in its shape")
     if not record.dtype.is_floating_point:
         raise CheckpointError(f"the state {shortened(state)} of {name!r} is {record.dtype}")

@@ -11,19 +11,20 @@ import math
 import re
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
 from hetero.checkpoint.safetensors_header import DTYPES
+from hetero.checkpoint.schema import shortened
 from offload.errors import CheckpointError
 
 _DEEPEST = 64  # levels, of either direction; recursion ends before Python's own limit
 _LEVELS_OF_JSON = 3  # that a level becomes at most: {"$dict": [[key, value]]}
 _DECIMAL_BITS = 1024  # of a number that is kept in digits; Python reads no number of any length
 _MOST_ALIKE = 100  # keys of one hash, each of which a dict compares with all others
-_LONGEST = 100  # characters of a key or a value in an error
 # Two halves of a character, which JSON would make one of.
 _HALVES = re.compile("[\ud800-\udbff][\udc00-\udfff]")
 STORED_DTYPES = frozenset(DTYPES.values())
@@ -52,17 +53,9 @@ class _Place:
         parts = []
         place = self
         while place._outer is not None:
-            parts.append(f"[{_short(place._key)}]")
+            parts.append(f"[{shortened(place._key)}]")
             place = place._outer
         return str(place._key) + "".join(reversed(parts))
-
-
-def _short(value: Any) -> str:
-    try:
-        text = repr(value)
-    except ValueError:  # Python gives no more than some thousand digits
-        text = f"a large {type(value).__name__}"
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
 class _Packing:
@@ -76,7 +69,7 @@ class _Packing:
         if kind is int and value.bit_length() > _DECIMAL_BITS:
             return {"$int": hex(value)}
         if kind is str and _HALVES.search(value):
-            raise ValueError(f"{at} is {_short(value)}, which is not Unicode")
+            raise ValueError(f"{at} is {shortened(value)}, which is not Unicode")
         if kind in _PLAIN:
             return value
         if kind is float:
@@ -133,7 +126,7 @@ class _Packing:
         ):
             return packed
         pairs = [
-            [self.pack(key, _Place(f"the key {_short(key)} of {at}"), depth + 1), found]
+            [self.pack(key, _Place(f"the key {shortened(key)} of {at}"), depth + 1), found]
             for key, found in packed.items()
         ]
         return {kind or "$dict": pairs}
@@ -165,28 +158,30 @@ def _unpack(packed: Any, at: _Place, tensor: Callable[[int], torch.Tensor], dept
     if isinstance(packed, list):
         return [_unpack(v, _Place(i, at), tensor, depth + 1) for i, v in enumerate(packed)]
     if not isinstance(packed, dict):
-        raise CheckpointError(f"{at} is {_short(packed)}")
+        raise CheckpointError(f"{at} is {shortened(packed)}")
     if not any(key.startswith("$") for key in packed):
         return {k: _unpack(v, _Place(k, at), tensor, depth + 1) for k, v in packed.items()}
     tag = next(iter(packed))
     if len(packed) != 1 or tag not in _TAGS:
         raise CheckpointError(
-            f"{at} has {_short(sorted(packed)[:3])}, which this version does not know"
+            f"{at} has {shortened(sorted(packed)[:3])}, which this version does not know"
         )
-    content = packed[tag]
+    content, (kind, make) = packed[tag], _TAGS[tag]
     if tag != "$tensor":
         content = _unpack(content, at, tensor, depth + 1)
-    elif type(content) is not int:
-        raise CheckpointError(f"{at} has the tensor {_short(content)}, must be a number")
+    if not isinstance(content, kind) or isinstance(content, bool):
+        raise CheckpointError(
+            f"{at} is no plain data: {tag} of {shortened(content)}, must be of {kind.__name__}"
+        )
     try:
-        return tensor(content) if tag == "$tensor" else _TAGS[tag](content)
+        return tensor(content) if tag == "$tensor" else make(content)
     except (TypeError, ValueError, OverflowError) as error:
         raise CheckpointError(f"{at} is no plain data: {error}") from None
 
 
 def _of_pairs(kind: Callable[..., Any]) -> Callable[[Any], Any]:
     def make(pairs: Any) -> Any:
-        if not (isinstance(pairs, list) and all(isinstance(p, list) for p in pairs)):
+        if not all(isinstance(pair, list) for pair in pairs):
             raise ValueError("pairs of keys and values are wanted")
         # (Compared as texts, whose own hashes nobody can foresee.)
         alike = Counter(str(hash(pair[0])) for pair in pairs if pair)
@@ -197,48 +192,28 @@ def _of_pairs(kind: Callable[..., Any]) -> Callable[[Any], Any]:
     return make
 
 
-def _special_float(text: Any) -> float:
-    if not isinstance(text, str) or text not in ("nan", "inf", "-inf"):
-        raise ValueError(f"{_short(text)} is none of nan, inf and -inf")
+def _special_float(text: str) -> float:
+    if text not in ("nan", "inf", "-inf"):
+        raise ValueError(f"{shortened(text)} is none of nan, inf and -inf")
     return float(text)
 
 
-def _large_int(text: Any) -> int:
-    if not isinstance(text, str) or not re.fullmatch("-?0x[0-9a-f]+", text):
-        raise ValueError(f"{_short(text)} is no whole number in hexadecimal digits")
+def _large_int(text: str) -> int:
+    if not re.fullmatch("-?0x[0-9a-f]+", text):
+        raise ValueError(f"{shortened(text)} is no whole number in hexadecimal digits")
     return int(text, 16)
 
 
-def _numpy(value: Any) -> np.ndarray[Any, Any]:
-    if not isinstance(value, torch.Tensor):
-        raise ValueError("an array's tensor is missing")
-    return value.numpy()
+def _numpy_scalar(value: torch.Tensor) -> Any:
+    if value.ndim:
+        raise ValueError(f"a single number has the shape {tuple(value.shape)}")
+    return value.numpy()[()]
 
 
-def _numpy_scalar(value: Any) -> Any:
-    found = _numpy(value)
-    if found.ndim:
-        raise ValueError(f"a single number has the shape {found.shape}")
-    return found[()]
-
-
-def _dtype(name: Any) -> torch.dtype:
-    found = _DTYPES.get(name) if isinstance(name, str) else None
-    if found is None:
-        raise ValueError(f"{_short(name)} is no dtype of torch's")
-    return found
-
-
-def _tuple(values: Any) -> tuple[Any, ...]:
-    if not isinstance(values, list):
-        raise ValueError("a tuple's values are missing")
-    return tuple(values)
-
-
-def _bytes(text: Any) -> bytes:
-    if not isinstance(text, str):
-        raise ValueError(f"{_short(text)} is no text of bytes")
-    return base64.b64decode(text, validate=True)
+def _dtype(name: str) -> torch.dtype:
+    if name not in _DTYPES:
+        raise ValueError(f"{shortened(name)} is no dtype of torch's")
+    return _DTYPES[name]
 
 
 _DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
@@ -250,16 +225,17 @@ _MAPPINGS: dict[type, str | None] = {
     Counter: "$counter",
 }
 
-_TAGS: dict[str, Callable[[Any], Any]] = {
-    "$int": _large_int,
-    "$float": _special_float,
-    "$tensor": lambda value: value,
-    "$numpy": _numpy,
-    "$numpy_scalar": _numpy_scalar,
-    "$bytes": _bytes,
-    "$dtype": _dtype,
-    "$tuple": _tuple,
-    "$dict": _of_pairs(dict),
-    "$ordered_dict": _of_pairs(OrderedDict),
-    "$counter": _of_pairs(Counter),
+# By tag the type of its content, and the value that becomes of it.
+_TAGS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
+    "$int": (str, _large_int),
+    "$float": (str, _special_float),
+    "$tensor": (int, int),
+    "$numpy": (torch.Tensor, torch.Tensor.numpy),
+    "$numpy_scalar": (torch.Tensor, _numpy_scalar),
+    "$bytes": (str, partial(base64.b64decode, validate=True)),
+    "$dtype": (str, _dtype),
+    "$tuple": (list, tuple),
+    "$dict": (list, _of_pairs(dict)),
+    "$ordered_dict": (list, _of_pairs(OrderedDict)),
+    "$counter": (list, _of_pairs(Counter)),
 }

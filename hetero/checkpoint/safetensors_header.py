@@ -7,8 +7,6 @@ CheckpointError before anything is taken from it.
 
 from __future__ import annotations
 
-import functools
-import itertools
 import json
 import os
 import stat
@@ -18,15 +16,13 @@ from typing import Any
 
 import torch
 
-from hetero.checkpoint.schema import check_density
+from hetero.checkpoint.schema import parse_json, shortened, typed
 from offload.errors import CheckpointError
 
 _PREFIX_BYTES = 8
 _METADATA = "__metadata__"
-_FIELDS = ("dtype", "shape", "data_offsets")
 # The largest header that the reference implementation reads.
 MAX_HEADER_BYTES = 100_000_000
-_SHORT = 120  # characters of a value in an error
 _MAX_INT = 2**63 - 1  # what torch counts elements and bytes with
 
 # The format's names of dtypes. Older releases of torch lack some of them.
@@ -116,13 +112,15 @@ def encode(
             raise ValueError(f"the name {name!r} is taken already; give each tensor its own")
         if dtype not in _NAMES:
             raise ValueError(f"tensor {name!r}: safetensors files have no {dtype}; convert it")
+        if not all(type(size) is int and 0 <= size <= _MAX_INT for size in shape):
+            raise ValueError(f"tensor {name!r} has the shape {shape}, which is no list of sizes")
         nbytes = _data_bytes(f"tensor {name!r}", dtype, shape)
         entries[name] = Entry(name, dtype, tuple(shape), begin, begin + nbytes)
         begin += nbytes
-    fields: dict[str, Any] = {} if metadata is None else {_METADATA: _checked_text(dict(metadata))}
+    fields: dict[str, Any] = {} if metadata is None else {_METADATA: dict(metadata)}
     for e in entries.values():
-        values = (_NAMES[e.dtype], list(e.shape), [e.begin, e.end])
-        fields[e.name] = dict(zip(_FIELDS, values, strict=True))
+        places = [e.begin, e.end]
+        fields[e.name] = {"dtype": _NAMES[e.dtype], "shape": e.shape, "data_offsets": places}
     try:
         text = json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode()
     except UnicodeEncodeError as error:
@@ -153,15 +151,15 @@ def read(path: str | os.PathLike[str]) -> Header:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise CheckpointError(f"{os.fspath(path)} is not a regular file")
-        return _parsed(descriptor, status.st_size)
-    except (ValueError, RecursionError) as error:
+        return _parsed(descriptor, status.st_size, os.fspath(path))
+    except ValueError as error:
         raise CheckpointError(f"{os.fspath(path)}: {error}") from None
     finally:
         os.close(descriptor)
 
 
-def _parsed(descriptor: int, file_bytes: int) -> Header:
-    """Raises ValueError, or RecursionError, if the file is not as it should be."""
+def _parsed(descriptor: int, file_bytes: int, path: str) -> Header:
+    """Raises CheckpointError, or ValueError, if the file is not as it should be."""
     if file_bytes < _PREFIX_BYTES:
         raise ValueError(f"has {file_bytes} bytes; a safetensors file has {_PREFIX_BYTES} at least")
     header_bytes = int.from_bytes(_read(descriptor, 0, _PREFIX_BYTES), "little")
@@ -175,10 +173,13 @@ def _parsed(descriptor: int, file_bytes: int) -> Header:
         raise ValueError(
             f"says that its header ends at byte {data_offset}, and the file has {file_bytes} bytes"
         )
-    fields = _decoded(_read(descriptor, _PREFIX_BYTES, header_bytes))
-    metadata = _checked_text(fields.pop(_METADATA, {}))
+    text = _read(descriptor, _PREFIX_BYTES, header_bytes)
+    fields = parse_json(text, f"the header of {path}")
+    metadata = typed(Mapping[str, str], fields.pop(_METADATA, {}), f"{_METADATA} of {path}")
+    for each in (*fields, *metadata, *metadata.values()):
+        each.encode()  # JSON's escapes can write halves of characters, which no UTF-8 has
     # (A value goes as its entry comes: a header may have a million.)
-    entries = [_entry(name, fields.pop(name)) for name in list(fields)]
+    entries = [_entry(name, fields.pop(name), path) for name in list(fields)]
     entries.sort(key=lambda e: (e.begin, e.end))
     _check_places(entries, file_bytes - data_offset)
     return Header({e.name: e for e in entries}, metadata, data_offset)
@@ -196,115 +197,49 @@ def _read(descriptor: int, offset: int, nbytes: int) -> bytes:
     return b"".join(parts)
 
 
-def _decoded(text: bytes) -> dict[str, Any]:
-    """The header's object; numbers that are no sizes are in it as _NoSize. Raises ValueError."""
-    check_density(text)
-    try:
-        decoded = json.loads(
-            text.decode(),
-            object_pairs_hook=_without_duplicates,
-            parse_int=_int,
-            parse_float=_no_size,
-            parse_constant=_no_size,
-        )
-    except UnicodeDecodeError as error:
-        raise ValueError(f"its header is not UTF-8: {error}") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"its header is not JSON: {error}") from None
-    except RecursionError:
-        raise ValueError("its header has objects or arrays nested too deeply") from None
-    if not isinstance(decoded, dict):
-        raise ValueError(f"its header is not a JSON object but {_short(decoded)}")
-    return decoded
+@dataclass(frozen=True)
+class _Fields:
+    """The object of an entry in a header."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _NoSize:
-    """A number of the header that is no size, as it stands there."""
-
-    text: str
-
-    def __str__(self) -> str:
-        return self.text
-
-
-_no_size = functools.lru_cache(maxsize=1000)(_NoSize)  # a file may have the same one very often
-
-
-def _int(digits: str) -> int | _NoSize:
-    # Python refuses to convert more than 4300 digits, and makes a 0 of JSON's -0.
-    return int(digits) if digits.isdigit() and len(digits) < 20 else _no_size(digits)
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in found:
-            raise ValueError(f"its header has the key {_short(key)} twice")
-        found[key] = value
-    return found
-
-
-def _checked_text(metadata: Any) -> dict[str, str]:
-    if not isinstance(metadata, dict):
-        raise ValueError(f"{_METADATA} is not an object but {_short(metadata)}")
-    for key, value in metadata.items():
-        if not isinstance(key, str) or not isinstance(value, str):
-            raise ValueError(f"{_METADATA} has {_short(key)}: {_short(value)}, which is no text")
-        _check_unicode(_METADATA, key)
-        _check_unicode(_METADATA, value)
-    return metadata
-
-
-def _entry(name: str, value: Any) -> Entry:
+def _entry(name: str, value: Any, path: str) -> Entry:
     """The entry `name` of a header; its place is not compared with others yet."""
-    what = f"tensor {_short(name)}"
-    _check_unicode(what, name)
-    if not isinstance(value, dict) or sorted(value) != sorted(_FIELDS):
-        raise ValueError(f"{what} is not an object of {', '.join(_FIELDS)} but {_short(value)}")
-    dtype_name, shape, places = (value[field] for field in _FIELDS)
-    if not isinstance(dtype_name, str) or dtype_name not in DTYPES:
+    what = f"tensor {name[:80]!r}"
+    found: _Fields = typed(_Fields, value, f"{what} of {path}")
+    dtype = DTYPES.get(found.dtype)
+    if dtype is None:
         raise ValueError(
-            f"{what} has the dtype {_short(dtype_name)}; these are known: {', '.join(DTYPES)}"
+            f"{what} has the dtype {shortened(found.dtype)}; these are known: {', '.join(DTYPES)}"
         )
-    if not isinstance(shape, list):
-        raise ValueError(f"{what} has the shape {_short(shape)}, which is no list of sizes")
-    dtype = DTYPES[dtype_name]
-    nbytes = _data_bytes(what, dtype, tuple(shape))
-    if not isinstance(places, list) or len(places) != 2 or not all(map(_is_size, places)):
-        raise ValueError(f"{what} has the data_offsets {_short(places)}, which are not two sizes")
-    begin, end = places
+    nbytes = _data_bytes(what, dtype, found.shape)
+    begin, end = found.data_offsets if len(found.data_offsets) == 2 else (0, -1)
     if end - begin != nbytes:
         raise ValueError(
-            f"{what} of shape {_short(shape)} and dtype {dtype_name} has {nbytes} bytes, and its "
-            f"data_offsets {begin} to {end} have {end - begin}"
+            f"{what} of shape {shortened(found.shape)} and dtype {found.dtype} has {nbytes} bytes, "
+            f"and its data_offsets are {shortened(found.data_offsets)}"
         )
-    return Entry(name, dtype, tuple(shape), begin, end)
+    return Entry(name, dtype, found.shape, begin, end)
 
 
-def _data_bytes(what: str, dtype: torch.dtype, shape: tuple[Any, ...]) -> int:
+def _data_bytes(what: str, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
     """The bytes of a tensor. Raises ValueError if a tensor cannot have the shape."""
-    if not all(map(_is_size, shape)):
-        raise ValueError(f"{what} has the shape {_short(list(shape))}, which is no list of sizes")
     nbytes = dtype.itemsize
     for size in shape:
         nbytes *= max(size, 1)  # torch multiplies the other sizes of an empty tensor, too
         if nbytes > _MAX_INT:  # at once: the product of a million sizes would take forever
-            raise ValueError(
-                f"{what} has the shape {_short(list(shape))}, which is more than 2^63 bytes"
-            )
+            raise ValueError(f"{what} has the shape {shortened(shape)}, more than 2^63 bytes")
     return 0 if 0 in shape else nbytes
-
-
-def _is_size(value: Any) -> bool:
-    return type(value) is int and 0 <= value <= _MAX_INT
 
 
 def _check_places(entries: Sequence[Entry], data_bytes: int) -> None:
     """Raises ValueError unless `entries`, sorted by place, cover the data without holes."""
     end, last = 0, "the data's beginning"
     for e in entries:
-        what = f"tensor {_short(e.name)}"
+        what = f"tensor {shortened(e.name)}"
         if e.begin != end:
             kind = "overlaps with" if e.begin < end else "leaves a hole after"
             raise ValueError(
@@ -317,23 +252,3 @@ def _check_places(entries: Sequence[Entry], data_bytes: int) -> None:
         raise ValueError(
             f"{fact}: its tensors have {end} bytes of data, and {data_bytes} follow the header"
         )
-
-
-def _check_unicode(what: str, text: str) -> None:
-    """JSON's escapes can write halves of characters, which no UTF-8 has."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"{what} has text that is not Unicode: {error}") from None
-
-
-def _short(value: Any) -> str:
-    """For a message: hostile names and values may be as long as the header."""
-    if isinstance(value, list):
-        value = value[:_SHORT]
-    elif isinstance(value, dict):
-        value = dict(itertools.islice(value.items(), _SHORT))
-    elif isinstance(value, str):
-        value = value[: 2 * _SHORT]
-    text = str(value) if isinstance(value, _NoSize) else json.dumps(value, default=str)
-    return text if len(text) <= _SHORT else f"{text[:_SHORT]}..."

@@ -1,4 +1,4 @@
-"""JSON as dataclasses: each member has its declared type, or an error names what is wrong.
+"""JSON as dataclasses, and checksums: each member has its declared type, or an error names it.
 
 An empty list takes two bytes of text and 56 of memory. So text that was made to harm may take
 thirty times its size, and a header or manifest may have 100 MB. What hetero and safetensors write
@@ -10,11 +10,15 @@ from __future__ import annotations
 
 import functools
 import json
+import reprlib
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
+import numpy as np
+
+from offload._native import crc32c
 from offload.errors import CheckpointError
 
 LARGEST = 2**62  # of a number
@@ -22,44 +26,72 @@ _BYTES_OF_CONTAINER, _BYTES_OF_PAIR = 16, 14
 _FEW = 10_000  # of either, that a text may have besides, in names and in free text
 _WORDS = {str: "a string", bool: "true or false", int: "a whole number"}
 _T = TypeVar("_T")
-_hints = functools.cache(get_type_hints)
 
 
-def check_density(text: bytes) -> None:
-    """Raises ValueError for more lists, objects or pairs than a text of its size needs.
-
-    Parsing what passes takes at most some 20 times the size of `text`.
-    """
-    containers, pairs = text.count(b"[") + text.count(b"{"), text.count(b":")
-    most_containers = _FEW + len(text) // _BYTES_OF_CONTAINER
-    if containers > most_containers or pairs > _FEW + len(text) // _BYTES_OF_PAIR:
-        raise ValueError(
-            f"its {len(text)} bytes of JSON have {containers} lists and objects and {pairs} pairs "
-            f"of key and value, more than a file of hetero or safetensors has"
-        )
+def crc_of(content: bytes | memoryview, crc: int = 0) -> int:
+    """The CRC-32C (RFC 3720) of `content`, which follows what has the checksum `crc`."""
+    if not len(content):
+        return crc
+    array = np.frombuffer(content, dtype=np.uint8)  # (nothing is copied)
+    return crc32c(int(array.ctypes.data), len(array), crc)
 
 
 def parse_json(content: bytes, path: str) -> dict[str, Any]:
-    """A file's JSON object. Raises CheckpointError; `path` is the file's, for that."""
+    """A file's JSON object. Raises CheckpointError; `path` is the file's, for that.
+
+    Parsing takes at most some 20 times the size of `content`.
+    """
+    containers, pairs = content.count(b"[") + content.count(b"{"), content.count(b":")
+    most_containers = _FEW + len(content) // _BYTES_OF_CONTAINER
+    if containers > most_containers or pairs > _FEW + len(content) // _BYTES_OF_PAIR:
+        raise CheckpointError(
+            f"{path} is damaged: its {len(content)} bytes of JSON have {containers} lists and "
+            f"objects and {pairs} pairs of key and value, more than a file of hetero or "
+            f"safetensors has"
+        )
     try:
-        check_density(content)
-    except ValueError as error:
-        raise CheckpointError(f"{path} is damaged: {error}") from None
-    try:
-        found = json.loads(content, parse_constant=_no_constant)
+        found = json.loads(
+            content.decode(),
+            object_pairs_hook=_without_duplicates,
+            parse_int=_whole,
+            parse_constant=_no_constant,
+        )
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: it is no JSON: {error}") from None
     return _object(found, path)
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"it has the key {shortened(key)} twice")
+        found[key] = value
+    return found
+
+
+def _whole(digits: str) -> int | float:
+    return -0.0 if digits == "-0" else int(digits)  # (Python would make 0 of it)
 
 
 def _no_constant(name: str) -> float:
     raise ValueError(f"it has the number {name}")
 
 
-def shortened(value: object) -> str:
-    """It as an error shows it."""
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:80]}..."
+class _Repr(reprlib.Repr):
+    """The beginning of a value's text, of any depth and width, which takes no longer than that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = 80
+        self.maxlevel = 3
+
+    def repr_int(self, x: int, level: int) -> str:
+        """Of no more digits than Python gives."""
+        return super().repr_int(x, level) if x.bit_length() < 10_000 else "a large int"
+
+
+shortened = _Repr().repr  # a value as an error shows it
 
 
 def member(content: Mapping[str, Any], name: str, kind: type[_T], at: str) -> _T:
@@ -82,9 +114,8 @@ def typed(kind: Any, value: Any, at: str) -> Any:
     if hasattr(kind, "of_json"):
         return kind.of_json(value, at)
     if isinstance(kind, type) and is_dataclass(kind):
-        hints, content = _hints(kind), _object(value, at)
-        names = [each.name for each in fields(kind) if each.default is MISSING]
-        return kind(**{name: member(content, name, hints[name], at) for name in names})
+        content = _object(value, at)
+        return kind(**{name: member(content, name, own, at) for name, own in _members(kind)})
     if kind in _WORDS:
         if type(value) is not kind:
             raise CheckpointError(f"{at} is {shortened(value)}, must be {_WORDS[kind]}")
@@ -100,10 +131,18 @@ def typed(kind: Any, value: Any, at: str) -> Any:
     assert origin in (tuple, Sequence), kind
     if not isinstance(value, list):
         raise CheckpointError(f"{at} is {shortened(value)}, must be a list")
+    if inner[0] is int and all(type(each) is int and 0 <= each <= LARGEST for each in value):
+        return tuple(value)
     found = tuple(typed(inner[0], each, f"item {i} of {at}") for i, each in enumerate(value))
     if inner[0] is str and len(set(found)) < len(found):
         raise CheckpointError(f"{at} must be strings, each once")
     return found
+
+
+@functools.cache
+def _members(kind: type) -> list[tuple[str, Any]]:
+    hints = get_type_hints(kind)
+    return [(each.name, hints[each.name]) for each in fields(kind) if each.default is MISSING]
 
 
 def _object(value: Any, at: str) -> dict[str, Any]:

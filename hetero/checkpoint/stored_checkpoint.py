@@ -9,11 +9,18 @@ from typing import Any
 
 import torch
 
-from hetero.checkpoint.manifest import Manifest, OptimizerRecord, ParamRecord, TensorRecord
-from hetero.checkpoint.model_tensors import data_key, master_key, name_of
+from hetero.checkpoint.data_writer import Range
+from hetero.checkpoint.manifest import (
+    Manifest,
+    OptimizerRecord,
+    ParamRecord,
+    TensorRecord,
+    data_key,
+    master_key,
+    name_of,
+)
 from offload.errors import CheckpointError
 
-Range = tuple[str, int, int]  # elements [begin, end) of the flat tensor of a key
 PART_NUMEL = 1 << 20  # elements that are read and written at a time, where a format allows it
 
 

@@ -28,8 +28,7 @@ from hetero.checkpoint.rank_data import Extra
 from hetero.checkpoint.save import Save, StateJobs
 from hetero.chunk_groups.chunk_group import ChunkGroup
 from hetero.chunks.layout import Chunk
-from hetero.durable.record import Record, StoredChunk, StoredGroup, StoredSlice
-from hetero.durable.record_files import RecordFiles
+from hetero.durable.record import Record, RecordFiles, StoredChunk, StoredGroup, StoredSlice
 from hetero.durable.state_folder import StateFolder
 from hetero.runtime.engine import Engine
 from hetero.state.committed import CommitChunk, CommittedState

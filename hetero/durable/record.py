@@ -6,7 +6,6 @@ changed or made up is an error that names what is wrong.
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import os
@@ -14,18 +13,19 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 import torch
 
-from hetero.checkpoint.checksum import crc_of
+from hetero.checkpoint.engine_checkpoint import STATE_NAMES
 from hetero.checkpoint.manifest import Manifest, parse_manifest
-from hetero.checkpoint.model_tensors import STATE_NAMES
-from hetero.checkpoint.schema import LARGEST, member, parse_json, shortened
+from hetero.checkpoint.schema import LARGEST, crc_of, member, parse_json, shortened
 from hetero.chunks.dtypes import Dtypes
-from hetero.state.memory.state_files import is_state_file
+from hetero.state.memory.state_files import StateFiles, is_state_file
 from offload._native import StripeMap
+from offload.disk.durable import check_named, sync_path
 from offload.errors import CheckpointError, StoreError
 from offload.memory.sizes import PAGE_BYTES
 
@@ -203,6 +203,48 @@ def write_all(descriptor: int, content: bytes | bytearray, offset: int) -> None:
         left, offset = left[done:], offset + done
 
 
+class RecordFiles:
+    """The two files of a rank's commit records, which have the same one, one after the other.
+
+    So one is whole at any time.
+    """
+
+    def __init__(self, files: StateFiles) -> None:
+        """Makes no file yet."""
+        self._files = files
+        self._open: dict[Path, int] = {}
+        self.folder = Path(files.folders[0])
+
+    def write(
+        self, copy: int, record: Record, checksums: Callable[[StoredGroup], Iterable[bytes]]
+    ) -> None:
+        """Returns when a copy of the record is durable; the other copy is not touched.
+
+        Raises StoreError.
+        """
+        path = self._files.record_path(copy)
+        try:
+            is_new = path not in self._open
+            if is_new:
+                flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+                self._open[path] = os.open(path, flags, 0o600)
+            write(record, checksums, self._open[path])
+            if is_new:
+                for folder in self._files.folders:
+                    sync_path(Path(folder))  # the data files' names, too
+        except OSError as error:
+            raise StoreError(
+                error.errno, f"the commit's record cannot be written: {error.strerror}", str(path)
+            ) from error
+        check_named(self._open[path], path)
+
+    def close(self) -> None:
+        """Closes the files; idempotent."""
+        for descriptor in self._open.values():
+            os.close(descriptor)
+        self._open.clear()
+
+
 def encode(record: Record) -> bytes:
     """The record without its checksums, for a rank that does not see its file."""
     before, small = _texts(record), b"".join(map(_bytes_of, record.small.values()))
@@ -263,14 +305,6 @@ def read_record(path: str, folders: tuple[str, ...]) -> Record | None:
     except OSError as error:
         raise StoreError(error.errno, f"cannot be read: {error.strerror}", path) from error
     return None if record is None else replace(record, path=path, folders=folders)
-
-
-def decode_without_checksums(content: bytes, where: str) -> Record:
-    """What encode() has made. Raises CheckpointError."""
-    record = decode(io.BytesIO(content), where, has_checksums=False)
-    if record is None:
-        raise CheckpointError(f"{where} has no record")
-    return record
 
 
 def decode(stream: BinaryIO, where: str, has_checksums: bool = True) -> Record | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import io
 import json
 import os
 import stat
@@ -20,7 +21,7 @@ from hetero.checkpoint.schema import typed
 from hetero.durable.record import (
     OtherFormatError,
     Record,
-    decode_without_checksums,
+    decode,
     encode,
     read_record,
 )
@@ -50,6 +51,11 @@ class _Found:
     rank: int
     ranks: int
     path: str
+
+    @classmethod
+    def all_of(cls, records: Iterable[Record]) -> tuple[_Found, ...]:
+        """Of records, which may be large, what says whose they are."""
+        return tuple(cls(r.generation, r.number, r.rank, r.ranks, r.path) for r in records)
 
 
 @dataclass(frozen=True)
@@ -221,11 +227,7 @@ class StateFolder:
         names = [name for folder in self.folders for name in os.listdir(folder)]
         generations = [numbers[0] for name in names if (numbers := numbers_of(name)) is not None]
         self._seen = _records_in(self.folders, committed, self.notes)
-        found = tuple(
-            _Found(each.generation, each.number, each.rank, each.ranks, each.path)
-            for each in self._seen.values()
-        )
-        newest = max(generations, default=0)
+        found, newest = _Found.all_of(self._seen.values()), max(generations, default=0)
         return _View(identity, self.folders, committed, newest, found)
 
     def _gather(self, mine: _View) -> list[_View]:
@@ -253,7 +255,7 @@ class StateFolder:
             # (Another machine has folders of the same names, which are another set.)
             with contextlib.suppress(OSError, CheckpointError):
                 theirs = StateSet.read(view.folders[0], [])
-                if theirs is not None and theirs.identity == view.identity:
+                if theirs is not None and theirs.set == view.identity:
                     record = read_record(found.path, view.folders)
                     if record is not None:
                         records[rank] = record
@@ -280,7 +282,9 @@ class StateFolder:
                         f"the last commit needs {path}, which {self._world.name} does not see; "
                         f"with another number of ranks all must see all of the directories"
                     )
-                made[rank] = replace(decode_without_checksums(found[rank], path), path=path)
+                record = decode(io.BytesIO(found[rank]), path, has_checksums=False)
+                assert record is not None
+                made[rank] = replace(record, path=path)
             return tuple(made[rank] for rank in ranks)
 
         return self._on_all("exchange the last commit's records", join_records)
@@ -485,9 +489,5 @@ def read_last_commit(folder: Path, notes: list[str]) -> tuple[Record, ...]:
         )
     _, folders, committed = in_order(one.paths(str(folder)))
     seen = _records_in(folders, committed, notes)
-    found = [
-        _Found(each.generation, each.number, each.rank, each.ranks, each.path)
-        for each in seen.values()
-    ]
-    chosen = _last_whole(found, folders)
+    chosen = _last_whole(_Found.all_of(seen.values()), folders)
     return tuple(seen[chosen[rank].path] for rank in sorted(chosen))

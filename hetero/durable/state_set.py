@@ -12,11 +12,10 @@ import contextlib
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from hetero.checkpoint.checksum import crc_of
-from hetero.checkpoint.schema import member, parse_json
+from hetero.checkpoint.schema import crc_of, parse_json, typed
 from hetero.durable.record import VERSION, later_version, write_all
 from hetero.state.memory.state_files import SET_NAMES, is_record, is_state_file
 from offload.disk.durable import sync_path
@@ -31,13 +30,13 @@ class StateSet:
     """What a folder knows of its set.
 
     Attributes:
-        identity: 32 hexadecimal digits, which no other set has.
+        set: 32 hexadecimal digits, which no other set has.
         place: this folder's, from 0; the records are in the folder at place 0.
         folders: all of the set by place, relative to this one, where they were at the last start.
         generation: the last start that has made a commit; 0 before the first one.
     """
 
-    identity: str
+    set: str
     place: int
     folders: tuple[str, ...]
     generation: int
@@ -48,16 +47,7 @@ class StateSet:
 
     def write(self, folder: str) -> None:
         """Writes both copies, one after the other, so that one is whole. Raises StoreError."""
-        text = json.dumps(
-            {
-                "format": _FORMAT,
-                "version": VERSION,
-                "set": self.identity,
-                "place": self.place,
-                "folders": self.folders,
-                "generation": self.generation,
-            }
-        )
+        text = json.dumps({"format": _FORMAT, "version": VERSION, **asdict(self)})
         content = f"{crc_of(text.encode()):08x} {text}\n".encode()
         for name in SET_NAMES:
             path = os.path.join(folder, name)
@@ -120,16 +110,10 @@ def _parse(content: bytes, path: str) -> StateSet:
     if not text or crc != f"{crc_of(text):08x}".encode():
         raise _DamagedError(f"{path} is damaged, or was not written to its end")
     try:
-        fields = parse_json(text, path)
-        made = StateSet(
-            member(fields, "set", str, path),
-            member(fields, "place", int, path),
-            member(fields, "folders", tuple[str, ...], path),
-            member(fields, "generation", int, path),
-        )
+        made: StateSet = typed(StateSet, parse_json(text, path), path)
     except CheckpointError as error:
         raise _DamagedError(str(error)) from None
-    if not 0 <= made.place < len(made.folders) or made.generation < 0:
+    if made.place >= len(made.folders):
         raise _DamagedError(f"{path} has place {made.place} of {len(made.folders)}")
     return made
 
@@ -156,7 +140,7 @@ def join(folders: Sequence[str], notes: list[str]) -> None:
     }
     if known:
         ordered = _whole_set(folders, known, found)
-        identity = next(iter(known.values())).identity
+        identity = next(iter(known.values())).set
     else:
         ordered, identity = list(folders), os.urandom(16).hex()
     for place, folder in enumerate(ordered):
@@ -176,7 +160,7 @@ def _whole_set(
     first, one = next(iter(known.items()))
     wanted = [os.path.dirname(each) for each in one.paths(first)]
     for folder, each in known.items():
-        if each.identity != one.identity:
+        if each.set != one.set:
             others = [os.path.dirname(path) for path in each.paths(folder)]
             raise CheckpointError(
                 f"nvme_path has folders of two durable states: {first} is of that in {wanted}, and "
@@ -185,7 +169,7 @@ def _whole_set(
     by_place: dict[int, str] = {}
     for folder in folders:
         part = found[folder]
-        if part is None or part.identity != one.identity:
+        if part is None or part.set != one.set:
             raise CheckpointError(
                 f"{folder} has no part of the durable state in {wanted}; give nvme_path={wanted}, "
                 f"wherever these are now. For other folders save a checkpoint (hetero.save()), and "
@@ -214,10 +198,10 @@ def in_order(folders: Sequence[str]) -> tuple[str, tuple[str, ...], int]:
     """
     found = {folder: StateSet.read(folder, []) for folder in folders}
     sets = {folder: each for folder, each in found.items() if each is not None}
-    if len(sets) < len(folders) or len({each.identity for each in sets.values()}) > 1:
+    if len(sets) < len(folders) or len({each.set for each in sets.values()}) > 1:
         raise CheckpointError(f"{', '.join(folders)} are not the folders of one durable state")
     ordered = tuple(sorted(sets, key=lambda folder: sets[folder].place))
-    identity = sets[ordered[0]].identity
+    identity = sets[ordered[0]].set
     return identity, ordered, max(each.generation for each in sets.values())
 
 

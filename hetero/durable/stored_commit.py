@@ -12,12 +12,12 @@ from pathlib import Path
 
 import torch
 
-from hetero.checkpoint.data_writer import open_direct
+from hetero.checkpoint.data_writer import Range, open_direct
+from hetero.checkpoint.engine_checkpoint import STATE_NAMES
 from hetero.checkpoint.formats.opening import open_checkpoint
-from hetero.checkpoint.manifest import Manifest
-from hetero.checkpoint.model_tensors import STATE_NAMES, master_key, name_of
+from hetero.checkpoint.manifest import Manifest, master_key, name_of
 from hetero.checkpoint.piece_reader import FileRange, FileRanges, PieceReader
-from hetero.checkpoint.stored_checkpoint import Range, StoredCheckpoint
+from hetero.checkpoint.stored_checkpoint import StoredCheckpoint
 from hetero.durable.record import Record, StoredGroup, StoredSlice
 from hetero.durable.state_folder import read_last_commit
 from hetero.state.memory.file_layout import list_names

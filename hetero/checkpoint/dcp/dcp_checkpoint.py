@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import math
+import pickle
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,18 +13,28 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
+from hetero.checkpoint.data_writer import Range
 from hetero.checkpoint.dcp.boxes import Box, rows_around
-from hetero.checkpoint.dcp.layout import STEP
-from hetero.checkpoint.dcp.reader import DcpReader
-from hetero.checkpoint.manifest import OptimizerRecord, ParamRecord, TensorRecord
-from hetero.checkpoint.model_tensors import master_key, state_key
+from hetero.checkpoint.dcp.layout import STEP, Layout, param_groups
+from hetero.checkpoint.dcp.metadata import read_metadata
+from hetero.checkpoint.manifest import (
+    OptimizerRecord,
+    ParamRecord,
+    TensorRecord,
+    master_key,
+    state_key,
+)
 from hetero.checkpoint.optimizer_guess import optimizer_records
-from hetero.checkpoint.stored_checkpoint import Range, StoredCheckpoint, make_manifest
+from hetero.checkpoint.stored_checkpoint import StoredCheckpoint, make_manifest
+from hetero.checkpoint.torch_file import check_memory, load_plain
 from offload.errors import CheckpointError
 
 
 class DcpCheckpoint(StoredCheckpoint):
-    """What dcp.save() has written of a model's and its optimizers' state dicts."""
+    """What dcp.save() has written of a model's and its optimizers' state dicts.
+
+    A chunk of it is in memory as a whole, as torch.save() has written it, one at a time.
+    """
 
     kind = "DCP checkpoint (torch.distributed.checkpoint)"
     knows_frozen = False  # (a frozen parameter may be in a param group, or in none)
@@ -32,18 +45,23 @@ class DcpCheckpoint(StoredCheckpoint):
         Raises CheckpointError, ValueError for options of an update that hetero does not have.
         """
         super().__init__(path)
-        self._reader = reader = DcpReader(path)
-        layout = reader.layout
-        self.files = reader.files
+        self._metadata = read_metadata(path)
+        self._layout = layout = Layout.of(self._metadata)
+        self._tensors = {
+            key: TensorRecord(tuple(entry.size), entry.properties.dtype)
+            for key, entry in self._metadata.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
+        self.files = self._check_files()
         self._keys = {master_key(name): key for name, key in layout.model.items()}
-        self._groups = reader.param_groups() if with_optimizer else []
+        self._groups = self._param_groups() if with_optimizer else []
         trained = {name for group in self._groups for name in group["params"]}
         records = optimizer_records(self._groups, layout.states)
         steps = self._steps() if with_optimizer else {}
         tied = self._tied(trained)
         others = {name for names in tied.values() for name in names}
         tensors = {
-            name: reader.tensors[key] for name, key in layout.model.items() if name not in others
+            name: self._tensors[key] for name, key in layout.model.items() if name not in others
         }
         states: dict[str, TensorRecord] = {}
         for record in records:
@@ -67,13 +85,13 @@ class DcpCheckpoint(StoredCheckpoint):
         self, name: str, wanted: Sequence[str], param: TensorRecord
     ) -> dict[str, TensorRecord]:
         """The records of a parameter's states. Raises CheckpointError if some are missing."""
-        found = self._reader.layout.states.get(name, {})
+        found = self._layout.states.get(name, {})
         records = {}
         for state in wanted:
             key = state_key(name, state)
             if state in found:
                 self._keys[key] = found[state]
-                records[key] = self._reader.tensors[found[state]]
+                records[key] = self._tensors[found[state]]
             elif found.keys() & set(wanted):
                 raise CheckpointError(
                     f"{self.path} has the states {', '.join(sorted(found))} of {name}, and lacks "
@@ -85,9 +103,9 @@ class DcpCheckpoint(StoredCheckpoint):
 
     def _tied(self, trained: set[str]) -> dict[str, tuple[str, ...]]:
         """Names that share their bytes with another name, as save_dcp() writes tied ones."""
-        metadata = self._reader.metadata
+        metadata = self._metadata
         by_place: dict[tuple[str, int], list[str]] = {}
-        for name, key in self._reader.layout.model.items():
+        for name, key in self._layout.model.items():
             entry = metadata.state_dict_metadata[key]
             assert isinstance(entry, TensorStorageMetadata)
             place = metadata.storage_data[MetadataIndex(key, entry.chunks[0].offsets)]
@@ -101,10 +119,9 @@ class DcpCheckpoint(StoredCheckpoint):
 
     def _steps(self) -> dict[str, int]:
         """Of SGD, which keeps none, a buffer says that there was one. Raises CheckpointError."""
-        states = self._reader.layout.states
+        states = self._layout.states
         keys = {name: found[STEP] for name, found in states.items() if STEP in found}
-        values = self._reader.objects(keys.values())
-        found = {name: values[keys[name]] if name in keys else 1 for name in states}
+        found = {name: self._small(keys[name]) if name in keys else 1 for name in states}
         for name, step in found.items():
             if torch.as_tensor(step).numel() != 1 or not 0 <= float(step) < 2**53:
                 raise CheckpointError(f"the step of {name} is {step!r} in {self.path}")
@@ -116,7 +133,7 @@ class DcpCheckpoint(StoredCheckpoint):
             return ()
         stored: Sequence[Mapping[str, Any]] = self._groups
         wanted = [names for each in groups for names in each]
-        if self._reader.layout.by_param:
+        if self._layout.by_param:
             stored = [_group_of(stored, names, number) for number, names in enumerate(wanted)]
         if len(stored) != len(wanted):
             raise ValueError(
@@ -125,7 +142,7 @@ class DcpCheckpoint(StoredCheckpoint):
         made, first = [], 0
         for each in groups:
             own = stored[first : first + len(each)]
-            made += optimizer_records(own, self._reader.layout.states, in_own_words=False)
+            made += optimizer_records(own, self._layout.states, in_own_words=False)
             first += len(each)
         return made
 
@@ -163,7 +180,96 @@ class DcpCheckpoint(StoredCheckpoint):
                 rows = torch.empty(box.sizes, dtype=record.dtype)
                 self._held[key] = first, rows.view(-1)
                 wanted[self._keys[key]] = box, rows
-        self._reader.fill(wanted)
+        self._fill(wanted)
+
+    def _check_files(self) -> dict[str, int]:
+        """The sizes of the files. Raises CheckpointError if one is missing or too short."""
+        ends: dict[str, int] = {}
+        for place in self._metadata.storage_data.values():
+            end = place.offset + place.length
+            ends[place.relative_path] = max(end, ends.get(place.relative_path, 0))
+        sizes = {}
+        for name, end in ends.items():
+            path = self.path / name
+            try:
+                sizes[name] = path.stat().st_size
+            except OSError as error:
+                raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+            if sizes[name] < end:
+                raise CheckpointError(
+                    f"{path} has {sizes[name]} bytes, and the checkpoint needs {end} of it"
+                )
+        return sizes
+
+    def _fill(self, wanted: Mapping[str, tuple[Box, torch.Tensor]]) -> None:
+        """Fills tensors, by key: each gets a box of the stored tensor, in its own dtype.
+
+        Raises CheckpointError.
+        """
+        for key, (box, tensor) in wanted.items():
+            entry = self._metadata.state_dict_metadata[key]
+            assert isinstance(entry, TensorStorageMetadata)
+            covered = 0
+            for chunk in entry.chunks if box.numel else ():
+                stored = Box(tuple(chunk.offsets), tuple(chunk.sizes))
+                common = box.common_with(stored)
+                if common is not None:
+                    value = self._value(MetadataIndex(key, chunk.offsets))
+                    if not isinstance(value, torch.Tensor) or tuple(value.shape) != stored.sizes:
+                        raise CheckpointError(
+                            f"{self.path} is damaged in {key}: at {stored.offsets} is no tensor "
+                            f"of shape {stored.sizes}"
+                        )
+                    check_memory(value, f"{key!r} of {self.path}")
+                    common.cut(tensor, box).copy_(common.cut(value, stored))
+                    covered += common.numel
+            if covered != box.numel:
+                raise CheckpointError(
+                    f"{self.path} has {covered} of the {box.numel} elements of {key!r} that are "
+                    f"at {box.offsets}: its chunks overlap or leave some out"
+                )
+
+    def _small(self, key: str) -> Any:
+        """A small tensor as a whole, or plain data. Raises CheckpointError."""
+        if key not in self._tensors:
+            return self._value(MetadataIndex(key))
+        stored = self._tensors[key]
+        found = torch.empty(stored.shape, dtype=stored.dtype)
+        self._fill({key: (Box((0,) * found.ndim, stored.shape), found)})
+        return found
+
+    def _param_groups(self) -> list[dict[str, Any]]:
+        """The optimizer's param groups, "params" by name. Raises CheckpointError."""
+        values = {key: self._small(key) for key in self._layout.option_keys()}
+        try:
+            return param_groups(self._layout, values)
+        except ValueError as error:
+            raise CheckpointError(f"{self.path}: {error}") from error
+
+    def _value(self, index: MetadataIndex) -> Any:
+        """What torch.save() was given: tensors and plain data, as load_plain() takes them.
+
+        Raises CheckpointError.
+        """
+        place = self._metadata.storage_data[index]
+        path, key = self.path / place.relative_path, index.fqn
+        try:
+            with path.open("rb") as stream:
+                stream.seek(place.offset)
+                return load_plain(io.BytesIO(stream.read(place.length)), f"{key!r} of {path}")
+        except CheckpointError:
+            raise
+        except pickle.UnpicklingError as error:
+            names = re.findall(r"GLOBAL ([\w.]+)", str(error))
+            what = f"names {names[0]}" if names else "is damaged, or has more than plain data"
+            raise CheckpointError(
+                f"{key!r} of the checkpoint {what}, which is not loaded: it could run anything"
+            ) from None
+        except Exception as error:  # (of whatever class torch's reading of a damaged file raises)
+            raise CheckpointError(
+                f"{path} cannot be read, or is damaged, in {key}: {type(error).__name__}: "
+                f"{' '.join(str(error).split())[:300]}"
+            ) from error
 
     def close(self) -> None:
         """See StoredCheckpoint."""

@@ -20,21 +20,6 @@ STEP = "step"
 _OPTIMIZER_NAMES = (OPTIMIZER, "optimizer")
 
 
-def model_key(name: str) -> str:
-    """Of a parameter or buffer."""
-    return f"{MODEL}.{name}"
-
-
-def state_key(name: str, state: str) -> str:
-    """Of a state of a parameter, or its step."""
-    return f"{OPTIMIZER}.state.{name}.{state}"
-
-
-def option_key(group: int, option: str) -> str:
-    """Of an option of a param group, or its "params"."""
-    return f"{OPTIMIZER}.param_groups.{group}.{option}"
-
-
 @dataclass(frozen=True)
 class Layout:
     """The keys of a checkpoint by what they are.
@@ -95,11 +80,6 @@ class Layout:
                 self.by_param.setdefault(first, {})[last] = key
         else:
             self.others.append(key)
-
-    @property
-    def has_optimizer(self) -> bool:
-        """Whether it has param groups."""
-        return bool(self.groups or self.by_param)
 
     def option_keys(self) -> list[str]:
         """Those of all options."""

@@ -3,15 +3,16 @@
 torch reads it by pickle.load(), which calls whatever a file names. Here a name is looked up in a
 table of what DCP writes, and all others are refused. What stands in for DCP's classes meanwhile
 only keeps what it is given; DCP's own objects are made from that once it was checked. Before that
-the pickle's opcodes are followed (pickle_check.py), so that loading it takes no more than its size.
+the pickle's opcodes are followed (torch_file.py), so that loading it takes no more than its size.
 """
 
 from __future__ import annotations
 
 import io
+import math
 import pickle
-import reprlib
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from hetero.checkpoint.pickle_check import check_pickle
+from hetero.checkpoint.schema import LARGEST, member, shortened, typed
+from hetero.checkpoint.torch_file import check_pickle
 from offload.errors import CheckpointError
 
 NAME = ".metadata"
-_LARGEST = 2**62  # of any number in it
 _MOST_BYTES = 1 << 30  # of the file, which is read at once
 _MOST_SIZES = 64  # of a tensor: numpy and torch's loops have no more
 _LONGEST_NAME = 4096  # of a file, or of a key's path in a nested state dict
@@ -76,7 +77,7 @@ def read_metadata(folder: Path) -> Metadata:
         ) from None
     try:
         return _metadata(found, len(content))
-    except (TypeError, ValueError, KeyError, RecursionError) as error:
+    except (CheckpointError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is not as DCP writes it: {error}") from None
 
 
@@ -102,7 +103,7 @@ class _Unpickler(pickle.Unpickler):
 
     def _stand_in(self, module: str, name: str) -> Any:
         if (module, name) in _CLASSES:
-            return type(name, (_StandIn,), {"kind": name})
+            return type(name, (_StandIn,), {})
         if module == "torch" and name in _DTYPES:
             return _DTYPES[name]
         makers: dict[tuple[str, str], Callable[..., Any]] = {
@@ -125,110 +126,96 @@ class _Unpickler(pickle.Unpickler):
 
 def _given_tuple(values: Any = ()) -> Any:
     if not isinstance(values, tuple) or len(values) > _MOST_SIZES:
-        raise ValueError(f"it makes a size of {_short(values)}")
+        raise ValueError(f"it makes a size of {shortened(values)}")
     return values
 
 
 def _given_text(text: Any) -> str:
     if not isinstance(text, str) or len(text) > _LONGEST_NAME:
-        raise ValueError(f"it has {_short(text)} where a text of DCP's is")
+        raise ValueError(f"it has {shortened(text)} where a text of DCP's is")
     return text
 
 
 def _given_number(number: Any) -> str:
     if type(number) is not int or not 0 <= number < 256:
-        raise ValueError(f"it has {_short(number)} where a number of DCP's is")
+        raise ValueError(f"it has {shortened(number)} where a number of DCP's is")
     return str(number)
 
 
-class _Repr(reprlib.Repr):
-    """The beginning of a value's text, of any depth and width, which takes no longer than that."""
+class _StandIn(dict[str, Any]):
+    """The attributes that a pickle gives an object of DCP's, by name; each is a key of its own."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.maxstring = self.maxother = 80
-        self.maxlevel = 3
-
-
-_short = _Repr().repr
-
-
-class _StandIn:
-    """Keeps the attributes that a pickle gives an object of DCP's."""
-
-    kind = ""
-
-    def __init__(self, *values: Any) -> None:
-        self.values = values
-        self.state: Any = {}
+    __hash__ = object.__hash__  # type: ignore[assignment]
+    __eq__ = object.__eq__
 
     def __setstate__(self, state: Any) -> None:
-        self.state = state
-
-    def get(self, name: str) -> Any:
-        """An attribute. Raises ValueError."""
-        state = getattr(self, "state", {})
-        if not isinstance(state, dict) or name not in state:
-            raise ValueError(f"a {self.kind} lacks {name!r}")
-        return state[name]
+        self.update(state if isinstance(state, dict) else {"values": state})
 
 
-def _is(value: Any, kind: str) -> bool:
-    return isinstance(value, _StandIn) and type(value).__name__ == kind
+@dataclass(frozen=True)
+class _Top:
+    state_dict_metadata: Mapping[str, Any]
+    storage_data: Any
 
 
-def _require(value: Any, kind: str, what: str) -> _StandIn:
-    if not _is(value, kind):
-        raise ValueError(f"{what} is a {type(value).__name__}, must be a {kind}")
-    assert isinstance(value, _StandIn)
-    return value
+@dataclass(frozen=True)
+class _Tensor:
+    properties: Mapping[str, Any]
+    size: Any
+    chunks: Any
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    offsets: Any
+    sizes: Any
+
+
+@dataclass(frozen=True)
+class _Place:
+    relative_path: str
+    offset: int
+    length: int
 
 
 def _metadata(found: Any, nbytes: int) -> Metadata:
-    """DCP's own objects from stand-ins of a file of so many bytes. Raises ValueError."""
-    top = _require(found, "Metadata", "it")
-    entries = top.get("state_dict_metadata")
-    storage = top.get("storage_data")
-    planner = top.state.get("planner_data")
-    if not isinstance(entries, dict) or not isinstance(storage, dict):
-        raise ValueError("state_dict_metadata and storage_data must be dicts")
+    """DCP's own objects, of a file of so many bytes. Raises as typed(), and ValueError."""
+    top: _Top = typed(_Top, found, "it")
+    if not isinstance(top.storage_data, dict):
+        raise ValueError("storage_data must be a dict")
     made: dict[str, Any] = {}
-    for key, entry in entries.items():
-        if not isinstance(key, str):
-            raise ValueError(f"the key {_short(key)} is no string")
-        made[key] = BytesStorageMetadata() if _is(entry, "BytesStorageMetadata") else None
-        if made[key] is None:
-            tensor = _tensor(key, _require(entry, "TensorStorageMetadata", _short(key)), nbytes)
-            made[key], nbytes = tensor, nbytes - len(tensor.chunks)
-    places = {_index(index): _place(place) for index, place in storage.items()}
+    for key, entry in top.state_dict_metadata.items():
+        if entry == {}:
+            made[key] = BytesStorageMetadata()
+            continue
+        made[key] = _tensor(shortened(key), typed(_Tensor, entry, shortened(key)), nbytes)
+        nbytes -= len(made[key].chunks)
+    places = {_index(index): _place(place) for index, place in top.storage_data.items()}
     for key, entry in made.items():
         wanted = [None] if isinstance(entry, BytesStorageMetadata) else entry.chunks
         for chunk in wanted:
             index = MetadataIndex(key, None if chunk is None else chunk.offsets)
             if index not in places:
                 at = "" if chunk is None else f" at {tuple(chunk.offsets)}"
-                raise ValueError(f"it does not say where {_short(key)}{at} is")
-    return Metadata(made, planner_data=_paths(planner), storage_data=places)
+                raise ValueError(f"it does not say where {shortened(key)}{at} is")
+    return Metadata(made, planner_data=_paths(found.get("planner_data")), storage_data=places)
 
 
-def _tensor(name: str, entry: _StandIn, most_chunks: int) -> TensorStorageMetadata:
-    key = _short(name)
-    size = _sizes(entry.get("size"), f"the size of {key}")
-    properties = _require(entry.get("properties"), "TensorProperties", f"properties of {key}")
-    state = properties.state
-    dtype = state.get("dtype") if isinstance(state, dict) else next(iter(state), None)
+def _tensor(key: str, entry: _Tensor, most_chunks: int) -> TensorStorageMetadata:
+    size = _sizes(entry.size, f"the size of {key}")
+    values = entry.properties.get("values")
+    dtype = values[0] if isinstance(values, tuple) and values else entry.properties.get("dtype")
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{key} has the dtype {_short(dtype)}")
+        raise ValueError(f"{key} has the dtype {shortened(dtype)}")
     chunks, numel = [], 0
-    given = entry.get("chunks")
-    if not isinstance(given, list) or not given:
+    if not isinstance(entry.chunks, list) or not entry.chunks:
         raise ValueError(f"{key} has no list of chunks")
-    if len(given) > most_chunks:  # one list can be that of many tensors
+    if len(entry.chunks) > most_chunks:  # one list can be that of many tensors
         raise ValueError("its tensors have more chunks together than it has bytes")
-    for each in given:
-        chunk = _require(each, "ChunkStorageMetadata", f"a chunk of {key}")
-        offsets = _sizes(chunk.get("offsets"), f"offsets of {key}")
-        sizes = _sizes(chunk.get("sizes"), f"sizes of {key}")
+    for each in entry.chunks:
+        chunk: _Chunk = typed(_Chunk, each, f"a chunk of {key}")
+        offsets = _sizes(chunk.offsets, f"offsets of {key}")
+        sizes = _sizes(chunk.sizes, f"sizes of {key}")
         if not len(offsets) == len(sizes) == len(size) or any(
             offset + part > whole for offset, part, whole in zip(offsets, sizes, size, strict=True)
         ):
@@ -241,46 +228,35 @@ def _tensor(name: str, entry: _StandIn, most_chunks: int) -> TensorStorageMetada
 
 
 def _sizes(found: Any, what: str) -> torch.Size:
-    if not isinstance(found, tuple) or len(found) > _MOST_SIZES:
-        raise ValueError(f"{what} are {_short(found)}")
-    product = 1
-    for size in found:
-        if type(size) is not int or not 0 <= size <= _LARGEST:
-            raise ValueError(f"{what} are {_short(found)}")
-        product *= max(1, size)
-    if product > _LARGEST:
-        raise ValueError(f"{what} are {_short(found)}, which is too large")
+    good = isinstance(found, tuple) and len(found) <= _MOST_SIZES
+    if not good or not all(type(size) is int and 0 <= size <= LARGEST for size in found):
+        raise ValueError(f"{what} are {shortened(found)}")
+    if math.prod(max(1, size) for size in found) > LARGEST:
+        raise ValueError(f"{what} are {shortened(found)}, which is too large")
     return torch.Size(found)
 
 
 def _index(found: Any) -> MetadataIndex:
-    index = _require(found, "MetadataIndex", "a key of storage_data")
-    key, offset = index.get("fqn"), index.state.get("offset")
-    if not isinstance(key, str):
-        raise ValueError(f"a key of storage_data is {_short(key)}")
-    return MetadataIndex(
-        key, None if offset is None else _sizes(offset, f"offsets of {_short(key)}")
-    )
+    what = "a key of storage_data"
+    if not isinstance(found, _StandIn):
+        raise ValueError(f"{what} is a {type(found).__name__}, must be a MetadataIndex")
+    key, offset = member(found, "fqn", str, what), found.get("offset")
+    sizes = None if offset is None else _sizes(offset, f"offsets of {shortened(key)}")
+    return MetadataIndex(key, sizes)
 
 
 def _place(found: Any) -> _StorageInfo:
-    place = _require(found, "_StorageInfo", "a place in storage_data")
-    name, offset, length = (place.get(each) for each in ("relative_path", "offset", "length"))
+    place: _Place = typed(_Place, found, "a place in storage_data")
     # Nothing outside of the folder.
-    is_short = isinstance(name, str) and 0 < len(name) <= _LONGEST_NAME
-    if not is_short or Path(name).name != name or "\0" in name:
-        raise ValueError(f"{_short(name)} is no file's name")
-    for number in (offset, length):
-        if type(number) is not int or not 0 <= number <= _LARGEST:
-            raise ValueError(
-                f"something is at byte {_short(offset)} of {_short(name)}, {_short(length)} long"
-            )
-    transforms = place.state.get("transform_descriptors")
+    name = place.relative_path
+    if not 0 < len(name) <= _LONGEST_NAME or Path(name).name != name or "\0" in name:
+        raise ValueError(f"{shortened(name)} is no file's name")
+    transforms = found.get("transform_descriptors")
     if transforms:
         raise ValueError(
-            f"{_short(name)} is transformed by {_short(transforms)}, which is not read here"
+            f"{shortened(name)} is transformed by {shortened(transforms)}, which is not read here"
         )
-    return _StorageInfo(name, offset, length)
+    return _StorageInfo(name, place.offset, place.length)
 
 
 def _paths(found: Any) -> dict[str, tuple[str | int, ...]]:
@@ -291,5 +267,5 @@ def _paths(found: Any) -> dict[str, tuple[str | int, ...]]:
         good = isinstance(path, (tuple, list)) and len(path) <= _LONGEST_NAME
         good = good and all(type(each) in (str, int) for each in path)
         if not isinstance(key, str) or not good:
-            raise ValueError(f"planner_data has {_short(key)}: {_short(path)}")
+            raise ValueError(f"planner_data has {shortened(key)}: {shortened(path)}")
     return {key: tuple(path) for key, path in found.items()}

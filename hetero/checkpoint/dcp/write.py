@@ -1,4 +1,8 @@
-"""Writes a DCP checkpoint by torch's FileSystemWriter, a piece at a time, as they are asked for."""
+"""Writes a checkpoint as DCP by torch's FileSystemWriter, a piece at a time, as they are asked for.
+
+It is one of another format, or a model in training. A flat range of a tensor is at most 2n - 1
+boxes of n dimensions.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,8 @@ import dataclasses
 import io
 import pickle
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,90 +32,125 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-from hetero.checkpoint.dcp.boxes import Box
+from hetero.checkpoint.dcp.boxes import Box, boxes_of
+from hetero.checkpoint.dcp.layout import MODEL, OPTIMIZER, STEP
+from hetero.checkpoint.manifest import master_key, state_key
+from hetero.checkpoint.plain_data import pack, unpack
+from hetero.checkpoint.stored_checkpoint import StoredCheckpoint
 from offload.errors import CheckpointError, HeteroError, StoreError
 
 _BUFFERS = 8  # of different sizes, for values that are being written
+_OWN = ("bias_correction", "adamw_mode")  # options that torch's optimizers lack
 
 KeyPath = tuple[str | int, ...]  # of a key in the nested state dict
 
 
-@dataclass(frozen=True)
-class Item:
-    """A box of a tensor that this rank writes; `path` is that of its key in the state dict."""
+class _Planner(DefaultSavePlanner):
+    """torch's planner, whose local plan is this process's part of a checkpoint.
 
-    path: KeyPath
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    box: Box
-
-    @property
-    def key(self) -> str:
-        """As DCP flattens state dicts."""
-        return ".".join(map(str, self.path))
-
-
-@dataclass(frozen=True)
-class Part:
-    """What one rank writes.
-
-    Attributes:
-        items: boxes of tensors, in the order in which `values` gives them.
-        values: the boxes' values; each is copied before the next one is asked for.
-        objects: small things by path: options of param groups.
-        same: paths of keys that have the values of another key, by that one: tied parameters.
+    Values are read as they are written, in the order of the plan.
     """
 
-    items: list[Item]
-    values: Iterable[torch.Tensor]
-    objects: Mapping[KeyPath, Any] = field(default_factory=dict)
-    same: Mapping[str, list[KeyPath]] = field(default_factory=dict)
-
-
-class _Planner(DefaultSavePlanner):
-    """torch's planner, whose local plan is a Part, and which gives values as they are written."""
-
-    def __init__(self, part: Part) -> None:
+    def __init__(self, stored: StoredCheckpoint, dtype: torch.dtype | None, first: bool) -> None:
+        """See DcpWrite."""
         super().__init__()
-        self._part = part
-        self._values: Iterator[torch.Tensor] = iter(part.values)
-        self._next = 0
-        self._buffers: OrderedDict[int, torch.Tensor] = (
-            OrderedDict()
-        )  # by bytes, the last at the end
-        self._objects = {".".join(map(str, path)): obj for path, obj in part.objects.items()}
+        self._stored = stored
+        manifest = stored.manifest
+        self._paths: dict[str, KeyPath] = {}  # by DCP's key, that in the nested state dict
+        self._objects: dict[str, Any] = {}
+        self._small: list[torch.Tensor] = []
+        self._items: list[WriteItem] = []  # of the small tensors, then of ranges()
+        # By hetero's key: the path in the state dict, and the dtype.
+        self._written: dict[str, tuple[KeyPath, torch.dtype]] = {}
+        for name in (*manifest.params, *manifest.buffers):
+            own = dtype if name in manifest.params else None
+            wanted = own or manifest.tensors[master_key(name)].dtype
+            self._written[master_key(name)] = (MODEL, name), wanted
+        groups = [(each, group) for each in manifest.optimizers for group in each.groups]
+        for number, (optimizer, group) in enumerate(groups):
+            for name in group.params:
+                if name in manifest.params and manifest.params[name].trained:
+                    path: KeyPath = (OPTIMIZER, "state", name)
+                    if first:
+                        step = torch.tensor(float(manifest.params[name].step))
+                        self._add_small((*path, STEP), step)
+                    for state in optimizer.states:
+                        self._written[state_key(name, state)] = (*path, state), torch.float32
+            if first:
+                options = _torch_options(stored, group.options, f"param group {number}")
+                for option, value in {**options, "params": list(group.params)}.items():
+                    self._objects[self._key((OPTIMIZER, "param_groups", number, option))] = value
+        for key, (path, own) in self._written.items():
+            if first and not manifest.tensors[key].numel:
+                self._add_small(path, torch.empty(manifest.tensors[key].shape, dtype=own))
+        for key, begin, end in stored.ranges():
+            if key in self._written and end > begin:
+                path, own = self._written[key]
+                shape = manifest.tensors[key].shape
+                self._items += [
+                    _write_item(self._key(path), shape, own, box)
+                    for box in boxes_of(shape, begin, end)
+                ]
+        # Keys that have the values of another key, by that one: tied parameters.
+        self.same: dict[str, list[str]] = {
+            self._key((MODEL, name)): [self._key((MODEL, other)) for other in param.aliases]
+            for name, param in manifest.params.items()
+        }
+        self._values = zip(self._items, self._all_values(), strict=True)
+        # By bytes, the last used at the end.
+        self._buffers: OrderedDict[int, torch.Tensor] = OrderedDict()
+
+    def _key(self, path: KeyPath) -> str:
+        """The path as DCP flattens state dicts."""
+        key = ".".join(map(str, path))
+        self._paths[key] = path
+        return key
+
+    def _add_small(self, path: KeyPath, value: torch.Tensor) -> None:
+        shape = tuple(value.shape)
+        self._items.append(
+            _write_item(self._key(path), shape, value.dtype, Box((0,) * len(shape), shape))
+        )
+        self._small.append(value)
+
+    def _all_values(self) -> Iterator[torch.Tensor]:
+        """The values of the items; each is copied before the next one is asked for."""
+        yield from self._small
+        for (key, begin, end), flat in zip(
+            self._stored.ranges(), self._stored.values(), strict=True
+        ):
+            if key in self._written and end > begin:
+                own, done = self._written[key][1], 0
+                for box in boxes_of(self._stored.manifest.tensors[key].shape, begin, end):
+                    value = flat[done : done + box.numel]
+                    yield value.to(device="cpu", dtype=own).view(box.sizes)
+                    done += box.numel
 
     def create_local_plan(self) -> SavePlan:
-        items = [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO) for key in self._objects] + [
-            _write_item(item) for item in self._part.items
-        ]
-        paths = {item.key: item.path for item in self._part.items}
-        paths |= {".".join(map(str, path)): path for path in self._part.objects}
-        self.plan = SavePlan(items, planner_data=paths)
+        """See DefaultSavePlanner."""
+        objects = [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO) for key in self._objects]
+        self.plan = SavePlan([*objects, *self._items], planner_data=self._paths)
         return self.plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """See DefaultSavePlanner."""
         plans, metadata = super().create_global_plan(all_plans)
-        paths = dict(metadata.planner_data)
-        for key, others in self._part.same.items():
-            for path in others:
-                name = ".".join(map(str, path))
-                metadata.state_dict_metadata[name] = metadata.state_dict_metadata[key]
-                paths[name] = path
-        return plans, dataclasses.replace(metadata, planner_data=paths)
+        for key, others in self.same.items():
+            for other in others:
+                metadata.state_dict_metadata[other] = metadata.state_dict_metadata[key]
+        return plans, metadata
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        key = write_item.index.fqn
+        """See DefaultSavePlanner."""
         if write_item.type == WriteItemType.BYTE_IO:
             stream = io.BytesIO()
-            torch.save(self._objects[key], stream)
+            torch.save(self._objects[write_item.index.fqn], stream)
             return stream
-        wanted = self._part.items[self._next]
-        if (wanted.key, torch.Size(wanted.box.offsets)) != (key, write_item.index.offset):
-            raise CheckpointError(f"this torch writes {key} before {wanted.key}, out of order")
-        self._next += 1
-        value = next(self._values)
-        assert value.shape == wanted.box.sizes, key
+        item, value = next(self._values)
+        if item.index != write_item.index:
+            raise CheckpointError(
+                f"this torch writes {write_item.index.fqn} before {item.index.fqn}, out of order"
+            )
         return self._in_buffer(value)
 
     def _in_buffer(self, value: torch.Tensor) -> torch.Tensor:
@@ -132,17 +170,44 @@ class _Planner(DefaultSavePlanner):
         return buffer.view(value.dtype).view(value.shape).copy_(value)
 
 
-def _write_item(item: Item) -> WriteItem:
-    offsets, sizes = torch.Size(item.box.offsets), torch.Size(item.box.sizes)
-    return WriteItem(
-        MetadataIndex(item.key, offsets),
-        WriteItemType.SHARD,
-        tensor_data=TensorWriteData(
-            ChunkStorageMetadata(offsets, sizes),
-            TensorProperties(item.dtype),
-            torch.Size(item.shape),
-        ),
-    )
+def _write_item(key: str, shape: tuple[int, ...], dtype: torch.dtype, box: Box) -> WriteItem:
+    offsets, sizes = torch.Size(box.offsets), torch.Size(box.sizes)
+    chunk = ChunkStorageMetadata(offsets, sizes)
+    data = TensorWriteData(chunk, TensorProperties(dtype), torch.Size(shape))
+    return WriteItem(MetadataIndex(key, offsets), WriteItemType.SHARD, tensor_data=data)
+
+
+def _torch_options(stored: StoredCheckpoint, packed: Any, where: str) -> dict[str, Any]:
+    """The options of a param group as torch's optimizer of the same rule has them.
+
+    What torch alone has (amsgrad, foreach, ...) has torch's defaults, so that its load finds all
+    that it looks for. Lion, which torch has not, keeps hetero's options.
+
+    Raises ValueError if torch has no such update, or an option is no plain data.
+    """
+    options = unpack(packed, where, lambda number: stored.own_tensor(0, number))
+    if not isinstance(options, dict):
+        raise CheckpointError(f"{where} of the checkpoint is {options!r}")
+    pack(dict(options), where, [])
+    torch_class = _torch_class(options)
+    if torch_class is None:
+        return dict(options)
+    if not options.get("bias_correction", True):
+        raise ValueError(
+            f"{where} has bias_correction=False, which torch's {torch_class.__name__} lacks; "
+            f"keep such an optimizer by hetero.save()"
+        )
+    defaults: dict[str, Any] = torch_class([torch.zeros(1, 1)]).defaults
+    return {**defaults, **{name: value for name, value in options.items() if name not in _OWN}}
+
+
+def _torch_class(options: Mapping[str, Any]) -> Any:
+    """torch's optimizer of the rule that has these options; None for Lion."""
+    if "adamw_mode" in options:
+        return torch.optim.AdamW if options["adamw_mode"] else torch.optim.Adam
+    own_options = {"lr_decay": "Adagrad", "dampening": "SGD", "ns_steps": "Muon"}
+    names = [name for option, name in own_options.items() if option in options]
+    return getattr(torch.optim, names[0], None) if names else None
 
 
 class _Writer(FileSystemWriter):
@@ -165,19 +230,29 @@ class DcpWrite:
     pickles, as DCP's own messages are, and come from no file.
     """
 
-    def __init__(self, folder: Path, final: Path, part: Part, rank: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        final: Path,
+        stored: StoredCheckpoint,
+        dtype: torch.dtype | None,
+        rank: int = 0,
+    ) -> None:
         """Nothing is written yet.
 
         Args:
             folder: where the files are made.
             final: where the folder is going to be.
-            part: what this rank writes.
-            rank: this rank's number.
+            stored: the checkpoint, or this rank's part of a model in training.
+            dtype: of parameters; None: as they are stored. States are fp32.
+            rank: this rank's number; the first one writes what is small.
+
+        Raises:
+            ValueError: torch's optimizers do not have an option.
         """
-        self._part, self._rank = part, rank
-        self._planner = _Planner(part)
+        self._rank, self._path = rank, final
+        self._planner = _Planner(stored, dtype, rank == 0)
         self._writer = _Writer(folder, final)
-        self._path = final
         self._metadata: Metadata | None = None
 
     def plan(self) -> bytes:
@@ -207,8 +282,8 @@ class DcpWrite:
         found = [pickle.loads(each) for each in results]
         for each in found:
             for result in list(each):
-                for path in self._part.same.get(result.index.fqn, ()):
-                    index = MetadataIndex(".".join(map(str, path)), result.index.offset)
+                for key in self._planner.same.get(result.index.fqn, ()):
+                    index = MetadataIndex(key, result.index.offset)
                     each.append(dataclasses.replace(result, index=index))
         with _as_store_error(self._path):
             self._writer.finish(self._metadata, found)

@@ -6,36 +6,83 @@ import errno
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 
 import torch
 
-from hetero.checkpoint.dcp.part import dcp_part
+from hetero.checkpoint.data_writer import DataWriter
 from hetero.checkpoint.dcp.write import DcpWrite
 from hetero.checkpoint.formats.opening import open_checkpoint
-from hetero.checkpoint.formats.write_hetero import write_hetero
-from hetero.checkpoint.formats.write_pretrained import write_pretrained
+from hetero.checkpoint.manifest import NAME, TensorRecord, master_key
+from hetero.checkpoint.pretrained.weight_files import OpenFiles, WeightFiles
 from hetero.checkpoint.stored_checkpoint import StoredCheckpoint
 from hetero.chunks.dtypes import torch_dtype
 from offload.disk.durable import sync_path
 from offload.disk.new_folder import NewFolder
 from offload.errors import StoreError
 
+FORMATS = ("hetero", "hf", "dcp")
+_FILE = "rank-0000-of-0001.safetensors"
+_MOST_BYTES = 5 << 30  # of tensors in a file of Hugging Face's, as save_pretrained() has it
+
+
+def _write_hetero(stored: StoredCheckpoint, folder: Path, dtype: torch.dtype | None) -> None:
+    """Writes data file and manifest into `folder`, which is empty.
+
+    Masters of trained parameters are fp32; `dtype` is that of other parameters. What a rank alone
+    has (random numbers, extra) is left out: loading leaves random numbers as they are.
+    """
+    manifest = stored.manifest
+    tensors = {k: tensor for k, tensor in manifest.tensors.items() if not k.startswith("data/")}
+    for name, param in manifest.params.items():
+        wanted = torch.float32 if param.trained else dtype
+        if wanted is not None:
+            tensors[master_key(name)] = replace(tensors[master_key(name)], dtype=wanted)
+    regions = [list(ranges) for _, ranges in groupby(stored.ranges(), lambda each: each[0])]
+    dtypes = {key: tensor.dtype for key, tensor in tensors.items()}
+    values = stored.values()
+    with closing(DataWriter(folder / _FILE, regions, dtypes, "auto")) as writer:
+        for number, ranges in enumerate(regions):
+            writer.write_region(number, (next(values).to(dtypes[key]) for key, _, _ in ranges))
+        written = writer.finish()
+    made = replace(manifest, files={_FILE: written}, tensors=tensors, ranks=())
+    (folder / NAME).write_bytes(made.to_json())
+
+
+def _write_pretrained(stored: StoredCheckpoint, folder: Path, dtype: torch.dtype | None) -> None:
+    """Writes safetensors files, and their index if there are several, into `folder`.
+
+    `dtype` is that of parameters; buffers keep their own. Tied parameters have their first name
+    alone, as from_pretrained() wants it.
+    """
+    manifest = stored.manifest
+    tensors: dict[str, TensorRecord] = {}
+    for name in (*manifest.params, *manifest.buffers):
+        tensors[name] = manifest.tensors[master_key(name)]
+        if dtype is not None and name in manifest.params:
+            tensors[name] = replace(tensors[name], dtype=dtype)
+    files = WeightFiles.of(tensors, _MOST_BYTES)
+    files.make(folder)
+    with closing(OpenFiles(folder, files)) as opened:
+        for name, place in files.places.items():
+            begin = 0
+            for values in stored.parts(master_key(name)):
+                opened.write(place, begin, values)
+                begin += values.numel()
+
 
 def _write_dcp(stored: StoredCheckpoint, folder: Path, dtype: torch.dtype | None) -> None:
     """Writes DCP's files into `folder`; `dtype` is that of parameters, states are fp32."""
     final = folder.with_name(folder.name.removeprefix(".").removesuffix(".incomplete"))
-    write = DcpWrite(folder, final, dcp_part(stored, dtype), 0)
+    write = DcpWrite(folder, final, stored, dtype)
     write.finish([write.write([write.plan()])])
 
 
-FORMATS = ("hetero", "hf", "dcp")
 _Write = Callable[[StoredCheckpoint, Path, "torch.dtype | None"], None]
-_WRITERS: dict[str, _Write] = {
-    "hetero": write_hetero,
-    "hf": write_pretrained,
-    "dcp": _write_dcp,
-}
+_WRITERS: dict[str, _Write] = {"hetero": _write_hetero, "hf": _write_pretrained, "dcp": _write_dcp}
 
 
 def convert(

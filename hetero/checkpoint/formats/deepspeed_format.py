@@ -14,8 +14,14 @@ from typing import Any
 
 import torch
 
-from hetero.checkpoint.manifest import GroupRecord, OptimizerRecord, ParamRecord, TensorRecord
-from hetero.checkpoint.model_tensors import master_key, state_key
+from hetero.checkpoint.manifest import (
+    GroupRecord,
+    OptimizerRecord,
+    ParamRecord,
+    TensorRecord,
+    master_key,
+    state_key,
+)
 from hetero.checkpoint.optimizer_guess import optimizer_class
 from hetero.checkpoint.stored_checkpoint import StoredCheckpoint, make_manifest
 from hetero.checkpoint.torch_file import check_memory, load_plain

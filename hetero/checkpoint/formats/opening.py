@@ -9,9 +9,12 @@ from hetero.checkpoint.dcp.dcp_checkpoint import DcpCheckpoint
 from hetero.checkpoint.dcp.metadata import NAME as DCP_NAME
 from hetero.checkpoint.folder import find_checkpoint, is_checkpoint
 from hetero.checkpoint.formats.deepspeed_format import DeepspeedCheckpoint, universal_folder
-from hetero.checkpoint.formats.safetensors_format import SafetensorsCheckpoint
 from hetero.checkpoint.hetero_checkpoint import HeteroCheckpoint
-from hetero.checkpoint.pretrained.stored_tensors import INDEX_NAME, WEIGHTS_NAME
+from hetero.checkpoint.pretrained.safetensors_checkpoint import (
+    INDEX_NAME,
+    WEIGHTS_NAME,
+    SafetensorsCheckpoint,
+)
 from hetero.checkpoint.stored_checkpoint import StoredCheckpoint
 from offload.errors import CheckpointError
 

@@ -1,4 +1,4 @@
-"""Loading a folder of Hugging Face's into a managed model, never holding a whole tensor.
+"""Loading a folder of Hugging Face's into a managed model, a part of a parameter at a time.
 
 All names, shapes and dtypes are compared, on all ranks, before anything is changed; each rank then
 reads what it keeps, a few MiB at a time. Values become masters unrounded. Tensors that transformers
@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Mapping
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,8 @@ import torch
 
 from hetero.api.access import engine_of
 from hetero.api.whole_state import Piece, fill_parts
-from hetero.checkpoint.pretrained.stored_tensors import StoredTensor, TensorReader, find_tensors
+from hetero.checkpoint.manifest import master_key
+from hetero.checkpoint.pretrained.safetensors_checkpoint import SafetensorsCheckpoint
 from hetero.checkpoint.pretrained.tensor_names import NameMatch, named_tensors, unwrapped
 from hetero.runtime.engine import Engine
 from hetero.state.managed_param import ManagedParam
@@ -72,8 +72,8 @@ def load_pretrained(
     what = "load a pretrained model"
     plan = world.together(what, lambda: _Plan.of(engine, model, Path(folder), strict), same_class)
     world.require_equal({"the tensors": plan.digest}, "the folders of a pretrained model")
-    with world.telling_failures("hetero.load_pretrained()"), closing(TensorReader()) as reader:
-        failure = plan.load(engine, reader)
+    with world.telling_failures("hetero.load_pretrained()"):
+        failure = plan.load(engine)
     world.all_or_none(failure, what, same_class)
     return torch.nn.modules.module._IncompatibleKeys(plan.names.missing, plan.names.unexpected)
 
@@ -85,47 +85,46 @@ class _Plan:
     `digest` is the same on all ranks if their folders have the same tensors.
     """
 
+    stored: SafetensorsCheckpoint
     names: NameMatch
-    managed: Mapping[ManagedParam, StoredTensor]
-    plain: list[tuple[torch.Tensor, StoredTensor]]
+    managed: Mapping[ManagedParam, str]
+    plain: list[tuple[torch.Tensor, str]]
     digest: str
 
     @classmethod
     def of(cls, engine: Engine, model: torch.nn.Module, folder: Path, strict: bool) -> _Plan:
         """Raises what load_pretrained() says, before anything is changed."""
-        tensors, found = named_tensors(model), find_tensors(folder)
-        names = NameMatch(model, tensors, found)
-        _check(engine, folder, tensors, found, names, strict)
-        managed: dict[ManagedParam, StoredTensor] = {}
-        plain: dict[int, tuple[torch.Tensor, StoredTensor]] = {}
+        tensors, stored = named_tensors(model), SafetensorsCheckpoint(folder)
+        names = NameMatch(model, tensors, stored.tensors)
+        _check(engine, tensors, stored, names, strict)
+        managed: dict[ManagedParam, str] = {}
+        plain: dict[int, tuple[torch.Tensor, str]] = {}
         for name, tensor in tensors.items():
             if name not in names.stored:
                 continue
-            stored, known = found[names.stored[name]], engine.params.known(tensor)
-            first = stored
+            found, known = names.stored[name], engine.params.known(tensor)
             if known is not None:
-                first = managed.setdefault(known, stored)
+                first = managed.setdefault(known, found)
             else:
-                _, first = plain.setdefault(id(tensor), (tensor, stored))
-            if first is not stored:
-                _require_alike(first, stored)
-        facts = repr([(name, s.path.name, s.entry, s.offset) for name, s in found.items()])
+                _, first = plain.setdefault(id(tensor), (tensor, found))
+            if first != found:
+                _require_alike(stored, first, found)
+        facts = repr([(name, s.path.name, s.entry, s.offset) for name, s in stored.tensors.items()])
         digest = hashlib.sha256(facts.encode()).hexdigest()
-        return cls(names, managed, list(plain.values()), digest)
+        return cls(stored, names, managed, list(plain.values()), digest)
 
-    def load(self, engine: Engine, reader: TensorReader) -> Exception | None:
+    def load(self, engine: Engine) -> Exception | None:
         """Replaces the values; returns what reading met, after which nothing more is replaced."""
 
         def fill(piece: Piece) -> None:
             begin, end = piece.part.in_param.start, piece.part.in_param.stop
-            for first, values in reader.parts(self.managed[piece.managed], begin, end):
-                part = piece.cut(first - begin, first - begin + values.numel())
-                part.set_master(values.to(part.values.device, torch.float32))
+            values = self.stored.read(master_key(self.managed[piece.managed]), begin, end)
+            piece.set_master(values.to(piece.values.device, torch.float32))
 
         failure = fill_parts(engine, self.managed, fill)
         try:
-            for tensor, stored in [] if failure else self.plain:
-                _copy(reader, stored, tensor.detach())
+            for tensor, name in [] if failure else self.plain:
+                tensor.detach().copy_(self.stored.whole(master_key(name)))
         except (CheckpointError, StoreError) as error:
             failure = error
         if not isinstance(failure, (CheckpointError, StoreError)):
@@ -133,26 +132,18 @@ class _Plan:
         return type(failure)(f"{failure}; part of the model is loaded: load it again")
 
 
-def _copy(reader: TensorReader, stored: StoredTensor, into: torch.Tensor) -> None:
-    flat = into.view(-1) if into.is_contiguous() else torch.empty_like(into).reshape(-1)
-    for first, values in reader.parts(stored, 0, flat.numel()):
-        flat[first : first + values.numel()].copy_(values)
-    if not into.is_contiguous():
-        into.copy_(flat.view(into.shape))
-
-
 def _check(
     engine: Engine,
-    folder: Path,
     tensors: Mapping[str, torch.Tensor],
-    found: Mapping[str, StoredTensor],
+    stored: SafetensorsCheckpoint,
     names: NameMatch,
     strict: bool,
 ) -> None:
     """Raises ValueError with all that does not fit."""
+    found = {name: each.entry for name, each in stored.tensors.items()}
     wrong: list[str] = []
     for name, stored_name in names.stored.items():
-        entry, tensor = found[stored_name].entry, tensors[name]
+        entry, tensor = found[stored_name], tensors[name]
         if entry.shape != tuple(tensor.shape):
             wrong.append(f"{name}: {entry.shape} in the folder, {tuple(tensor.shape)} in the model")
         elif not _fits(entry.dtype, tensor, engine.params.known(tensor) is not None):
@@ -160,13 +151,13 @@ def _check(
     problems = [("of another shape or dtype", wrong)]
     if strict:
         missing = [f"{name}: {tuple(tensors[name].shape)}" for name in names.missing]
-        unexpected = [f"{name}: {found[name].entry.shape}" for name in names.unexpected]
+        unexpected = [f"{name}: {found[name].shape}" for name in names.unexpected]
         problems += [("only in the model", missing), ("only in the folder", unexpected)]
     if not any(lines for _, lines in problems):
         return
     text = "".join(f"\n  {len(lines)} {what}:{_listed(lines)}" for what, lines in problems if lines)
     raise ValueError(
-        f"{folder} does not fit the model; nothing is changed.{text}\n"
+        f"{stored.path} does not fit the model; nothing is changed.{text}\n"
         f"strict=False passes over names that only one of them has. Where transformers converts a "
         f"folder as it loads it, call from_pretrained() inside hetero.ZeroInitContext instead"
     )
@@ -181,19 +172,12 @@ def _listed(lines: list[str]) -> str:
     return "".join(f"\n    {line}" for line in [*lines[:_MOST_NAMES], *more])
 
 
-def _require_alike(one: StoredTensor, other: StoredTensor) -> None:
+def _require_alike(stored: SafetensorsCheckpoint, one: str, other: str) -> None:
     """Raises ValueError if names that are tied in the model have different values in the files."""
-    same = one.entry.dtype == other.entry.dtype
-    with closing(TensorReader()) as reader, closing(TensorReader()) as other_reader:
-        if same:
-            numel = torch.Size(one.entry.shape).numel()
-            parts = reader.parts(one, 0, numel)
-            for (_, values), (_, others) in zip(
-                parts, other_reader.parts(other, 0, numel), strict=True
-            ):
-                same = same and torch.equal(values.view(torch.uint8), others.view(torch.uint8))
-    if not same:
+    pairs = zip(stored.parts(master_key(one)), stored.parts(master_key(other)), strict=True)
+    same = stored.tensors[one].entry.dtype == stored.tensors[other].entry.dtype
+    if not same or not all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs):
         raise ValueError(
-            f"{one.entry.name!r} and {other.entry.name!r} are one tensor in the model, and have "
-            f"different values in {one.path.parent}; build the model without tying them"
+            f"{one!r} and {other!r} are one tensor in the model, and have different values in "
+            f"{stored.path}; build the model without tying them"
         )

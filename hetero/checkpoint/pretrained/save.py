@@ -23,7 +23,7 @@ import torch
 from hetero.api.access import engine_of
 from hetero.api.whole_state import PART_NUMEL, Piece, read_own_parts
 from hetero.checkpoint.manifest import TensorRecord
-from hetero.checkpoint.pretrained.stored_tensors import INDEX_NAME
+from hetero.checkpoint.pretrained.safetensors_checkpoint import INDEX_NAME
 from hetero.checkpoint.pretrained.tensor_names import named_tensors, names_to_write, unwrapped
 from hetero.checkpoint.pretrained.weight_files import METADATA, OpenFiles, Place, WeightFiles
 from hetero.checkpoint.safetensors_header import read

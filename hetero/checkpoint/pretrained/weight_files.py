@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from hetero.checkpoint.manifest import TensorRecord
-from hetero.checkpoint.pretrained.stored_tensors import INDEX_NAME, WEIGHTS_NAME
+from hetero.checkpoint.pretrained.safetensors_checkpoint import INDEX_NAME, WEIGHTS_NAME
 from hetero.checkpoint.safetensors_header import encode
 
 # By this an earlier export is told from a folder that somebody else has made.

@@ -7,8 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from hetero.checkpoint.manifest import Manifest, TensorRecord, dtype_name
-from hetero.checkpoint.model_tensors import master_key
+from hetero.checkpoint.manifest import Manifest, TensorRecord, dtype_name, master_key
 from hetero.checkpoint.plain_data import unpack
 from hetero.checkpoint.stored_checkpoint import StoredCheckpoint
 from hetero.text_table import columns

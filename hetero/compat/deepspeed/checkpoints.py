@@ -10,7 +10,7 @@ import torch
 
 from hetero.checkpoint.formats.opening import open_checkpoint
 from hetero.checkpoint.load import load
-from hetero.checkpoint.model_tensors import master_key
+from hetero.checkpoint.manifest import master_key
 from hetero.checkpoint.save import save
 from hetero.compat.key_table import log_not_needed, logger
 from hetero.compat.ranks import barrier, rank

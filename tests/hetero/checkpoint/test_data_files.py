@@ -1,4 +1,4 @@
-"""Data files: read by the package safetensors and by DataReader, and all damage is found."""
+"""Data files: read by the package safetensors and by HeteroCheckpoint, and all damage is found."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetero.checkpoint import data_reader, data_writer, piece_reader
-from hetero.checkpoint.data_reader import DataReader
-from hetero.checkpoint.data_writer import CHECKSUMS, PADDING, DataWriter, Region, WrittenFile
-from hetero.checkpoint.manifest import TensorRecord
+from hetero.checkpoint import data_writer, hetero_checkpoint, piece_reader
+from hetero.checkpoint.data_writer import CHECKSUMS, PADDING, DataWriter, WrittenFile
+from hetero.checkpoint.hetero_checkpoint import HeteroCheckpoint
+from hetero.checkpoint.manifest import NAME, Manifest, TensorRecord
 from hetero.checkpoint.safetensors_header import DTYPES, encode
 from hetero.checkpoint.safetensors_header import read as read_header
 from offload._native import crc32c
@@ -36,7 +36,7 @@ BUFFER = 4 * PAGE  # so that small tensors take several
 @pytest.fixture(autouse=True)
 def _small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data_writer, "_BUFFER_BYTES", BUFFER)
-    monkeypatch.setattr(data_reader, "_SLOT_BYTES", 2 * BUFFER)
+    monkeypatch.setattr(hetero_checkpoint, "_SLOT_BYTES", 2 * BUFFER)
 
 
 def crc_of(content: bytes) -> int:
@@ -67,17 +67,11 @@ def write_file(
     io_engine: str = "threads",
 ) -> WrittenFile:
     """The pieces in regions, which are written in `order`."""
-    described = [
-        Region([(f"{key}@{begin}", tensors[key].dtype, end - begin) for key, begin, end in pieces])
-        for pieces in regions
-    ]
-    writer = DataWriter(path, described, io_engine)
+    dtypes = {key: tensor.dtype for key, tensor in tensors.items()}
+    writer = DataWriter(path, regions, dtypes, io_engine)
     try:
         for number in order or range(len(regions)):
-            region = writer.region(number)
-            for key, begin, end in regions[number]:
-                region.write(tensors[key][begin:end])
-            region.end()
+            writer.write_region(number, (tensors[k][a:b] for k, a, b in regions[number]))
         return writer.finish()
     finally:
         writer.close()
@@ -85,6 +79,20 @@ def write_file(
 
 def records(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorRecord]:
     return {key: TensorRecord(tuple(t.shape), t.dtype) for key, t in tensors.items()}
+
+
+def opened(
+    folder: Path,
+    files: Mapping[str, WrittenFile],
+    tensors: Mapping[str, TensorRecord],
+    engine: str = "threads",
+) -> HeteroCheckpoint:
+    """The checkpoint of these files. Raises CheckpointError."""
+    manifest = Manifest(0, files, tensors, {}, (), (), None, ())
+    (folder / NAME).write_bytes(manifest.to_json())
+    made = HeteroCheckpoint(folder, engine)
+    made.open()
+    return made
 
 
 @dataclasses.dataclass
@@ -141,15 +149,15 @@ def run_sample(folder: Path, sample: Sample, data: Any) -> None:
         begin, end = sorted(data.draw(st.tuples(*[st.integers(0, tensor.numel())] * 2)))
         ranges += [(key, 0, tensor.numel()), (key, begin, end)]
     expected = data.draw(st.one_of(st.permutations(ranges), st.just([]), st.just(ranges[::-1])))
-    reader = DataReader(folder, written, records(tensors), engine)
+    reader = opened(folder, written, records(tensors), engine)
     try:
-        reader.expect(expected)
+        reader.expect([expected])
         for key, begin, end in data.draw(st.permutations(ranges)):
             assert same(reader.read(key, begin, end), tensors[key][begin:end])
     finally:
         reader.close()
         reader.close()
-    reader = DataReader(folder, written, records(tensors), engine)
+    reader = opened(folder, written, records(tensors), engine)
     try:
         pieces = [piece for piece, error in reader.verify() if error is None]
         all_bytes = sum(t.numel() * t.itemsize for t in tensors.values())
@@ -190,7 +198,7 @@ def written(tmp_path: Path) -> WrittenFile:
 
 def read_all(folder: Path, files: Mapping[str, WrittenFile]) -> None:
     """Raises CheckpointError, or all values are right."""
-    reader = DataReader(folder, files, records(TENSORS), "threads")
+    reader = opened(folder, files, records(TENSORS))
     try:
         for key, tensor in TENSORS.items():
             assert same(reader.whole(key), tensor)
@@ -211,7 +219,7 @@ def test_strided_values_of_one_element_are_written(tmp_path: Path) -> None:
     one = torch.arange(9.0)[8::2].clone()
     assert one.stride() == (2,)
     made = write_file(tmp_path / "f", {"x": one}, [[("x", 0, 1)]])
-    reader = DataReader(tmp_path, {"f": made}, records({"x": one}), "threads")
+    reader = opened(tmp_path, {"f": made}, records({"x": one}))
     assert same(reader.whole("x"), torch.full((1,), 8.0))
     reader.close()
 
@@ -220,7 +228,7 @@ def test_regions_without_entries(tmp_path: Path) -> None:
     made = write_file(tmp_path / "f", TENSORS, [[], [], *REGIONS, []])
     read_all(tmp_path, {"f": made})
     made = write_file(tmp_path / "none", {}, [[]])
-    DataReader(tmp_path, {"none": made}, {}, "threads").close()
+    opened(tmp_path, {"none": made}, {}).close()
 
 
 def test_every_kind_of_byte_that_flips(written: WrittenFile, tmp_path: Path) -> None:
@@ -337,7 +345,7 @@ def test_files_made_by_hand(
 ) -> None:
     made = by_hand(tmp_path / "f", entries)
     with pytest.raises(CheckpointError, match=message):
-        DataReader(tmp_path, {"f": made}, WHOLE, "threads").close()
+        opened(tmp_path, {"f": made}, WHOLE).close()
 
 
 def test_empty_entries_between_others_do_no_harm(tmp_path: Path) -> None:
@@ -345,7 +353,7 @@ def test_empty_entries_between_others_do_no_harm(tmp_path: Path) -> None:
     entries = [("a@0", A[:4]), ("a@2", A[:0]), ("a@9", A[:0]), ("a@4", A[4:]), ("a@7", A[:0])]
     made = by_hand(tmp_path / "f", entries)
     for begin in range(10):
-        reader = DataReader(tmp_path, {"f": made}, WHOLE, "threads")
+        reader = opened(tmp_path, {"f": made}, WHOLE)
         assert same(reader.read("a", begin, 10), A[begin:])
         assert same(reader.read("a", 0, begin), A[:begin])
         reader.close()
@@ -355,7 +363,7 @@ def test_empty_entries_between_others_do_no_harm(tmp_path: Path) -> None:
 def test_checksums_that_are_none(checksums: str, tmp_path: Path) -> None:
     made = by_hand(tmp_path / "f", [("a@0", A)], checksums)
     with pytest.raises(CheckpointError, match="f has no checksum of each tensor in its header"):
-        DataReader(tmp_path, {"f": made}, WHOLE, "threads").close()
+        opened(tmp_path, {"f": made}, WHOLE).close()
 
 
 @pytest.mark.parametrize("claimed", [0, 8, 100, 4095, 8192])
@@ -365,7 +373,7 @@ def test_headers_of_another_length_than_the_manifest_says(claimed: int, tmp_path
     head = (tmp_path / "f").read_bytes()[:claimed]
     made = dataclasses.replace(made, header_nbytes=claimed, header_crc32c=crc_of(head))
     with pytest.raises(CheckpointError, match="f has a header of 4096 bytes, and the checkpoint"):
-        DataReader(tmp_path, {"f": made}, WHOLE, "threads").close()
+        opened(tmp_path, {"f": made}, WHOLE).close()
 
 
 @pytest.fixture
@@ -380,11 +388,11 @@ def sparse(tmp_path: Path) -> Iterator[WrittenFile]:
 def test_a_header_that_claims_much_is_not_read(
     sparse: WrittenFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(data_reader, "MAX_HEADER_BYTES", 4 * PAGE)
+    monkeypatch.setattr(hetero_checkpoint, "MAX_HEADER_BYTES", 4 * PAGE)
     seen = []
-    monkeypatch.setattr(data_reader, "crc_of", lambda head: seen.append(len(head)) or 1)
+    monkeypatch.setattr(hetero_checkpoint, "crc_of", lambda head: seen.append(len(head)) or 1)
     with pytest.raises(CheckpointError, match="f is damaged: the checksum of its header"):
-        DataReader(tmp_path, {"f": sparse}, WHOLE, "threads").close()
+        opened(tmp_path, {"f": sparse}, WHOLE).close()
     assert max(seen, default=0) <= 8 * PAGE
 
 
@@ -413,7 +421,7 @@ def test_large_pieces_take_no_large_buffers(
         return HostArena(slots, slot_bytes, *args)
 
     monkeypatch.setattr(piece_reader, "HostArena", arena)
-    reader = DataReader(tmp_path, {"f": made}, tensors, "threads")
+    reader = opened(tmp_path, {"f": made}, tensors)
     assert len(buffers) == 1
     assert buffers[0] <= 16 * BUFFER
     assert same(reader.whole("a"), A)

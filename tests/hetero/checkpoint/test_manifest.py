@@ -13,8 +13,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from hetero.checkpoint.data_reader import DataReader
 from hetero.checkpoint.data_writer import WrittenFile
+from hetero.checkpoint.hetero_checkpoint import HeteroCheckpoint
 from hetero.checkpoint.manifest import (
     NAME,
     GroupRecord,
@@ -22,9 +22,10 @@ from hetero.checkpoint.manifest import (
     OptimizerRecord,
     ParamRecord,
     TensorRecord,
+    master_key,
     read_manifest,
+    state_key,
 )
-from hetero.checkpoint.model_tensors import master_key, state_key
 from hetero.checkpoint.plain_data import pack
 from offload.errors import CheckpointError
 from tests.support.manifests import ODD, checksummed, mutations, places
@@ -195,9 +196,9 @@ def test_claims_take_no_memory(tmp_path: Path) -> None:
     content = checksummed({**with_tensor("data/0/1", "float32", 2**50), "files": {}})
     huge = b'{"a": ' + b"[" * 9_000
     with traced_memory() as traced:
-        made = read_content(tmp_path, content)
+        (tmp_path / NAME).write_bytes(content)
         with pytest.raises(CheckpointError, match="elements of .*, and the manifest says"):
-            DataReader(tmp_path, made.files, made.tensors, "threads")
+            HeteroCheckpoint(tmp_path).open()
         with pytest.raises(CheckpointError, match="is damaged: it is no JSON"):
             read_content(tmp_path, huge)
         _, peak_bytes = traced()

@@ -302,7 +302,7 @@ def test_any_json_is_a_value_or_a_checkpoint_error_more(packed: Any) -> None:
 @pytest.mark.parametrize(
     ("packed", "message"),
     [
-        ({"a": [{"$tuple": 3}]}, r"value\['a'\]\[0\] is no plain data: a tuple's values"),
+        ({"a": [{"$tuple": 3}]}, r"value\['a'\]\[0\] is no plain data: .tuple of 3, must be of"),
         ({"$code": "exit()"}, "which this version does not know"),
         ({"a": 1, "$tuple": []}, "which this version does not know"),
         ({"$float": "1.5"}, "none of nan, inf and -inf"),
@@ -311,10 +311,11 @@ def test_any_json_is_a_value_or_a_checkpoint_error_more(packed: Any) -> None:
         ({"$numpy_scalar": {"$tensor": 1}}, "a single number has the shape"),
         ({"$dict": [[[1], 2]]}, "unhashable"),
         ({"$dict": [[1, 2, 3]]}, "is no plain data"),
-        ({"$counter": {"a": 1}}, "pairs of keys and values are wanted"),
+        ({"$counter": {"a": 1}}, "must be of list"),
+        ({"$counter": [1]}, "pairs of keys and values are wanted"),
         ({"$bytes": "é"}, "is no plain data"),
-        ({"$bytes": [1]}, "no text of bytes"),
-        ({"$tensor": True}, "has the tensor True, must be a number"),
+        ({"$bytes": [1]}, "must be of str"),
+        ({"$tensor": True}, "tensor of True, must be of int"),
         ({"$dtype": "load"}, "no dtype"),
         ([{"$tensor": 1}, {"$tensor": 1}], r"value\[1\] is no plain data: the tensor 1 is there"),
     ],
@@ -353,6 +354,6 @@ def test_places_cost_nothing_until_they_are_asked_for(monkeypatch: pytest.Monkey
         made += 1
         return repr(value)[:50]
 
-    monkeypatch.setattr("hetero.checkpoint.plain_data._short", counted)
+    monkeypatch.setattr("hetero.checkpoint.plain_data.shortened", counted)
     assert unpack({"k" * 1000: [1] * 1000}, "value", TENSORS.__getitem__)
     assert made == 0

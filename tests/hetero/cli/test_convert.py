@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import hetero
-from hetero.checkpoint.data_reader import DataReader
 from hetero.checkpoint.formats import conversion
+from hetero.checkpoint.hetero_checkpoint import HeteroCheckpoint
 from hetero.cli.main import main
 from offload.errors import CheckpointError, StoreError
 
@@ -155,9 +155,9 @@ def test_to_hugging_faces(
 def test_several_files_have_an_index(
     saved: Path, wanted: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from hetero.checkpoint.formats import write_pretrained
+    from hetero.checkpoint.formats import conversion
 
-    monkeypatch.setattr(write_pretrained, "_MOST_BYTES", 40_000)
+    monkeypatch.setattr(conversion, "_MOST_BYTES", 40_000)
     convert(saved / "hetero", tmp_path / "hf", "hf")
     files = sorted((tmp_path / "hf").glob("*.safetensors"))
     assert len(files) > 2
@@ -289,13 +289,13 @@ def test_a_part_is_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytest.Monke
     save_file({"large": torch.rand(3, 1 << 20)}, tmp_path / "a.safetensors")
     convert(tmp_path / "a.safetensors", tmp_path / "own", "hetero")
     asked = []
-    read = DataReader.read
+    read = HeteroCheckpoint.read
 
-    def note(self: DataReader, key: str, begin: int, end: int) -> torch.Tensor:
+    def note(self: HeteroCheckpoint, key: str, begin: int, end: int) -> torch.Tensor:
         asked.append(end - begin)
         return read(self, key, begin, end)
 
-    monkeypatch.setattr(DataReader, "read", note)
+    monkeypatch.setattr(HeteroCheckpoint, "read", note)
     for to in ("hf", "dcp", "hetero"):
         convert(tmp_path / "own", tmp_path / to[1:] / "made", to)
         assert asked == [1 << 20] * 3

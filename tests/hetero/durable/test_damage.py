@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 import hetero
-from hetero.durable import record_files, state_folder
+from hetero.durable import record as format_
+from hetero.durable import state_folder
 from hetero.durable.record import Record, StoredGroup, read_record
 from offload._native import NativeIoError
 from offload.memory.tiers import StateKind
@@ -165,7 +166,7 @@ def test_a_commit_that_was_cut_off_gives_way_to_the_one_before(
         os.pwrite(descriptor, bytes(100), 4096)
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(record_files, "write", crash)
+    monkeypatch.setattr(format_, "write", crash)
     with pytest.raises(hetero.StoreError):
         hetero.commit(model, blocking=True)
     monkeypatch.undo()

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import hetero
-from hetero.durable.record_files import RecordFiles
+from hetero.durable.record import RecordFiles
 from offload.memory.tiers import Account, Tier
 from tests.hetero.checkpoint.test_save_load import (
     PLACES,

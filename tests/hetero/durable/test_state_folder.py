@@ -19,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 import hetero
 from hetero.durable import state_folder
-from hetero.durable.record_files import RecordFiles
+from hetero.durable.record import RecordFiles
 from hetero.durable.state_folder import StateFolder
 from hetero.durable.stored_commit import data_paths
 from hetero.ranks.process_groups import ProcessGroups

@@ -12,7 +12,7 @@ import torch
 
 import hetero
 from hetero.durable import committer, state_folder
-from hetero.durable.record_files import RecordFiles
+from hetero.durable.record import RecordFiles
 from hetero.durable.state_folder import StateFolder
 from hetero.state.memory.state_files import is_state_file
 from offload.errors import CheckpointError

@@ -165,7 +165,7 @@ def _wrong(metadata: Metadata, what: str) -> None:
     [
         ("outside", "'../../secret' is no file's name"),
         ("absolute", "'/etc/passwd' is no file's name"),
-        ("negative", "something is at byte -1"),
+        ("negative", "offset in a place in storage_data is -1, must be 0 to"),
         ("transformed", "is transformed by"),
         ("larger", "has a chunk of"),
         ("smaller", "has 6 elements, and its chunks have 4"),
@@ -174,7 +174,7 @@ def _wrong(metadata: Metadata, what: str) -> None:
         ("no dtype", "has the dtype 'float32'"),
         ("no chunks", "has no list of chunks"),
         ("huge", "which is too large"),
-        ("list", "must be a TensorStorageMetadata"),
+        ("list", "'model.w' is [], must be an object"),
         ("path", "planner_data has 'model.w'"),
     ],
 )

@@ -305,11 +305,10 @@ def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
     step(model, optimizer)
     hetero.save_dcp(tmp_path / "saved", model, optimizer)
     wrong = {
-        "lacks unused.weight": lambda net: net.unused.register_parameter("other", net.odd),
         "which the model does not have": lambda net: delattr(net, "unused"),
         "odd has the shape": lambda net: setattr(net, "odd", nn.Parameter(torch.ones(5, 7, 12))),
     }
-    for told, change in list(wrong.items())[1:]:
+    for told, change in wrong.items():
         net = Net()
         change(net)
         made, own = hetero.initialize(

@@ -1,4 +1,4 @@
-"""Saving a managed model as torch.distributed.checkpoint does, for FSDP2 and plain torch.
+"""A managed model saved as torch.distributed.checkpoint does, and loaded from what that has saved.
 
 Each rank plans boxes of its own shards, and of replicas each writes some chunks. Values are read
 from homes as torch's writer asks for them, into buffers that are used again, because it keeps the
@@ -15,9 +15,10 @@ from pathlib import Path
 
 import torch
 
-from hetero.checkpoint.dcp.part import dcp_part
+from hetero.checkpoint.dcp.dcp_checkpoint import DcpCheckpoint
 from hetero.checkpoint.dcp.write import DcpWrite
 from hetero.checkpoint.engine_checkpoint import EngineCheckpoint, finish_updates
+from hetero.checkpoint.load import load_from
 from hetero.checkpoint.save import Optimizers, check_optimizers, engine_of_model, listed
 from hetero.chunks.dtypes import torch_dtype
 from offload.disk.new_folder import NewFolder
@@ -91,8 +92,7 @@ def save_dcp(
             folder.require_seen(engine.world.name)
             finish_updates(engine)
             state = resources.enter_context(EngineCheckpoint(engine, optimizers))
-            part = dcp_part(state, torch_dtype(dtype), first=rank == 0)
-            write = DcpWrite(folder.incomplete, folder.path, part, rank)
+            write = DcpWrite(folder.incomplete, folder.path, state, torch_dtype(dtype), rank)
             return write.plan()
 
         def finish() -> bytes:
@@ -108,6 +108,48 @@ def save_dcp(
         made = write
         results = together("save", lambda: made.write(plans))
         together("complete", finish)
+
+
+@uninterrupted
+@torch.no_grad()
+def load_dcp(
+    path: str | os.PathLike[str], model: torch.nn.Module, optimizer: Optimizers = None
+) -> None:
+    """Loads a checkpoint of torch.distributed.checkpoint (DCP) into a managed model.
+
+    It may be of FSDP2, of plain torch, or of save_dcp(), with any number of ranks: the state dicts
+    of torch's get_state_dict(model, optimizer) as "model" and "optim" (or "optimizer"), or a
+    model's state dict alone. All ranks must call it. Each reads what its shards need, of one chunk
+    at a time: beside the budgets that takes up to 12 bytes per element of a chunk, and one chunk
+    of the checkpoint's.
+
+    Values become the masters, and parameters their rounding. Options of torch's param groups are
+    taken over; what torch has not (bias_correction) stays.
+
+    Its .metadata is a pickle, which torch would run. Here it may name what DCP writes and nothing
+    else; options are read as torch.load(weights_only=True) does.
+
+    Args:
+        path: the checkpoint's folder.
+        model: after hetero.initialize(), with the same parameters.
+        optimizer: as hetero.initialize() returned it, or the list. Default: the optimizer's states
+            stay, masters excepted.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, it is damaged, or it names something that DCP
+            does not write. If that came late, the model is half loaded, and refuses to be used
+            until another checkpoint is loaded.
+        ValueError: it is of another model or optimizer. Nothing is changed.
+        HeteroError: another rank met one of these.
+    """
+    engine = engine_of_model(model)
+    optimizers = listed(optimizer)
+    check_optimizers(engine, optimizers)
+
+    def open_stored() -> DcpCheckpoint:
+        return DcpCheckpoint(Path(path), with_optimizer=bool(optimizers))
+
+    load_from(open_stored, engine, optimizers, {}, str(path))
 
 
 def _refuse_other(path: Path) -> None:
