@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -52,10 +52,6 @@ class Piece:
             self.values.copy_(master)
         else:
             self.optim_states.split(master, self.values, self.optim_state, self.part.in_tile)
-
-    def cut(self, begin: int, end: int) -> Piece:
-        """The piece's elements [begin, end) alone. Of 8-bit states it has masters only."""
-        return replace(self, part=self.part.cut(begin, end), values=self.values[begin:end])
 
 
 Visit = Callable[[Piece], None]
