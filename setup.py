@@ -104,7 +104,7 @@ class CMakeBuild(build_ext):
 
 
 # Benchmarks lie where no import finds them by chance: `bench` is a name for anybody's.
-# hetero/cli/commands/bench.py runs them from there.
+# hetero/cli/bench.py runs them from there.
 BENCH = "hetero.benchmarks.bench"
 
 setup(

@@ -58,7 +58,6 @@ from bench.work.bandwidths import LinkBandwidth, disk_alone, memory_alone
 from bench.work.compute_alone import ComputeAlone, resident_bytes
 from bench.work.job_steps import JobSteps, overlap
 from hetero.chunks.dtypes import Dtypes
-from hetero.cli.show.step_timeline import check_steps_picture, draw_steps
 from hetero.job.job import Job, open_job
 from hetero.job.loop import PICTURED_STEPS, record_steps
 from hetero.job.models import (
@@ -69,6 +68,8 @@ from hetero.job.models import (
 )
 from hetero.job.options import TrainOptions, add_train_arguments
 from hetero.job.run_folder import RunFolder
+from hetero.reporting.drawing import check_picture
+from hetero.reporting.timeline_chart import draw_timeline, trace_path
 from offload.errors import HeteroError
 
 GOAL = 1.15
@@ -161,7 +162,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.timeline is not None:
         raise ValueError("--timeline is of `hetero train`; here it is --picture")
     if arguments.picture is not None:
-        check_steps_picture("--picture", Path(arguments.picture))
+        picture = Path(arguments.picture)
+        check_picture("--picture", picture, trace_path(picture))
     given = arguments.nvme_path[0] if arguments.nvme_path else None
     with contextlib.ExitStack() as stack:
         temporary = tempfile.TemporaryDirectory(prefix="hetero-bound-", dir=given)
@@ -313,7 +315,7 @@ def _draw(job: Job, case: Case, picture: Path) -> dict[str, Any]:
             steps.one()
 
     timeline = record_steps(job.engine, pictured)
-    trace = draw_steps(timeline, picture, f"{case.name}: {PICTURED_STEPS} training steps")
+    trace = draw_timeline(timeline, picture, f"{case.name}: {PICTURED_STEPS} training steps")
     return {"picture": str(picture), "trace": str(trace), **overlap(timeline)}
 
 

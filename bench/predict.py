@@ -27,6 +27,7 @@ from bench.harness.program import FILE, Option, Program, left_out, one_of, whole
 from bench.harness.rounds import Rounds, Sample
 from bench.harness.tables import Column, Table, middle, number, shown, size
 from hetero.job.job import open_job
+from hetero.job.loop import one_step
 from hetero.job.models import (
     MODEL_NAMES,
     count_parameters,
@@ -35,7 +36,6 @@ from hetero.job.models import (
 )
 from hetero.job.options import OVERLAPS, TrainOptions
 from hetero.job.run_folder import RunFolder
-from hetero.job.step import one_step
 from hetero.planning.profiles import find_profile
 from hetero.planning.step_cost import figures, predict
 from hetero.planning.step_problem import Computing, Work

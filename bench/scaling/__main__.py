@@ -41,10 +41,10 @@ from bench.harness.program import (
 from bench.harness.tables import Column, number, of_figures
 from bench.scaling.cases import LOCAL_RANKS, Case, schedule_of, two_level_means
 from bench.scaling.simulation import Schedule, disturbed_s, simulate
-from hetero.cli.show.step_timeline import check_picture
 from hetero.job.models import MODEL_NAMES
 from hetero.planning.collective_cost import Network, all_gather, all_to_all
 from hetero.planning.profiles import find_profile
+from hetero.reporting.drawing import check_picture
 from offload.errors import BudgetError
 from offload.profile.machine_profile import Profile
 

@@ -10,10 +10,10 @@ from typing import Any
 
 from bench.harness.program import FILE, TEXT, Kind, Option, one_of, whole
 from hetero.job.job import Job
+from hetero.job.loop import one_step
 from hetero.job.models import wanted_vocab_size
 from hetero.job.options import TrainOptions
-from hetero.job.step import one_step
-from hetero.reporting.run_record import StepPoint
+from hetero.reporting.run_record import PARTS, StepPoint
 from offload.timeline import Timeline
 
 QUIET_S = 0.2
@@ -67,9 +67,10 @@ class JobSteps:
         self.read_share = moved["disk_read"] / nvme if nvme else 0.5
         return {
             "step_s": seconds / steps,
-            "forward_s": statistics.mean(step.forward_s for step in made),
-            "backward_s": statistics.mean(step.backward_s for step in made),
-            "optimizer_s": statistics.mean(step.optimizer_s for step in made),
+            **{
+                f"{part}_s": statistics.mean(step.part_step_s[part] for step in made)
+                for part in PARTS
+            },
             **moved,
         }
 

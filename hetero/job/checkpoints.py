@@ -1,25 +1,36 @@
-"""The checkpoints and commits of a run: made beside training, and gone on from."""
+"""The checkpoints and commits of a run, made beside training, and which of them it goes on from.
+
+A run that goes back to an earlier checkpoint leaves later ones behind, with larger numbers. So
+each checkpoint and commit says on which branch it was made, and the run folder which branch is the
+run's now.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 import hetero
 from hetero.checkpoint.folder import is_checkpoint, latest_checkpoints, of_trainer
 from hetero.checkpoint.manifest import read_manifest
 from hetero.job.job import Job
-from hetero.job.lineage import KEY, Branch, Lineage
 from hetero.job.options import TrainOptions
 from hetero.job.ranks import Ranks
 from hetero.job.run_folder import CHECKPOINTS_NAME, RunFolder
 
 DATA_KEY = "run"  # in `extra` of checkpoints of `hetero finetune`: the data and steps of the run
+_LINEAGE_NAME = "lineage.json"  # in the run folder
+_LINEAGE_KEY = "lineage"  # in `extra` of checkpoints and commits
+_FIRST = "0"
 
 
 def run_folder_to_resume(options: TrainOptions) -> str | None:
@@ -40,6 +51,112 @@ def run_folder_to_resume(options: TrainOptions) -> str | None:
 
 
 @dataclass(frozen=True)
+class Lineage:
+    """The branches that led to where a run is.
+
+    Attributes:
+        branches: by age, name and the last step that counts; None of the last one, which goes on.
+        source: the checkpoint that the last branch has begun from; "" of the first branch.
+        launch: the launch of ranks that has begun it (this_launch()).
+    """
+
+    branches: tuple[tuple[str, int | None], ...] = ((_FIRST, None),)
+    source: str = ""
+    launch: str = ""
+
+    def has(self, extra: Mapping[str, Any]) -> bool:
+        """Whether what was saved with `extra` is on these branches, before they were left."""
+        name = _branches_of(extra)[-1][0]
+        last = dict(self.branches).get(name, -1)
+        return last is None or int(extra["step"]) <= last
+
+    def begun_from(self, extra: Mapping[str, Any], source: Path) -> Lineage:
+        """A new branch of the checkpoint `source` with this `extra`."""
+        *older, (name, _) = _branches_of(extra)
+        new = os.urandom(4).hex()
+        branches = (*older, (name, int(extra["step"])), (new, None))
+        return Lineage(branches, str(source.resolve()), this_launch())
+
+    def was_begun_by(self, source: Path) -> bool:
+        """Whether this launch has gone back to the checkpoint before, and is started again."""
+        return bool(self.launch) and (self.source, self.launch) == (
+            str(source.resolve()),
+            this_launch(),
+        )
+
+    @property
+    def as_extra(self) -> dict[str, Any]:
+        """For `extra` of a checkpoint."""
+        return {_LINEAGE_KEY: [list(each) for each in self.branches]}
+
+    @staticmethod
+    def read(run_folder: Path) -> Lineage:
+        """The run's; of a run that has never gone back its only branch. Raises ValueError."""
+        path = run_folder / _LINEAGE_NAME
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+            branches = tuple((str(name), last) for name, last in found["branches"])
+            return Lineage(branches, str(found["source"]), str(found["launch"]))
+        except (FileNotFoundError, NotADirectoryError):
+            return Lineage()
+        except (OSError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"{path} says which checkpoints the run goes on from, and cannot be read: "
+                f"{error!r}; give --resume a checkpoint"
+            ) from None
+
+    def write(self, run_folder: Path) -> None:
+        """Replaces the run's. Raises OSError."""
+        new = run_folder / f"{_LINEAGE_NAME}.new"
+        with new.open("w", encoding="utf-8") as stream:
+            json.dump(vars(self), stream)
+            stream.flush()
+            os.fsync(stream.fileno())
+        new.replace(run_folder / _LINEAGE_NAME)
+
+
+class Branch:
+    """The branch that a run is on. The run folder is told of a new one before anything of it is
+    kept."""
+
+    def __init__(self, lineage: Lineage, run_folder: Path, ranks: Ranks) -> None:
+        """`lineage` is the run's, before this start."""
+        self.lineage = lineage
+        self._run_folder = run_folder
+        self._ranks = ranks
+        self._is_new = False
+
+    def go_on_from(self, extra: Mapping[str, Any], source: Path, goes_back: bool) -> None:
+        """The run goes on from the checkpoint `source` with this `extra`; on a new branch if it
+        `goes_back`, or has left the checkpoint's."""
+        if goes_back or not self.lineage.has(extra):
+            self.lineage = self.lineage.begun_from(extra, source)
+            self._is_new = True
+
+    def note(self) -> None:
+        """Tells the run folder of a new branch. All ranks call it."""
+        if self._is_new:
+            self._is_new = False
+            self.lineage = self._ranks.from_first(lambda: self.lineage)
+            if self._ranks.leads:
+                self.lineage.write(self._run_folder)
+
+
+def _branches_of(extra: Mapping[str, Any]) -> list[tuple[str, int | None]]:
+    """Those of a checkpoint; before there were branches all was on the first one."""
+    return [(name, last) for name, last in extra.get(_LINEAGE_KEY, [(_FIRST, None)])]
+
+
+def this_launch() -> str:
+    """What starts of ranks again by one torchrun have in common; "" without torchrun."""
+    run = os.environ.get("TORCHELASTIC_RUN_ID")
+    if run is None:
+        return ""
+    agent = psutil.Process(os.getppid())
+    return f"{run} {agent.pid} {agent.create_time()}"
+
+
+@dataclass(frozen=True)
 class Resumption:
     """What --resume means.
 
@@ -54,35 +171,39 @@ class Resumption:
     lineage: Lineage
 
 
-def resumption(options: TrainOptions, folder: RunFolder) -> Resumption:
-    """What --resume means. Raises ValueError if a path was given and has no checkpoint."""
+def agreed_resumption(options: TrainOptions, folder: RunFolder, ranks: Ranks) -> Resumption:
+    """What --resume means, as the first rank sees it.
+
+    Raises ValueError, on all ranks, if a path was given and has no checkpoint.
+    """
+    return ranks.from_first(lambda: _resumption(options, folder.path))
+
+
+def _resumption(options: TrainOptions, run_folder: Path) -> Resumption:
     if options.resume is None:
         return Resumption(None, False, Lineage())
+    mine = run_folder / CHECKPOINTS_NAME
     if not options.resume:
-        return Resumption(*_latest(folder.path / CHECKPOINTS_NAME, folder.path), _lineage(folder))
+        return Resumption(_latest(mine, run_folder), False, Lineage.read(run_folder))
     path = of_trainer(Path(options.resume))
     if is_checkpoint(path):
         # (A damaged file must not keep a run from going back: it is replaced.)
         with contextlib.suppress(ValueError):
-            lineage = Lineage.read(folder.path)
+            lineage = Lineage.read(run_folder)
             if lineage.was_begun_by(path):
-                return Resumption(*_latest(folder.path / CHECKPOINTS_NAME, folder.path), lineage)
+                return Resumption(_latest(mine, run_folder), False, lineage)
         return Resumption(path, True, Lineage())
     for parent in (path, path / CHECKPOINTS_NAME):
         run = parent.parent if parent.name == CHECKPOINTS_NAME else parent
-        found, _ = _latest(parent, run)
+        found = _latest(parent, run)
         if found is not None:
-            return Resumption(found, False, _lineage(folder))
+            return Resumption(found, False, Lineage.read(run_folder))
     raise ValueError(f"--resume {path} is no checkpoint, and has none in it")
 
 
-def _lineage(folder: RunFolder) -> Lineage:
-    return Lineage.read(folder.path)
-
-
-def _latest(folder: Path, run_folder: Path) -> tuple[Path | None, bool]:
+def _latest(folder: Path, run_folder: Path) -> Path | None:
     """The checkpoint in `folder` that the run has made last, on the branch that it is on; before
-    the first one, what that branch has begun from. And that it was not given by name.
+    the first one, what that branch has begun from.
 
     Raises ValueError if there are checkpoints, and none that the run can go on from.
     """
@@ -90,12 +211,12 @@ def _latest(folder: Path, run_folder: Path) -> tuple[Path | None, bool]:
     checkpoints = latest_checkpoints(folder)
     found = next((path for path in checkpoints if lineage.has(extra_of(path))), None)
     if found is not None or not lineage.source:
-        return found, False
+        return found
     source = Path(lineage.source)
     if is_checkpoint(source):
-        return source, False
+        return source
     if not checkpoints:
-        return None, False  # (commits alone)
+        return None  # (commits alone)
     raise ValueError(
         f"{run_folder} has gone back to {source}, which is not there any more, and its checkpoints "
         f"are of the branch that was left; give --resume one of them"
@@ -108,7 +229,7 @@ def extra_of(path: Path) -> dict[str, Any]:
     found: dict[str, Any] = {"step": manifest.step}
     if manifest.ranks:
         packed = manifest.ranks[0].get("extra") if isinstance(manifest.ranks[0], dict) else None
-        for name in ("step", KEY, DATA_KEY):
+        for name in ("step", _LINEAGE_KEY, DATA_KEY):
             if isinstance(packed, dict) and name in packed:
                 found[name] = packed[name]
     return found
@@ -148,7 +269,7 @@ class Checkpoints:
         lineage = self._branch.lineage
         if found is not None and (self._resumption.goes_back or not lineage.has(found.extra)):
             found = None
-        if path is not None and (found is None or _step_of(path) > found.extra["step"]):
+        if path is not None and (found is None or extra_of(path)["step"] > found.extra["step"]):
             found = hetero.load(path, job.model, job.optimizer, extra=self._objects)
         if found is None:
             if commit is not None:
@@ -248,12 +369,3 @@ def sigterm_calls(note: Callable[[], None], saves: bool) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _step_of(path: Path) -> int:
-    return int(extra_of(path)["step"])
-
-
-def agreed_resumption(options: TrainOptions, folder: RunFolder, ranks: Ranks) -> Resumption:
-    """resumption() as the first rank sees it. Raises ValueError on all ranks."""
-    return ranks.from_first(lambda: resumption(options, folder))

@@ -1,10 +1,9 @@
-"""What a step trains on; and the corpus: bytes, and the seeded order in which they are seen."""
+"""The corpus that is trained on: bytes, and the seeded order in which they are seen."""
 
 from __future__ import annotations
 
 import sysconfig
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -19,20 +18,6 @@ CORPUS_CAP_BYTES = 64 << 20
 _STDLIB_SKIPPED = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 )
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """What one forward of this rank gets.
-
-    `inputs` are the model's keyword arguments; the model returns the mean loss of their labels, and
-    that over `divisor` is its share of the step's loss on this rank. `tokens`: how many all ranks
-    have in their micro-batches of this number.
-    """
-
-    inputs: Mapping[str, torch.Tensor]
-    divisor: float
-    tokens: int
 
 
 class Corpus:
@@ -67,15 +52,6 @@ class Corpus:
     @property
     def description(self) -> str:
         return f"{self.source} ({format_bytes(len(self))})"
-
-    def step(self, batch_size: int, accumulate: int) -> list[MicroBatch]:
-        """As of TrainingData."""
-        found = []
-        for _ in range(accumulate):
-            tokens = self.batch(batch_size)
-            count = tokens.numel() * self._ranks.count
-            found.append(MicroBatch({"input_ids": tokens, "labels": tokens}, accumulate, count))
-        return found
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Where the order of batches is; the same for any number of ranks."""

@@ -26,7 +26,6 @@ from hetero.planning.profiles import saved_profile
 from hetero.planning.step_cost import figures, predict
 from hetero.planning.step_problem import Work
 from hetero.reporting.recorder import Recorder, facts_of
-from hetero.reporting.run_record import RunRecord
 from offload import _native
 from offload.memory.process_memory import peak_resident_bytes
 from offload.memory.sizes import format_bytes
@@ -87,30 +86,14 @@ class ManagedRun:
     predicted: dict[str, Any] | None  # figures() of a step; None: nothing says how fast it is
 
     def complete(self, result: TrainResult, ranks: Ranks) -> None:
-        """Adds where homes are in the end: they may have moved after some steps. And what each
-        rank's process held at most; all of them call it."""
+        """Adds to the result of a run that has not failed where homes are in the end: they may have
+        moved after some steps. And what each rank's process held at most; all of them call it."""
         engine = self.engine
         result.placement = _chunk_counts(engine)
         result.predicted = _predicted(self.options, engine, [])
-        result.changes = [(change.step, change.words()) for change in engine.changes]
         notes = (*result.notes, *engine.notes, engine.recompute.words())
-        result.notes = list(dict.fromkeys(filter(None, notes)))
+        result.notes = tuple(dict.fromkeys(filter(None, notes)))
         result.peak_rss_by_rank_bytes = [int(n) for n in ranks.gather(peak_resident_bytes())]
-
-    def measure(self, result: TrainResult) -> None:
-        """Adds the peaks and, if a step was made, the record for the page."""
-        if result.steps:
-            result.record = self.record(result)
-        result.peak_managed_bytes = dict(self.engine.ledger.peak_bytes)
-        result.peak_rss_bytes = (
-            result.record.peak_rss_bytes if result.record else peak_resident_bytes()
-        )
-        result.peak_rss_by_rank_bytes = result.peak_rss_by_rank_bytes or [result.peak_rss_bytes]
-
-    def record(self, result: TrainResult) -> RunRecord:
-        """What the page shows of the run, of which at least one step was made."""
-        status = result.status if result.error is None else f"{result.status}: {result.error}"
-        return self.recorder.record(self.setting, result.timeline, status, result.predicted)
 
 
 @dataclass(frozen=True)
@@ -227,7 +210,8 @@ def managed_run(
 
 
 def _mesh(options: TrainOptions, ranks: Ranks) -> DeviceMesh | None:
-    """The ranks of --shard-ranks as rows; None: all share the state."""
+    """The ranks of --shard-ranks as rows; None: all share the state. hetero takes no more of a mesh
+    than the numbers of ranks: torch's own groups of it, which are in RAM, carry nothing."""
     if options.shard_ranks is None or ranks.count == 1:
         return None
     return init_device_mesh("cpu", (ranks.count // options.shard_ranks, options.shard_ranks))

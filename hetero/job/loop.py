@@ -1,11 +1,17 @@
-"""The training loop: takes a job through its steps, and says how it ended."""
+"""The training loop: takes a job through its steps, measures each, and says how the run ended."""
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Protocol
+
+import torch
 
 import hetero
 from hetero.job.checkpoints import Checkpoints, agreed_resumption, sigterm_calls
@@ -14,9 +20,8 @@ from hetero.job.options import TrainOptions
 from hetero.job.ranks import ALONE, Ranks
 from hetero.job.result import Setting, TrainResult
 from hetero.job.run_folder import RunFolder
-from hetero.job.step import DivergedError, one_step
-from hetero.reporting.run_record import StepPoint
-from offload.timeline import Timeline, record
+from hetero.reporting.run_record import PARTS, StepPoint
+from offload import timeline
 
 PICTURED_STEPS = 2  # one step's writes go on during the next one's forward
 
@@ -27,6 +32,14 @@ class Observer(Protocol):
     def begin(self, setting: Setting) -> None: ...
     def step(self, point: StepPoint) -> None: ...
     def end(self) -> None: ...
+
+
+class DivergedError(RuntimeError):
+    """The loss is no number any more."""
+
+
+# What ends a run that has begun, and is told in its result.
+END_A_RUN = (KeyboardInterrupt, DivergedError, hetero.HeteroError, OSError, MemoryError)
 
 
 def train(
@@ -51,13 +64,16 @@ def train(
         folder.require_shared("the trained model (without it: --no-save-model)")
     resumption = agreed_resumption(options, folder, ranks)
     with open_job(options, folder, ranks) as job:
-        notes = list(job.setting.notes)
         checkpoints = Checkpoints(job, folder, resumption)
         made, found = checkpoints.resume()
+        notes = list(job.setting.notes)
         if options.resume is not None:
             folder.go_on_after(made)
-            notes += resumption_notes(found, made)
-        result = TrainResult(job.setting, predicted=job.predicted, notes=notes)
+            if found is None:
+                notes.append("--resume found no checkpoint, so the run began anew")
+            else:
+                notes += [f"resumed after step {made} from {found.path}", *found.notes]
+        result = TrainResult(job.setting, predicted=job.predicted, notes=tuple(notes))
         observer.begin(job.setting)
         try:
             with sigterm_calls(checkpoints.note_sigterm, checkpoints.keeps_state):
@@ -66,7 +82,8 @@ def train(
             if checkpoints.terminated:
                 result.status = "terminated"
             else:
-                result.model_folder = _finish(job, folder)
+                with failing_of_the_run():
+                    result.model_folder = job.task.finish(job.model, folder)
             result.checkpoint = checkpoints.saved
             job.complete(result, ranks)
         except END_A_RUN as error:
@@ -74,34 +91,25 @@ def train(
             checkpoints.settle()
         finally:
             observer.end()
-        job.measure(result)
+        job.recorder.complete(result)
     return result
-
-
-# What ends a run that has begun, and is told in its result.
-END_A_RUN = (KeyboardInterrupt, DivergedError, hetero.HeteroError, OSError, MemoryError)
 
 
 def note_end(result: TrainResult, error: BaseException) -> None:
     """Notes which of END_A_RUN has ended the run."""
     if isinstance(error, Exception):
-        result.status, result.failure = "failed", error
+        result.status, result.failure, result.error = "failed", error, str(error)
     else:
         result.status = "interrupted"
 
 
-def resumption_notes(found: hetero.Checkpoint | None, made: int) -> list[str]:
-    """What --resume found, and has to say of it; `made`: how many steps that has."""
-    if found is None:
-        return ["--resume found no checkpoint, so the run began anew"]
-    return [f"resumed after step {made} from {found.path}", *found.notes]
-
-
-def _finish(job: Job, folder: RunFolder) -> str | None:
-    """Has the task write its result. Raises StoreError, OSError."""
+@contextmanager
+def failing_of_the_run() -> Iterator[None]:
+    """Raises a ValueError of the block, which comes after training, as a StoreError: it is a
+    failure of the run, as a full disk is, and not of what was asked for."""
     try:
-        return job.task.finish(job.model, folder)
-    except ValueError as error:  # after training it is a failure of the run, as a full disk is
+        yield
+    except ValueError as error:
         raise hetero.StoreError(str(error)) from error
 
 
@@ -135,9 +143,9 @@ def _run_steps(
         result.timeline = record_steps(job.engine, partial(make, range(pictured, end)))
 
 
-def record_steps(engine: hetero.Engine, make_steps: Callable[[], None]) -> Timeline:
+def record_steps(engine: hetero.Engine, make_steps: Callable[[], None]) -> timeline.Timeline:
     """The timeline of the process while `make_steps` runs."""
-    with record() as recording:
+    with timeline.record() as recording:
         engine.ledger.sample()
         make_steps()
         end_s = time.perf_counter()
@@ -145,3 +153,72 @@ def record_steps(engine: hetero.Engine, make_steps: Callable[[], None]) -> Timel
         engine.synchronize()
     # What the last step's writes still do afterwards would be seen again in the step after it.
     return recording.timeline.between(recording.timeline.begin_s, end_s)
+
+
+class _Stopwatch:
+    """Its `span(name)` adds the time of its block to `seconds[name]`.
+
+    On a GPU the work of a block is over only when the device is idle, so it is waited for.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        start_s = self._now_s()
+        yield
+        end_s = self._now_s()
+        self.seconds[name] += end_s - start_s
+        timeline.note("compute", start_s, end_s, name=name)
+
+    def _now_s(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+
+def one_step(job: Job, step: int) -> StepPoint:
+    """Makes step number `step` (from 1) of a run, and measures it."""
+    options = job.options
+    clock = _Stopwatch(job.device)
+    loss_sum = 0.0
+    for micro_batch in range(1, options.accumulate + 1):
+        tokens = job.task.data.batch(options.batch_size).to(job.device)
+        with clock.span("forward"):
+            loss = job.model(input_ids=tokens, labels=tokens).loss
+            loss_sum += loss.item() / options.accumulate
+        # Updates may be submitted in the last backward only; without them nothing need be said.
+        more = options.overlap.in_backward and micro_batch < options.accumulate
+        told = hetero.no_sync(job.model) if more else nullcontext()
+        with clock.span("backward"), told:
+            job.optimizer.backward(loss / options.accumulate)
+    # All ranks learn here, before any of them updates, if one of them went astray.
+    loss_mean = job.ranks.mean(loss_sum)
+    require_number(loss_mean, step, options)
+    lr = float(job.optimizer.param_groups[0]["lr"])
+    grad_norm: float | None = None
+    with clock.span("optimizer"):
+        if options.clip > 0:
+            norm = float(hetero.clip_grad_norm_(job.model.parameters(), options.clip))
+            # Under fp16 an overflow is part of life: the step is skipped and the scale lowered.
+            grad_norm = norm if math.isfinite(norm) else None
+        job.optimizer.step()
+        job.optimizer.zero_grad()
+    job.scheduler.step()
+    seconds = {name: clock.seconds[name] for name in PARTS}
+    made = job.recorder.end_step(loss_mean, job.setting.tokens_per_step, seconds, step)
+    return replace(made, grad_norm=grad_norm, lr=lr)
+
+
+def require_number(loss: float, step: int, options: TrainOptions) -> None:
+    """Raises DivergedError if the loss of the step is none."""
+    if math.isfinite(loss):
+        return
+    advice = f"a smaller --lr (now {options.lr:g}) or more --warmup (now {options.warmup})"
+    if options.clip == 0:
+        advice += ", or --max-grad-norm 1"
+    if options.dtype == "fp16":
+        advice += ", or --dtype bf16 or fp32, whose range is wider"
+    raise DivergedError(f"the loss became {loss} in step {step}; try {advice}")

@@ -13,7 +13,7 @@ import hetero
 from hetero.job.data import Corpus, load_corpus
 from hetero.job.options import TrainOptions, config_path
 from hetero.job.ranks import Ranks
-from hetero.job.run_folder import RunFolder
+from hetero.job.run_folder import MODEL_NAME, RunFolder
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -149,8 +149,9 @@ class BytesTask:
         for config in (model.config, getattr(model, "generation_config", None)):
             if config is not None:
                 config.use_cache = True
-        hetero.save_pretrained(model, run_folder.model_path)
-        return str(run_folder.model_path)
+        path = run_folder.path / MODEL_NAME
+        hetero.save_pretrained(model, path)
+        return str(path)
 
 
 def build_model(config: PretrainedConfig) -> torch.nn.Module:

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, TypeVar
 
 from hetero.overlap import OverlapUpdates
 
@@ -418,17 +418,6 @@ def to_arguments(options: TrainOptions) -> list[str]:
     return arguments
 
 
-@runtime_checkable
-class JobFileParser(Protocol):
-    """A parser of a command, which takes job files, and has options that its help leaves out."""
-
-    def take_job_file(self) -> None:
-        """Adds --config."""
-
-    def hide(self, action: argparse.Action) -> None:
-        """Leaves an option out of the help."""
-
-
 def add_train_arguments(
     parser: argparse.ArgumentParser,
     defaults: Mapping[str, object] | None = None,
@@ -443,8 +432,6 @@ def add_train_arguments(
         helps: the options to add; None: all. A text replaces an option's help.
         options: the class that has them as fields.
     """
-    if isinstance(parser, JobFileParser):
-        parser.take_job_file()
     groups: dict[str, argparse._ArgumentGroup] = {}
     title, description = "", None
     for option in dataclasses.fields(options):
@@ -475,12 +462,11 @@ def add_train_arguments(
             # Options whose default is computed explain it in words.
             if default not in (None, ()) and text != argparse.SUPPRESS:
                 text += " (default: %(default)s)"
-        if option.name == "config" and not isinstance(parser, JobFileParser):
+        if option.name == "config" and "--config" not in parser._option_string_actions:
             names.append("--config")  # of a benchmark, which takes no job file
         added = groups[title].add_argument(*names, dest=option.name, **arguments)
         added.help = text  # here, because argparse adds to that of a switch
-        if option.metadata["advanced"] and isinstance(parser, JobFileParser):
-            parser.hide(added)
+        added.advanced = option.metadata["advanced"]  # type: ignore[attr-defined]
         others = [f"--{option.name}"] if option.name in _FLAGS and option.name != "config" else []
         if option.name in _TRAINER_FLAGS:
             others.append(_TRAINER_FLAGS[option.name])

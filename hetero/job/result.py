@@ -1,12 +1,12 @@
-"""What a whole run did."""
+"""The record of a run of `hetero train` or `hetero finetune`: its setting, and what it did."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hetero.reporting.run_record import LINKS, RunFacts, RunRecord, StepPoint
-from offload.timeline import Timeline
+from hetero.reporting.run_record import LINKS, PARTS, RunFacts, RunRecord, StepPoint
+from offload.memory.tiers import Tier
 
 # fp32 master, exp_avg, exp_avg_sq and gradient: what the state takes where nothing is split.
 USUAL_STATE_BYTES_PER_PARAM = 16
@@ -37,100 +37,86 @@ class Setting(RunFacts):
 
 
 @dataclass
-class TrainResult:
-    """The setting, the steps that were made and the peaks; `status` says how the run ended.
+class TrainResult(RunRecord):
+    """The record with every step, and what the run left.
 
-    Bytes are those of this rank, but for `peak_rss_by_rank_bytes`: of all in a run that finished.
+    `status` is "finished", "interrupted", "terminated" or "failed". Bytes are those of this rank,
+    but for `peak_rss_by_rank_bytes`: of all in a run that finished.
     """
 
-    setting: Setting
-    steps: list[StepPoint] = field(default_factory=list)  # without samples of memory
-    peak_managed_bytes: dict[str, int] = field(default_factory=dict)
-    peak_rss_bytes: int = 0
+    facts: Setting
+    every_step: list[StepPoint] = field(default_factory=list)  # without samples of memory
     peak_rss_by_rank_bytes: list[int] = field(default_factory=list)
-    status: str = "finished"  # "finished" | "interrupted" | "terminated" | "failed"
     checkpoint: str | None = None  # the last that was saved
     model_folder: str | None = None  # of the trained weights
     eval_losses: list[tuple[int, float]] = field(default_factory=list)  # after which step, and loss
     failure: Exception | None = None
-    # Of a step, from figures(): before the first one, and where homes are in the end.
-    predicted: dict[str, Any] | None = None
     placement: str | None = None  # at the end; None: the run failed
-    changes: list[tuple[int, str]] = field(default_factory=list)  # of homes: after which step, why
-    notes: list[str] = field(default_factory=list)  # fallbacks, changes, and what limits a step
-    record: RunRecord | None = None  # of all steps, by this rank; None: none was made
-    timeline: Timeline | None = None  # of the last steps, if the run came there
     timeline_paths: list[str] = field(default_factory=list)  # picture and trace
 
     def add(self, step: StepPoint) -> None:
-        """Takes the next step; its samples of memory are in the record, as far as they are kept."""
-        self.steps.append(replace(step, samples=()))
+        """Takes the next step; its samples of memory are in `points`, as far as they are kept."""
+        self.every_step.append(replace(step, samples=()))
 
     @property
-    def error(self) -> str | None:
-        return None if self.failure is None else str(self.failure)
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Of the steady steps, as all figures below: RunRecord.steady says which they are."""
-        return (self.record and self.record.tokens_per_s) or 0.0
+    def rss_by_rank_bytes(self) -> list[int]:
+        """Peaks of all ranks' processes; of a run that did not finish this rank's alone."""
+        return self.peak_rss_by_rank_bytes or [self.peak_rss_bytes]
 
     @property
     def bytes_per_step(self) -> dict[str, int]:
-        """Mean traffic."""
-        return {link: round(self.per_step(link)) for link in LINKS}
-
-    @property
-    def measured_over_predicted(self) -> float | None:
-        """The median step over what was predicted."""
-        if self.predicted is None or self.record is None:
-            return None
-        return float(self.record.step_s / self.predicted["step_s"])
-
-    def per_step(self, figure: str) -> float:
-        """The mean of a figure of StepPoint, or of the bytes on one of LINKS."""
-        return 0.0 if self.record is None else self.record.mean(figure)
+        """Mean traffic of the steady steps."""
+        return {link: round(self.mean(link)) for link in LINKS}
 
     @property
     def total_bytes(self) -> dict[str, int]:
         """What all steps moved."""
-        return {link: sum(step.traffic_bytes[link] for step in self.steps) for link in LINKS}
+        return {link: sum(step.traffic_bytes[link] for step in self.every_step) for link in LINKS}
+
+    @property
+    def measured_over_predicted(self) -> float | None:
+        """The median step over what was predicted."""
+        if self.predicted is None or not self.points:
+            return None
+        return float(self.step_s / self.predicted["step_s"])
 
     def as_dict(self) -> dict[str, Any]:
         """The object that `--json` prints and summary.json holds."""
+        facts, steps, moved = self.facts, self.every_step, self.bytes_per_step
         names = (
             *("params", "dtype", "policy", "threads", "engine", "isa", "budget_bytes", "data"),
             *("nvme_path", "run_dir", "ranks", "trained_params", "process_bytes"),
         )
-        seconds = ("step_s", "forward_s", "backward_s", "optimizer_s")
         return {
-            "model": self.setting.title,
-            "state_bytes": self.setting.plain_bytes,
-            **{name: getattr(self.setting, name) for name in names},
+            "model": facts.title,
+            "state_bytes": facts.plain_bytes,
+            **{name: getattr(facts, name) for name in names},
             "status": self.status,
             "checkpoint": self.checkpoint,
             "model_folder": self.model_folder,
             "error": self.error,
-            "steps": len(self.steps),
-            "losses": [step.loss for step in self.steps],
+            "steps": len(steps),
+            "losses": [step.loss for step in steps],
             "eval_losses": [list(each) for each in self.eval_losses],
-            "grad_norms": [step.grad_norm for step in self.steps],
-            **{name: [getattr(step, name) for step in self.steps] for name in seconds},
-            "tokens_per_s": self.tokens_per_s,
-            "peak_managed_bytes": self.peak_managed_bytes,
+            "grad_norms": [step.grad_norm for step in steps],
+            "step_s": [step.step_s for step in steps],
+            **{f"{part}_s": [step.part_step_s[part] for step in steps] for part in PARTS},
+            "tokens_per_s": self.tokens_per_s or 0.0,
+            "peak_managed_bytes": {tier.value: self.peak_bytes[tier] for tier in Tier},
             "peak_rss_bytes": self.peak_rss_bytes,
-            "peak_rss_by_rank_bytes": self.peak_rss_by_rank_bytes,
-            "bytes_per_step": self.bytes_per_step,
-            "sent_bytes_per_step": self.bytes_per_step["sent"],
-            "received_bytes_per_step": self.bytes_per_step["received"],
-            "gather_wait_s_per_step": self.per_step("gather_wait_s"),
-            "update_s_per_step": self.per_step("update_s"),
-            "update_wait_s_per_step": self.per_step("update_wait_s"),
+            "peak_rss_by_rank_bytes": self.rss_by_rank_bytes,
+            "bytes_per_step": moved,
+            "sent_bytes_per_step": moved["sent"],
+            "received_bytes_per_step": moved["received"],
+            **{
+                f"{name}_per_step": self.mean(name)
+                for name in ("gather_wait_s", "update_s", "update_wait_s")
+            },
             "total_bytes": self.total_bytes,
             "placement": self.placement,
             "changes": [why for _, why in self.changes],
             "predicted": self.predicted,
             "measured_over_predicted": self.measured_over_predicted,
-            "notes": self.notes,
+            "notes": list(self.notes),
             "timeline": self.timeline_paths,
         }

@@ -106,19 +106,6 @@ class RunFolder:
         beside.write_text("".join(kept), encoding="utf-8")
         beside.replace(metrics)
 
-    @property
-    def model_path(self) -> Path:
-        """The folder of the trained weights."""
-        return self.path / MODEL_NAME
-
-    @property
-    def figure_path(self) -> Path:
-        return self.path / "figure.png"
-
-    @property
-    def report_path(self) -> Path:
-        return self.path / "report.html"
-
     def append_metrics(self, metrics: dict[str, Any]) -> None:
         """Adds one step's line; it is in the file when this returns, whatever happens later."""
         if self._ranks.leads:

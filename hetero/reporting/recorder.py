@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -34,7 +34,6 @@ from hetero.runtime.engine import Engine
 from offload import timeline
 from offload.memory.process_memory import ResidentMemory, peak_resident_bytes
 from offload.memory.tiers import Tier
-from offload.timeline import Timeline
 
 _Bytes = TypeVar("_Bytes", int, int | None)
 
@@ -187,43 +186,24 @@ class Recorder:
             (point, loss), self._waiting = self._waiting, None
             self._points.add(replace(point, loss=float(loss)))
 
-    # At the end
+    def complete(self, record: RunRecord) -> None:
+        """Adds all that was recorded, and what the engine says of the run; before it is closed.
 
-    def record(
-        self,
-        facts: RunFacts,
-        recorded: Timeline | None = None,
-        status: str = "finished",
-        predicted: Mapping[str, Any] | None = None,
-    ) -> RunRecord:
-        """All that was recorded; before the engine is closed.
-
-        Args:
-            facts: what is known of the run.
-            recorded: the timeline of a step or two.
-            status: how the run ended.
-            predicted: figures() of a step; None: what the engine predicts.
+        A prediction that the record has already stays, and so do its notes.
         """
         self._add_waiting()
         engine, ledger = self._engine, self._engine.ledger
-        if predicted is None:
-            plans = engine.plans
-            predicted = figures(plans) if plans else None
-        return RunRecord(
-            facts=facts,
-            begin_s=self.begin_s,
-            points=self._points.points,
-            budget_bytes=_by_tier(ledger.budget_bytes),
-            largest_budget_bytes=_by_tier(ledger.largest_budget_bytes),
-            peak_bytes=_by_tier(ledger.peak_bytes),
-            peak_rss_bytes=peak_resident_bytes(),
-            chunks=chunk_homes(engine),
-            changes=tuple((change.step, change.words()) for change in engine.changes),
-            predicted=predicted,
-            timeline=recorded,
-            status=status,
-            notes=tuple(engine.notes),
-        )
+        if record.predicted is None and (plans := engine.plans):
+            record.predicted = figures(plans)
+        record.begin_s = self.begin_s
+        record.points = self._points.points
+        record.budget_bytes = _by_tier(ledger.budget_bytes)
+        record.largest_budget_bytes = _by_tier(ledger.largest_budget_bytes)
+        record.peak_bytes = _by_tier(ledger.peak_bytes)
+        record.peak_rss_bytes = peak_resident_bytes()
+        record.chunks = chunk_homes(engine)
+        record.changes = tuple((change.step, change.words()) for change in engine.changes)
+        record.notes = tuple(dict.fromkeys((*record.notes, *engine.notes)))
 
 
 class _HomesOnDisk:

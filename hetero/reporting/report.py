@@ -14,6 +14,7 @@ import torch
 
 from hetero.api.access import engine_of
 from hetero.reporting.recorder import Recorder, facts_of
+from hetero.reporting.run_record import RunRecord
 from hetero.runtime.engine import Engine
 from offload.timeline import Recording, Timeline, record
 
@@ -85,10 +86,7 @@ class Report:
         self._recording.close()
         try:
             if self._made:
-                status = "finished"
-                if error is not None:
-                    status = f"ended by {type(error).__name__}: {error}"
-                self._write(recorder, status)
+                self._write(recorder, error)
         except Exception as other:
             if error is None:
                 raise
@@ -96,11 +94,14 @@ class Report:
         finally:
             recorder.close()
 
-    def _write(self, recorder: Recorder, status: str) -> None:
-        from hetero.reporting.page.page import write_page
+    def _write(self, recorder: Recorder, error: BaseException | None) -> None:
+        from hetero.reporting.page import write_page
 
-        facts = facts_of(self._engine, self._title)
-        write_page(recorder.record(facts, self._recording.timeline, status), self.path)
+        record = RunRecord(facts_of(self._engine, self._title), timeline=self._recording.timeline)
+        if error is not None:
+            record.status, record.error = f"ended by {type(error).__name__}", str(error)
+        recorder.complete(record)
+        write_page(record, self.path)
 
 
 class StepsRecording:

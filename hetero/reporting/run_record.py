@@ -135,19 +135,9 @@ class StepPoint:
         return self.seconds / self.steps
 
     @property
-    def forward_s(self) -> float:
-        """Seconds of forward in one step."""
-        return self.parts_s["forward"] / self.steps
-
-    @property
-    def backward_s(self) -> float:
-        """Seconds of backward in one step."""
-        return self.parts_s["backward"] / self.steps
-
-    @property
-    def optimizer_s(self) -> float:
-        """Seconds of the optimizer in one step."""
-        return self.parts_s["optimizer"] / self.steps
+    def part_step_s(self) -> dict[str, float]:
+        """Seconds of one step by PARTS."""
+        return {name: seconds / self.steps for name, seconds in self.parts_s.items()}
 
     @property
     def tokens_per_s(self) -> float:
@@ -156,12 +146,11 @@ class StepPoint:
 
     def as_dict(self, begin_s: float) -> dict[str, Any]:
         """A single step as JSON takes it; times of samples are since `begin_s`."""
-        names = (
-            *("loss", "grad_norm", "lr", "step_s", "forward_s", "backward_s", "optimizer_s"),
-            *("tokens", "traffic_bytes", "gather_wait_s", "update_s", "update_wait_s"),
-        )
+        names = ("tokens", "traffic_bytes", "gather_wait_s", "update_s", "update_wait_s")
         return {
             "step": self.last,
+            **{name: getattr(self, name) for name in ("loss", "grad_norm", "lr", "step_s")},
+            **{f"{name}_s": seconds for name, seconds in self.part_step_s.items()},
             **{name: getattr(self, name) for name in names},
             "memory": [
                 {
@@ -201,6 +190,12 @@ def _held(sample: MemorySample) -> int:
     return sum(sample.total(tier) for tier in Tier) + sample.beside_bytes + sample.rss_bytes
 
 
+def halved(points: Sequence[StepPoint]) -> list[StepPoint]:
+    """The same steps in half as many points, or one more."""
+    pairs = [a.plus(b) for a, b in zip(points[::2], points[1::2], strict=False)]
+    return [*pairs, *points[2 * len(pairs) :]]
+
+
 class PointList:
     """The points of a run, however long: when there are too many, two in a row become one."""
 
@@ -221,10 +216,7 @@ class PointList:
         self._points.append(now)
         self._open = None
         if len(self._points) == self._most:
-            self._points = [
-                first.plus(second)
-                for first, second in zip(self._points[::2], self._points[1::2], strict=True)
-            ]
+            self._points = halved(self._points)
             self._stride *= 2
 
     @property
@@ -281,9 +273,13 @@ class RunFacts:
     chance_loss: float | None = None
 
 
-@dataclass(frozen=True)
+def _no_budgets() -> dict[Tier, int | None]:
+    return dict.fromkeys(Tier)
+
+
+@dataclass
 class RunRecord:
-    """A run, from its first step to its last.
+    """A run, from its first step to its last; a Recorder completes it.
 
     Attributes:
         begin_s: of time.perf_counter(): when the first step began.
@@ -295,21 +291,23 @@ class RunRecord:
         predicted: figures() of a step, and by what; None: nothing says how fast anything is.
         timeline: of a step or two near the end; None: none was recorded.
         status: how the run ended, in a few words.
+        error: what ended it early; None: nothing did.
         notes: what is worth knowing beside.
     """
 
     facts: RunFacts
-    begin_s: float
-    points: list[StepPoint]
-    budget_bytes: Mapping[Tier, int | None]
-    peak_bytes: Mapping[Tier, int]
-    peak_rss_bytes: int
-    chunks: tuple[ChunkHomes, ...]
+    begin_s: float = 0.0
+    points: list[StepPoint] = field(default_factory=list)
+    budget_bytes: Mapping[Tier, int | None] = field(default_factory=_no_budgets)
+    peak_bytes: Mapping[Tier, int] = field(default_factory=lambda: dict.fromkeys(Tier, 0))
+    peak_rss_bytes: int = 0
+    chunks: tuple[ChunkHomes, ...] = ()
     changes: tuple[tuple[int, str], ...] = ()
     predicted: Mapping[str, Any] | None = None
     timeline: Timeline | None = None
     status: str = "finished"
-    notes: tuple[str, ...] = field(default=())
+    error: str | None = None
+    notes: tuple[str, ...] = ()
     largest_budget_bytes: Mapping[Tier, int | None] = field(default_factory=dict)
 
     def largest_budget(self, tier: Tier) -> int | None:
@@ -362,15 +360,16 @@ class RunRecord:
     def part_s(self) -> dict[str, float]:
         """Medians of the steady steps of each of PARTS, and what is left of step_s as REST."""
         parts = {
-            name: statistics.median(point.parts_s[name] / point.steps for point in self.steady)
+            name: statistics.median(point.part_step_s[name] for point in self.steady)
             for name in PARTS
         }
         return {**parts, REST: max(0.0, self.step_s - sum(parts.values()))}
 
     def mean(self, name: str) -> float:
-        """A figure of StepPoint, or bytes on one of LINKS, per steady step on average."""
+        """A figure of StepPoint, or bytes on one of LINKS, per steady step on average; 0 without
+        steps."""
         found = (p.traffic_bytes[name] if name in LINKS else getattr(p, name) for p in self.steady)
-        return float(sum(found)) / sum(point.steps for point in self.steady)
+        return float(sum(found)) / max(1, sum(point.steps for point in self.steady))
 
     def used_links(self, among: Sequence[str] = LINKS) -> list[str]:
         """Those of `among` that moved anything."""
@@ -396,6 +395,13 @@ class RunRecord:
             return None
         seconds = sum(point.seconds for point in self.steady)
         return sum(point.tokens or 0 for point in self.steady) / seconds if seconds else None
+
+    @property
+    def speed(self) -> tuple[str, str]:
+        """How many of which in a second: tokens, or steps where tokens were not counted."""
+        if self.tokens_per_s is None:
+            return f"{1 / self.step_s:.3g}", "steps"
+        return f"{self.tokens_per_s:,.0f}", "tokens"
 
     @property
     def used_tiers(self) -> list[Tier]:

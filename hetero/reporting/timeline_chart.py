@@ -27,13 +27,21 @@ _LEAST_EDGED = 0.004
 _NO_WAIT = 1 / 2000  # a chunk that was there: lines as thin as can be would show it as a wait
 
 
-def draw_timeline(timeline: Timeline, path: Path, title: str) -> None:
-    """Writes the picture, in the format of the path's suffix. Raises OSError."""
+def draw_timeline(timeline: Timeline, path: Path, title: str) -> Path:
+    """Writes the picture, in the format of the path's suffix, and beside it a trace for
+    ui.perfetto.dev, whose path it returns. Raises OSError."""
     with styled():
         figure = make_figure(timeline, 11, 0.58)
         figure.axes[0].set_title(f"{title}. {hidden_finding(timeline)}")
         figure.axes[0].set_xlabel("time (s); bars below one another in a row ran at the same time")
         save(figure, path)
+    timeline.save_trace(trace_path(path))
+    return trace_path(path)
+
+
+def trace_path(picture: Path) -> Path:
+    """Where the trace of a picture goes."""
+    return picture.with_suffix(".trace.json")
 
 
 def hidden_spans(timeline: Timeline) -> list[tuple[float, float]]:

@@ -32,7 +32,6 @@ def make_result(steps: int, host_budget: int | None = 300 * MIB, ranks: int = 1)
         run_dir="run",
         ranks=ranks,
     )
-    held = {"device": 0, "host": 200 * MIB, "disk": 95 * MIB}
     budgets = {Tier(name): budget for name, budget in setting.budget_bytes.items()}
     managed = {
         Tier.DEVICE: {},
@@ -66,18 +65,16 @@ def make_result(steps: int, host_budget: int | None = 300 * MIB, ranks: int = 1)
         )
         for number in range(1, steps + 1)
     ]
-    record = make_record(
-        facts=setting,
-        points=points,
-        peak_bytes={Tier(name): nbytes for name, nbytes in held.items()},
-        budget_bytes=budgets,
-        peak_rss_bytes=900 * MIB,
-    )
-    return TrainResult(
+    result = TrainResult(
         setting,
-        points,
-        peak_managed_bytes=held,
+        begin_s=0.0,
+        points=points,
+        budget_bytes=budgets,
+        peak_bytes={Tier.DEVICE: 0, Tier.HOST: 200 * MIB, Tier.DISK: 95 * MIB},
         peak_rss_bytes=900 * MIB,
+        chunks=make_record().chunks,
         peak_rss_by_rank_bytes=[(900 + rank) * MIB for rank in range(ranks)],
-        record=record if steps else None,
     )
+    for each in points:
+        result.add(each)
+    return result

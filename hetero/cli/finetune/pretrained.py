@@ -11,7 +11,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from hetero.cli.finetune.conversations import DEFAULT_TEMPLATE
+from hetero.cli.finetune.data import DEFAULT_TEMPLATE
 from hetero.cli.finetune.options import FinetuneOptions
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")

@@ -1,36 +1,64 @@
-"""A fine-tuning from its folders to its result, as `hetero train` makes a training."""
+"""`hetero finetune`: from its folders to its result, as `hetero train` makes a training."""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
+import tempfile
 import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import datasets
+import torch
 from transformers.utils import logging
 
-import hetero
 from hetero.checkpoint.folder import TRAINER_STATE_NAME
 from hetero.cli.finetune.data import read_data
-from hetero.cli.finetune.export import check_place, export
 from hetero.cli.finetune.options import FinetuneOptions
 from hetero.cli.finetune.pretrained import FolderModel
 from hetero.cli.finetune.trainer import FinetuneTrainer, RunCallback, make_trainer
+from hetero.cli.folders import make_writable
+from hetero.cli.train import run_training
+from hetero.integrations.adapters import adapter_state, merged
+from hetero.integrations.exports import export_into, moved_into
 from hetero.job.checkpoints import (
     DATA_KEY,
+    Branch,
     agreed_resumption,
     extra_of,
     sigterm_calls,
 )
 from hetero.job.job import build_in_budgets, managed_run
-from hetero.job.lineage import Branch
-from hetero.job.loop import END_A_RUN, Observer, note_end
+from hetero.job.loop import END_A_RUN, Observer, failing_of_the_run, note_end
 from hetero.job.ranks import Ranks
 from hetero.job.result import TrainResult
 from hetero.job.run_folder import RunFolder
+
+# What from_pretrained() would read of an earlier result, before or beside a new one of another
+# kind or number of files. Other files in the folder are not ours to remove.
+_RESULT_FILES = (
+    "adapter_config.json",
+    "adapter_model.*",
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "model-*-of-*.safetensors",
+    "model.safetensors.index.json",
+)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Fine-tunes, exports, and prints a report."""
+    options = FinetuneOptions.from_namespace(arguments)
+    for name in ("model", "data", "output"):
+        if not getattr(options, name):
+            raise ValueError(f"--{name} is missing; `hetero finetune --help` says what it is")
+    # TRL gathers figures where it computes.
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    return run_training("finetune", options, partial(fine_tune, options), backend)
 
 
 def fine_tune(
@@ -44,7 +72,11 @@ def fine_tune(
     Raises:
         ValueError, hetero.HeteroError: before the first step, for what cannot work.
     """
-    _quiet()
+    # Progress is the observer's: what the libraries say is about downloads and files.
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    datasets.disable_progress_bars()
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers|trl")
     if options.save_every or options.early_stopping_patience:
         folder.require_shared("--save-every" if options.save_every else "--early-stopping-patience")
     source = FolderModel(options)
@@ -94,37 +126,23 @@ def _run(
         if callback.terminated:
             callback.result.status = "terminated"
         else:
-            _export(trainer, options, ranks.leads)
+            with failing_of_the_run():
+                export(trainer.model, options, trainer.processing_class, ranks.leads)
             callback.result.model_folder = options.output
         callback.run.complete(callback.result, ranks)
     except END_A_RUN as error:
-        if callback.result is None or not callback.result.steps:
+        if callback.result is None or not callback.result.every_step:
             raise
         note_end(callback.result, error)
     finally:
         callback.close()
         observer.end()
-    callback.run.measure(callback.result)
+    callback.run.recorder.complete(callback.result)
     return callback.result
 
 
-def _export(trainer: FinetuneTrainer, options: FinetuneOptions, leads: bool) -> None:
-    try:
-        export(trainer.model, options, trainer.processing_class, leads)
-    except ValueError as error:  # after training it is a failure of the run, as a full disk is
-        raise hetero.StoreError(str(error)) from error
-
-
-def _quiet() -> None:
-    """Leaves progress to the observer: what the libraries say is about downloads and files."""
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    datasets.disable_progress_bars()
-    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers|trl")
-
-
 def _check_output(options: FinetuneOptions) -> str:
-    """Makes --output, if it is not there. Raises ValueError if it is unfit."""
+    """Makes --output, if it is not there; returns its path. Raises ValueError if it is unfit."""
     path = Path(options.output)
     if path.exists() and not path.is_dir():
         raise ValueError(f"--output {path} is a file; give a new folder")
@@ -132,7 +150,8 @@ def _check_output(options: FinetuneOptions) -> str:
         raise ValueError(f"--output {path} is the folder of --model; give a new folder")
     if path.is_dir() and any(path.iterdir()) and options.resume is None:
         raise ValueError(f"--output {path} is not empty; give a new folder, or --resume")
-    return check_place(path)
+    make_writable(path, f"--output {path}")
+    return str(path.resolve())
 
 
 def _check_goes_on(
@@ -157,3 +176,38 @@ def _check_goes_on(
             f"{path.parent} has all {state['global_step']} steps; to go on from it ask for more "
             f"than " + (f"--max-steps {steps}" if steps else f"--epochs {options.epochs:g}")
         )
+
+
+# The result
+
+
+def export(model: Any, options: FinetuneOptions, tokenizer: Any, leads: bool) -> None:
+    """Writes the result to `options.output`, instead of an earlier one. All ranks call it.
+
+    `leads`: whether this rank writes what only one has to. Raises StoreError, OSError, ValueError.
+    """
+    folder = Path(options.output)
+    written: set[str] = set()
+    if not options.lora_rank or options.merge:
+        whole = merged(model) if options.merge else model
+        written = export_into(whole, folder, leads)
+    elif leads:
+        written = _adapter_into(model, folder)
+    if leads:
+        _remove_earlier(folder, written)
+        tokenizer.save_pretrained(folder)
+
+
+def _adapter_into(model: Any, folder: Path) -> set[str]:
+    # Beside the files of an earlier result, which stay if the disk is full.
+    with tempfile.TemporaryDirectory(dir=folder) as beside:
+        model.save_pretrained(beside, state_dict=adapter_state(model))
+        return moved_into(Path(beside), folder)
+
+
+def _remove_earlier(folder: Path, written: set[str]) -> None:
+    """Removes the files of an earlier result that the new one has not replaced."""
+    for pattern in _RESULT_FILES:
+        for file in folder.glob(pattern):
+            if file.name not in written:
+                file.unlink()

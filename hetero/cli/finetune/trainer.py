@@ -16,14 +16,13 @@ from trl.trainer.sft_trainer import SFTTrainer
 
 from hetero.cli.finetune.options import FinetuneOptions
 from hetero.integrations.trainer import HeteroTrainerMixin
+from hetero.job.checkpoints import Branch
 from hetero.job.job import BuiltModel, ManagedRun
-from hetero.job.lineage import Branch
-from hetero.job.loop import Observer
+from hetero.job.loop import Observer, require_number
 from hetero.job.optimization import make_optimizer
 from hetero.job.ranks import Ranks
 from hetero.job.result import TrainResult
 from hetero.job.run_folder import CHECKPOINTS_NAME, RunFolder
-from hetero.job.step import require_number
 from hetero.reporting.recorder import Recorder
 from hetero.reporting.report import StepsRecording
 
@@ -123,7 +122,7 @@ class RunCallback(TrainerCallback):
         self._recording = StepsRecording(engine)
         self.run = self._begin(Recorder(engine, notes_compute=True), engine, state.max_steps)
         setting = self.run.setting
-        self.result = TrainResult(setting, predicted=self.run.predicted, notes=list(setting.notes))
+        self.result = TrainResult(setting, predicted=self.run.predicted, notes=setting.notes)
         self._folder.go_on_after(state.global_step)
         self._observer.begin(setting)
 
@@ -155,7 +154,7 @@ class RunCallback(TrainerCallback):
             return
         state.log_history.pop()  # or each checkpoint has the figures of all steps
         point = run.recorder.end_step(logs["loss"], self._tokens, step=step)
-        self._recording.end_step(len(result.steps) + 1)
+        self._recording.end_step(len(result.every_step) + 1)
         norm, lr = logs.get("grad_norm"), logs["learning_rate"]
         point = replace(point, grad_norm=norm, lr=lr)
         result.add(point)

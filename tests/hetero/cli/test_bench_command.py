@@ -12,7 +12,7 @@ import pytest
 
 import hetero
 from bench.harness import program
-from hetero.cli.commands import bench as command
+from hetero.cli import bench as command
 from hetero.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import pickle
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -352,19 +350,3 @@ def test_wrong_options(two: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert told in capsys.readouterr().err
     with pytest.raises(ValueError, match="must be one of hetero, hf, dcp"):
         conversion.convert(source, two / "new", "gguf")
-
-
-class _Hostile:
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (str(self._path),)
-
-
-def test_nothing_of_a_pickle_is_run(two: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (two / "bad").mkdir()
-    (two / "bad" / ".metadata").write_bytes(pickle.dumps(_Hostile(two / "ran")))
-    assert main(["convert", str(two / "bad"), str(two / "new"), "--to", "hetero"]) == 2
-    assert "names posix.mkdir" in capsys.readouterr().err
-    assert not (two / "ran").exists()

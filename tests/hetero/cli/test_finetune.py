@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,15 +14,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, MistralConfig, MistralForCausalLM
 
-from hetero.cli.finetune.conversations import DEFAULT_TEMPLATE
-from hetero.cli.finetune.data import read_data
+from hetero.cli.finetune.data import DEFAULT_TEMPLATE, read_data
 from hetero.cli.main import main
-from hetero.cli.show.observers import LineObserver
+from hetero.cli.observers import LineObserver
 from hetero.job.optimization import ADAM_BETAS
 from hetero.reporting.run_record import RunRecord, StepPoint
-from tests.support.ecosystem import finetune_ranks
+from tests.support.cli_runs import run_all
 from tests.support.ecosystem.tiny_models import gpt2_folder
 from tests.support.ecosystem.tiny_tokenizer import CHAT_TEMPLATE, VOCAB_SIZE, model_folder
+from tests.support.ranks.processes import run_ranks
 
 trl = pytest.importorskip("trl", reason="pip install 'hetero[finetune]'")
 
@@ -45,12 +44,18 @@ ALPACA = [
 ]
 
 
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a model."""
+    return model_folder(tmp_path_factory.mktemp("tiny"), CHAT_TEMPLATE)
+
+
 @pytest.fixture
-def arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def arguments(tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Of a run on instructions, in an empty working folder; it draws nothing, to be quick."""
-    monkeypatch.setattr("hetero.cli.show.figure.draw_figure", lambda *given: None)
-    monkeypatch.setattr("hetero.reporting.page.page.write_page", write_points)
-    model_folder(tmp_path / "model", CHAT_TEMPLATE)
+    monkeypatch.setattr("hetero.reporting.charts.draw_picture", lambda *given: None)
+    monkeypatch.setattr("hetero.reporting.page.write_page", write_points)
+    shutil.copytree(tiny, tmp_path / "model")
     (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, ALPACA)))
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
@@ -116,7 +121,7 @@ def test_a_whole_model_against_plain_trl(packing: bool, arguments: list[str]) ->
 def test_an_adapter_merged_by_us_and_by_peft(arguments: list[str]) -> None:
     from peft import PeftModel
 
-    options = [*arguments, "--lora-rank", "4", "--max-steps", "4", "--packing", "--dtype", "bf16"]
+    options = [*arguments, "--lora-rank", "4", "--max-steps", "3", "--packing", "--dtype", "bf16"]
     assert main([*options, "--output", "adapter", "--run-dir", "a"]) == 0
     assert main([*options, "--output", "merged", "--run-dir", "m", "--merge"]) == 0
     assert logged("a") == logged("m")
@@ -192,7 +197,7 @@ def test_a_result_replaces_one_of_another_kind(
     assert found == wanted | {"notes.safetensors", "README.md"}
     assert not hasattr(AutoModelForCausalLM.from_pretrained("out"), "peft_config")
     with monkeypatch.context() as context:
-        context.setattr("hetero.cli.finetune.export.adapter_state", fail)
+        context.setattr("hetero.cli.finetune.run.adapter_state", fail)
         assert main([*options, "--max-steps", "3"]) == 1
     assert "hetero finetune: error: the disk is full" in capsys.readouterr().err
     assert {path.name for path in Path("out").iterdir()} == found
@@ -242,10 +247,19 @@ def test_texts_are_learned_whole(arguments: list[str], tmp_path: Path) -> None:
     assert found[-1] < found[0] - 0.5
 
 
-@pytest.mark.parametrize("lora", [[], ["--lora-rank", "4"]])
-def test_a_tiled_loss(lora: list[str], arguments: list[str]) -> None:
+def test_a_tiled_loss(arguments: list[str]) -> None:
     """The same losses, of batches and of evaluations."""
-    options = [*arguments, *lora, "--max-steps", "2", "--grad-accum", "2", "--batch-size", "2"]
+    options = [
+        *arguments,
+        "--lora-rank",
+        "4",
+        "--max-steps",
+        "2",
+        "--grad-accum",
+        "2",
+        "--batch-size",
+        "2",
+    ]
     options += ["--eval-data", "../data.jsonl"]
     assert main([*options, "--output", "whole", "--run-dir", "w", "--no-tiled-loss"]) == 0
     assert main([*options, "--output", "tiled", "--run-dir", "t", "--tiled-loss"]) == 0
@@ -316,24 +330,22 @@ def test_a_loss_that_is_no_number_ends_the_run(
 
 def test_two_ranks_are_one_with_two_micro_batches(arguments: list[str]) -> None:
     """The whole model, and an adapter that is merged; and they go on where one has ended."""
-    whole = [*arguments, "--save-every", "3", "--policy", "nvme"]
+    whole = [*arguments, "--save-every", "9", "--policy", "nvme"]
     adapter = [*whole, "--lora-rank", "4", "--merge"]
     runs = [(whole, "w1", "w2"), (adapter, "a1", "a2")]
     for options, one, _ in runs:
         more = ["--grad-accum", "2", "--output", f"{one}.out", "--run-dir", one]
-        assert main([*options, *more, "--max-steps", "4"]) == 0
+        assert main([*options, *more, "--max-steps", "2"]) == 0
     shutil.copytree("w1", "w3")
     more = [
-        [*o, "--output", f"{two}.out", "--run-dir", two, "--max-steps", "4"] for o, _, two in runs
+        [*o, "--output", f"{two}.out", "--run-dir", two, "--max-steps", "2"] for o, _, two in runs
     ]
-    more.append([*whole, "--output", "w3.out", "--run-dir", "w3", "--max-steps", "6", "--resume"])
-    script = Path(finetune_ranks.__file__)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
-    subprocess.run([*command, str(script), json.dumps(more)], check=True)
+    more.append([*whole, "--output", "w3.out", "--run-dir", "w3", "--max-steps", "3", "--resume"])
+    run_ranks(2, run_all, str(Path.cwd()), more, timeout_s=300)
     for _, one, two in runs:
         assert logged(two) == pytest.approx(logged(one), rel=1e-4)
         close(*(AutoModelForCausalLM.from_pretrained(f"{name}.out") for name in (one, two)))
-    more = ["--grad-accum", "2", "--output", "w1.out", "--run-dir", "w1", "--max-steps", "6"]
+    more = ["--grad-accum", "2", "--output", "w1.out", "--run-dir", "w1", "--max-steps", "3"]
     assert main([*whole, *more, "--resume"]) == 0
     assert logged("w3") == pytest.approx(logged("w1"), rel=1e-4)
 
@@ -390,6 +402,9 @@ def test_what_is_missing(arguments: list[str], capsys: pytest.CaptureFixture[str
 def test_an_extra_that_is_missing(
     arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "trl", None)
+    for name in [name for name in sys.modules if name.startswith("hetero.cli.finetune")]:
+        monkeypatch.delitem(sys.modules, name)
+    for name in ["trl", *[name for name in sys.modules if name.startswith("trl.")]]:
+        monkeypatch.setitem(sys.modules, name, None)
     assert main([*arguments, "--output", "out"]) == 2
     assert 'trl is missing; install it: pip install "hetero[finetune]"' in capsys.readouterr().err

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import hetero
-from hetero.cli.commands import bench
+from hetero.cli import bench
 from hetero.cli.main import main, make_parser
 
 
@@ -86,9 +86,11 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"hetero {hetero.__version__}\n"
 
 
-def test_every_command_has_examples() -> None:
+def test_every_command_has_help_and_examples() -> None:
     shown = {name for name, _ in examples()}
     assert set(commands()) == shown
+    for name, parser in commands().items():
+        assert parser.format_help().startswith(f"usage: hetero {name}")
 
 
 @pytest.mark.parametrize(("name", "words"), list(examples()), ids=lambda each: str(each))
@@ -113,6 +115,7 @@ def test_an_unknown_command_and_option(capsys: pytest.CaptureFixture[str]) -> No
         ),
         (["doctor", "--zzz"], "there is no --zzz; hetero doctor --help says what there is"),
         (["inspect"], "required: path; hetero inspect --help says what there is"),
+        ([], "required: COMMAND; hetero --help says what there is"),
     ):
         with pytest.raises(SystemExit) as raised:
             main(given)
@@ -155,7 +158,7 @@ def test_a_profile_that_cannot_be_saved_is_not_measured(
 ) -> None:
     assert main(["profile", "--output", "/proc/self/x"]) == 2
     err = capsys.readouterr().err
-    assert "--output: /proc/self/x cannot be written" in err
+    assert "--output /proc/self/x cannot be written" in err
     assert err.count("\n") == 1
 
 
@@ -213,6 +216,7 @@ def test_other_shells(shell: str, mark: str, capsys: pytest.CaptureFixture[str])
 def test_completion_without_its_extra(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.delitem(sys.modules, "hetero.cli.completion", raising=False)
     monkeypatch.setitem(sys.modules, "shtab", None)
     assert main(["completion", "bash"]) == 2
     assert capsys.readouterr().err == (

@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import hetero
 from hetero.checkpoint.safetensors_header import read
+from hetero.cli.checkpoints import by_module
 from hetero.cli.main import main
-from hetero.cli.show.contents import by_module
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 

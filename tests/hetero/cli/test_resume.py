@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 
 from hetero.cli.main import main
-from hetero.job import lineage
-from hetero.job.lineage import Lineage
-from tests.support.cli_runs import draw_nothing
+from hetero.job import checkpoints as run_checkpoints
+from hetero.job.checkpoints import Lineage
+from tests.support.cli_runs import draw_nothing, run_all
+from tests.support.ranks.processes import run_ranks
 from tests.support.waiting import until
 
 MODEL = {
@@ -195,7 +196,7 @@ def test_ranks_that_are_started_again_do_not_go_back_twice(
     back = [*saving, "--resume", "run/checkpoints/step-000002", "--json", "--steps"]
 
     def resumed(launch: str, steps: int) -> str:
-        monkeypatch.setattr(lineage, "this_launch", lambda: launch)
+        monkeypatch.setattr(run_checkpoints, "this_launch", lambda: launch)
         capsys.readouterr()
         assert main([*back, str(steps), "--keep", "9"]) == 0
         notes = json.loads(capsys.readouterr().out)["notes"]
@@ -267,29 +268,30 @@ KILLED = """
 """
 
 
-@pytest.mark.parametrize("keeping", ["--save-every", "--commit-every"])
-def test_torchrun_restarts_and_the_run_goes_on(
-    keeping: str, arguments: list[str], tmp_path: Path
-) -> None:
-    """A rank is killed; all start again from what was kept last. Then one rank alone goes on."""
+def test_torchrun_restarts_and_the_run_goes_on(arguments: list[str], tmp_path: Path) -> None:
+    """A rank is killed; all start again from what was kept last. Then one rank alone goes on, from
+    the last commit and from the last checkpoint."""
     program = tmp_path / "killed.py"
     program.write_text(textwrap.dedent(KILLED))
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     launch += ["--max-restarts", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
-    more = ["--policy", "cpu", keeping, "2", "--resume", "--steps", "8", "--run-dir"]
-
-    def run(script: list[str], folder: str) -> None:
-        subprocess.run(
-            [*launch, *script, *arguments, *more, folder], env=environment, check=True, timeout=300
-        )
-
-    run(["-m", "hetero.cli"], "whole")
-    run([str(program)], "killed")
+    more = [*arguments, "--policy", "cpu", "--threads", "1", "--steps", "8", "--run-dir"]
+    keeping = ["--save-every", "3", "--commit-every", "2", "--resume"]
+    run_ranks(2, run_all, str(Path.cwd()), [[*more, "whole"]], timeout_s=300)
+    subprocess.run(
+        [*launch, str(program), *more, "killed", *keeping],
+        env=environment,
+        check=True,
+        timeout=300,
+    )
     assert lines("killed") == lines("whole")
     assert json.loads(Path("killed/summary.json").read_text())["steps"] < 8
-    fewer = [*arguments, "--policy", "nvme", keeping, "2", "--resume"]
-    fewer += ["--steps", "9", "--run-dir", "killed"]
-    assert main(fewer) == 0
-    assert [line[0] for line in lines("killed")] == list(range(1, 10))
-    assert lines("killed")[:8] == lines("whole")
+    alone = [*arguments, "--policy", "nvme", "--steps", "9", "--run-dir", "killed", "--resume"]
+    found = []
+    for kept in ("--commit-every", "--save-every"):
+        assert main([*alone, kept, "9"]) == 0
+        found.append(lines("killed"))
+        assert [line[0] for line in found[-1]] == list(range(1, 10))
+        assert found[-1][:8] == lines("whole")
+    assert found[0] == found[1]

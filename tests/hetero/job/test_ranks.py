@@ -15,7 +15,7 @@ import torch
 from bench.harness.peer_process import import_environment
 from bench.harness.ranks import RankError, rank_log, run_ranks
 from hetero.cli.main import main
-from hetero.cli.show.observers import SilentObserver, make_observer
+from hetero.cli.observers import SilentObserver, make_observer
 from hetero.job.job import memory_config
 from hetero.job.loop import train
 from hetero.job.options import TrainOptions, add_train_arguments
@@ -249,5 +249,5 @@ def test_a_loss_that_is_no_number_on_another_rank_stops_this_one(
 ) -> None:
     arguments = [*options[3:], "--policy", "cpu"]
     result = train_options(arguments, RunFolder(str(tmp_path / "run")), AstrayElsewhere())
-    assert (result.status, result.steps) == ("failed", [])
+    assert (result.status, result.every_step) == ("failed", [])
     assert "the loss became nan in step 1" in (result.error or "")

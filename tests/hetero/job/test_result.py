@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from hetero.cli.show.figure import draw_figure
-from hetero.cli.show.report import print_report, rows
-from hetero.reporting.page.page import make_page
+from hetero.cli.train import rows
+from hetero.reporting.charts import draw_picture
+from hetero.reporting.page import make_page
+from hetero.text_table import columns
 from tests.support.run_records import Page
 from tests.support.train_results import MIB, make_result
 
@@ -42,7 +43,8 @@ def test_dictionary_is_json_with_the_promised_keys() -> None:
 
 
 def test_a_run_without_steps_has_a_dictionary() -> None:
-    assert make_result(0).as_dict()["tokens_per_s"] == 0.0
+    found = make_result(0).as_dict()
+    assert (found["tokens_per_s"], found["measured_over_predicted"]) == (0.0, None)
 
 
 def test_table_tells_what_was_promised() -> None:
@@ -63,18 +65,11 @@ def test_table_tells_what_was_promised() -> None:
     assert dict(rows(stopped))["steps"] == "3 of 3, interrupted"
 
 
-@pytest.mark.parametrize("width", [60, 80])
-def test_the_table_fits_the_terminal(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: int
-) -> None:
-    words = []
-    for columns in (200, width):
-        monkeypatch.setenv("COLUMNS", str(columns))
-        print_report(make_result(3), "train")
-        out = capsys.readouterr().out
-        assert max(map(len, out.splitlines())) <= columns
-        words.append(out.split())
-    assert words[0] == words[1]
+def test_the_table_fits_the_terminal() -> None:
+    lines = {width: columns(rows(make_result(3)), width) for width in (60, 80, 200)}
+    assert all(max(map(len, found)) <= width for width, found in lines.items())
+    words = [" ".join(found).split() for found in lines.values()]
+    assert words[0] == words[1] == words[2]
 
 
 def test_table_of_several_ranks_tells_what_they_exchanged() -> None:
@@ -90,7 +85,7 @@ def test_table_of_several_ranks_tells_what_they_exchanged() -> None:
 @pytest.mark.parametrize("budget", [None, 300 * MIB])
 def test_figure_is_a_picture_of_some_size(tmp_path: Path, steps: int, budget: int | None) -> None:
     path = tmp_path / "figure.png"
-    draw_figure(make_result(steps, budget), path)
+    draw_picture(make_result(steps, budget), path)
     content = path.read_bytes()
     assert content.startswith(b"\x89PNG")
     width, height = struct.unpack(">II", content[16:24])
@@ -100,12 +95,10 @@ def test_figure_is_a_picture_of_some_size(tmp_path: Path, steps: int, budget: in
 
 def test_picture_page_and_table_have_the_same_figures(tmp_path: Path) -> None:
     result = make_result(40)
-    assert result.record is not None
-    limit = replace(result.record.facts, process_bytes=950 * MIB)
-    result.record = replace(result.record, facts=limit)
-    draw_figure(result, tmp_path / "figure.svg")
+    result.facts = replace(result.facts, process_bytes=950 * MIB)
+    draw_picture(result, tmp_path / "figure.svg")
     picture = " ".join(Page.of((tmp_path / "figure.svg").read_text()).text.values())
-    page = " ".join(Page.of(make_page(result.record)).text.values())
+    page = " ".join(Page.of(make_page(result)).text.values())
     table = " ".join(f"{label}: {value}" for label, value in rows(result))
     for words in (
         "at first 2.604, at last 0.13 (means of 4 steps)",
@@ -118,7 +111,7 @@ def test_picture_page_and_table_have_the_same_figures(tmp_path: Path) -> None:
         assert words.removeprefix("at most ") in page, words
         assert words in table, words
     for name, share in (("forward", 25), ("backward", 50), ("optimizer", 12)):
-        (seconds,) = (each[name] for each in [result.record.part_s])
+        seconds = result.part_s[name]
         for text in (picture, page):
             assert f"{name}: {seconds:.3g} s, {share}%" in text
         assert f"{name} {seconds:.3f}" in table

@@ -1,4 +1,4 @@
-"""hetero/cli/finetune/conversations: templates, and labels on answers alone."""
+"""hetero/cli/finetune/data: templates, and labels on answers alone."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hetero.cli.finetune.conversations import DEFAULT_TEMPLATE, NOT_LEARNED, answer_labels
+from hetero.cli.finetune.data import DEFAULT_TEMPLATE, NOT_LEARNED, answer_labels
 from tests.support.ecosystem.tiny_tokenizer import CHAT_TEMPLATE, trained_tokenizer
 
 TWO_TURNS = [

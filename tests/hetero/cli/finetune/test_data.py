@@ -9,8 +9,7 @@ from typing import Any
 import datasets
 import pytest
 
-from hetero.cli.finetune.conversations import NOT_LEARNED
-from hetero.cli.finetune.data import read_data
+from hetero.cli.finetune.data import NOT_LEARNED, read_data
 from tests.support.ecosystem.tiny_tokenizer import CHAT_TEMPLATE, trained_tokenizer
 
 SAID = {"from": "human", "value": "Q"}

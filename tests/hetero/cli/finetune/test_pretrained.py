@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers import Gemma3Config, Gemma3TextConfig, LlamaConfig
 
-from hetero.cli.finetune.conversations import DEFAULT_TEMPLATE
+from hetero.cli.finetune.data import DEFAULT_TEMPLATE
 from hetero.cli.finetune.pretrained import read_folder
 from tests.support.ecosystem.tiny_tokenizer import CHAT_TEMPLATE, VOCAB_SIZE, trained_tokenizer
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers import TrainerControl
 
-from hetero.job.lineage import Branch, Lineage
+from hetero.job.checkpoints import Branch, Lineage
 from hetero.job.ranks import ALONE
 
 pytest.importorskip("trl", reason="pip install 'hetero[finetune]'")

@@ -1,18 +1,30 @@
-"""What a checkpoint has, in lines for people and as data for programs."""
+"""`hetero inspect` and `hetero convert`: checkpoints of any format, shown or written in another."""
 
 from __future__ import annotations
 
+import argparse
+import json
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from hetero.checkpoint.formats import conversion
+from hetero.checkpoint.hetero_checkpoint import HeteroCheckpoint
 from hetero.checkpoint.manifest import Manifest, TensorRecord, dtype_name, master_key
 from hetero.checkpoint.plain_data import unpack
 from hetero.checkpoint.stored_checkpoint import StoredCheckpoint
-from hetero.text_table import columns
+from hetero.cli.outcome import EXIT_FAILED, EXIT_OK, print_error
+from hetero.durable.stored_commit import open_stored
+from hetero.job.run_folder import CHECKPOINTS_NAME, MODEL_NAME, RunFolder
+from hetero.state.memory.state_files import FOLDER
+from hetero.text_table import columns, terminal_width
+from offload.errors import CheckpointError
 from offload.memory.sizes import format_bytes
 
+_DAMAGED = 20  # pieces that are listed
 _ROWS = 12  # of the table of modules
 _LARGEST = 3  # parameters that are named
 _FILES = 8
@@ -30,7 +42,83 @@ _TYPES = {
 }
 
 
-def as_dict(stored: StoredCheckpoint) -> dict[str, Any]:
+def _open(path: Path) -> StoredCheckpoint:
+    """open_stored(); of a run folder its last commit or checkpoint, or else its trained weights."""
+    if RunFolder.has_run(path):
+        for folder in (path / FOLDER, path / CHECKPOINTS_NAME, path / MODEL_NAME):
+            if folder.is_dir():
+                return open_stored(folder)
+    return open_stored(path)
+
+
+def convert(arguments: argparse.Namespace) -> int:
+    """Converts, and says what was written."""
+    target = arguments.target
+    stored = conversion.convert(
+        arguments.source, target, arguments.to, arguments.dtype, arguments.config, _open
+    )
+    manifest = stored.manifest
+    left_out = [
+        f"{what} are not in {target}"
+        for what, is_there in (
+            ("optimizer states", arguments.to == "hf" and manifest.optimizers),
+            ("random numbers and extra", manifest.ranks),
+        )
+        if is_there
+    ]
+    for note in (*stored.notes, *left_out):
+        print(f"hetero convert: {note}", file=sys.stderr)
+    count = len(manifest.params) + len(manifest.buffers)
+    print(f"{count} tensors of the {stored.kind} {stored.path} are in {target}")
+    return EXIT_OK
+
+
+def inspect(arguments: argparse.Namespace) -> int:
+    """Prints what the checkpoint has; returns 1 if it was verified and is damaged."""
+    with _open(Path(arguments.path)) as stored:
+        verified = _verify(stored) if arguments.verify else None
+        if arguments.json:
+            found = _as_dict(stored)
+            print(json.dumps(found if verified is None else {**found, "verified": verified}))
+        else:
+            print("\n".join(_lines(stored, terminal_width())))
+    if verified is None:
+        return EXIT_OK
+    damaged: list[str] = verified["damaged"]
+    for each in damaged[:_DAMAGED]:
+        print_error("inspect", CheckpointError(each))
+    if len(damaged) > _DAMAGED:
+        print(f"hetero inspect: error: and {len(damaged) - _DAMAGED} more", file=sys.stderr)
+    if damaged:
+        return EXIT_FAILED
+    if not arguments.json:
+        nbytes = verified["verified_bytes"]
+        print(
+            f"\nverified: {nbytes} bytes ({format_bytes(nbytes)}) in {verified['pieces']} pieces"
+            f" have their checksums"
+        )
+    return EXIT_OK
+
+
+def _verify(stored: StoredCheckpoint) -> dict[str, Any]:
+    """How much is good, and what is damaged. Raises ValueError where there are no checksums."""
+    if not isinstance(stored, HeteroCheckpoint):
+        raise ValueError(f"--verify is for hetero checkpoints; a {stored.kind} has no checksums")
+    damaged: list[str] = []
+    nbytes = pieces = 0
+    try:
+        for piece, error in stored.verify():
+            if error is None:
+                nbytes += piece.nbytes
+                pieces += 1
+            else:
+                damaged.append(str(error))
+    except CheckpointError as error:  # a file is missing, or its header is another one
+        damaged.append(str(error))
+    return {"verified_bytes": nbytes, "pieces": pieces, "damaged": damaged}
+
+
+def _as_dict(stored: StoredCheckpoint) -> dict[str, Any]:
     """Everything but values, as JSON takes it."""
     manifest = stored.manifest
     return {
@@ -63,7 +151,7 @@ def as_dict(stored: StoredCheckpoint) -> dict[str, Any]:
             for optimizer in manifest.optimizers
         ],
         "loss_scale": None if manifest.loss_scale is None else dict(manifest.loss_scale),
-        "extra": extra_types(manifest),
+        "extra": _extra_types(manifest),
         "notes": stored.notes,
     }
 
@@ -82,7 +170,7 @@ def _options(packed: Any) -> Any:
     }
 
 
-def extra_types(manifest: Manifest) -> dict[str, str]:
+def _extra_types(manifest: Manifest) -> dict[str, str]:
     """What the first rank's `extra` has: names, and types of what was kept."""
     first = manifest.ranks[0] if manifest.ranks else {}
     extra = first.get("extra") if isinstance(first, dict) else None
@@ -98,7 +186,7 @@ def _type(packed: Any) -> str:
     return f"dict of {', '.join(list(packed)[:4])}{', ...' if len(packed) > 4 else ''}"
 
 
-def lines(stored: StoredCheckpoint, width: int) -> list[str]:
+def _lines(stored: StoredCheckpoint, width: int) -> list[str]:
     """A page for people, however many parameters there are."""
     manifest = stored.manifest
     total = sum(stored.files.values())
@@ -134,7 +222,7 @@ def lines(stored: StoredCheckpoint, width: int) -> list[str]:
     if manifest.loss_scale is not None:
         scale = ", ".join(f"{name}={value}" for name, value in manifest.loss_scale.items())
         rows.append(("loss scale", scale))
-    rows += [(f"extra {name!r}", kind) for name, kind in extra_types(manifest).items()]
+    rows += [(f"extra {name!r}", kind) for name, kind in _extra_types(manifest).items()]
     rows += [("note", note) for note in stored.notes]
     return [*columns(rows, width), *_table(params, width)]
 

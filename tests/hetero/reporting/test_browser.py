@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from hetero.reporting.page.page import make_page
+from hetero.reporting.page import make_page
 from tests.support.run_records import make_record
 
 NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")

@@ -1,4 +1,4 @@
-"""What `hetero plan` plans and prints: a model's state on machines, and a step there."""
+"""`hetero plan`: a model's state on machines, and a step there."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from hetero.cli.show.what_if import (
+import torch
+
+from hetero.cli.outcome import EXIT_OK, EXIT_USAGE
+from hetero.cli.what_if import (
     Case,
     draw_what_if,
     explain_cases,
@@ -21,9 +24,13 @@ from hetero.cli.show.what_if import (
     other_disks,
 )
 from hetero.config import Config
+from hetero.job.job import arrange_shape
+from hetero.job.models import build_shape, model_config, model_label, wanted_vocab_size
 from hetero.job.options import DEFAULT_DISK_SHARE, DEFAULT_SHARE, TrainOptions
+from hetero.job.ranks import Ranks
 from hetero.planning.candidates import SmallestBudgets, smallest_budgets
 from hetero.planning.collective_cost import Network
+from hetero.planning.group_plans import Arrangement, ChunkGroupPlan
 from hetero.planning.profiles import find_profile, listing, shipped_profiles
 from hetero.planning.report import as_dict, explain, state_by_tier
 from hetero.planning.step_cost import Plan, StepCost, predict, whole_step
@@ -34,19 +41,12 @@ from offload.memory.process_memory import resident_bytes
 from offload.memory.sizes import format_bytes, parse_bytes
 from offload.profile.machine_profile import Profile, default_path
 
-if TYPE_CHECKING:
-    import torch
 
-    from hetero.planning.group_plans import Arrangement, ChunkGroupPlan
-
-
-def plan(arguments: argparse.Namespace) -> bool:
-    """Prints where the state would live and what a step is predicted to take; whether it fits."""
-    from hetero.job.models import model_label, wanted_vocab_size
-
+def run(arguments: argparse.Namespace) -> int:
+    """Prints where the state would live and what a step is predicted to take."""
     if arguments.profile == "list":
         print("\n".join(listing()))
-        return True
+        return EXIT_OK
     given = TrainOptions.from_namespace(arguments)
     vocab_size = wanted_vocab_size(given.model, given.config, given.vocab_size)
     options = replace(given, vocab_size=vocab_size)
@@ -54,7 +54,7 @@ def plan(arguments: argparse.Namespace) -> bool:
     # Under --json nothing else may reach stdout, whatever a library prints.
     picture = None if arguments.what_if is None else Path(arguments.what_if)
     if picture is not None:
-        from hetero.cli.show.step_timeline import check_picture
+        from hetero.reporting.drawing import check_picture  # matplotlib takes seconds
 
         check_picture("--what-if", picture)
     with contextlib.redirect_stdout(sys.stderr):
@@ -83,7 +83,7 @@ def plan(arguments: argparse.Namespace) -> bool:
         print(*lines, sep="\n", file=sys.stderr if options.json else sys.stdout)
     if picture is not None:
         draw_what_if(cases, picture, f"{facts['model']}, policy {facts['policy']}")
-    return not excess
+    return EXIT_USAGE if excess else EXIT_OK
 
 
 def _activation_words(estimate: ActivationEstimate) -> str:
@@ -190,8 +190,6 @@ class _Planner:
 
     def __init__(self, options: TrainOptions, machine: _Machine, lora_rank: int) -> None:
         """Nothing is placed yet. Raises ValueError for what cannot be."""
-        from hetero.job.models import build_shape, model_config
-
         if machine.policy == "nvme" and not machine.disk_bytes:
             raise ValueError("--policy nvme needs --nvme-path, a folder on the NVMe disk")
         self.machine = machine
@@ -264,9 +262,6 @@ class _Planner:
 
     def arrange_within(self, host_bytes: int, device_bytes: int | None) -> Arrangement:
         """Raises PlacementError if nothing fits so many bytes of RAM and of DEVICE."""
-        from hetero.job.job import arrange_shape
-        from hetero.job.ranks import Ranks
-
         machine = self.machine
         ranks, replicas = Ranks(0, machine.shard_ranks), machine.ranks // machine.shard_ranks
         budgets = host_bytes, machine.disk_bytes, device_bytes
@@ -288,7 +283,6 @@ class _Planner:
 def _with_adapter(shape: torch.nn.Module, rank: int) -> torch.nn.Module:
     """The model on the meta device with a LoRA adapter, which alone is trained."""
     import peft
-    import torch
 
     adapter = peft.LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
     with torch.device("meta"), warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""hetero/cli/show/observers: what `hetero train --live` draws, and where it does not."""
+"""hetero/cli/observers: what `hetero train --live` draws, and where it does not."""
 
 from __future__ import annotations
 
@@ -10,23 +10,17 @@ import sys
 import pytest
 from rich.console import Console
 
-from hetero.cli.show.observers import (
-    BarObserver,
-    LineObserver,
-    LiveObserver,
-    make_observer,
-    sparkline,
-)
+from hetero.cli.observers import LineObserver, ScreenObserver, make_observer, sparkline
 from tests.support.train_results import make_result
 
 
-def drawn(steps: int, width: int = 120) -> str:
+def drawn(steps: int, width: int = 120, detailed: bool = True) -> str:
     """What is on the screen at the end of a run."""
     stream = io.StringIO()
     console = Console(file=stream, force_terminal=True, width=width, height=40, color_system=None)
-    observer, result = LiveObserver(console), make_result(steps)
-    observer.begin(result.setting)
-    for metrics in result.steps:
+    observer, result = ScreenObserver(console, detailed), make_result(steps)
+    observer.begin(result.facts)
+    for metrics in result.points:
         observer.step(metrics)
     observer.end()
     return stream.getvalue()
@@ -36,14 +30,14 @@ def test_memory_is_beside_its_budgets_and_loss_and_speed_are_there() -> None:
     text = drawn(5)
     assert "model tiny: 10.0M parameters" in text
     last = text[text.rindex("hetero train tiny") :]
+    assert "step 5/5" in text
     for words in (
-        "5 of 5",
         "200.0 MiB of 300.0 MiB, at most 200.0 MiB",
         "95.0 MiB of 1.0 TiB",
         "800.0 MiB no limit, at most 800.0 MiB",
         "1.0000",
         "50 tokens/s, 2.000 s per step",
-        "NVMe read 35 B, written 9 B",
+        "NVMe read 35 B, NVMe written 9 B",
     ):
         assert words in last, words
     assert "device" not in last, "nothing was there"
@@ -63,14 +57,7 @@ def test_a_narrow_terminal_gets_no_line_that_is_wider(width: int) -> None:
 
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_a_bar_has_figures_that_are_whole(width: int) -> None:
-    stream = io.StringIO()
-    console = Console(file=stream, force_terminal=True, width=width, color_system=None)
-    observer, result = BarObserver(console), make_result(3)
-    observer.begin(result.setting)
-    for metrics in result.steps:
-        observer.step(metrics)
-    observer.end()
-    text = stream.getvalue()
+    text = drawn(3, width, detailed=False)
     assert "50 tok/s" in text[text.rindex("loss") :]
     assert ("read" in text[text.rindex("loss") :]) == (width == 120)
     assert "…" not in text
@@ -82,26 +69,24 @@ def test_a_sparkline_goes_from_the_lowest_to_the_highest() -> None:
 
 
 @pytest.mark.parametrize(
-    ("terminal", "live", "wanted"),
-    [
-        (None, True, LineObserver),
-        (None, False, LineObserver),
-        ("dumb", True, BarObserver),
-        ("xterm", True, LiveObserver),
-        ("xterm", False, BarObserver),
-    ],
+    ("terminal", "live", "detailed"),
+    [("dumb", True, False), ("xterm", True, True), ("xterm", False, False)],
 )
 def test_it_falls_back_where_no_lines_can_be_redrawn(
-    terminal: str | None, live: bool, wanted: type, monkeypatch: pytest.MonkeyPatch
+    terminal: str, live: bool, detailed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if terminal is None:
-        monkeypatch.setattr(sys, "stderr", io.StringIO())
-        assert isinstance(make_observer(1, live=live), wanted)
-        return
     ours, theirs = pty.openpty()
     monkeypatch.setenv("TERM", terminal)
     with os.fdopen(theirs, "w") as stream:
         monkeypatch.setattr(sys, "stderr", stream)
-        assert isinstance(make_observer(1, live=live), wanted)
+        made = make_observer(1, live=live)
         monkeypatch.undo()
     os.close(ours)
+    assert isinstance(made, ScreenObserver)
+    assert made._detailed == detailed
+
+
+def test_without_a_terminal_there_are_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    for live in (False, True):
+        assert isinstance(make_observer(1, live=live), LineObserver)

@@ -1,10 +1,10 @@
-"""hetero/cli/show/what_if: other budgets and disks are planned and predicted as the given ones."""
+"""hetero/cli/what_if: other budgets and disks are planned and predicted as the given ones."""
 
 from __future__ import annotations
 
 from collections import Counter
 
-from hetero.cli.show.what_if import (
+from hetero.cli.what_if import (
     DEVICE,
     NVME_RATE,
     RAM,

@@ -12,35 +12,18 @@ import difflib
 import importlib
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 import hetero
-from hetero.cli.commands.outcome import EXIT_OK
-from hetero.cli.parser import examples
+from hetero.cli.outcome import EXIT_OK
 from hetero.text_table import columns, terminal_width
 
-if TYPE_CHECKING:
-    from hetero.cli.commands import Commands
 
+class Program(NamedTuple):
+    """A benchmark: the module whose main() runs it, and a line that says what it measures."""
 
-def add_command(commands: Commands) -> None:
-    """Adds `bench`."""
-    command = commands.add_parser(
-        "bench",
-        help="measure hetero beside this machine's limits and other libraries",
-        usage="hetero bench [NAME [OPTION ...]]",
-        description="Runs one of the benchmarks of docs/benchmarks.md; without a name it lists"
-        " them. Other libraries take part as far as they are installed.",
-        epilog=examples(
-            ("hetero bench", "what there is"),
-            ("hetero bench io --path .", "the disk beside fio and others"),
-            ("hetero bench adam --peers torch", "update kernels beside torch's"),
-            ("hetero bench train --help", "the options of one of them"),
-        ),
-    )
-    command.add_argument("name", nargs="?", metavar="NAME", help="one of those listed")
-    command.add_argument("options", nargs=argparse.REMAINDER, metavar="OPTION", help="its own")
-    command.set_defaults(run=run)
+    module: str
+    summary: str
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -48,7 +31,9 @@ def run(arguments: argparse.Namespace) -> int:
     folder = benchmarks_folder()
     known = programs(folder / "bench")
     if arguments.name is None:
-        print("\n".join(listing(known)))
+        print(
+            "\n".join(columns([(name, p.summary) for name, p in known.items()], terminal_width()))
+        )
         return EXIT_OK
     if arguments.name not in known:
         near = difflib.get_close_matches(arguments.name, known, n=1, cutoff=0.5)
@@ -70,14 +55,6 @@ def benchmarks_folder() -> Path:
         if (folder / "bench" / "harness" / "program.py").is_file():
             return folder
     raise ValueError(f"{package} was installed without its benchmarks; install hetero again")
-
-
-class Program:
-    """A benchmark: the module whose main() runs it, and a line that says what it measures."""
-
-    def __init__(self, module: str, summary: str) -> None:
-        self.module = module
-        self.summary = summary
 
 
 def programs(bench: Path) -> dict[str, Program]:
@@ -106,9 +83,3 @@ def _runs_alone(node: ast.stmt) -> bool:
         and [argument.arg for argument in node.args.args] == ["argv"]
         and len(node.args.defaults) == 1
     )
-
-
-def listing(known: dict[str, Program]) -> list[str]:
-    """A line for each benchmark."""
-    rows = [(name, program.summary) for name, program in known.items()]
-    return columns(rows, terminal_width())

@@ -109,24 +109,14 @@ def explain_cases(cases: Sequence[Case], width: int | None = None) -> str:
     ]
     now_s = next(case.step.seconds for case in cases if case.is_given and case.step is not None)
     for case in cases:
-        mark = "given" if case.is_given else ""
-        head = (f"{case.words} of {case.of}" if case.of != NVME_RATE else f"NVMe of {case.words}",)
-        if case.step is None:
-            rows.append((*head, mark, "nothing fits", "", "", "", ""))
-            continue
-        step = case.step
-        moved = (step.traffic["nvme_read"], step.traffic["nvme_written"])
-        compared = f"{step.seconds / now_s:.0%}" if now_s else "-"
-        rows.append(
-            (
-                *head,
-                mark,
-                f"{seconds_text(step.seconds)} s",
-                compared,
-                step.bound,
-                *(format_bytes(n) if n else "-" for n in moved),
-            )
-        )
+        name = f"NVMe of {case.words}" if case.of == NVME_RATE else f"{case.words} of {case.of}"
+        cells = ["nothing fits", "", "", "", ""]
+        if (step := case.step) is not None:
+            compared = f"{step.seconds / now_s:.0%}" if now_s else "-"
+            moved = (step.traffic["nvme_read"], step.traffic["nvme_written"])
+            cells = [f"{seconds_text(step.seconds)} s", compared, step.bound]
+            cells += [format_bytes(n) if n else "-" for n in moved]
+        rows.append((name, "given" if case.is_given else "", *cells))
     return table(rows, width)
 
 

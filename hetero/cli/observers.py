@@ -1,5 +1,5 @@
-"""Shows a run while it happens, on stderr: on a terminal a bar, or memory beside its budgets, loss
-and speed; elsewhere lines."""
+"""Shows a run while it happens, on stderr: on a terminal a bar, and memory beside its budgets, loss
+and speed if asked for; elsewhere lines."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rich.text import Text
 from hetero.job.loop import Observer
 from hetero.job.ranks import ALONE, Ranks
 from hetero.job.result import Setting
-from hetero.reporting.palette import TIER_WORDS
+from hetero.reporting.palette import LINK_WORDS, TIER_WORDS
 from hetero.reporting.run_record import StepPoint
 from offload.memory.sizes import format_bytes
 from offload.memory.tiers import Tier
@@ -28,16 +28,14 @@ from offload.memory.tiers import Tier
 def make_observer(log_every: int, ranks: Ranks = ALONE, live: bool = False) -> Observer:
     """The observer that fits where stderr goes; of several ranks the first shows the run.
 
-    `live`: on a terminal that can redraw lines, memory, loss and speed in the place of a bar.
+    `live`: on a terminal that can redraw lines, memory, loss and speed below a bar.
     """
     if not ranks.leads:
         return SilentObserver()
     if not sys.stderr.isatty():
         return LineObserver(sys.stderr, log_every)
     console = Console(stderr=True)
-    if live and not console.is_dumb_terminal:
-        return LiveObserver(console)
-    return BarObserver(console)
+    return ScreenObserver(console, live and not console.is_dumb_terminal)
 
 
 def opening_lines(setting: Setting) -> list[str]:
@@ -90,43 +88,6 @@ class LineObserver:
         self._stream.flush()
 
 
-_BAR_AND_TIME = 40  # columns for steps, a bar and the time that is left
-
-
-class BarObserver:
-    """A progress bar with the newest figures."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._progress = Progress(
-            TextColumn("step {task.completed}/{task.total}"),
-            BarColumn(bar_width=None),
-            TextColumn("{task.fields[figures]}"),
-            TimeRemainingColumn(elapsed_when_finished=True),
-            console=self._console,
-            expand=True,
-        )
-        self._task = self._progress.add_task("train", total=None, start=False, figures="")
-
-    def begin(self, setting: Setting) -> None:
-        for line in opening_lines(setting):
-            self._console.print(line, highlight=False, markup=False)
-        self._progress.start()
-        self._progress.update(self._task, total=setting.steps, figures="first step")
-        self._progress.start_task(self._task)
-
-    def step(self, point: StepPoint) -> None:
-        figures = f"loss [bold]{point.loss:.3f}[/]  {point.tokens_per_s:.0f} tok/s"
-        tiers = _tiers(point)
-        # What finds no room would be cut.
-        if len(tiers) + len(figures) <= self._console.width - _BAR_AND_TIME:
-            figures += f"  {tiers}"
-        self._progress.update(self._task, completed=point.last, figures=figures)
-
-    def end(self) -> None:
-        self._progress.stop()
-
-
 def _tiers(point: StepPoint) -> str:
     """Bytes held per tier and moved to and from the disk in the step."""
     now = point.samples[-1]
@@ -138,19 +99,28 @@ def _tiers(point: StepPoint) -> str:
     return tiers
 
 
+_BAR_AND_TIME = 40  # columns for steps, a bar and the time that is left
 _BARS = "▁▂▃▄▅▆▇█"
 _BAR_WIDTHS = 10, 40  # columns, by those of the terminal
 _WORDS_WIDTH = 60  # of all but the bars
 
 
-class LiveObserver:
-    """Redraws a few lines after each step; they stay on the terminal at the end."""
+class ScreenObserver:
+    """A progress bar with the newest figures; they stay on the terminal at the end."""
 
-    def __init__(self, console: Console) -> None:
-        """Nothing is drawn before begin()."""
+    def __init__(self, console: Console, detailed: bool = False) -> None:
+        """Nothing is drawn before begin(). `detailed`: memory beside its budgets, loss and speed
+        have lines of their own below the bar."""
         self._console = console
-        self._live = Live(console=console, auto_refresh=False, transient=False)
-        self._setting: Setting | None = None
+        self._detailed = detailed
+        self._progress = Progress(
+            TextColumn("step {task.completed}/{task.total}"),
+            BarColumn(bar_width=None),
+            TextColumn("{task.fields[figures]}"),
+            TimeRemainingColumn(elapsed_when_finished=True),
+            expand=True,
+        )
+        self._live = Live(self._progress, console=console)
         self._peak = dict.fromkeys(Tier, 0)
         self._peak_rss = 0
         least, most = _BAR_WIDTHS
@@ -163,38 +133,43 @@ class LiveObserver:
         for line in opening_lines(setting):
             self._console.print(line, highlight=False, markup=False)
         self._setting = setting
+        self._task = self._progress.add_task("train", total=setting.steps, figures="first step")
         self._live.start()
 
     def step(self, point: StepPoint) -> None:
         """A step was made."""
-        assert self._setting is not None
+        figures = f"loss [bold]{point.loss:.3f}[/]  {point.tokens_per_s:.0f} tok/s"
+        tiers = _tiers(point)
+        # What finds no room would be cut.
+        if len(tiers) + len(figures) <= self._console.width - _BAR_AND_TIME:
+            figures += f"  {tiers}"
+        self._progress.update(self._task, completed=point.last, figures=figures)
+        shown = Group(self._progress, self._details(point)) if self._detailed else self._progress
+        self._live.update(shown, refresh=True)
+
+    def end(self) -> None:
+        """The run is over, however that came."""
+        self._live.stop()
+
+    def _details(self, point: StepPoint) -> Panel:
+        setting, now = self._setting, point.samples[-1]
         for tier in Tier:
             held = (sample.total(tier) for sample in point.samples)
             self._peak[tier] = max(self._peak[tier], *held)
         self._peak_rss = max(self._peak_rss, *(sample.rss_bytes for sample in point.samples))
         self._losses.append(point.loss or 0.0)
         self._speeds.append(point.tokens_per_s)
-        self._live.update(self._draw(self._setting, point), refresh=True)
-
-    def end(self) -> None:
-        """The run is over, however that came."""
-        self._live.stop()
-
-    def _draw(self, setting: Setting, point: StepPoint) -> Panel:
         grid = Table.grid(padding=(0, 2))
         grid.add_column(style="bold", no_wrap=True)
         grid.add_column(no_wrap=True)
         grid.add_column(overflow="fold")
-        steps = ProgressBar(total=setting.steps, completed=point.last, width=self._width)
-        grid.add_row("step", steps, f"{point.last} of {setting.steps}")
-        now = point.samples[-1]
-        held = [
+        rows = [
             (TIER_WORDS[tier], now.total(tier), now.budget_bytes[tier], peak)
             for tier, peak in self._peak.items()
             if peak
         ]
-        held.append(("process", now.rss_bytes, setting.process_bytes, self._peak_rss))
-        for name, nbytes, budget, peak in held:
+        rows.append(("process", now.rss_bytes, setting.process_bytes, self._peak_rss))
+        for name, nbytes, budget, peak in rows:
             limit = "no limit" if budget is None else f"of {format_bytes(budget)}"
             bar = ProgressBar(
                 total=budget or peak,
@@ -208,15 +183,9 @@ class LiveObserver:
         speed = f"{point.tokens_per_s:,.0f} tokens/s, {point.step_s:.3f} s per step"
         grid.add_row("speed", Text(sparkline(self._speeds)), speed)
         moved = [
-            f"{words} {format_bytes(point.traffic_bytes[link])}"
-            for link, words in (
-                ("disk_read", "NVMe read"),
-                ("disk_write", "written"),
-                ("h2d", "to the device"),
-                ("d2h", "back"),
-                ("sent", "sent"),
-            )
-            if point.traffic_bytes[link]
+            f"{LINK_WORDS[link]} {format_bytes(nbytes)}"
+            for link, nbytes in point.traffic_bytes.items()
+            if nbytes
         ]
         last = Text(f"moved in the step: {', '.join(moved) or 'nothing'}", style="dim")
         return Panel(Group(grid, last), title=f"hetero train {setting.title}", title_align="left")

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from hetero.reporting.page.memory_chart import draw_memory, moments
-from hetero.reporting.page.page import make_page, write_page
-from hetero.reporting.page.progress_charts import fewer
+from hetero.reporting.charts import draw_memory, fewer, moments
+from hetero.reporting.page import make_page, write_page
 from hetero.reporting.run_record import LINKS, RunRecord
 from offload.memory.tiers import Tier
 from tests.support.run_records import MIB, Page, make_record, point, sample

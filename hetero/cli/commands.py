@@ -1,0 +1,437 @@
+"""The commands of `hetero`: the options of each, its help, and the function that runs it.
+
+This is read before any of them runs, so it imports neither torch nor what a command needs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hetero.cli.finetune.options import FinetuneOptions
+from hetero.job.options import DEFAULT_DISK_SHARE, DEFAULT_SHARE, TrainOptions
+from hetero.planning.profiles import shipped_profiles
+from offload.profile.machine_profile import default_path
+
+Option = tuple[tuple[str, ...], dict[str, Any]]  # flags, and what add_argument() takes
+# What add_train_arguments() takes: defaults and helps of some options, and the class of options.
+Training = tuple[Mapping[str, object], Mapping[str, str | None] | None, type[TrainOptions]]
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command of `hetero`.
+
+    Attributes:
+        name: as it is called.
+        run: the function that runs it, by its full name; it takes the parsed arguments and returns
+            an exit code.
+        help: a line for the list of all commands.
+        description: for its own help.
+        examples: command lines, and what each does.
+        options: its own ones.
+        training: options of a training that it takes, too.
+        synopsis: of its options, where argparse's own would be longer than the help.
+        defaults: of attributes of the parsed arguments that no option has.
+    """
+
+    name: str
+    run: str
+    help: str
+    description: str
+    examples: tuple[tuple[str, str], ...]
+    options: tuple[Option, ...] = ()
+    training: Training | None = None
+    synopsis: str | None = None
+    defaults: Mapping[str, object] = dataclasses.field(default_factory=dict)
+
+
+def _option(*flags: str, **about: Any) -> Option:
+    return flags, about
+
+
+def _switch(flag: str, help: str) -> Option:
+    return _option(flag, action="store_true", help=help)
+
+
+def _folders(help: str) -> Option:
+    return _option("--nvme-path", action="append", metavar="DIR", help=help)
+
+
+def _of_0_1(flag: str, dest: str, **about: Any) -> Option:
+    """A flag of hetero 0.1 for an option that has another one now."""
+    hidden = {"help": argparse.SUPPRESS, "default": argparse.SUPPRESS}
+    return _option(flag, dest=dest, **hidden, **about)
+
+
+_TRAIN = Command(
+    "train",
+    "hetero.cli.train.run",
+    "train a language model within budgets of RAM and device memory",
+    "Trains a language model on the bytes of a text. Without options: 304M parameters, four minutes"
+    " on two CPU cores, on the source text of Python's standard library. Sizes are bytes, or like"
+    " 600MiB and 4GiB; budgets are never exceeded, and one that is too small is refused with the"
+    " smallest that works. Under torchrun the ranks shard the model state.",
+    (
+        ("hetero train --max-steps 20", "two minutes of the model of 304M parameters"),
+        (
+            "hetero train --model gpt2 --vocab-size 50257 --host-memory 600MiB",
+            "another shape, within a budget of RAM; the rest of its state is on NVMe",
+        ),
+        (
+            "hetero train --data README.md --nvme-path /tmp --json",
+            "another text, another disk, and a JSON object as the report",
+        ),
+        (
+            "hetero train --policy cpu --process-memory auto",
+            "all in RAM, and within what a container allows",
+        ),
+        (
+            "hetero train --config runs/first --max-steps 80",
+            "the options of an earlier run, or of a YAML file, and more steps",
+        ),
+        (
+            "torchrun --nproc-per-node 2 -m hetero.cli train --max-steps 20",
+            "two ranks, each with half of the model state",
+        ),
+    ),
+    training=({}, None, TrainOptions),
+    synopsis="[OPTION ...]",
+)
+
+# Of TrainOptions: the folder and the epochs say the first three, TRL does without the rest.
+_NOT_OF_FINETUNE = {"config", "vocab_size", "steps", "save_model"}
+_NOT_OF_FINETUNE |= {"commit_every", "discard_state", "timeline"}
+_HELPS_OF_FINETUNE = {
+    "model": "folder of a causal language model with its tokenizer, as save_pretrained() writes it",
+    "data": "file (.json, .jsonl, .parquet, .txt) or folder of such: conversations, or texts",
+    "seq_len": "tokens that a conversation is cut to, and that a packed sequence has",
+    "dtype": "dtype of parameters and gradients: bf16 or fp32; the optimizer's master weights are"
+    " fp32 in any case (default: bf16 where the hardware has it, else fp32)",
+    "save_every": "steps between checkpoints, in the folder `checkpoints` of the run folder. The"
+    " last step is saved, too, and SIGTERM saves and ends (default: none)",
+    "resume": "continue from a checkpoint, or from the last one in a run folder, with any number of"
+    " ranks and any memory; without PATH from the last of --run-dir or of the newest run, if any",
+}
+_FINETUNE = Command(
+    "finetune",
+    "hetero.cli.finetune.run.run",
+    "fine-tune a Hugging Face model within budgets",
+    "Fine-tunes a causal language model from a local folder, whole or with a LoRA adapter, by TRL's"
+    " SFTTrainer, and writes a folder that from_pretrained() reads. Conversations are written by"
+    " the tokenizer's chat template, and their answers alone are learned; texts are learned whole."
+    " All data are checked before training starts. Budgets are those of hetero train; under"
+    " torchrun the ranks shard the model state.",
+    (
+        (
+            "hetero finetune --model llama --data alpaca.jsonl --output tuned --lora-rank 16",
+            "an adapter, learned from instructions",
+        ),
+        (
+            "hetero finetune --model llama --data texts --output tuned --host-memory 8GiB",
+            "the whole model, learned from a folder of texts, in 8 GiB of RAM",
+        ),
+        (
+            "hetero finetune --model llama --data train.jsonl --eval-data test.jsonl --output"
+            " tuned --eval-steps 50 --early-stopping-patience 3",
+            "the model that does best on other records, evaluated every 50 steps",
+        ),
+    ),
+    training=(
+        {"model": None, "seq_len": 512, "batch_size": 1, "lr": 1e-4, "weight_decay": 0.0}
+        | {"warmup": 0},  # as TRL
+        {
+            option.name: _HELPS_OF_FINETUNE.get(option.name)
+            for option in dataclasses.fields(FinetuneOptions)
+            if option.name not in _NOT_OF_FINETUNE
+        },
+        FinetuneOptions,
+    ),
+    synopsis="--model DIR --data PATH --output DIR [OPTION ...]",
+)
+
+_GENERATE = Command(
+    "generate",
+    "hetero.cli.generate.run",
+    "print text that a trained model makes",
+    "Prints a prompt, and what a model goes on with: the one that the newest run of hetero train"
+    " left, or that of a folder. The model is held in memory whole. A folder without a tokenizer"
+    " has bytes as tokens, as hetero train does.",
+    (
+        ("hetero generate", "with the model of the newest run"),
+        ("hetero generate runs/first --prompt 'class ' --tokens 400", "with that of a run"),
+        ("hetero generate my-model --temperature 0", "always the most probable token"),
+    ),
+    (
+        _option(
+            "path",
+            nargs="?",
+            metavar="FOLDER",
+            help="a run folder of hetero train, or a folder of a Hugging Face causal language model"
+            " (default: the newest run in runs)",
+        ),
+        _option("--prompt", default="def ", help="text to go on from (default: %(default)r)"),
+        _option("--tokens", type=int, default=200, help="so many are made (default: %(default)s)"),
+        _option(
+            "--temperature",
+            type=float,
+            default=0.8,
+            help="higher is more varied; 0: always the most probable token (default: %(default)s)",
+        ),
+        _option(
+            "--top-k",
+            type=int,
+            default=40,
+            help="draw from so many of the most probable tokens; 0: from all (default:"
+            " %(default)s)",
+        ),
+        _option("--seed", type=int, default=0, help="of the draws (default: %(default)s)"),
+    ),
+)
+
+# The options of `hetero plan` that are those of `hetero train`, and their help where it differs.
+_DEFAULT_BYTES = f"for model state (default: {DEFAULT_SHARE:.0%}% of what there is)"
+_HELPS_OF_PLAN = {
+    "vocab_size": "of a model by name (default: as published)",
+    "host_memory": f"RAM, {_DEFAULT_BYTES}",
+    "process_memory": "of the whole process, where compute happens in RAM (default: no limit)",
+    "activation_memory": "part of --host-memory for what autograd saves, as `hetero train` says",
+    "device_memory": "memory of a device, where the profile has one that is not RAM,"
+    f" {_DEFAULT_BYTES}",
+    "nvme_path": "folder on NVMe, once per disk; with --profile it need not exist (default: none)",
+    "nvme_capacity": f"file space there (default: {DEFAULT_DISK_SHARE:.0%}% of what is free)",
+    "dtype": "bf16, fp16 or fp32",
+    "batch_size": "sequences per micro-batch of a rank",
+    "accumulate": "micro-batches of a rank per step",
+    "zero_stage": "what ranks share, as `hetero train` says",
+    "overlap_updates": "what updates overlap with, as `hetero train` says",
+    **dict.fromkeys(("model", "config", "policy", "state_dtype", "chunk_numel", "seq_len")),
+    **dict.fromkeys(("gradient_checkpointing", "optimizer", "json")),
+}
+_PLAN = Command(
+    "plan",
+    "hetero.cli.plan.run",
+    "say where a model's state would live, and what a step would take",
+    "Places a model's state without building it, and predicts a step by a machine's profile: this"
+    " one's, as `hetero profile` measured it, or another's. Budgets are of one rank.",
+    (
+        ("hetero plan", "the model that `hetero train` takes, on this machine"),
+        (
+            "hetero plan --machine rtx4090-nvme --model llama-7b --nvme-path /nvme",
+            "on another one; the folder need not exist",
+        ),
+        (
+            "hetero plan --machine 8xh200-node --model llama-70b --ranks 64 --nodes 8",
+            "on several; --machine list says which there are",
+        ),
+    ),
+    (
+        _option(
+            "--ranks", type=int, default=1, metavar="N", help="ranks in all (default: %(default)s)"
+        ),
+        _option(
+            "--nodes",
+            type=int,
+            default=1,
+            metavar="N",
+            help="machines, with as many ranks each (default: %(default)s)",
+        ),
+        _option(
+            "--shard-ranks",
+            type=int,
+            metavar="N",
+            help="hybrid sharding: so many ranks in a row share each chunk, parts of a machine or"
+            " whole machines, and the others are replicas of them (default: all ranks share)",
+        ),
+        _switch("--share-gpu", "a machine may have more ranks than GPUs"),
+        _of_0_1("--checkpointing", "gradient_checkpointing", action="store_true"),
+        _option(
+            "--lora-rank",
+            type=int,
+            default=0,
+            metavar="N",
+            help="a LoRA adapter of this rank on all linear layers but the head is trained, and the"
+            " rest is frozen, as `hetero finetune` does it (default: all is trained)",
+        ),
+        _option(
+            "--machine",
+            "--profile",
+            dest="profile",
+            metavar="FILE",
+            help="another machine: a profile's file, or a name of those that come along, which are"
+            f" {', '.join(shipped_profiles())}; list says what they are (default:"
+            f" {default_path()})",
+        ),
+        _option(
+            "--what-if",
+            metavar="FILE",
+            help="also predict the step with other budgets of RAM and of the device, from the"
+            " smallest that works to all state, and with faster and slower NVMe: a table, and a"
+            " picture of it (.png, .svg or .pdf)",
+        ),
+    ),
+    ({"dtype": "bf16"}, _HELPS_OF_PLAN, TrainOptions),
+    synopsis="[OPTION ...]",
+    defaults={"clip": 0.0},  # predictions leave clipping out
+)
+
+_PROFILE = Command(
+    "profile",
+    "hetero.cli.profile.run",
+    "measure what this machine moves and computes, for plan",
+    "Measures RAM, updates, products of matrices and, in the given folders, NVMe, for some 15"
+    " seconds, and saves the figures. Nothing else should be running.",
+    (
+        ("hetero profile", "without disks"),
+        ("hetero profile --nvme-path .", "with the disk of this folder"),
+        ("hetero profile --threads 4 --output machine.json", "for hetero plan --profile"),
+    ),
+    (
+        _folders(
+            "existing folder on NVMe; give it once per disk to measure several together"
+            " (default: none)"
+        ),
+        _option(
+            "--threads", type=int, metavar="N", help="of updates and products (default: all CPUs)"
+        ),
+        _option("--output", metavar="FILE", help=f"where to save (default: {default_path()})"),
+        _switch("--json", "print the profile as a JSON object on stdout"),
+    ),
+)
+
+_DOCTOR = Command(
+    "doctor",
+    "hetero.cli.doctor.run",
+    "check this machine, and say what to do about what is found",
+    "Checks what hetero needs of this machine: io_uring, locked memory, disks, memory limits, huge"
+    " pages, NUMA, GPUs, and what is installed. Each finding is ok, a note (hetero works, but"
+    " slower or with less) or a problem, with what to do about it. The exit code is 1 if there is a"
+    " problem.",
+    (
+        ("hetero doctor", "this machine, and the folder you are in"),
+        ("hetero doctor --nvme-path /tmp", "another folder, once per disk"),
+        ("hetero doctor --no-disk-speed --json", "without writing, for programs"),
+    ),
+    (
+        _folders("folder for state files; once per disk (default: the one you are in)"),
+        _switch(
+            "--no-disk-speed",
+            "do not measure disks, which writes up to 256 MiB in each folder and takes seconds",
+        ),
+        _switch("--json", "print findings and facts as a JSON object on stdout"),
+    ),
+)
+
+_INSPECT = Command(
+    "inspect",
+    "hetero.cli.checkpoints.inspect",
+    "show what is in a checkpoint",
+    "Shows what a checkpoint has: steps, parameters, optimizers, files. It may be hetero's, the"
+    " last commit of a durable state, a folder of Hugging Face's or a .safetensors file, one of"
+    " torch.distributed.checkpoint (DCP), or DeepSpeed's universal format. Values are not read, and"
+    " nothing of a file is run.",
+    (
+        ("hetero inspect runs/first", "the latest checkpoint of a run, or else its weights"),
+        ("hetero inspect runs/first/step-100 --verify", "compare all checksums"),
+        ("hetero inspect model.safetensors --json", "every parameter, for programs"),
+    ),
+    (
+        _option(
+            "path",
+            help="the checkpoint, or the run folder; of several checkpoints in a folder the latest"
+            " one",
+        ),
+        _switch(
+            "--verify",
+            "read every byte of a hetero checkpoint and compare checksums; exit code 1, and the"
+            " names of what is damaged, if one is another",
+        ),
+        _switch("--json", "print a JSON object with all parameters on stdout"),
+    ),
+)
+
+_CONVERT = Command(
+    "convert",
+    "hetero.cli.checkpoints.convert",
+    "write a checkpoint in another format",
+    "Writes a checkpoint in another format, without a model and without holding more than a tensor."
+    " Read are hetero's checkpoints and commits, folders of Hugging Face's and .safetensors files,"
+    " those of torch.distributed.checkpoint (DCP), and DeepSpeed's universal format. Between hetero"
+    " and DCP optimizer states and options go along; to Hugging Face's go parameters and buffers.",
+    (
+        (
+            "hetero convert runs/first exported --to hf --model-config config.json",
+            "for transformers' from_pretrained()",
+        ),
+        ("hetero convert runs/first resharded --to dcp", "for torch.distributed.checkpoint"),
+        ("hetero convert universal-folder imported --to hetero", "of DeepSpeed's, to go on"),
+    ),
+    (
+        _option("source", help="the checkpoint, as `hetero inspect` takes it"),
+        _option("target", help="the new folder, which must not be there yet"),
+        _option(
+            "--to",
+            required=True,
+            choices=("hetero", "hf", "dcp"),
+            help="the format: hetero, hf (Hugging Face), or dcp (torch.distributed.checkpoint)",
+        ),
+        _option(
+            "--dtype",
+            choices=("fp32", "bf16", "fp16"),
+            help="of parameters (default: as they are stored; masters are fp32); with --to hetero,"
+            " of those that are not trained",
+        ),
+        _of_0_1("--config", "config"),
+        _option(
+            "--model-config",
+            dest="config",
+            metavar="PATH",
+            help="with --to hf: a config.json, or a folder that has one, which is copied",
+        ),
+    ),
+)
+
+_BENCH = Command(
+    "bench",
+    "hetero.cli.bench.run",
+    "measure hetero beside this machine's limits and other libraries",
+    "Runs one of the benchmarks of docs/benchmarks.md; without a name it lists them. Other"
+    " libraries take part as far as they are installed.",
+    (
+        ("hetero bench", "what there is"),
+        ("hetero bench io --path .", "the disk beside fio and others"),
+        ("hetero bench adam --peers torch", "update kernels beside torch's"),
+        ("hetero bench train --help", "the options of one of them"),
+    ),
+    (
+        _option("name", nargs="?", metavar="NAME", help="one of those listed"),
+        _option("options", nargs=argparse.REMAINDER, metavar="OPTION", help="its own"),
+    ),
+    synopsis="[NAME [OPTION ...]]",
+)
+
+_COMPLETION = Command(
+    "completion",
+    "hetero.cli.completion.run",
+    "print a script by which a shell completes commands and options",
+    "Prints a script by which a shell completes commands, options, and names of files and folders."
+    " Start a new shell when it is installed. Needs the extra `completion`.",
+    (
+        (
+            "hetero completion bash > ~/.local/share/bash-completion/completions/hetero",
+            "for bash with the package bash-completion; the folder must be there",
+        ),
+        ("hetero completion zsh > ~/.zfunc/_hetero", "for zsh, if ~/.zfunc is in its fpath"),
+        ("hetero completion fish > ~/.config/fish/completions/hetero.fish", "for fish"),
+    ),
+    (_option("shell", choices=("bash", "zsh", "fish"), help="bash, zsh or fish"),),
+)
+
+# As the help lists them.
+COMMANDS = (
+    *(_TRAIN, _FINETUNE, _GENERATE, _PLAN, _PROFILE, _DOCTOR),
+    *(_INSPECT, _CONVERT, _BENCH, _COMPLETION),
+)

@@ -1,1 +1,0 @@
-"""What is shown of a training run: its progress, the table at its end, its figures."""

@@ -1,0 +1,347 @@
+"""`hetero doctor`: facts of this machine, what follows of facts of every kind, and its printing."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from hetero.cli import doctor
+from hetero.cli.doctor import (
+    CpuFacts,
+    DeviceFacts,
+    Facts,
+    Finding,
+    FolderFacts,
+    IoUringFacts,
+    Level,
+    LockedMemoryFacts,
+    MemoryFacts,
+    SoftwareFacts,
+    gather,
+)
+from hetero.cli.main import main
+from offload import _native
+from offload.disk.directories import mounted_at
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
+
+GIB = 1 << 30
+OK, NOTE, PROBLEM = Level
+SOFTWARE = SoftwareFacts(
+    {"hetero": "0.1.0", "torch": "2.13.0"},
+    {"train": {"rich": "15.0", "matplotlib": None}, "completion": {"shtab": "1.7"}},
+)
+CPU = CpuFacts("x86_64", 8, 8, "avx512", ("avx512", "avx2", "scalar"), None, 1, True)
+MEMORY = MemoryFacts(64 * GIB, 32 * GIB, None, 2, "madvise")
+URING = IoUringFacts("6.1.0", "2.3", refused_errno=None, disabled=0, seccomp=False)
+LOCKED = LockedMemoryFacts(8 << 20, exempt=False, trial_bytes=64 << 20, registered=True)
+FOLDER = FolderFacts("/nvme", None, "ext4", "/dev/nvme0n1", True, 500 * GIB, 3.25e9, 2e9)
+NO_GPU = DeviceFacts(None, False, (), None, nccl=False, gloo=True)
+GPU = DeviceFacts("12.6", True, (("H100", 80 * GIB),), None, nccl=True, gloo=True)
+UNSEEN = replace(GPU, devices=())
+REFUSED = {"refused_errno": errno.EPERM}
+NO_SYSCALL = {"refused_errno": errno.ENOSYS}
+
+# Facts, and what is changed of them; the finding's name, its level, and words of fact and fix.
+CASES: list[tuple[Any, dict[str, Any], str, Level, str, str]] = [
+    (SOFTWARE, {}, "versions", OK, "hetero 0.1.0, torch 2.13.0", ""),
+    (SOFTWARE, {}, "extra train", NOTE, "missing: matplotlib", 'pip install "hetero[train]"'),
+    (SOFTWARE, {}, "extra completion", OK, "shtab 1.7", ""),
+    (CPU, {"usable_cpus": 3}, "processors", OK, "3 of 8 CPUs (x86_64)", ""),
+    (CPU, {}, "update kernels", OK, "avx512 (this machine and build have avx512, avx2", ""),
+    (CPU, {"isa": "avx2"}, "update kernels", NOTE, "set_isa() chose it", "unset HETERO_ISA"),
+    (
+        CPU,
+        {"isa": "avx2", "forced_isa": "avx2"},
+        "update kernels",
+        NOTE,
+        "HETERO_ISA chose it",
+        "unset",
+    ),
+    (
+        CPU,
+        {"isa": "scalar", "available_isas": ("scalar",)},
+        "update kernels",
+        NOTE,
+        "no vector kernels",
+        "AVX2",
+    ),
+    (CPU, {}, "NUMA", OK, "one node", ""),
+    (CPU, {"numa_nodes": 2}, "NUMA", OK, "2 nodes; memory is spread", ""),
+    (
+        CPU,
+        {"numa_nodes": 2, "memory_policy": False},
+        "NUMA",
+        NOTE,
+        "may not choose",
+        "--cap-add SYS_NICE",
+    ),
+    (
+        MEMORY,
+        {},
+        "memory",
+        OK,
+        "64.0 GiB of RAM, 32.0 GiB of it available, all of it allowed (c",
+        "",
+    ),
+    (MEMORY, {"allowed_bytes": 65 * GIB}, "memory", OK, "all of it", ""),
+    (MEMORY, {"cgroup_version": None}, "memory", OK, "no control groups", ""),
+    (
+        MEMORY,
+        {"allowed_bytes": 8 * GIB, "cgroup_version": 1},
+        "memory",
+        NOTE,
+        "more than 8.0 GiB",
+        "--process-memory auto",
+    ),
+    (MEMORY, {"huge_pages": "always"}, "huge pages", OK, "always", ""),
+    (MEMORY, {}, "huge pages", OK, "madvise", ""),
+    (MEMORY, {"huge_pages": "never"}, "huge pages", NOTE, "'never'", "transparent_hugepage/en"),
+    (MEMORY, {"huge_pages": None}, "huge pages", NOTE, "kernel has no", "echo"),
+    (URING, {}, "io_uring", OK, "works on Linux 6.1.0, by liburing 2.3", ""),
+    (URING, {"liburing": None, **NO_SYSCALL}, "io_uring", NOTE, "without liburing", "liburing-dev"),
+    (URING, {**REFUSED, "disabled": 2}, "io_uring", NOTE, "io_uring_disabled is 2", "sudo sysctl"),
+    (
+        URING,
+        {**REFUSED, "seccomp": True},
+        "io_uring",
+        NOTE,
+        "seccomp filter",
+        "seccomp=unconfined",
+    ),
+    (
+        URING,
+        {**NO_SYSCALL, "seccomp": True},
+        "io_uring",
+        NOTE,
+        "seccomp filter",
+        "io_uring_enter",
+    ),
+    (URING, {**NO_SYSCALL, "disabled": None}, "io_uring", NOTE, "not implemented", "Linux 5.19"),
+    (URING, {"refused_errno": errno.ENOMEM}, "io_uring", NOTE, "may be locked", "ulimit -l unl"),
+    (URING, {"refused_errno": errno.EMFILE}, "io_uring", NOTE, "Too many open files", "dmesg"),
+    (LOCKED, {}, "locked memory", OK, "8.0 MiB; io_uring took a registered buffer of 64", ""),
+    (LOCKED, {"exempt": True}, "locked memory", OK, "8.0 MiB, from which this process is ex", ""),
+    (
+        LOCKED,
+        {"limit_bytes": None, "exempt": True},
+        "locked memory",
+        OK,
+        "is unlimited; io_uring took",
+        "",
+    ),
+    (LOCKED, {"registered": False}, "locked memory", NOTE, "refused a registered", "ulimit -l"),
+    (LOCKED, {"registered": None}, "locked memory", OK, "io_uring alone", ""),
+    (FOLDER, {}, "filesystem /nvme", OK, "ext4 on /dev/nvme0n1", ""),
+    (FOLDER, {"filesystem": "xfs"}, "filesystem /nvme", OK, "xfs on", ""),
+    (
+        FOLDER,
+        {"filesystem": "tmpfs"},
+        "filesystem /nvme",
+        PROBLEM,
+        "are RAM themselves",
+        "--nvme-path",
+    ),
+    (
+        FOLDER,
+        {"filesystem": "overlay"},
+        "filesystem /nvme",
+        NOTE,
+        "container's own layer",
+        "docker run -v",
+    ),
+    (FOLDER, {"filesystem": "nfs4"}, "filesystem /nvme", NOTE, "not a disk of this", "local NVMe"),
+    (FOLDER, {"filesystem": "fuse.x"}, "filesystem /nvme", NOTE, "not a disk of", "local NVMe"),
+    (FOLDER, {}, "free space /nvme", OK, "500.0 GiB: all state of 38 billion parameters", ""),
+    (FOLDER, {"free_bytes": 10 * GIB}, "free space /nvme", NOTE, "10.0 GiB", "du -xh /nvme"),
+    (FOLDER, {"free_bytes": GIB - 1}, "free space /nvme", PROBLEM, "1024.0 MiB", "larger disk"),
+    (FOLDER, {}, "O_DIRECT /nvme", OK, "past the page cache", ""),
+    (FOLDER, {"direct_io": False}, "O_DIRECT /nvme", NOTE, "page cache", "xfs"),
+    (FOLDER, {}, "disk speed /nvme", OK, "3.25 GB/s reading, 2.00 GB/s writing", ""),
+    (
+        FOLDER,
+        {"write_bytes_per_s": 0.2e9},
+        "disk speed /nvme",
+        NOTE,
+        "0.20 GB/s writing: slower than an NVMe disk",
+        "lsblk",
+    ),
+    (
+        FOLDER,
+        {"error": "it does not exist"},
+        "folder /nvme",
+        PROBLEM,
+        "it does not exist",
+        "mkdir -p /nvme",
+    ),
+    (GPU, {}, "GPU", OK, "H100 (80.0 GiB), CUDA 12.6", ""),
+    (NO_GPU, {}, "GPU", OK, "compute on the CPU", ""),
+    (NO_GPU, {"driver": True}, "GPU", NOTE, "built without CUDA", "build of torch for CUDA"),
+    (UNSEEN, {}, "GPU", PROBLEM, "sees no device", "docker run --gpus all"),
+    (UNSEEN, {"hidden": True}, "GPU", NOTE, "CUDA_VISIBLE_DEVICES hides", "unset"),
+    (NO_GPU, {}, "page-locked RAM", OK, "not needed", ""),
+    (GPU, {}, "page-locked RAM", OK, "page-locks RAM", ""),
+    (GPU, {"page_locking": "no memory"}, "page-locked RAM", PROBLEM, "no memory", "ulimit -l unl"),
+    (NO_GPU, {}, "collectives", OK, "gloo", ""),
+    (GPU, {}, "collectives", OK, "gloo and NCCL", ""),
+    (
+        GPU,
+        {"devices": GPU.devices * 2, "nccl": False},
+        "collectives",
+        NOTE,
+        "go through RAM",
+        "NCCL",
+    ),
+    (GPU, {"gloo": False}, "collectives", PROBLEM, "no gloo", "torch.distributed"),
+]
+
+
+@pytest.mark.parametrize(("facts", "changes", "name", "level", "fact", "fix"), CASES)
+def test_what_follows_of_facts(
+    facts: Any, changes: dict[str, Any], name: str, level: Level, fact: str, fix: str
+) -> None:
+    """A finding that has something to do says what; one that is ok has nothing to do."""
+    findings = {finding.name: finding for finding in replace(facts, **changes).findings()}
+    found = findings[name]
+    assert found.level is level, found
+    assert fact in found.fact
+    assert fix in found.fix
+    assert bool(found.fix) == (level is not OK)
+
+
+def test_what_is_not_known_of_a_folder() -> None:
+    names = [each.name for each in replace(FOLDER, read_bytes_per_s=None).findings()]
+    assert names == ["filesystem /nvme", "free space /nvme", "O_DIRECT /nvme"]
+    assert len(list(replace(FOLDER, error="it does not exist").findings())) == 1
+
+
+MOUNTS = """\
+22 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw
+30 22 0:26 / /dev/shm rw,nosuid shared:4 - tmpfs tmpfs rw
+31 22 259:1 / /big\\040disk rw - xfs /dev/nvme0n1 rw
+32 31 0:30 / /big\\040disk/far rw master:2 propagate_from:3 - nfs4 server:/x rw
+33 32 0:31 / /big\\040disk/far rw - fuse.sshfs me@there:/y rw
+"""
+
+
+def test_the_filesystem_of_a_path(tmp_path: Path) -> None:
+    (tmp_path / "mountinfo").write_text(MOUNTS)
+    for path, filesystem in (
+        ("/home/x", ("ext4", "/dev/vda")),
+        ("/dev/shm", ("tmpfs", "tmpfs")),
+        ("/dev/shmoo", ("ext4", "/dev/vda")),
+        ("/big disk/a/b", ("xfs", "/dev/nvme0n1")),
+        ("/big disk/far/c", ("fuse.sshfs", "me@there:/y")),
+    ):
+        assert mounted_at(Path(path), tmp_path / "mountinfo") == filesystem
+    assert mounted_at(Path("/"), tmp_path / "none") == ("unknown", "unknown")
+
+
+def test_facts_of_this_machine(tmp_path: Path) -> None:
+    said: list[str] = []
+    facts = gather([str(tmp_path), str(tmp_path / "none")], False, said.append)
+    assert not said
+    folder, missing = facts.folders
+    assert folder.error is None
+    assert folder.free_bytes > 0
+    assert folder.read_bytes_per_s is None
+    assert "does not exist" in (missing.error or "")
+    assert not list(tmp_path.iterdir())
+    assert facts.memory.ram_bytes == psutil.virtual_memory().total
+    assert facts.cpu.isa == _native.isa()
+    assert facts.io_uring.kernel == os.uname().release
+    assert facts.software.versions["psutil"] == psutil.__version__
+    assert facts.device.gloo
+
+
+def test_what_a_container_hides(tmp_path: Path) -> None:
+    """Facts from another /proc and /sys, which are empty at first."""
+
+    def of_container() -> Facts:
+        return gather([], False, print, tmp_path)
+
+    facts = of_container()
+    assert (facts.io_uring.seccomp, facts.io_uring.disabled) == (False, None)
+    assert (facts.memory.huge_pages, facts.memory.cgroup_version) == (None, None)
+    files = {
+        "proc/self/status": "Name:\tx\nCapEff:\t0000000000004000\nSeccomp:\t2\n",
+        "proc/sys/kernel/io_uring_disabled": "2\n",
+        "sys/kernel/mm/transparent_hugepage/enabled": "always madvise [never]\n",
+        "sys/fs/cgroup/cgroup.controllers": "memory\n",
+        "dev/nvidiactl": "",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    facts = of_container()
+    assert (facts.io_uring.seccomp, facts.io_uring.disabled) == (True, 2)
+    assert (facts.memory.huge_pages, facts.memory.cgroup_version) == ("never", 2)
+    assert facts.locked_memory.exempt
+    assert facts.device.driver
+
+
+def test_the_disk_is_measured(tmp_path: Path) -> None:
+    said: list[str] = []
+    (folder,) = gather([str(tmp_path)], True, said.append).folders
+    assert said[0] == f"measuring the disk of {tmp_path}"
+    assert (folder.read_bytes_per_s or 0) > 0
+    assert not list(tmp_path.iterdir())
+
+
+# The command
+
+FINDINGS = [
+    Finding("versions", "hetero 0.1.0"),
+    Finding("io_uring", "refused by the kernel", NOTE, "sudo sysctl kernel.io_uring_disabled=0"),
+    Finding("filesystem /x", "tmpfs: files there are RAM themselves", PROBLEM, "name another one"),
+]
+TEXT = """\
+ok       versions       hetero 0.1.0
+note     io_uring       refused by the kernel
+                        -> sudo sysctl kernel.io_uring_disabled=0
+problem  filesystem /x  tmpfs: files there are RAM themselves
+                        -> name another one
+
+1 ok, 1 note, 1 problem
+"""
+
+
+def test_the_exit_code(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A problem is 1, notes are 0."""
+    assert main(["doctor", "--no-disk-speed", "--json", "--nvme-path", str(tmp_path / "no")]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert not found["ok"]
+    (bad,) = (each for each in found["findings"] if each["level"] == "problem")
+    assert bad["name"] == f"folder {tmp_path / 'no'}"
+    assert bad["fix"].startswith("mkdir -p ")
+    assert found["facts"]["memory"]["ram_bytes"] > 0
+    monkeypatch.setattr(Facts, "findings", lambda facts: iter(FINDINGS[:2]))
+    assert main(["doctor", "--no-disk-speed"]) == 0
+    assert capsys.readouterr().out.endswith("\n1 ok, 1 note, 0 problems\n")
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_text(
+    terminal: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same on a terminal, but for colours; long lines are broken between words."""
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+    doctor.show(FINDINGS)
+    out = capsys.readouterr().out
+    assert re.sub(r"\033\[[\d;]+m", "", out) == TEXT
+    assert ("\033[1;31mproblem" in out) == terminal
+    text = doctor.lines([Finding("x", "word " * 40), Finding("y", "z", NOTE, "do " * 40)], 60)
+    assert max(map(len, text)) <= 60
+    assert text[1].startswith(" " * 12 + "word")
