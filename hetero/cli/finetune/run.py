@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 import json
 import tempfile
 import warnings
@@ -79,6 +80,9 @@ def fine_tune(
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers|trl")
     if options.save_every or options.early_stopping_patience:
         folder.require_shared("--save-every" if options.save_every else "--early-stopping-patience")
+    for name in {"tensorboard", "wandb"}.intersection(options.report_to.split(",")):
+        if importlib.util.find_spec(name) is None:
+            raise ValueError(f"--report-to {name}: it is not installed; pip install {name}")
     source = FolderModel(options)
     tokenizer = source.tokenizer
 

@@ -392,6 +392,14 @@ def test_what_cannot_work_is_said_before_training(
     assert not Path("runs").exists()
 
 
+def test_a_reporter_that_is_not_installed(
+    arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    assert main([*arguments, "--output", "out", "--report-to", "tensorboard,wandb"]) == 2
+    assert "--report-to wandb: it is not installed; pip install wandb" in capsys.readouterr().err
+
+
 def test_what_is_missing(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["finetune"]) == 2
     assert "--model is missing" in capsys.readouterr().err
