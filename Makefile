@@ -26,6 +26,10 @@ has_liburing = $(CXX) -std=c++20 -fsyntax-only $(URING_CALLS) >/dev/null 2>&1
 LOCK_SOURCES = $(shell find native -name '*.cpp' -not -path '*/isa/*' -not -path '*/bindings/*' \
 	$$($(has_liburing) || echo -not -name 'uring_*'))
 
+# Python keeps what it has compiled, also where the environment says otherwise: tests start hundreds
+# of processes, each of which would compile this project anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help train test test-all bench bench-io bench-adam bench-step bench-checkpoint \
 	docs cuda-check wheel lint tidy format clean
 
