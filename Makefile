@@ -10,8 +10,9 @@ TORCH_VERSION := 2.13.0
 BUILD_INPUTS := setup.py pyproject.toml CMakeLists.txt \
 	$(shell find native -type f)
 
-# Files of tests at a time, in order: the long ones are in the middle. Tests of one file may share
-# builds. One more than two cores: many tests wait, for a disk, for other ranks, for an end.
+# Files of tests at a time, the longest first (tests/seconds.txt, which ARGS=--record-seconds writes
+# anew). Tests of one file may share builds. One more than two cores: many tests wait, for a disk,
+# for other ranks, for an end.
 TEST_JOBS ?= 3
 # A test that hangs says where, by the stacks of all threads after so many seconds.
 PYTEST := $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder -x -q \

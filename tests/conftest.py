@@ -22,6 +22,7 @@ from offload import _native
 from offload.disk.directories import ram_filesystem
 from tests.support.covering import covering
 from tests.support.ranks.processes import RankPool
+from tests.support.schedule import Recorder, longest_first
 from tests.support.waiting import PATIENCE_S
 
 # Many tests have state files in temporary folders, which must not be RAM.
@@ -33,7 +34,10 @@ if ram_filesystem(tempfile.gettempdir()):
         pytest.exit("tests need a temporary folder on a disk: TMPDIR=DIR", returncode=4)
     tempfile.tempdir = os.environ["TMPDIR"] = str(on_disk[0])
 
-# Two tests at a time leave a core each; bits do not depend on it.
+# Several tests at a time leave a core each, as do processes that they start; bits do not depend on
+# it.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
 
 # Tables are as wide as the documents show them, also where pytest-xdist says that a worker has 80.
@@ -56,6 +60,13 @@ settings.register_profile("sanitized", settings.get_profile("hetero"), max_examp
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`--covering`: for runs in which each case takes long."""
     parser.addoption("--covering", type=int, default=99, help="lowers the n of all covering(n)")
+    parser.addoption("--record-seconds", action="store_true", help="writes tests/seconds.txt anew")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Workers of pytest-xdist report to their controller, which alone records."""
+    if config.getoption("--record-seconds") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Recorder())
 
 
 def axes(case: pytest.Item) -> dict[str, tuple[object, ...]]:
@@ -71,7 +82,8 @@ def axes(case: pytest.Item) -> dict[str, tuple[object, ...]]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks the cases of a product as extra that its covering(n) can do without."""
+    """Marks the cases of a product as extra that its covering(n) can do without; workers begin with
+    the files that take longest."""
     products: dict[str, list[pytest.Item]] = {}
     for item in items:
         if not hasattr(item, "callspec") or item.get_closest_marker("extra"):
@@ -86,6 +98,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for number, case in enumerate(cases):
             if number not in chosen:
                 case.add_marker("extra")
+    if hasattr(config, "workerinput"):
+        longest_first(items)
 
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
