@@ -1,8 +1,7 @@
-"""Ways of writing models: each compared with plain PyTorch, parameters on disk."""
+"""What models do beside training; tests/zoo trains every way of writing one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ from torch.utils.checkpoint import checkpoint
 
 import hetero
 from offload.memory.tiers import Tier
-from tests.support.training.loops import batches, build, tiny_gpt2
 from tests.support.training.smallest import smallest_host_memory
 
 
@@ -27,7 +25,7 @@ class Block(nn.Module):
 
 
 class Twice(nn.Module):
-    """The same module called twice, and a tied weight used by two modules."""
+    """A module that is called twice, and a tied weight that two modules use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,22 +36,6 @@ class Twice(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.b(self.block(self.a(self.block(x))))
-
-
-class Bare(nn.Module):
-    """Parameters of the model itself, held while its children run, and outputs as a dict."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shift = nn.Parameter(torch.randn(64))
-        self.list = nn.ParameterList([nn.Parameter(torch.randn(64, 64)) for _ in range(2)])
-        self.block = Block()
-
-    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        x = self.block(x + self.shift)
-        for weight in self.list:
-            x = torch.tanh(x @ weight)
-        return {"y": x * self.shift}
 
 
 class Checkpointed(nn.Module):
@@ -78,108 +60,6 @@ class Frozen(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.adapter(torch.tanh(self.base(x)))
-
-
-class Mixed(nn.Module):
-    """Convolution, recurrence, attention, an embedding with padding, a scalar, an empty one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(32, 64, padding_idx=0)
-        self.convolution = nn.Conv1d(64, 64, 3, padding=1)
-        self.recurrence = nn.GRU(64, 64, batch_first=True)
-        self.attention = nn.MultiheadAttention(64, 2, batch_first=True)
-        self.scale = nn.Parameter(torch.tensor(0.5))
-        self.empty = nn.Parameter(torch.empty(0))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.embedding((x.abs()[..., :1] * 7).long().squeeze(-1) % 32)
-        x = self.convolution(x.transpose(1, 2)).transpose(1, 2)
-        x = self.recurrence(x)[0]
-        return self.attention(x, x, x)[0] * self.scale
-
-
-MODELS: dict[str, Callable[[], nn.Module]] = {
-    "twice": Twice,
-    "bare": Bare,
-    "checkpoint": lambda: Checkpointed(False),
-    "checkpoint-reentrant": lambda: Checkpointed(True),
-    "frozen": Frozen,
-    "mixed": Mixed,
-}
-
-
-def outputs(result: torch.Tensor | dict[str, torch.Tensor]) -> torch.Tensor:
-    return result["y"] if isinstance(result, dict) else result
-
-
-def losses_of(
-    model: nn.Module, backward: Callable[[torch.Tensor], None], step: Callable[[], None]
-) -> list[float]:
-    """Losses of three steps on fixed data; the last entry is a loss without gradients."""
-    generator = torch.Generator().manual_seed(1)
-    losses = []
-    for _ in range(3):
-        x, target = torch.randn(2, 2, 5, 64, generator=generator)
-        loss = (outputs(model(x)) - target).square().mean()
-        backward(loss)
-        losses.append(loss.item())
-        del loss
-        step()
-    with torch.no_grad():
-        losses.append(outputs(model(x)).square().mean().item())
-    return losses
-
-
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("prefetch", [True, False])
-@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS.keys())
-def test_training_equals_plain_torch(
-    make: Callable[[], nn.Module], prefetch: bool, tmp_path: Path, nothing_left: None
-) -> None:
-    """Losses as in plain PyTorch to rounding; bits as with everything in RAM."""
-
-    def run(**options: object) -> tuple[list[float], list[torch.Tensor]]:
-        torch.manual_seed(0)
-        with hetero.ZeroInitContext(dtype="fp32", chunk_numel=4096, **options):
-            model = make()
-        optimizer = hetero.HybridAdam(model.parameters(), lr=1e-3, weight_decay=1e-2)
-        model, optimizer = hetero.initialize(model, optimizer)
-        engine = optimizer.engine
-        on_disk = [m for m in engine.managed_params() if not engine.params.is_resident(m.chunk)]
-        assert bool(on_disk) == (options["placement_policy"] == "nvme")
-
-        def step() -> None:
-            assert engine.params.pinned_copies() == 0, "nothing is held after a backward"
-            optimizer.step()
-            optimizer.zero_grad()
-
-        losses = losses_of(model, optimizer.backward, step)
-        masters = hetero.masters(model.parameters())
-        state = model.state_dict()
-        for master, name in zip(masters, dict(model.named_parameters()), strict=True):
-            assert torch.equal(state[name], master)
-        engine.close()
-        return losses, masters
-
-    torch.manual_seed(0)
-    plain = make()
-    adam = torch.optim.AdamW(
-        [p for p in plain.parameters() if p.requires_grad], lr=1e-3, weight_decay=1e-2
-    )
-
-    def plain_step() -> None:
-        adam.step()
-        adam.zero_grad()
-
-    expected = losses_of(plain, lambda loss: loss.backward(), plain_step)
-    nvme = {"placement_policy": "nvme", "nvme_path": str(tmp_path), "prefetch": prefetch}
-    smallest = smallest_host_memory(lambda: run(host_memory=60 << 10, **nvme))
-    losses, masters = run(host_memory=smallest, **nvme)
-    assert losses == pytest.approx(expected, rel=1e-5)
-    in_ram = run(placement_policy="cpu")
-    assert losses == in_ram[0]
-    assert all(map(torch.equal, masters, in_ram[1]))
 
 
 def test_frozen_parameters_have_no_record_and_keep_their_values(tmp_path: Path) -> None:
@@ -247,29 +127,6 @@ def test_two_engines_in_one_process(tmp_path: Path, nothing_left: None) -> None:
     assert all(map(torch.equal, first, second))
     for _, optimizer in pairs:
         optimizer.engine.close()
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_generation_and_evaluation_between_steps(mode: type, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    plain = tiny_gpt2()
-    model, optimizer = build(
-        placement_policy="nvme", dtype="fp32", nvme_path=str(tmp_path), host_memory="600KiB"
-    )
-    tokens = batches(1)[0]
-    for _ in range(2):
-        plain.eval()
-        model.eval()
-        expected = plain.generate(tokens[:, :4], max_new_tokens=5, do_sample=False, pad_token_id=0)
-        found = model.generate(tokens[:, :4], max_new_tokens=5, do_sample=False, pad_token_id=0)
-        assert torch.equal(found, expected)
-        with mode():
-            torch.testing.assert_close(model(tokens).logits, plain(tokens).logits)
-        model.train()
-        model(input_ids=tokens, labels=tokens).loss.backward()
-        optimizer.zero_grad()
-    optimizer.step()
-    optimizer.engine.close()
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

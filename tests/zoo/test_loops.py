@@ -1,7 +1,9 @@
 """Common training loops, each beside the same loop in plain PyTorch, on disk and in RAM.
 
-Both optimizers compute the same formula in another order of rounding; tests/zoo/test_parity.py says
-why the weights then agree to 1e-5 under OPTIONS.
+Both optimizers compute the same formula in another order of rounding, so weights differ by some
+2^-24 of themselves after a step, and gradients, which are below 1 for most elements, by about as
+much. With eps = 1e-4 an update follows that with a slope of at most lr / eps = 30: some 2e-6 a step
+at the worst. 1e-5 is a three-hundredth of what one update moves a weight.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The oracle's forward and backward are plain PyTorch's; its update is the one that hetero documents
 (tests/support/native/update_oracle.py), because another order of rounding would leave nothing to
-compare exactly. That torch's AdamW is the same formula is shown for each model to a tolerance.
+compare exactly. tests/whole/test_against_torch.py shows that torch's AdamW is the same formula.
 """
 
 from __future__ import annotations
@@ -14,16 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-import hetero
 from offload.memory.tiers import Tier
 from tests.support.tiling import tiled_models
 from tests.zoo import handwritten, pretrained
-from tests.zoo.case import Case, Where
+from tests.zoo.case import Case
 from tests.zoo.runs import (
-    OPTIONS,
-    STEPS,
     Run,
-    initialized,
     least_device_memory,
     least_host_memory,
     run_hetero,
@@ -133,35 +129,3 @@ def test_same_bits_on_the_smallest_device(
         assert torch.equal(buffer, plain.buffers[name]), name
     assert run.placement is not None
     assert Tier.DEVICE not in run.placement.param
-
-
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_as_with_torchs_own_adamw(case: Case) -> None:
-    """In fp32, with everything in RAM.
-
-    Both compute the same formula in another order of rounding, so weights differ by some 2^-24 of
-    themselves after a step, and gradients, which are below 1 for most elements, by about as much.
-    With eps = 1e-4 an update follows that with a slope of at most lr / eps = 30: some 2e-6 a step
-    at the worst. 1e-5 is a three-hundredth of what one update moves a weight.
-    """
-    torch.manual_seed(0)
-    plain = case.make()
-    adam = torch.optim.AdamW(plain.parameters(), **OPTIONS)
-    model, optimizer = initialized(case, "fp32", {"placement_policy": "cpu"})
-    losses: list[list[float]] = [[], []]
-    for step in range(STEPS):
-        for each, optim, found in ((plain, adam, losses[0]), (model, optimizer, losses[1])):
-            torch.manual_seed(step)
-            loss = case.loss(each, case.batch(Where(step)))
-            loss.backward()
-            optim.step()
-            optim.zero_grad()
-            found.append(loss.item())
-    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
-    for (name, weight), master in zip(
-        plain.named_parameters(), hetero.masters(model.parameters()), strict=True
-    ):
-        torch.testing.assert_close(
-            master, weight.detach(), rtol=1e-5, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}"
-        )
-    optimizer.engine.close()
