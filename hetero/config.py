@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -385,6 +386,9 @@ class Config:
 
     def process_bytes(self, local_ranks: int = 1) -> int | None:
         """process_memory, or what the system allows each of `local_ranks`; None: no limit."""
+        if self.process_memory is not None:
+            # hetero imports it when a checkpoint needs it, and then it would come on top.
+            importlib.import_module("torch.distributed.checkpoint")
         if self.process_memory == "auto":
             allowed = allowed_bytes()
             return None if allowed is None else allowed // local_ranks

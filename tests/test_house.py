@@ -4,6 +4,7 @@ which is in pyproject.toml, [tool.importlinter]."""
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -122,3 +123,14 @@ def test_native_code_has_no_streams() -> None:
     for path in sources():
         if path.parts[0] == "native" and path.suffix in (".cpp", ".h"):
             assert not [name for name in streams if name in (ROOT / path).read_text()], path
+
+
+def test_torch_distributed_checkpoint_is_imported_where_it_is_used() -> None:
+    """Its import takes as long as half of torch's; the modules that need it are imported late."""
+    slow = re.compile(
+        r"^from (?:torch\.distributed\.checkpoint|hetero\.checkpoint\.dcp\.(?!boxes\b))",
+        re.MULTILINE,
+    )
+    found = [path for path in (ROOT / "hetero").rglob("*.py") if slow.search(path.read_text())]
+    assert found
+    assert {path.parent for path in found} == {ROOT / "hetero" / "checkpoint" / "dcp"}

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+METADATA_NAME = ".metadata"  # the file of a DCP checkpoint that says which boxes there are
+
 
 @dataclass(frozen=True)
 class Box:

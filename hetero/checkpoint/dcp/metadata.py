@@ -27,11 +27,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from hetero.checkpoint.dcp.boxes import METADATA_NAME as NAME
 from hetero.checkpoint.schema import LARGEST, member, shortened, typed
 from hetero.checkpoint.torch_file import check_pickle
 from offload.errors import CheckpointError
 
-NAME = ".metadata"
 _MOST_BYTES = 1 << 30  # of the file, which is read at once
 _MOST_SIZES = 64  # of a tensor: numpy and torch's loops have no more
 _LONGEST_NAME = 4096  # of a file, or of a key's path in a nested state dict

@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 
 from hetero.checkpoint.data_writer import DataWriter
-from hetero.checkpoint.dcp.write import DcpWrite
 from hetero.checkpoint.formats.opening import open_checkpoint
 from hetero.checkpoint.manifest import NAME, TensorRecord, master_key
 from hetero.checkpoint.pretrained.weight_files import OpenFiles, WeightFiles
@@ -76,6 +75,9 @@ def _write_pretrained(stored: StoredCheckpoint, folder: Path, dtype: torch.dtype
 
 def _write_dcp(stored: StoredCheckpoint, folder: Path, dtype: torch.dtype | None) -> None:
     """Writes DCP's files into `folder`; `dtype` is that of parameters, states are fp32."""
+    # As in open_checkpoint().
+    from hetero.checkpoint.dcp.write import DcpWrite
+
     final = folder.with_name(folder.name.removeprefix(".").removesuffix(".incomplete"))
     write = DcpWrite(folder, final, stored, dtype)
     write.finish([write.write([write.plan()])])

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from hetero.checkpoint.dcp.dcp_checkpoint import DcpCheckpoint
-from hetero.checkpoint.dcp.metadata import NAME as DCP_NAME
+from hetero.checkpoint.dcp.boxes import METADATA_NAME as DCP_NAME
 from hetero.checkpoint.folder import find_checkpoint, is_checkpoint
 from hetero.checkpoint.formats.deepspeed_format import DeepspeedCheckpoint, universal_folder
 from hetero.checkpoint.hetero_checkpoint import HeteroCheckpoint
@@ -54,6 +53,9 @@ def open_checkpoint(path: Path) -> StoredCheckpoint:
     if is_checkpoint(path):
         return HeteroCheckpoint(path)
     if (path / DCP_NAME).is_file():
+        # It takes torch.distributed.checkpoint, whose import is slow.
+        from hetero.checkpoint.dcp.dcp_checkpoint import DcpCheckpoint
+
         return DcpCheckpoint(path)
     if (path / WEIGHTS_NAME).exists() or (path / INDEX_NAME).exists():
         return SafetensorsCheckpoint(path)

@@ -113,7 +113,7 @@ import torch, hetero
 from torch import nn
 from offload.memory.process_memory import peak_resident_bytes, resident_bytes
 
-hetero.ZeroInitContext  # imports all of hetero, which takes some 40 MiB
+hetero.save_dcp  # imports all of hetero and what it needs, which takes some 40 MiB
 limit = resident_bytes() + (100 << 20)
 options = {"placement_policy": "nvme", "nvme_path": sys.argv[1], "process_memory": limit}
 kept = []
@@ -163,7 +163,7 @@ from offload.memory.process_memory import peak_resident_bytes, resident_bytes
 path, width, layers, tokens, room_mib = sys.argv[1], *map(int, sys.argv[2:])
 torch.set_num_threads(1)
 nn.Linear(8, 8)(torch.ones(1, 8)).sum().backward()  # what torch makes at first use
-hetero.ZeroInitContext  # imports all of hetero, which takes some 40 MiB
+hetero.save_dcp  # imports all of hetero and what it needs, which takes some 40 MiB
 limit = resident_bytes() + (room_mib << 20)
 notes, error = [], ""
 try:
