@@ -2,10 +2,64 @@
 
 from __future__ import annotations
 
-import pytest
+from typing import Any
 
-from tests.support.ranks import step_differences
+import pytest
+import torch
+
+import hetero
 from tests.support.ranks.processes import RankPool
+from tests.support.ranks.rank_training import BASE, Experts, inputs
+
+
+def differing(rank: int, world: int, options: dict[str, Any], what: str) -> dict[str, Any]:
+    """What the ranks are told, whether it changed anything, and whether they can go on."""
+    torch.manual_seed(0)
+    model = Experts(2)
+    first, second = list(model.inner.parameters()), list(model.experts.parameters())
+    optimizer = hetero.HybridAdam([{"params": first}, {"params": second, "lr": 0.1}], lr=0.01)
+    hetero.initialize(model, optimizer, BASE | options)
+    groups = optimizer.param_groups
+    saved = [dict(group) for group in groups]
+    model(inputs(rank, 0), 0).square().mean().backward()
+    before = hetero.masters(model.parameters())
+    if what == "plateau":
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+        for step in range(2):
+            schedule.step(1.0 + (rank - 0.5) * step)  # its own loss: on one rank it rises
+    elif what == "clip":
+        norm = optimizer.engine.grad_norm(first)  # (means are made by all ranks together)
+        if norm > 0 and rank == 1:
+            model.inner.weight.grad.mul_(0.5)
+    elif rank == 1 and what == "group":
+        for group, members in zip(groups, (first[1:], [*second, first[0]]), strict=True):
+            group["params"] = members
+    elif rank == 1:
+        index, change = {
+            "lr": (1, {"lr": 0.05}),
+            "betas": (0, {"betas": (0.8, 0.999)}),
+            "bias_correction": (0, {"bias_correction": False}),
+            "text": (0, {"eps": "text"}),
+            "notes": (0, {"initial_lr": 3.0, "note": "mine"}),
+        }[what]
+        groups[index].update(change)
+    told = "nothing"
+    try:
+        optimizer.step()
+    except hetero.PeerError:
+        raise
+    except hetero.HeteroError as error:
+        told = str(error)
+    unchanged = all(map(torch.equal, before, hetero.masters(model.parameters())))
+    if what == "clip":
+        optimizer.zero_grad()
+        model(inputs(rank, 0), 0).square().mean().backward()
+    for group, kept in zip(groups, saved, strict=True):
+        group.update(kept)
+    optimizer.step()
+    moved = not torch.equal(before[0], hetero.masters(model.parameters())[0])
+    optimizer.engine.close()
+    return {"error": told, "unchanged": unchanged, "goes_on": moved}
 
 
 @pytest.mark.covering(1)
@@ -25,13 +79,13 @@ from tests.support.ranks.processes import RankPool
 def test_ranks_with_different_updates_are_told(
     ranks2: RankPool, stage: int, what: str, message: str
 ) -> None:
-    for found in ranks2.run(step_differences.differing, {"zero_stage": stage}, what):
+    for found in ranks2.run(differing, {"zero_stage": stage}, what):
         assert message in found["error"]
         assert found["unchanged"]
         assert found["goes_on"]
 
 
 def test_what_updates_do_not_use_may_differ(ranks2: RankPool) -> None:
-    for found in ranks2.run(step_differences.differing, {}, "notes"):
+    for found in ranks2.run(differing, {}, "notes"):
         assert found["error"] == "nothing"
         assert found["goes_on"]

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import gc
+import linecache
 import os
 import random
 import signal
+import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.autograd import grad_mode, profiler
 
 import hetero
-from tests.support.ranks.interrupts import interrupt_in
-from tests.support.training.line_interrupts import LineInterrupt
+from offload import interrupts
 from tests.support.training.small_net import (
     EMULATED,
     SETTINGS,
@@ -27,6 +33,68 @@ from tests.support.training.small_net import (
     managed,
     train,
 )
+
+_WITHOUT_PLACES = (weakref.__file__, grad_mode.__file__, profiler.__file__)
+
+
+class LineInterrupt:
+    """Sends SIGINT to this process at place number `at` (from 1) of those that a call executes.
+
+    A place is a line of Python code: hetero's, torch's, contextlib's. All lines of an uninterrupted
+    function are one place, because the signal is delivered at its end, wherever it came. Three
+    files have none: what callbacks of weak references raise Python ignores, torch's own grad mode
+    stays off if no_grad() is interrupted at its end, and torch functions stay off if a profiler's
+    range is, which a signal, unlike this, cannot do. For the same reason a line that switches torch
+    functions off is none: the end of that block is one call of a function in C.
+    """
+
+    def __init__(self, at: int = 0) -> None:
+        """`at=0` counts the places."""
+        self._at = at
+        self._was_held_back = False
+        self.places = 0
+        self.where = ""  # where the signal was sent
+
+    def run(self, function: Callable[[], object]) -> None:
+        """Calls the function; raises KeyboardInterrupt where, or later than, the signal came."""
+        sys.settrace(self._trace)
+        try:
+            function()
+        finally:
+            sys.settrace(None)
+
+    def _trace(self, frame: FrameType, event: str, arg: Any) -> Any:
+        if frame.f_code.co_filename in _WITHOUT_PLACES:
+            return None
+        if event == "line" and "DisableTorchFunction" not in _source(frame):
+            held_back = interrupts._block.depth > 0
+            self.places += not (held_back and self._was_held_back)
+            self._was_held_back = held_back
+            if self.places == self._at and not self.where:
+                self.where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+                signal.raise_signal(signal.SIGINT)
+        return self._trace
+
+
+def _source(frame: FrameType) -> str:
+    return linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+
+
+@contextmanager
+def interrupt_in(owner: object, method: str, done: bool = True) -> Iterator[None]:
+    """The block is ended by Ctrl-C in the owner's method: when all is `done`, or before."""
+    call = getattr(owner, method)
+
+    def interrupt(*args: Any, **more: Any) -> None:
+        if done:
+            call(*args, **more)
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, method, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            yield
+
 
 pytestmark = pytest.mark.usefixtures("nothing_left", "ctrl_c")
 
