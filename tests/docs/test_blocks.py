@@ -68,10 +68,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("block", ALL, ids=lambda block: block.place)
-def test_a_block_is_fenced_and_names_its_language(block: Block) -> None:
-    assert block.language in LANGUAGES, f"{block.place}: write ```python, ```bash or ```text"
-    assert block.says.get("not run", "reason"), f"{block.place}: not run, without a reason"
+def test_blocks_are_fenced_and_name_their_language() -> None:
+    unnamed = [block.place for block in ALL if block.language not in LANGUAGES]
+    assert not unnamed, "write ```python, ```bash or ```text"
+    assert not [block.place for block in ALL if not block.says.get("not run", "reason")]
 
 
 def test_few_blocks_are_not_run() -> None:
