@@ -20,6 +20,8 @@ SETTINGS = [
     pytest.param({"placement_policy": "cuda", "device_memory": "64MiB"}, id="all-on-device"),
 ]
 
+ON_CPU: dict[tuple[int, ...], list[dict[str, Any]]] = {}
+
 
 def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     return all(map(torch.equal, one, other))
@@ -36,9 +38,13 @@ def check(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
         assert mine["left"][1] == {}
 
 
-def on_cpu(pool: RankPool, stage: int, *more: Any) -> list[dict[str, Any]]:
-    options = {"backend": "cpu", "zero_stage": stage, "dtype": "bf16"}
-    return pool.run(ranks.train, options, *more)
+def on_cpu(pool: RankPool, stage: int, *more: int) -> list[dict[str, Any]]:
+    """The same training on the CPU, made once for all tests."""
+    key = pool.world, stage, *more
+    if key not in ON_CPU:
+        options = {"backend": "cpu", "zero_stage": stage, "dtype": "bf16"}
+        ON_CPU[key] = pool.run(ranks.train, options, *more)
+    return ON_CPU[key]
 
 
 @pytest.mark.covering(2)
