@@ -17,8 +17,8 @@ from tests.support.training.overlap_net import (
     one_step,
     result,
     same,
-    until,
 )
+from tests.support.waiting import until
 
 Trained = tuple[torch.nn.Module, hetero.HybridAdam]
 

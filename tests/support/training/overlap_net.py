@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -186,14 +185,6 @@ def assert_same_bits(
         if wanted is None:
             wanted = found
         assert same(wanted, found), overlap
-
-
-def until(holds: Callable[[], bool]) -> None:
-    """Waits for what a thread is about to do."""
-    deadline = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < deadline, "it never came"
-        time.sleep(0.001)
 
 
 class Begun:

@@ -31,8 +31,8 @@ from tests.support.training.overlap_net import (
     one_step,
     plain_steps,
     under_way,
-    until,
 )
+from tests.support.waiting import until
 
 Seen = Iterable[torch.Tensor]
 

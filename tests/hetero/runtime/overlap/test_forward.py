@@ -30,8 +30,8 @@ from tests.support.training.overlap_net import (
     result,
     same,
     under_way,
-    until,
 )
+from tests.support.waiting import until
 
 Seen = Iterable[torch.Tensor]
 

@@ -34,7 +34,8 @@ from hetero.chunks.layout import Chunk
 from hetero.state.grads import Grads
 from offload._native import Location
 from offload.memory.tiers import Tier
-from tests.support.training.overlap_net import Begun, Net, build, loss_of, one_step, until
+from tests.support.training.overlap_net import Begun, Net, build, loss_of, one_step
+from tests.support.waiting import until
 
 LATE, RIGHT, WRONG = "late", "right", "wrong"
 
