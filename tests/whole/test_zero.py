@@ -11,7 +11,7 @@ import torch
 from hetero.planning.belady import ahead_slots
 from tests.support.ranks import rank_training
 from tests.support.ranks.processes import RankPool
-from tests.support.training.loops import batches, build
+from tests.support.training.loops import batches, build, same
 from tests.support.training.loops import train as train_alone
 
 PLACES: dict[str, dict[str, Any]] = {
@@ -26,10 +26,6 @@ REFERENCES: dict[Any, Any] = {}
 def sweep(*values: Any) -> Any:
     """A case for `make test-all` only."""
     return pytest.param(*values, marks=pytest.mark.extra)
-
-
-def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
-    return len(a) == len(b) and all(map(torch.equal, a, b))
 
 
 def options(stage: int, place: str, path: Path, **more: Any) -> dict[str, Any]:

@@ -11,13 +11,9 @@ import torch
 
 from tests.support.ranks import rank_training
 from tests.support.ranks.processes import RankPool, run_ranks_to_the_end
-from tests.support.training.loops import build, tiny_gpt2
+from tests.support.training.loops import build, same, tiny_gpt2
 
 TIGHT = {"placement_policy": "nvme", "host_memory": "900KiB", "chunk_numel": 16384}
-
-
-def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
-    return len(a) == len(b) and all(map(torch.equal, a, b))
 
 
 class TestConstruction:

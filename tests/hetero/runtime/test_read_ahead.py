@@ -9,6 +9,7 @@ import torch
 
 import hetero
 from hetero.overlap import STREAMING_BUFFERS
+from tests.support.training.loops import same
 from tests.support.training.overlap_net import (
     PLACES,
     Net,
@@ -16,7 +17,6 @@ from tests.support.training.overlap_net import (
     loss_of,
     one_step,
     result,
-    same,
 )
 from tests.support.waiting import until
 

@@ -68,9 +68,14 @@ class Run:
         return (
             self.losses == other.losses
             and self.norms == other.norms
-            and all(map(torch.equal, self.masters, other.masters))
-            and all(map(torch.equal, self.params, other.params))
+            and same(self.masters, other.masters)
+            and same(self.params, other.params)
         )
+
+
+def same(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> bool:
+    """Whether there are as many tensors, and all have the same bits."""
+    return len(found) == len(wanted) and all(map(torch.equal, found, wanted))
 
 
 def build(

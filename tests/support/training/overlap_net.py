@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hetero
 from offload.memory.tiers import Tier
+from tests.support.training.loops import same
 
 WIDTH = 64
 STEPS = 4
@@ -152,10 +153,6 @@ def result(model: nn.Module, optimizer: hetero.HybridAdam) -> list[torch.Tensor]
     found += list(model.state_dict().values())
     optimizer.engine.close()
     return found
-
-
-def same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
-    return len(left) == len(right) and all(map(torch.equal, left, right))
 
 
 # Of a model, its optimizer and its overlap_updates: trains, and returns what it has seen.

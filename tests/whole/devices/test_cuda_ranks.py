@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.support.cuda import ranks
 from tests.support.ranks import overlapping
 from tests.support.ranks.processes import RankFailure, RankPool
+from tests.support.training.loops import same
 
 SETTINGS = [
     pytest.param({"placement_policy": "cpu"}, id="cpu"),
@@ -21,10 +21,6 @@ SETTINGS = [
 ]
 
 ON_CPU: dict[tuple[int, ...], list[dict[str, Any]]] = {}
-
-
-def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    return all(map(torch.equal, one, other))
 
 
 def check(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:

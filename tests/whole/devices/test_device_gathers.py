@@ -7,18 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.support.cuda import ranks
 from tests.support.gathering import deviating
 from tests.support.ranks.processes import RankFailure, RankPool
+from tests.support.training.loops import same
 
 CHUNK_BYTES = 16384 * 2  # in bf16
 LEAST = 5  # chunks on a device: gathered, not kept, in a bucket, received, and zeros
-
-
-def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    return all(map(torch.equal, one, other))
 
 
 @pytest.mark.parametrize("settings", [{"placement_policy": "cpu"}, {"placement_policy": "nvme"}])

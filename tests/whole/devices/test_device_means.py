@@ -6,19 +6,15 @@ import re
 from typing import Any
 
 import pytest
-import torch
 
 from tests.support.cuda import ranks
 from tests.support.gathering import deviating
 from tests.support.ranks import rank_training
 from tests.support.ranks.processes import RankFailure, RankPool
+from tests.support.training.loops import same
 
 CHUNK_BYTES = 16384 * 2  # in bf16
 ON_DEVICE = {"backend": "cuda", "device_memory": "64MiB"}
-
-
-def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    return all(map(torch.equal, one, other))
 
 
 def gathered_to_ram(found: dict[str, Any], stage: int) -> int:

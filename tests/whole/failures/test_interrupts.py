@@ -23,6 +23,7 @@ from torch.autograd import grad_mode, profiler
 
 import hetero
 from offload import interrupts
+from tests.support.training.loops import same
 from tests.support.training.small_net import (
     EMULATED,
     SETTINGS,
@@ -153,10 +154,6 @@ class Training:
 
 def masters(model: Net) -> list[torch.Tensor]:
     return hetero.masters(model.parameters())
-
-
-def same(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> bool:
-    return all(map(torch.equal, found, wanted))
 
 
 # Each prepares a part of a training and returns what is to be interrupted.

@@ -17,6 +17,7 @@ from hetero.runtime.factor_prediction import FactorPrediction
 from hetero.state.managed_param import ParamState
 from offload.errors import HeteroError, StaleGraphError
 from offload.memory.tiers import Tier
+from tests.support.training.loops import same
 from tests.support.training.overlap_net import (
     EVERYWHERE,
     PLACES,
@@ -28,7 +29,6 @@ from tests.support.training.overlap_net import (
     loss_of,
     one_step,
     result,
-    same,
     under_way,
 )
 from tests.support.waiting import until

@@ -12,6 +12,7 @@ from torch import nn
 
 import hetero
 from offload.errors import NonFiniteError
+from tests.support.training.loops import same
 from tests.support.training.overlap_net import (
     STEPS,
     WIDTH,
@@ -20,7 +21,6 @@ from tests.support.training.overlap_net import (
     assert_same_bits,
     build,
     loss_of,
-    same,
 )
 
 Training = tuple[nn.Module, Any]

@@ -18,6 +18,7 @@ import hetero
 from offload.errors import HeteroError, StaleGraphError
 from tests.support.ranks import overlapping
 from tests.support.ranks.processes import RankPool
+from tests.support.training.loops import same
 from tests.support.training.overlap_net import (
     OVERLAPS,
     PLACES,
@@ -31,7 +32,6 @@ from tests.support.training.overlap_net import (
     loss_of,
     one_step,
     result,
-    same,
     undoable,
 )
 

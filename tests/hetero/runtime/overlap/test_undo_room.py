@@ -14,6 +14,7 @@ from hetero.planning.step_problem import NVME
 from hetero.state.chunk_versions import ChunkVersions
 from offload.errors import BudgetError, HeteroError
 from offload.memory.tiers import StateKind
+from tests.support.training.loops import same
 from tests.support.training.overlap_net import (
     OVERLAPS,
     UNDO_PLACES,
@@ -24,7 +25,6 @@ from tests.support.training.overlap_net import (
     loss_of,
     one_step,
     result,
-    same,
     undoable,
 )
 
