@@ -7,7 +7,6 @@ which is torch on the CPU, is done at once, or, for tests of the order alone, is
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import os
 import threading
 import time
@@ -17,7 +16,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from ctypes import c_char_p, c_uint, c_void_p
 from functools import cache
-from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -29,7 +27,7 @@ from offload.device.event_pool import Event, EventPool
 from tests.support.cuda.fake_driver import CONTEXT, FakeDriver, FakeEvent
 from tests.support.cuda.fake_nccl import FakeNccl
 from tests.support.cuda.stream_order import HOST, Clock, StreamOrder
-from tests.support.native.native_build import BUILD, ROOT, succeed
+from tests.support.native.native_build import CXX, ROOT, cached, succeed
 
 PAGE = 4096
 
@@ -78,7 +76,6 @@ class FakeRuntime:
         self.compute = FakeStream(eager)
         self.streams = [self.compute]
         self.failure: str | None = None  # of every copy from now on
-        self.node: int | None = None  # that it is attached to
         self.captures = False  # whether a graph is being captured
         self.freed: dict[int, torch.Tensor] = {}  # by bytes, the memory that was freed last
         self.lock = threading.RLock()
@@ -359,9 +356,6 @@ class FakeRuntime:
         self.cached = 0
         self.freed.clear()
 
-    def memory_node(self) -> int | None:
-        return self.node
-
     # Other devices
 
     def name(self) -> str:
@@ -459,26 +453,12 @@ def _means() -> ctypes.CDLL:
 
 def _compiled(name: str) -> ctypes.CDLL:
     """Compiled once for all processes, as long as no source changes."""
-    BUILD.mkdir(exist_ok=True)
-    with (BUILD / f"{name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        return _compiled_by_one(name)
-
-
-def _compiled_by_one(name: str) -> ctypes.CDLL:
     flags = ["-std=c++20", "-O2", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC", "-shared"]
-    source = ROOT / "tests/native/cuda_host" / name
-    compiler = os.environ.get("CXX", "g++")
     quiet = ["-Wall", "-Wno-unknown-pragmas", "-Werror"]
-    command = [compiler, *flags, *quiet, f"-I{ROOT / 'native'}", str(source)]
-    content = blake2b(" ".join(command).encode(), digest_size=8)
-    for path in (source, *sorted((ROOT / "native").rglob("*.[hc]*"))):
-        content.update(path.read_bytes())
-    target = BUILD / f"{name}-{content.hexdigest()}.so"
-    if not target.exists():
-        for old in BUILD.glob(f"{name}-*.so"):
-            old.unlink()
-        made = target.with_suffix(".new")
-        succeed([*command, "-o", str(made)])
-        made.rename(target)
-    return ctypes.CDLL(str(target))
+    source = ROOT / "tests/native/cuda_host" / name
+    command = [CXX, *flags, *quiet, f"-I{ROOT / 'native'}", str(source)]
+    sources = [source, *sorted((ROOT / "native" / "update").rglob("*.*"))]
+    made = cached(
+        f"{name}.so", [*flags, *quiet], sources, lambda at: succeed([*command, "-o", str(at)])
+    )
+    return ctypes.CDLL(str(made))
