@@ -14,8 +14,7 @@ def set_threads(count: int, cpus: Sequence[int] | None = None) -> None:
 
     By default it has as many threads as this process may use CPUs, divided by the ranks on this
     machine. Fewer leave CPUs to data loading; pinned ones keep caches warm where other threads
-    compete. On several NUMA nodes each worker runs on one node's CPUs, and nodes have workers in
-    proportion to their CPUs.
+    compete.
 
     Args:
         count: threads, the calling one included.

@@ -6,13 +6,6 @@ Addresses are plain integers (host pointers); sizes are bytes unless the name sa
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from offload._native_io import Arena as Arena
-from offload._native_io import IoEngine as IoEngine
-from offload._native_io import IoOp as IoOp
-from offload._native_io import NativeIoError as NativeIoError
-from offload._native_io import Pins as Pins
-from offload._native_io import StripeMap as StripeMap
-
 DtypeName = Literal["fp32", "bf16", "fp16"]
 StateDtypeName = Literal["fp32", "bf16", "8bit"]
 RuleName = Literal["adam", "lion", "adagrad", "sgd", "muon", "muon_momentum"]
@@ -33,9 +26,8 @@ def set_threads(count: int, cpus: Sequence[int] | None = None) -> None:
     """Size of the worker pool that updates and norms use: the calling thread and `count` - 1
     workers, which start at first use and sleep while there is nothing to compute.
     Worker i runs on cpus[i % len(cpus)] alone, and the step pipelines' threads that compute on
-    cpus[(count - 1) % len(cpus)]; other callers stay where they are. None: workers run on the CPUs
-    of a NUMA node each, where there are several, and the others where the kernel lets them. Raises
-    ValueError for CPUs that this process cannot run on, with nothing changed."""
+    cpus[(count - 1) % len(cpus)]; other callers stay where they are. Raises ValueError for CPUs
+    that this process cannot run on, with nothing changed."""
 
 def permit_peers_to_read(permit: bool) -> None:
     """Lets processes of the same user read this one's memory, or not any more, where only ancestors
@@ -45,19 +37,12 @@ def read_peer_memory(process: int, source: int, into: int, nbytes: int) -> None:
     """Copies memory at the address `source` of another process of this machine. Raises OSError if
     it is gone, may not be read, or has no memory there."""
 
-numa: Any  # for tests: its functions are said in native/bindings/bind_numa.cpp
-
 def cpu_quota(root: str = "") -> float | None:
     """The CPU time, in CPUs, that the control groups (version 1 or 2) of this process allow; None
     without a quota. `root` is put before /proc and /sys."""
 
 def usable_cpus() -> int:
     """The CPUs that this process may run on, and no more than its quota pays for; at least 1."""
-
-def node_near(pci_device: str, root: str = "") -> int | None:
-    """The NUMA node, numbered as this process has them, that a PCI device ("0000:3b:00.0") is
-    attached to; None if that is not known, if the process may not use that node, or has one node
-    alone. `root` is put before /sys."""
 
 def threads() -> int:
     """Size of the worker pool; at first usable_cpus()."""
@@ -83,13 +68,169 @@ def stop_timeline() -> tuple[int, int, list[tuple[Any, int, int, int]], int]:
     "d2h" (a copy over a link). What is under way at the beginning counts from there on, at the end
     not at all. RuntimeError if nothing is being recorded."""
 
-class NativeLinkError(OSError):
-    """A failed copy over the link. `errno` and `strerror` are OSError's (ECANCELED: cancel() or
-    close() cut it off); the rest says where."""
+class NativeIoError(OSError):
+    """A failed transfer. `errno`, `strerror` and `filename` are OSError's; the rest says where."""
 
-    direction: str  # "h2d" | "d2h"
+    op: str  # "read" | "write"
+    offset: int  # bytes into the file where the failing transfer began
     wanted_bytes: int
-    got_bytes: int  # the first ones
+    got_bytes: int
+    free_bytes: int  # free space of the file's filesystem; -1 if unknown
+
+class Arena:
+    """Anonymous page-aligned memory of exactly `nbytes` (rounded up to the page size), huge pages
+    advised. Pages are populated on first touch. Memory lives until the object and every tensor
+    exported from it are gone, and every transfer that uses it is done.
+    The arena has slots of `slot_bytes` (0: it is one slot), in which transfers are counted."""
+
+    def __init__(self, nbytes: int, slot_bytes: int = 0) -> None:
+        """Raises MemoryError with the size if it cannot be mapped."""
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def address(self) -> int: ...
+    def export(self, offset: int, nbytes: int, pins: Pins | None = None, slot: int = 0) -> object:
+        """DLPack capsule of uint8[nbytes] at `offset`; torch.from_dlpack makes a tensor of it.
+        With `pins` the count of `slot` is raised now and lowered when the last tensor that views
+        the memory dies (on whichever thread that happens, without the GIL)."""
+    @staticmethod
+    def over(
+        address: int,
+        nbytes: int,
+        device_type: int,
+        device_id: int,
+        owner: object,
+        slot_bytes: int = 0,
+    ) -> Arena:
+        """Memory that `owner` keeps alive, on a device (DLPack's numbers); nothing here touches it.
+        Raises ValueError for zero bytes or address 0."""
+    @property
+    def transfers(self) -> Pins:
+        """How many transfers of an IoEngine or a Link use each slot now, whoever has the handle."""
+    def wipe_on_fork(self, offset: int, nbytes: int) -> None:
+        """A child that is forked from now on reads zeros from the range's pages. For page-locked
+        ones, which fork() would copy at once; not for over()'s. ValueError for what is outside."""
+    def discard(self, offset: int, nbytes: int) -> None:
+        """Gives the pages wholly inside the range back to the system; they read zero afterwards.
+        Raises RuntimeError for over()'s, while registered, and while a transfer uses a slot of the
+        range."""
+
+class Pins:
+    """Atomic counters: how many live exports (or transfers) hold each slot."""
+
+    def __init__(self, slots: int) -> None: ...
+    def __len__(self) -> int: ...
+    def __getitem__(self, slot: int) -> int: ...
+    def in_use(self) -> list[int]:
+        """The slots whose count is not zero, in order."""
+
+class IoOp:
+    """One transfer. It holds the memory until it is done. A handle that goes before is cancel()led
+    and waits for what is in flight."""
+
+    def done(self) -> bool: ...
+    def wait(self) -> None:
+        """Blocks until complete; raises NativeIoError if it failed (each time it is called)."""
+    def hurry(self) -> None:
+        """Somebody waits for it now: what is not in flight takes its turn as if it were not `soon`,
+        after transfers that were hurried, or were not `soon`, before. From any thread."""
+    def cancel(self) -> None:
+        """Drops what is not in flight; wait() raises NativeIoError with errno ECANCELED once the
+        rest is done. Nothing if the operation is done or was cancelled. From any thread."""
+
+class StripeMap:
+    """How one logical file lies in several members: a repeating pattern of units.
+    Member m gets `weights[m]` of the sum(weights) places of the pattern. ValueError unless every
+    weight is 1 or more, their sum at most 4096, `unit_bytes` a multiple of 4096 up to 1 GiB."""
+
+    def __init__(self, weights: Sequence[int], unit_bytes: int) -> None: ...
+    @property
+    def members(self) -> int: ...
+    @property
+    def unit_bytes(self) -> int: ...
+    @property
+    def pattern(self) -> list[int]:
+        """The member of each place."""
+    def place(self, offset: int) -> tuple[int, int, int]:
+        """(member, offset in it, bytes from there on that are contiguous in file and member)"""
+    def member_bytes(self, member: int, nbytes: int) -> int:
+        """How many of the file's first `nbytes` lie in `member`; they are its first ones."""
+
+class IoEngine:
+    """Asynchronous file transfers: "io_uring" or "threads".
+    A request is split into blocks of `block_bytes` and at most `queue_depth` blocks of all
+    requests together are in flight. Short transfers are resubmitted. A block that fails for want
+    of resources (EAGAIN, ENOMEM), or moves nothing, is tried again for `patience_s` seconds."""
+
+    def __init__(
+        self,
+        kind: str,
+        queue_depth: int = 32,
+        block_bytes: int = 1 << 20,
+        threads: int = 4,
+        patience_s: float = 30.0,
+    ) -> None:
+        """Raises OSError when io_uring was not built or is refused by the kernel, ValueError for an
+        unknown kind or an option out of range."""
+    @property
+    def kind(self) -> str: ...
+    @property
+    def notes(self) -> list[str]:
+        """What was wanted but refused, in words (features of io_uring, registered buffers)."""
+    def add_file(self, fd: int, path: str) -> int:
+        """Duplicates `fd` and returns the file's id here; `path` is used in messages only."""
+    def add_striped_file(
+        self, members: Sequence[tuple[int, str]], stripes: StripeMap, checksums: bool = False
+    ) -> int:
+        """As add_file(), for one logical file of several (fd, path) members.
+
+        `checksums`: transfers are whole pages of 4096 bytes, and what is read is compared with what
+        was written when the transfer is waited for: a NativeIoError with EBADMSG says which page is
+        another one."""
+    def name_range(self, file: int, offset: int, nbytes: int, name: str) -> None:
+        """Errors of transfers that begin in the range say what it has."""
+    def checksums(self, file: int, offset: int, nbytes: int) -> bytes:
+        """The CRC-32C of each page, 4 bytes each, little-endian; 0 of one never written."""
+    def reserve_checksums(self, file: int, nbytes: int) -> None:
+        """Memory for the checksums of a file of `nbytes`: 4 bytes for each page."""
+
+    def set_checksums(self, file: int, offset: int, checksums: bytes) -> None:
+        """What pages from `offset` on are to be, as checksums() gives it."""
+    def sync(self, file: int) -> None:
+        """Returns when all that is written is durable. Raises OSError that names the member."""
+    def remove_file(self, file: int) -> None:
+        """Waits for the file's transfers, then closes the duplicates."""
+    def register(self, arena: Arena) -> bool:
+        """Registers the arena's memory for fixed-buffer transfers; keeps the arena alive.
+        A forked child reads zeros there. False, with a note, where the kernel refuses, and False
+        for threads, which have nothing to register with."""
+    def unregister(self, arena: Arena) -> None:
+        """Waits for the engine's transfers of this arena, then undoes register(); nothing if not
+        registered."""
+    def read(self, file: int, address: int, nbytes: int, offset: int, soon: bool = False) -> IoOp:
+        """Starts filling memory from the file. The memory must be in one Arena: ValueError.
+        `soon`: nobody waits for it yet; it takes its turn after all that somebody waits for, and
+        before the step pipeline's transfers."""
+    def write(self, file: int, address: int, nbytes: int, offset: int, soon: bool = False) -> IoOp:
+        """Starts writing memory to the file; as read()."""
+    @property
+    def stats(self) -> dict[str, Any]:
+        """read_bytes, written_bytes, reads, writes (blocks), short_transfers, retries, errors, and
+        busy_s (seconds for which at least one block was in flight), since the engine was made;
+        in_flight: blocks that are now"""
+    def inject(
+        self,
+        op: str,
+        nth: int,
+        error: int = 0,
+        short_bytes: int = -1,
+        count: int = 1,
+        throws: bool = False,
+    ) -> None:
+        """For tests: the nth (from 0) block completion of `op` from now, and `count` in a row, is
+        replaced by -`error`, or cut to `short_bytes`, or throws in the engine's own thread."""
+    def close(self) -> None:
+        """Fails operations still queued, waits for those in flight, joins threads; idempotent."""
 
 class LinkOp:
     """One copy. It holds memory of arenas until it is done; keep other memory until then. A handle
@@ -97,10 +238,10 @@ class LinkOp:
 
     def done(self) -> bool: ...
     def wait(self) -> None:
-        """Blocks until complete; raises NativeLinkError if it failed (each time it is called)."""
+        """Blocks until complete; raises OSError if it failed (each time it is called): ECANCELED if
+        cancel() or close() cut it off."""
     def cancel(self) -> None:
-        """Drops what is not copied yet; wait() then raises NativeLinkError with errno ECANCELED.
-        Nothing if the copy is done. From any thread."""
+        """Drops what is not copied yet. Nothing if the copy is done. From any thread."""
 
 class Link:
     """An emulated link between HOST and DEVICE: background copies at a settable bandwidth. Each
@@ -130,8 +271,8 @@ class OffloadOp:
 
     def done(self) -> bool: ...
     def wait(self) -> None:
-        """Blocks until it has arrived, added if that was wanted; raises NativeLinkError, or an
-        OSError with the device's words, if a part of it did not (each time it is called)."""
+        """Blocks until it has arrived, added if that was wanted; raises an OSError, with the
+        device's words, if a part of it did not (each time it is called)."""
     def cancel(self) -> None:
         """What is not copied yet is not needed: wait() may end early, then raises an OSError with
         errno ECANCELED. Nothing if it has arrived. From any thread."""
@@ -312,11 +453,10 @@ def stream(param: int, grad: int, exp_avg: int, exp_avg_sq: int, numel: int) -> 
     """The memory yardstick: adds fp32[numel] `grad` to the other three arrays, in the blocks and on
     the threads of an update. Moves 28 bytes per element with next to no arithmetic."""
 
-def crc32c(address: int, nbytes: int, crc: int = 0, implementation: str = "") -> int:
-    """CRC-32C (RFC 3720) of memory; `crc` is that of the bytes before it. `implementation`: one of
-    crc32c_implementations(), by default the first. Raises ValueError for others."""
+def crc32c(address: int, nbytes: int, crc: int = 0) -> int:
+    """CRC-32C (RFC 3720) of memory; `crc` is that of the bytes before it. By the processor's own
+    instruction, if it has one, unless isa() is "scalar"."""
 
-def crc32c_implementations() -> list[str]: ...
 def crc32c_joined(first: int, second: int, second_nbytes: int) -> int:
     """The CRC-32C of bytes with CRC-32C `first` and `second_nbytes` more bytes with `second`."""
 
@@ -372,12 +512,6 @@ class StepPipeline:
     def buffer_bytes(
         kind: UpdateKind, tile_numel: int, param_in_file: bool, grad_in_file: bool
     ) -> int: ...
-    @staticmethod
-    def buffer_arrays(
-        kind: UpdateKind, tile_numel: int, param_in_file: bool, grad_in_file: bool
-    ) -> list[tuple[int, int]]:
-        """Offset and bytes of each array in a buffer: those of the optimizer state, then parameters
-        and gradients if there is room for them."""
     def submit(
         self, tasks: Sequence[StepTask], hypers: Sequence[Hyper], kind: UpdateKind | None = None
     ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import subprocess
 import sys
@@ -10,7 +9,6 @@ from pathlib import Path
 
 import hetero
 from hetero.cli.extras import EXTRAS
-from offload import _native
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = (ROOT / "pyproject.toml").read_text()
@@ -47,20 +45,3 @@ def test_the_stubs_are_those_of_the_extension() -> None:
     lines = checked.stdout.splitlines()
     assert lines, checked.stderr
     assert not [line for line in lines if not MEANT.search(line)]
-
-
-def test_the_stubs_of_memory_and_io_have_every_name() -> None:
-    """stubtest cannot read them, for there is no such module."""
-    tree = ast.parse((ROOT / "offload" / "_native_io.pyi").read_text())
-    for node in tree.body:
-        if isinstance(node, ast.ClassDef):
-            said = {
-                name.name if isinstance(name, ast.FunctionDef) else ast.unparse(name.target)
-                for name in node.body
-                if isinstance(name, ast.FunctionDef | ast.AnnAssign)
-            }
-            found = {name for name in vars(getattr(_native, node.name)) if name[0] != "_"}
-            said = {name for name in said if name[0] != "_"}
-            assert found <= said, node.name
-            if node.name != "NativeIoError":  # whose attributes belong to instances
-                assert said <= found, node.name

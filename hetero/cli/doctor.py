@@ -136,8 +136,7 @@ class CpuFacts:
     isa: str  # the instruction set of the update kernels
     available_isas: tuple[str, ...]  # those that this machine runs, best first
     forced_isa: str | None  # HETERO_ISA
-    numa_nodes: int  # that this process uses
-    memory_policy: bool  # it may choose among them
+    numa_nodes: int  # on whose CPUs this process may run; 0 if that is not known
 
     def findings(self) -> Iterator[Finding]:
         """The processors, their instruction set, and the nodes of their memory."""
@@ -154,10 +153,13 @@ class CpuFacts:
         yield _found("update kernels", fact, fix)
         fact, fix = "one node", ""
         if self.numa_nodes > 1:
-            fact = f"{self.numa_nodes} nodes; memory is spread over them"
-            if not self.memory_policy:
-                fact = f"{self.numa_nodes} nodes, but this process may not choose where its memory"
-                fact, fix = f"{fact} lies", "in a container: docker run --cap-add SYS_NICE"
+            fact = (
+                f"{self.numa_nodes} nodes; memory lies on that of the thread that touches it first"
+            )
+            fix = (
+                "start a rank for each node by numactl --cpunodebind=N --membind=N, or one for all "
+                "by numactl --interleave=all"
+            )
         yield _found("NUMA", fact, fix)
 
 
@@ -406,8 +408,7 @@ def gather(
             isa=_native.isa(),
             available_isas=tuple(_native.isa_available()),
             forced_isa=os.environ.get("HETERO_ISA"),
-            numa_nodes=_native.numa.count(),
-            memory_policy=_native.numa.has_memory_policy(),
+            numa_nodes=_numa_nodes(root),
         ),
         MemoryFacts(
             ram_bytes=memory.total,
@@ -502,6 +503,12 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def _numa_nodes(root: Path) -> int:
+    cpus = os.sched_getaffinity(0)
+    nodes = (root / "sys/devices/system/node").glob("node[0-9]*")
+    return sum(any((node / f"cpu{cpu}").exists() for cpu in cpus) for node in nodes)
 
 
 def _text(path: Path) -> str | None:

@@ -1,4 +1,4 @@
-// The end of an operation, which comes once.
+// Operations that go on in the background, and end once.
 #pragma once
 
 #include <atomic>
@@ -7,19 +7,23 @@
 
 namespace hetero {
 
+// What submitter and owner share of an operation.
 class Completion {
  public:
   // `what` is done, for the message of an exception: "transfer".
   explicit Completion(const char* what) : fork_(what) {}
 
   bool done() const { return settled_.load(std::memory_order_acquire) != 0; }
-  // Blocks until done(). Throws std::runtime_error in a forked child, where nobody will settle it.
-  void wait() const {
+  // Blocks until done(), however it ends. Throws std::runtime_error in a forked child, where nobody
+  // will settle it.
+  void wait_done() const {
     while (!done()) {
       fork_.require_own();
       settled_.wait(0, std::memory_order_acquire);
     }
   }
+
+ protected:
   // Once. The result, and the bytes, are visible to whoever sees done(). The caller shares
   // ownership of the operation, which waiters may let go of before they are notified.
   void settle() {
@@ -34,5 +38,17 @@ class Completion {
   const ForkGuard fork_;
   std::atomic<int> settled_{0};
 };
+
+// Cancels an operation of `owner`, and waits until it is done, however it ends. Nothing in a forked
+// child.
+template <typename Owner, typename Op>
+void abandon(Owner& owner, Op& op) noexcept {
+  if (owner.foreign()) return;
+  try {
+    owner.cancel(op);
+    op.wait_done();
+  } catch (...) {  // Nobody wants to know how it ended.
+  }
+}
 
 }  // namespace hetero

@@ -5,6 +5,8 @@
 #include <sys/types.h>
 
 #include <atomic>
+#include <memory>
+#include <utility>
 
 #include "base/thread_annotations.h"
 
@@ -56,6 +58,15 @@ class ForkGuard {
   const char* const advice_;
   const pid_t owner_;
 };
+
+// A T that belongs to this process: ~T(), which ends its threads, is not called in a forked child,
+// where they do not exist and its locks may be held by nobody. Its memory is left alone there.
+template <class T, class... Arguments>
+std::shared_ptr<T> make_own(Arguments&&... arguments) {
+  return {new T(std::forward<Arguments>(arguments)...), [](T* object) {
+            if (!object->foreign()) delete object;
+          }};
+}
 
 // A file descriptor that a forked child closes at once. Otherwise the child would keep alive what
 // the descriptor stands for: an unlinked file's space, a ring and the memory that it has pinned.

@@ -23,7 +23,6 @@
 #define REQUIRES(...) HETERO_THREAD_ATTRIBUTE(requires_capability(__VA_ARGS__))
 #define EXCLUDES(...) HETERO_THREAD_ATTRIBUTE(locks_excluded(__VA_ARGS__))
 #define ACQUIRE(...) HETERO_THREAD_ATTRIBUTE(acquire_capability(__VA_ARGS__))
-#define TRY_ACQUIRE(...) HETERO_THREAD_ATTRIBUTE(try_acquire_capability(__VA_ARGS__))
 #define RELEASE(...) HETERO_THREAD_ATTRIBUTE(release_capability(__VA_ARGS__))
 #define ASSERT_CAPABILITY(x) HETERO_THREAD_ATTRIBUTE(assert_capability(x))
 // For what the analysis cannot follow (locks across fork, predicates); a comment says why.
@@ -41,7 +40,6 @@ class CAPABILITY("mutex") Mutex {
 
   void lock() ACQUIRE() { mutex_.lock(); }
   void unlock() RELEASE() { mutex_.unlock(); }
-  bool try_lock() TRY_ACQUIRE(true) { return mutex_.try_lock(); }
   // Tells the analysis, in a lambda or after a callback, what it cannot see: the caller holds it.
   void assert_held() const ASSERT_CAPABILITY(this) {}
 
@@ -50,14 +48,10 @@ class CAPABILITY("mutex") Mutex {
   std::mutex mutex_;
 };
 
-// The caller has locked the mutex that MutexLock is given.
-struct Held {};
-
 // Holds a mutex for a scope.
 class SCOPED_CAPABILITY MutexLock {
  public:
   explicit MutexLock(Mutex& mutex) ACQUIRE(mutex) : mutex_(mutex) { mutex.lock(); }
-  MutexLock(Mutex& mutex, Held) REQUIRES(mutex) : mutex_(mutex) {}
   // Throws first what guard.require_own() does (base/fork.h).
   MutexLock(Mutex& mutex, const ForkGuard& guard) ACQUIRE(mutex);
   ~MutexLock() RELEASE() { mutex_.unlock(); }

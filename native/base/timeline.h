@@ -53,20 +53,4 @@ inline void mark(Clock::time_point& begun) {
 void note(Lane lane, Clock::time_point begin, std::uint64_t bytes,
           Clock::time_point end = Clock::now()) noexcept;
 
-// Notes the time of a scope.
-class Span {
- public:
-  Span(Lane lane, std::uint64_t bytes) : lane_(lane), bytes_(bytes) { mark(begin_); }
-  ~Span() {
-    if (begin_ != Clock::time_point()) note(lane_, begin_, bytes_);
-  }
-  Span(const Span&) = delete;
-  Span& operator=(const Span&) = delete;
-
- private:
-  const Lane lane_;
-  const std::uint64_t bytes_;
-  Clock::time_point begin_;
-};
-
 }  // namespace hetero::timeline

@@ -1,16 +1,54 @@
 #include "base/usable_cpus.h"
 
+#include <fcntl.h>
 #include <sched.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <charconv>
 #include <string_view>
 #include <thread>
 #include <vector>
 
-#include "base/text_file.h"
-
 namespace hetero {
 namespace {
+
+// The whole content; empty if the file cannot be read. Without streams: a program may bring a
+// second copy of the C++ library, linked statically or of another compiler, and a stream whose
+// facets are the one's and whose identifiers are the other's crashes (seen with the compiler of a
+// machine with a GPU).
+std::string read_text(const std::string& path) {
+  std::string text;
+  const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  if (fd < 0) return text;
+  char part[4096];
+  for (ssize_t got; (got = ::read(fd, part, sizeof part)) > 0;) {
+    text.append(part, static_cast<std::size_t>(got));
+  }
+  ::close(fd);
+  return text;
+}
+
+// The parts between separators. A text that ends with the separator has no empty part there.
+std::vector<std::string_view> split(std::string_view text, char separator) {
+  std::vector<std::string_view> parts;
+  while (!text.empty()) {
+    const std::size_t end = text.find(separator);
+    parts.push_back(text.substr(0, end));
+    if (end == std::string_view::npos) break;
+    text.remove_prefix(end + 1);
+  }
+  return parts;
+}
+
+// The whole number that `text` is, but for a newline; none if it is something else.
+std::optional<long long> whole_number(std::string_view text) {
+  if (text.ends_with('\n')) text.remove_suffix(1);
+  long long number = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
+  if (error != std::errc() || end != text.data() + text.size()) return std::nullopt;
+  return number;
+}
 
 // quota / period of one group; none if it has no quota, or no such files. Version 2 has both in
 // one file, "max" for no quota; version 1 has two files, and -1 for no quota.

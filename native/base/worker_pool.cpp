@@ -10,7 +10,6 @@
 #include <system_error>
 
 #include "base/float_state.h"
-#include "base/numa_nodes.h"
 #include "base/quiet_thread.h"
 #include "base/usable_cpus.h"
 
@@ -51,12 +50,6 @@ void check_usable(const std::vector<int>& cpus) {
   }
 }
 
-// How many ranges a job of `count` calls has beside the whole; none where one will do.
-std::size_t node_ranges(std::size_t count) {
-  const std::size_t nodes = numa_nodes().count();
-  return nodes > 1 && nodes <= count ? nodes : 0;
-}
-
 }  // namespace
 
 std::atomic<WorkerPool*> WorkerPool::instance_{nullptr};
@@ -66,7 +59,6 @@ WorkerPool& WorkerPool::instance() {
   // may be held by nobody; the old object is left alone for ever.
   static const bool made = [] {
     instance_ = new WorkerPool(usable_cpus(), std::nullopt);
-    numa_nodes();  // from now on known, of the same thread's CPUs
     pthread_atfork(before_fork, after_fork, in_child);
     return true;
   }();
@@ -148,12 +140,7 @@ std::size_t WorkerPool::start() {
     // The CPUs were usable when they were given. If one was taken away since, the worker runs where
     // the kernel lets it: slower is better than an update that stops half-way.
     const std::size_t i = workers_.size() - 1;
-    if (cpus) {
-      run_on(worker.native_handle(), (*cpus)[i % cpus->size()]);
-    } else {
-      const NumaNodes& nodes = numa_nodes();
-      nodes.bind(worker.native_handle(), nodes.node_of_thread(i, threads()));
-    }
+    if (cpus) run_on(worker.native_handle(), (*cpus)[i % cpus->size()]);
   }
   return workers_.size() + 1;
 }
@@ -205,65 +192,38 @@ void WorkerPool::worker_main() {
     const MutexUnlock unlocked(mutex_);
     wake(workers);
     const std::shared_ptr<Job> job = std::move(taken->first);
-    for (std::optional<std::size_t> i = taken->second; i; i = job->take_own()) {
+    for (std::optional<std::size_t> i = taken->second; i; i = job->take()) {
       job->call(*i);
     }
   }
 }
 
 std::optional<std::pair<std::shared_ptr<Job>, std::size_t>> WorkerPool::take() {
-  while (!jobs_.empty() && jobs_.front()->left() == 0) jobs_.pop_front();
-  for (const std::shared_ptr<Job>& job : jobs_) {
-    if (const auto i = job->take_own()) return std::pair(job, *i);
+  for (; !jobs_.empty(); jobs_.pop_front()) {
+    if (const auto i = jobs_.front()->take()) return std::pair(jobs_.front(), *i);
   }
-  for (const std::shared_ptr<Job>& job : jobs_) {
-    if (const auto i = job->take()) return std::pair(job, *i);
-  }
-  jobs_.clear();
   return std::nullopt;
 }
 
 Job::Job(std::size_t count, std::function<void(std::size_t)> body,
          std::function<void(std::exception_ptr)> ended)
-    : count_(count),
+    : Completion("run of the worker pool"),
+      count_(count),
       body_(std::move(body)),
       ended_(std::move(ended)),
-      of_nodes_(node_ranges(count)),
-      ranges_(of_nodes_.empty() ? std::span(&whole_, 1) : std::span(of_nodes_)),
-      unended_(count) {
-  // Rounded up, so that index i is in range i * ranges / count.
-  const auto begin = [&](std::size_t k) {
-    return (k * count + ranges_.size() - 1) / ranges_.size();
-  };
-  for (std::size_t k = 0; k < ranges_.size(); ++k) {
-    ranges_[k].next = begin(k);
-    ranges_[k].end = begin(k + 1);
-  }
-}
+      unended_(count) {}
 
 // Relaxed, here and in take(): the queue's mutex publishes the job to workers, and unended_ what
 // they have done to whoever ends it.
-std::size_t Job::Range::left() const {
-  return end - std::min(end, next.load(std::memory_order_relaxed));
-}
-
-// (Looks first, so that threads which find it empty again and again do not write to it.)
-std::optional<std::size_t> Job::Range::take() {
-  if (left() == 0) return std::nullopt;
-  const std::size_t i = next.fetch_add(1, std::memory_order_relaxed);
-  return i < end ? std::optional(i) : std::nullopt;
-}
-
-std::size_t Job::Range::leave_out() { return end - std::min(end, next.exchange(end)); }
-
 std::size_t Job::left() const {
-  std::size_t left = 0;
-  for (const Range& range : ranges_) left += range.left();
-  return left;
+  return count_ - std::min(count_, next_.load(std::memory_order_relaxed));
 }
 
-std::size_t Job::own() const {
-  return ranges_.size() == 1 ? 0 : numa_nodes().here() % ranges_.size();
+// (Looks first, so that threads which find none again and again do not write to it.)
+std::optional<std::size_t> Job::take() {
+  if (left() == 0) return std::nullopt;
+  const std::size_t i = next_.fetch_add(1, std::memory_order_relaxed);
+  return i < count_ ? std::optional(i) : std::nullopt;
 }
 
 bool Job::make_one_call() {
@@ -273,18 +233,8 @@ bool Job::make_one_call() {
 }
 
 void Job::wait() {
-  completion_.wait();
+  wait_done();
   if (error_) std::rethrow_exception(std::move(error_));
-}
-
-std::optional<std::size_t> Job::take_own() { return ranges_[own()].take(); }
-
-std::optional<std::size_t> Job::take() {
-  const std::size_t first = own();
-  for (std::size_t k = 0; k < ranges_.size(); ++k) {
-    if (const auto i = ranges_[(first + k) % ranges_.size()].take()) return i;
-  }
-  return std::nullopt;
 }
 
 void Job::call(std::size_t i) {
@@ -294,7 +244,7 @@ void Job::call(std::size_t i) {
     body_(i);
   } catch (...) {
     if (!failed_.exchange(true)) error_ = std::current_exception();
-    for (Range& range : ranges_) ended += range.leave_out();
+    ended += count_ - std::min(count_, next_.exchange(count_));  // the others are left out
   }
   end(ended);
 }
@@ -303,7 +253,7 @@ void Job::call(std::size_t i) {
 void Job::end(std::size_t indices) {
   if (unended_.fetch_sub(indices, std::memory_order_acq_rel) != indices) return;
   if (ended_) ended_(std::move(error_));
-  completion_.settle();
+  settle();
 }
 
 void CallerCpu::follow() {

@@ -12,7 +12,6 @@
 #include <functional>
 #include <memory>
 #include <optional>
-#include <span>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -25,11 +24,7 @@ namespace hetero {
 // Calls body(i) once for every i in [0, count), in no fixed order and on several threads, with
 // IEEE's default floating-point mode. After the first exception the indices not yet begun are left
 // out.
-//
-// On several NUMA nodes (numa_nodes.h) index i belongs to node i * nodes / count, so that each node
-// has a contiguous range, and a thread takes from its own node's range first. With fewer indices
-// than nodes all are every node's own.
-class Job {
+class Job : public Completion {
  public:
   // `ended` is called with the first exception, or null, on the thread that ends the last call. It
   // must not throw, nor use the pool.
@@ -39,26 +34,13 @@ class Job {
   // How many indices no thread has taken; may be outdated at once, and is then too large.
   std::size_t left() const;
 
-  // Takes an index, of another node's if the caller's has none left, and makes its call; false if
-  // none is left.
+  // Takes an index and makes its call; false if none is left.
   bool make_one_call();
 
  private:
   friend class WorkerPool;
 
-  // Indices [next, end) are left; next is past end when none is.
-  struct Range {
-    std::atomic<std::size_t> next{0};
-    std::size_t end = 0;
-
-    std::size_t left() const;
-    std::optional<std::size_t> take();
-    std::size_t leave_out();  // all that are left; returns how many
-  };
-
-  std::size_t own() const;  // the number of the range of the caller's node
-  std::optional<std::size_t> take_own();
-  std::optional<std::size_t> take();  // of the caller's node, or else of another one
+  std::optional<std::size_t> take();
   void call(std::size_t i);
   void end(std::size_t indices);
   // Blocks until the last call has ended. Rethrows the first exception, unless `ended` had it.
@@ -67,13 +49,10 @@ class Job {
   const std::size_t count_;
   const std::function<void(std::size_t)> body_;
   const std::function<void(std::exception_ptr)> ended_;
-  Range whole_;                       // the only range, where the machine is not divided
-  std::vector<Range> of_nodes_;       // where it is
-  const std::span<Range> ranges_;     // the one or the others
+  std::atomic<std::size_t> next_{0};  // not taken yet; past count_ when none is
   std::atomic<std::size_t> unended_;  // indices whose calls have not ended
   std::atomic<bool> failed_{false};
   std::exception_ptr error_;  // written by the thread that sets failed_, read at the end
-  Completion completion_{"run of the worker pool"};
 };
 
 // A process has one pool. It starts its threads at first use; whoever waits for a job is one of
@@ -81,13 +60,6 @@ class Job {
 //
 // Jobs are in one queue. A worker takes indices of the oldest job that has any left, so it goes on
 // to the next job while others still compute the last indices of this one.
-//
-// On several NUMA nodes a worker runs on the CPUs of one node, and takes indices of the oldest job
-// that has any of that node's left; only if no job has does it take another node's. So where
-// several jobs are queued, each node goes through them at its own speed, and the oldest one is not
-// late for it: its range goes first on its node, and what is left of it is taken by the others once
-// they have nothing of their own. If instead the others helped with the oldest job first, every
-// job's end would be computed through the link between the nodes, on both of them.
 class WorkerPool {
  public:
   static WorkerPool& instance();
@@ -99,11 +71,10 @@ class WorkerPool {
   // The CPUs that set_threads() was given; none if threads run where the kernel lets them.
   std::optional<std::vector<int>> cpus() const EXCLUDES(mutex_);
 
-  // `count` threads, the caller included, shared out over the NUMA nodes in proportion to their
-  // CPUs; the last one's place is the caller's, who runs where he is. With `cpus`, worker i runs on
-  // cpus[i % size] alone, and cpus[(count - 1) % size] is for callers (CallerCpu). Waits for the
-  // jobs that workers are at. Throws std::invalid_argument for 0 threads, and for CPUs that this
-  // process cannot run on; nothing is changed then.
+  // `count` threads, the caller included. With `cpus`, worker i runs on cpus[i % size] alone, and
+  // cpus[(count - 1) % size] is for callers (CallerCpu). Waits for the jobs that workers are at.
+  // Throws std::invalid_argument for 0 threads, and for CPUs that this process cannot run on;
+  // nothing is changed then.
   void set_threads(unsigned count, const std::optional<std::vector<int>>& cpus = std::nullopt)
       EXCLUDES(workers_mutex_, mutex_);
 
@@ -139,8 +110,8 @@ class WorkerPool {
 
   void join_workers() REQUIRES(workers_mutex_) EXCLUDES(mutex_);
   void worker_main() EXCLUDES(mutex_);
-  // The oldest job with an index left, of this thread's node if any has, and that index; none, and
-  // the queue is empty then, if no job has.
+  // The oldest job with an index left, and that index; none, and the queue is empty then, if no job
+  // has.
   std::optional<std::pair<std::shared_ptr<Job>, std::size_t>> take() REQUIRES(mutex_);
   std::size_t workers_to_wake() REQUIRES(mutex_);
   void wake(std::size_t workers) EXCLUDES(mutex_);

@@ -1,7 +1,10 @@
-// Arena, Pins, peers' memory, IoEngine and IoOp as Python sees them, and the exceptions of failed
-// transfers.
+// Memory (Arena, Pins, peers', checksums), IoEngine and IoOp as Python sees them, and the
+// exceptions of failed transfers.
 #include <pybind11/stl.h>
+#include <sys/prctl.h>
+#include <sys/uio.h>
 
+#include <cerrno>
 #include <cstring>
 #include <exception>
 #include <memory>
@@ -13,10 +16,10 @@
 #include <vector>
 
 #include "bindings/python.h"
+#include "checksum/crc32c.h"
 #include "io/io_engine.h"
 #include "io/stripe_map.h"
 #include "memory/arena.h"
-#include "memory/peer_memory.h"
 
 namespace hetero {
 
@@ -74,14 +77,47 @@ std::shared_ptr<Arena> arena_over(std::uintptr_t address, std::size_t nbytes, in
   }
 }
 
+void permit_peers_to_read([[maybe_unused]] bool permit) {
+#ifdef PR_SET_PTRACER
+  prctl(PR_SET_PTRACER, permit ? PR_SET_PTRACER_ANY : 0, 0, 0, 0);
+#endif
+}
+
+void read_peer_memory(pid_t process, std::uintptr_t from, std::uintptr_t into, std::size_t nbytes) {
+  // One call copies 2 GiB at most, and fewer than it was asked for if a page is missing.
+  while (nbytes > 0) {
+    const iovec local{reinterpret_cast<void*>(into), nbytes};
+    const iovec remote{reinterpret_cast<void*>(from), nbytes};
+    const ssize_t copied = process_vm_readv(process, &local, 1, &remote, 1, 0);
+    if (copied < 0) {
+      throw std::system_error(
+          errno, std::generic_category(),
+          "cannot read " + std::to_string(nbytes) + " bytes of process " + std::to_string(process));
+    }
+    if (copied == 0) {
+      throw std::system_error(EFAULT, std::generic_category(),
+                              "process " + std::to_string(process) + " has no memory there");
+    }
+    into += static_cast<std::uintptr_t>(copied);
+    from += static_cast<std::uintptr_t>(copied);
+    nbytes -= static_cast<std::size_t>(copied);
+  }
+}
+
+std::uint32_t checksum(std::uintptr_t address, std::size_t nbytes, std::uint32_t crc) {
+  if (address == 0 && nbytes != 0) {
+    throw std::invalid_argument("address is 0, must be the address of " + std::to_string(nbytes) +
+                                " bytes");
+  }
+  return crc32c(reinterpret_cast<const void*>(address), nbytes, crc);
+}
+
 void bind_memory(py::module_& module) {
+  module.def("crc32c", &checksum, "address"_a, "nbytes"_a, "crc"_a = 0, ReleaseGil());
+  module.def("crc32c_joined", &crc32c_joined, "first"_a, "second"_a, "second_nbytes"_a);
   module.def("permit_peers_to_read", &permit_peers_to_read, "permit"_a);
-  module.def(
-      "read_peer_memory",
-      [](pid_t process, std::uintptr_t from, std::uintptr_t into, std::size_t nbytes) {
-        read_peer_memory(process, from, reinterpret_cast<std::byte*>(into), nbytes);
-      },
-      "process"_a, "source"_a, "into"_a, "nbytes"_a, ReleaseGil());
+  module.def("read_peer_memory", &read_peer_memory, "process"_a, "source"_a, "into"_a, "nbytes"_a,
+             ReleaseGil());
 
   py::class_<Pins, std::shared_ptr<Pins>>(module, "Pins")
       .def(py::init<std::size_t>(), "slots"_a)
@@ -102,25 +138,11 @@ void bind_memory(py::module_& module) {
           [](const Arena& self) { return reinterpret_cast<std::uintptr_t>(self.address()); })
       .def("export", &export_capsule, "offset"_a, "nbytes"_a, "pins"_a = nullptr, "slot"_a = 0)
       .def_property_readonly("transfers", &Arena::transfers)
-      .def(
-          "spread",
-          [](const Arena& self, std::size_t first, std::size_t slots,
-             const std::vector<std::pair<std::size_t, std::size_t>>& arrays) {
-            self.spread(first, slots, arrays);
-          },
-          "first"_a, "slots"_a, "arrays"_a, ReleaseGil())
-      .def("put_on_node", &Arena::put_on_node, "first"_a, "slots"_a, "node"_a, ReleaseGil())
       .def("wipe_on_fork", &Arena::wipe_on_fork, "offset"_a, "nbytes"_a, ReleaseGil())
       .def("discard", &Arena::discard, "offset"_a, "nbytes"_a, ReleaseGil());
 }
 
 constexpr const char* kKinds[] = {"read", "write"};
-
-IoKind kind_of(const std::string& name) {
-  if (name == "read") return IoKind::read;
-  if (name == "write") return IoKind::write;
-  throw std::invalid_argument("op must be \"read\" or \"write\", not \"" + name + "\"");
-}
 
 PyObject* io_error_type = nullptr;
 
@@ -156,8 +178,8 @@ void translate(std::exception_ptr caught) {
 std::shared_ptr<IoEngine> make_engine(const std::string& kind, unsigned queue_depth,
                                       std::size_t block_bytes, unsigned threads,
                                       double patience_s) {
-  return released_without_gil(
-      make_io_engine(kind, {queue_depth, block_bytes, threads, patience_s}));
+  const IoOptions options{queue_depth, block_bytes, threads, patience_s};
+  return released_without_gil(make_own<IoEngine>(kind, options));
 }
 
 using Transfer = Handle<IoEngine, IoOp>;
@@ -256,8 +278,10 @@ void bind_io(py::module_& module) {
       .def(
           "inject",
           [](IoEngine& self, const std::string& op, std::uint64_t nth, int error,
-             std::int64_t short_bytes, std::uint64_t count,
-             bool throws) { self.inject({kind_of(op), nth, error, short_bytes, count, throws}); },
+             std::int64_t short_bytes, std::uint64_t count, bool throws) {
+            self.inject(
+                {value_of<IoKind>(kKinds, op, "op"), nth, error, short_bytes, count, throws});
+          },
           "op"_a, "nth"_a, "error"_a = 0, "short_bytes"_a = -1, "count"_a = 1, "throws"_a = false,
           ReleaseGil())
       .def("close", &IoEngine::close, ReleaseGil());

@@ -13,21 +13,11 @@
 #include "io/io_engine.h"
 #include "memory/arena.h"
 #include "pipeline/step_pipeline.h"
-#include "update/tile_layout.h"
 #include "update/update.h"
 
 namespace hetero {
 
 namespace {
-
-// Does not hold the GIL while the destructor waits for transfers. A forked child's copy is left
-// alone (step_pipeline.h).
-struct PipelineDeleter {
-  void operator()(StepPipeline* pipeline) const {
-    if (!pipeline->foreign()) without_gil([&] { delete pipeline; });
-  }
-};
-using PipelineHolder = std::unique_ptr<StepPipeline, PipelineDeleter>;
 
 using ExpectationTuple = std::tuple<std::int64_t, Location, Location, std::uint32_t>;
 using SegmentTuple = std::tuple<std::size_t, std::size_t, std::size_t, std::uint64_t>;
@@ -55,12 +45,13 @@ void expect(StepPipeline& pipeline, const std::vector<ExpectationTuple>& expecte
   pipeline.expect(std::move(made), streaming);
 }
 
-PipelineHolder make_pipeline(std::shared_ptr<IoEngine> engine, int file, const Arena* arena,
-                             std::size_t buffers, const UpdateKind& kind, std::size_t tile_numel,
-                             bool param_in_file, bool grad_in_file) {
-  return PipelineHolder(
-      new StepPipeline(std::move(engine), file, arena, buffers,
-                       TileLayout(kind, tile_numel, param_in_file, grad_in_file)));
+std::shared_ptr<StepPipeline> make_pipeline(std::shared_ptr<IoEngine> engine, int file,
+                                            const Arena* arena, std::size_t buffers,
+                                            const UpdateKind& kind, std::size_t tile_numel,
+                                            bool param_in_file, bool grad_in_file) {
+  return released_without_gil(
+      make_own<StepPipeline>(std::move(engine), file, arena, buffers,
+                             TileLayout(kind, tile_numel, param_in_file, grad_in_file)));
 }
 
 // Calls `method` with each of `count` keys from `key` on: those of one chunk's tiles.
@@ -100,22 +91,14 @@ void bind_pipeline(py::module_& module) {
       .def(py::init(&make_task), "key"_a, "param"_a, "grad"_a, "optim_state"_a, "segments"_a,
            "priority"_a = 0, "optim_state_to"_a = StepTask::kNone, "param_to"_a = StepTask::kNone,
            "saved_param"_a = StepTask::kNone);
-  py::class_<StepPipeline, PipelineHolder>(module, "StepPipeline")
+  py::class_<StepPipeline, std::shared_ptr<StepPipeline>>(module, "StepPipeline")
       .def(py::init(&make_pipeline), "engine"_a.none(true), "file"_a, "arena"_a.none(true),
-           "buffers"_a, "kind"_a.none(false), "tile_numel"_a, "param_in_file"_a, "grad_in_file"_a,
-           py::keep_alive<1, 2>())
+           "buffers"_a, "kind"_a.none(false), "tile_numel"_a, "param_in_file"_a, "grad_in_file"_a)
       .def_static(
           "buffer_bytes",
           [](const UpdateKind& kind, std::size_t tile_numel, bool param_in_file,
              bool grad_in_file) {
             return TileLayout(kind, tile_numel, param_in_file, grad_in_file).buffer_bytes();
-          },
-          "kind"_a.none(false), "tile_numel"_a, "param_in_file"_a, "grad_in_file"_a)
-      .def_static(
-          "buffer_arrays",
-          [](const UpdateKind& kind, std::size_t tile_numel, bool param_in_file,
-             bool grad_in_file) {
-            return TileLayout(kind, tile_numel, param_in_file, grad_in_file).buffer_arrays();
           },
           "kind"_a.none(false), "tile_numel"_a, "param_in_file"_a, "grad_in_file"_a)
       .def(

@@ -13,7 +13,6 @@
 
 #include "base/usable_cpus.h"
 #include "base/worker_pool.h"
-#include "bindings/dtype_names.h"
 #include "bindings/python.h"
 #include "update/isa/isa.h"
 #include "update/reductions.h"
@@ -50,20 +49,8 @@ Hyper make_hyper(double lr, double weight_decay, bool decoupled, double beta1, d
                  double eps, bool bias_correction, double lr_decay, double momentum,
                  double dampening, bool nesterov, double lr_scale, std::int64_t step,
                  double grad_scale) {
-  const Hyper hyper = {.lr = lr,
-                       .weight_decay = weight_decay,
-                       .decoupled = decoupled,
-                       .beta1 = beta1,
-                       .beta2 = beta2,
-                       .eps = eps,
-                       .bias_correction = bias_correction,
-                       .lr_decay = lr_decay,
-                       .momentum = momentum,
-                       .dampening = dampening,
-                       .nesterov = nesterov,
-                       .lr_scale = lr_scale,
-                       .step = step,
-                       .grad_scale = grad_scale};
+  const Hyper hyper = {lr,       weight_decay, decoupled, beta1,    beta2,    eps,  bias_correction,
+                       lr_decay, momentum,     dampening, nesterov, lr_scale, step, grad_scale};
   hyper.validate();
   return hyper;
 }

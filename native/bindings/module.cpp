@@ -2,9 +2,7 @@
 // other bindings files add.
 #include <chrono>
 #include <cstdint>
-#include <string>
 
-#include "base/text_file.h"
 #include "base/timeline.h"
 #include "bindings/python.h"
 
@@ -12,18 +10,13 @@ namespace hetero {
 
 void bind_memory_io(py::module_& module);
 void bind_update(py::module_& module);
-void bind_numa(py::module_& module);
 void bind_pipeline(py::module_& module);
 void bind_link(py::module_& module);
-void bind_offload(py::module_& module);
-void bind_checksum(py::module_& module);
 void bind_cuda_sources(py::module_& module);
 
 namespace {
 
 py::dict build_info() {
-  py::list isas;
-  for (const std::string_view name : split(HETERO_ISAS, ',')) isas.append(std::string(name));
   py::dict info;
 #ifdef HETERO_LIBURING
   info["liburing"] = HETERO_LIBURING;
@@ -35,7 +28,7 @@ py::dict build_info() {
 #else
   info["compiler"] = "gcc " __VERSION__;
 #endif
-  info["isas"] = isas;
+  info["isas"] = py::str(HETERO_ISAS).attr("split")(",");
   return info;
 }
 
@@ -63,11 +56,8 @@ PYBIND11_MODULE(_native, module) {
   module.def("stop_timeline", &stop_timeline);
   bind_memory_io(module);
   bind_update(module);
-  bind_numa(module);
   bind_pipeline(module);
   bind_link(module);
-  bind_offload(module);
-  bind_checksum(module);
   bind_cuda_sources(module);
 }
 

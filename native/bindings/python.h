@@ -1,12 +1,18 @@
-// What several files of bindings need of Python: the GIL let go, handles, errors that are OSErrors.
+// What several files of bindings need: the GIL let go, handles, errors that are OSErrors, names of
+// an enum's values.
 #pragma once
 
 #include <pybind11/pybind11.h>
 
+#include <cstddef>
 #include <memory>
 #include <optional>
+#include <stdexcept>
 #include <string>
 #include <utility>
+
+#include "base/completion.h"
+#include "update/update_kind.h"
 
 namespace hetero {
 
@@ -45,7 +51,7 @@ struct Handle {
       : owner(std::move(owner)), op(std::move(op)) {}
   Handle(Handle&&) = default;
   ~Handle() {
-    if (op && !op->done()) without_gil([&] { owner->abandon(*op); });
+    if (op && !op->done()) without_gil([&] { abandon(*owner, *op); });
   }
 
   // The class; operations of some kinds can do more.
@@ -81,6 +87,22 @@ inline PyObject* make_os_error(py::module_& module, const char* name, const char
                        py::is_method(type), py::name("__str__"));
   module.attr(name) = type;
   return made;
+}
+
+// The value of the enum whose name stands at its number in `names`. Throws std::invalid_argument,
+// with `parameter` and the names.
+template <typename Enum, std::size_t count>
+Enum value_of(const char* const (&names)[count], const std::string& name, const char* parameter) {
+  std::string all;
+  for (std::size_t i = 0; i < count; ++i) {
+    if (name == names[i]) return static_cast<Enum>(i);
+    all += std::string(i == 0 ? "" : i + 1 == count ? " or " : ", ") + "'" + names[i] + "'";
+  }
+  throw std::invalid_argument(std::string(parameter) + " is '" + name + "', must be " + all);
+}
+
+inline Dtype parse_dtype(const std::string& name, const char* parameter = "dtype") {
+  return value_of<Dtype>({"fp32", "bf16", "fp16"}, name, parameter);
 }
 
 }  // namespace hetero

@@ -7,28 +7,18 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <string>
-#include <vector>
 
 namespace hetero {
 
 // The checksum of `nbytes` bytes, by one thread. `crc` is that of the bytes before them, 0 if there
-// are none: crc32c(b, crc32c(a)) is the checksum of a and b, one after the other.
+// are none: crc32c(b, crc32c(a)) is the checksum of a and b, one after the other. By the CPU's own
+// instruction for it (SSE 4.2, ARMv8), unless it has none or isa() is "scalar"; the number is the
+// same.
 std::uint32_t crc32c(const void* data, std::size_t nbytes, std::uint32_t crc = 0);
 
 // The checksum of bytes with checksum `first`, followed by `second_nbytes` bytes with checksum
 // `second`. It takes less than a microsecond, however many they are. So threads, or the ranks that
 // have the parts, compute the checksum of something together.
 std::uint32_t crc32c_joined(std::uint32_t first, std::uint32_t second, std::uint64_t second_nbytes);
-
-// The implementations that this machine can run, best first: "sse4.2" or "armv8", if its CPU has
-// such instructions, and "tables". All give the same numbers; crc32c() takes the first. (HETERO_ISA
-// chooses among vector instructions and says nothing about these.)
-std::vector<std::string> crc32c_implementations();
-
-// crc32c() by one of them, for tests and measurements. Throws std::invalid_argument for a name that
-// is not in crc32c_implementations().
-std::uint32_t crc32c_by(const std::string& implementation, const void* data, std::size_t nbytes,
-                        std::uint32_t crc = 0);
 
 }  // namespace hetero

@@ -62,16 +62,9 @@ constexpr ByteTable byte_table(int shift, std::uint64_t zero_bytes) {
   return table;
 }
 
-// What `nbytes` zero bytes make of a remainder, by four look-ups. 4 KiB of tables for each length.
-template <std::uint64_t nbytes>
-struct AfterZeros {
-  static constexpr std::array<ByteTable, 4> kTables = {
-      byte_table(0, nbytes), byte_table(8, nbytes), byte_table(16, nbytes), byte_table(24, nbytes)};
+// The remainder after `nbytes` more bytes, with nothing inverted.
+using Implementation = Remainder(Remainder, const unsigned char* data, std::size_t nbytes);
 
-  static Remainder of(Remainder a) {
-    return kTables[0][a & 0xff] ^ kTables[1][(a >> 8) & 0xff] ^ kTables[2][(a >> 16) & 0xff] ^
-           kTables[3][a >> 24];
-  }
-};
+Implementation by_instruction;  // of x86-64 and 64-bit ARM, if the CPU has it
 
 }  // namespace hetero::checksum

@@ -62,11 +62,11 @@ BlockQueue::BlockQueue(const IoOptions& options, Condition& settled)
   }
 }
 
-std::shared_ptr<Operation> BlockQueue::submit(IoKind kind, std::shared_ptr<IoFile> file,
-                                              std::byte* address, std::size_t nbytes,
-                                              std::uint64_t offset, Span memory, IoTurn turn) {
-  auto op = std::make_shared<Operation>(kind, std::move(file), address, nbytes, offset,
-                                        next_serial_, std::move(memory));
+std::shared_ptr<IoOp> BlockQueue::submit(IoKind kind, std::shared_ptr<IoFile> file,
+                                         std::byte* address, std::size_t nbytes,
+                                         std::uint64_t offset, Span memory, IoTurn turn) {
+  auto op = std::make_shared<IoOp>(kind, std::move(file), address, nbytes, offset, next_serial_,
+                                   std::move(memory));
   Backlog& backlog = backlog_of(turn);
   backlog.push_back(op);
   try {
@@ -83,7 +83,7 @@ std::shared_ptr<Operation> BlockQueue::submit(IoKind kind, std::shared_ptr<IoFil
   return op;
 }
 
-void BlockQueue::hurry(Operation& op) {
+void BlockQueue::hurry(IoOp& op) {
   if (op.all_launched()) return;
   for (const IoTurn turn : {IoTurn::soon, IoTurn::idle}) {
     Backlog& from = backlog_of(turn);
@@ -97,7 +97,7 @@ void BlockQueue::hurry(Operation& op) {
   check();
 }
 
-void BlockQueue::cancel(Operation& op) {
+void BlockQueue::cancel(IoOp& op) {
   if (op.done()) return;
   op.cancel();
   settle_if_finished(op);
@@ -116,7 +116,7 @@ void BlockQueue::cancel_backlog() {
 }
 
 bool BlockQueue::uses(const std::byte* memory, std::size_t nbytes, std::uint64_t end) const {
-  const auto is_one = [&](const std::shared_ptr<Operation>& op) {
+  const auto is_one = [&](const std::shared_ptr<IoOp>& op) {
     return op != nullptr && !op->done() && op->serial < end && op->address < memory + nbytes &&
            memory < op->address + op->nbytes;
   };
@@ -188,7 +188,7 @@ bool BlockQueue::launch_next() {
   Block& block = *free_.back();
   free_.pop_back();
   block.op = from->front();
-  Operation& op = *block.op;
+  IoOp& op = *block.op;
   const StripeMap::Place place = op.file->stripes.place(op.offset + op.launched);
   block.file = op.file->members[place.member].get();
   block.address = op.address + op.launched;
@@ -317,7 +317,7 @@ void BlockQueue::fail(Block& block, int error, std::size_t got_bytes) {
 }
 
 void BlockQueue::release(Block& block) {
-  const std::shared_ptr<Operation> op = std::move(block.op);
+  const std::shared_ptr<IoOp> op = std::move(block.op);
   block.op.reset();
   block.state = BlockState::free;
   free_.push_back(&block);
@@ -327,7 +327,7 @@ void BlockQueue::release(Block& block) {
   settle_if_finished(*op);
 }
 
-void BlockQueue::settle_if_finished(Operation& op) {
+void BlockQueue::settle_if_finished(IoOp& op) {
   if (op.in_flight != 0 || !op.all_launched()) return;
   unsettled_.erase(op.serial);
   --op.file->pending;

@@ -60,14 +60,13 @@ class BlockQueue {
   BlockQueue(const IoOptions& options, Condition& settled);
 
   // Throws std::bad_alloc, and has then forgotten the operation.
-  std::shared_ptr<Operation> submit(IoKind kind, std::shared_ptr<IoFile> file, std::byte* address,
-                                    std::size_t nbytes, std::uint64_t offset, Span memory,
-                                    IoTurn turn);
+  std::shared_ptr<IoOp> submit(IoKind kind, std::shared_ptr<IoFile> file, std::byte* address,
+                               std::size_t nbytes, std::uint64_t offset, Span memory, IoTurn turn);
   // Somebody waits for `op` now: its blocks that are not in flight become those of IoTurn::next.
   // Nothing if there are none, or if they are that already.
-  void hurry(Operation& op);
+  void hurry(IoOp& op);
   // Drops the blocks that are not in flight. Nothing if `op` is done.
-  void cancel(Operation& op);
+  void cancel(IoOp& op);
   // The same of all operations that are not in flight as a whole; each counts as an error.
   void cancel_backlog();
 
@@ -108,7 +107,7 @@ class BlockQueue {
 
  private:
   double busy_seconds() const;  // since busy_since_
-  using Backlog = std::deque<std::shared_ptr<Operation>>;
+  using Backlog = std::deque<std::shared_ptr<IoOp>>;
 
   void launch_all();
   bool launch_next();
@@ -120,7 +119,7 @@ class BlockQueue {
   void continue_short(Block& block, std::size_t got);
   void fail(Block& block, int error, std::size_t got_bytes);
   void release(Block& block);
-  void settle_if_finished(Operation& op);
+  void settle_if_finished(IoOp& op);
 
   const std::size_t block_bytes_;
   const std::chrono::steady_clock::duration patience_;

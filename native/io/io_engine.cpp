@@ -9,10 +9,6 @@
 #include <utility>
 
 #include "base/check.h"
-#include "io/engines/thread_driver.h"
-#ifdef HETERO_LIBURING
-#include "io/engines/uring_driver.h"
-#endif
 
 namespace hetero {
 
@@ -20,10 +16,10 @@ namespace {
 
 std::unique_ptr<Driver> make_driver(const std::string& kind, SharedQueue& shared,
                                     const IoOptions& options) {
-  if (kind == "threads") return std::make_unique<ThreadDriver>(shared, options);
+  if (kind == "threads") return make_thread_driver(shared, options);
   if (kind == "io_uring") {
 #ifdef HETERO_LIBURING
-    return std::make_unique<UringDriver>(shared, options);
+    return make_uring_driver(shared, options);
 #else
     throw std::system_error(ENOSYS, std::generic_category(),
                             "the io_uring engine was not built (install liburing-dev and reinstall "
@@ -183,22 +179,13 @@ std::shared_ptr<IoOp> IoEngine::submit(IoKind kind, int id, void* address, std::
 void IoEngine::hurry(IoOp& op) {
   if (op.done()) return;
   const MutexLock lock(shared_.mutex, fork_);
-  shared_.queue.hurry(static_cast<Operation&>(op));
+  shared_.queue.hurry(op);
 }
 
 void IoEngine::cancel(IoOp& op) {
   if (op.done()) return;
   const MutexLock lock(shared_.mutex, fork_);
-  shared_.queue.cancel(static_cast<Operation&>(op));
-}
-
-void IoEngine::abandon(IoOp& op) noexcept {
-  if (fork_.foreign()) return;
-  try {
-    cancel(op);
-    static_cast<Operation&>(op).wait_settled();
-  } catch (...) {  // Nobody wants to know how it ended.
-  }
+  shared_.queue.cancel(op);
 }
 
 IoStats IoEngine::stats() const {
@@ -229,13 +216,6 @@ void IoEngine::close() {
   files_.clear();
   phase_ = Phase::closed;
   closed_.notify_all();
-}
-
-std::shared_ptr<IoEngine> make_io_engine(const std::string& kind, const IoOptions& options) {
-  return {new IoEngine(kind, options), [](IoEngine* engine) {
-            engine->close();
-            if (!engine->foreign()) delete engine;
-          }};
 }
 
 }  // namespace hetero

@@ -23,8 +23,12 @@ namespace hetero {
 // belongs to the parent alone: in the child every use throws and close() does nothing.
 class IoEngine {
  public:
-  // Throws as make_io_engine() does.
+  // `kind`: "io_uring" or "threads". Throws std::system_error when io_uring was not built (ENOSYS)
+  // or the kernel refuses it, std::invalid_argument for an unknown kind or an option out of range.
+  // To be made by make_own().
   IoEngine(std::string kind, const IoOptions& options);
+  ~IoEngine() { close(); }
+  bool foreign() const { return fork_.foreign(); }
   const std::string& kind() const { return kind_; }
   std::vector<std::string> notes() const;
   // One logical file of several members, or of one. Throws std::invalid_argument unless `stripes`
@@ -62,16 +66,10 @@ class IoEngine {
   // Drops the blocks of `op` that are not in flight; wait() throws an IoError of ECANCELED as soon
   // as those in flight are done. Nothing if it is done or was cancelled. `op` is this engine's.
   void cancel(IoOp& op);
-  // cancel(), and waits until the operation is done, however it ends. Nothing in a forked child.
-  void abandon(IoOp& op) noexcept;
   IoStats stats() const;
   void inject(const Fault& fault);
   // Cancels what is not in flight and waits for the rest.
   void close();
-
-  // Whether this process was forked from the one that made the engine. Destroying it here would
-  // touch what is not ours to touch: its memory is leaked on purpose.
-  bool foreign() const { return fork_.foreign(); }
 
  private:
   enum class Phase { open, closing, closed };
@@ -90,9 +88,5 @@ class IoEngine {
   std::atomic<bool> any_checksums_ = false;  // of any file
   const std::unique_ptr<Driver> driver_;     // last: its threads use the others
 };
-
-// "io_uring" or "threads". Throws std::system_error when io_uring was not built (ENOSYS) or the
-// kernel refuses it, std::invalid_argument for an unknown kind or an option out of range.
-std::shared_ptr<IoEngine> make_io_engine(const std::string& kind, const IoOptions& options);
 
 }  // namespace hetero

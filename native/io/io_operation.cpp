@@ -37,8 +37,8 @@ std::string describe(const Failure& failure) {
 IoError::IoError(Failure failure)
     : std::runtime_error(describe(failure)), Failure(std::move(failure)) {}
 
-void Operation::wait() {
-  completion_.wait();
+void IoOp::wait() {
+  wait_done();
   if (failed_member_ != nullptr) {
     std::call_once(looked_, [this] { ask_free_bytes(); });
   } else if (!expected.empty()) {
@@ -48,12 +48,12 @@ void Operation::wait() {
 }
 
 // By the waiter, whom alone it holds up if the filesystem does not answer.
-void Operation::ask_free_bytes() {
+void IoOp::ask_free_bytes() {
   failure_->free_bytes = failed_member_->free_bytes();
   file.reset();
 }
 
-void Operation::verify() {
+void IoOp::verify() {
   if (failure_) return;  // it was cancelled
   const auto page = PageChecksums::first_difference(address, expected);
   if (!page) return;
@@ -62,7 +62,7 @@ void Operation::verify() {
                            Failure::kUnknown, name_});
 }
 
-void Operation::fail(Failure failure, const OpenFile* member) {
+void IoOp::fail(Failure failure, const OpenFile* member) {
   launched = nbytes;
   failure.name = name_;
   if (abandoned()) return;
@@ -70,20 +70,20 @@ void Operation::fail(Failure failure, const OpenFile* member) {
   failed_member_ = member;
 }
 
-void Operation::cancel() {
+void IoOp::cancel() {
   if (abandoned()) return;
   launched = nbytes;
   cancelled_ = true;
 }
 
-void Operation::settle() {
+void IoOp::settle() {
   if (cancelled_) {
     failure_.emplace(
         Failure{kind, path_, offset, nbytes, moved, ECANCELED, Failure::kUnknown, name_});
   }
   if (failed_member_ == nullptr) file.reset();
   memory.release();
-  completion_.settle();
+  Completion::settle();
 }
 
 }  // namespace hetero

@@ -47,21 +47,15 @@ struct IoError : std::runtime_error, Failure {
   explicit IoError(Failure failure);
 };
 
-// The handle of one operation. Shared by the submitter and the engine.
-class IoOp {
+// One submitted operation, shared by the submitter, who waits, and the engine. All but the
+// completion belongs to the queue, under its engine's mutex; the waiter reads the failure once the
+// operation is settled.
+class IoOp : public Completion {
  public:
-  virtual ~IoOp() = default;
-  virtual bool done() const = 0;
-  virtual void wait() = 0;  // blocks; throws IoError if the operation failed
-};
-
-// One submitted operation. All but the completion belongs to the queue, under its engine's mutex;
-// the waiter reads the failure once the operation is settled.
-class Operation final : public IoOp {
- public:
-  Operation(IoKind kind, std::shared_ptr<IoFile> file, std::byte* address, std::size_t nbytes,
-            std::uint64_t offset, std::uint64_t serial, Span&& memory)
-      : kind(kind),
+  IoOp(IoKind kind, std::shared_ptr<IoFile> file, std::byte* address, std::size_t nbytes,
+       std::uint64_t offset, std::uint64_t serial, Span&& memory)
+      : Completion("transfer"),
+        kind(kind),
         file(std::move(file)),
         address(address),
         nbytes(nbytes),
@@ -71,12 +65,9 @@ class Operation final : public IoOp {
         path_(this->file->path),
         name_(this->file->name_at(offset)) {}
 
-  bool done() const override { return completion_.done(); }
-  // When that is called first, compares what was read with `expected`, or asks the filesystem of
-  // a transfer that failed for its free bytes.
-  void wait() override;
-  // Waits until the memory may be used for something else, and does not look at it.
-  void wait_settled() { completion_.wait(); }
+  // Blocks; throws IoError if the operation failed. When it is called first, it compares what was
+  // read with `expected`, or asks the filesystem of a transfer that failed for its free bytes.
+  void wait();
 
   bool all_launched() const { return launched == nbytes; }
   // Whether nobody wants what its blocks may still transfer: it failed, or was cancelled.
@@ -110,7 +101,6 @@ class Operation final : public IoOp {
   std::once_flag looked_;
   std::optional<Failure> failure_;
   const OpenFile* failed_member_ = nullptr;
-  Completion completion_{"transfer"};
 };
 
 enum class BlockState {
@@ -124,7 +114,7 @@ enum class BlockState {
 struct Block {
   std::size_t index = 0;
   BlockState state = BlockState::free;
-  std::shared_ptr<Operation> op;
+  std::shared_ptr<IoOp> op;
   const OpenFile* file = nullptr;  // the member, which `op` keeps open
   std::byte* address = nullptr;
   std::uint64_t offset = 0;  // in the member

@@ -43,4 +43,21 @@ class Copier {
                                       std::uintptr_t event) = 0;
 };
 
+// The driver's functions, with its names and, but for the types of handles, its prototypes. All
+// return 0 or an error's number.
+struct CudaDriver {
+  int (*cuCtxSetCurrent)(void* context);
+  int (*cuEventCreate)(void** event, unsigned flags);
+  int (*cuEventDestroy_v2)(void* event);
+  int (*cuEventRecord)(void* event, void* stream);
+  int (*cuEventSynchronize)(void* event);
+  int (*cuStreamWaitEvent)(void* stream, void* event, unsigned flags);
+  int (*cuMemcpyDtoHAsync_v2)(void* to, std::uint64_t from, std::size_t nbytes, void* stream);
+  int (*cuGetErrorString)(int error, const char** text);
+};
+
+// From a GPU, in one stream of one context. Nothing of CUDA is needed to build it.
+std::unique_ptr<Copier> make_cuda_copier(const CudaDriver& driver, std::uintptr_t context,
+                                         std::uintptr_t stream);
+
 }  // namespace hetero

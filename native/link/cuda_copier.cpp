@@ -1,7 +1,10 @@
-#include "link/cuda_copier.h"
-
+// Copies from a GPU to RAM, by functions of CUDA's driver that the caller has found: nothing of
+// CUDA is needed to build this.
 #include <cerrno>
 #include <string>
+#include <vector>
+
+#include "link/copier.h"
 
 namespace hetero {
 namespace {
@@ -12,7 +15,29 @@ constexpr unsigned kEventFlags = 0x1 | 0x2;
 // NOLINTNEXTLINE(performance-no-int-to-ptr): the caller has handles as numbers
 void* handle(std::uintptr_t number) { return reinterpret_cast<void*>(number); }
 
-}  // namespace
+// In one stream of one context.
+class CudaCopier : public Copier {
+ public:
+  CudaCopier(const CudaDriver& driver, std::uintptr_t context, std::uintptr_t stream);
+  ~CudaCopier() override;
+
+  // Throws CopyError.
+  std::unique_ptr<Copy> start(std::byte* to, const std::byte* from, std::size_t nbytes,
+                              std::uintptr_t event) override;
+
+ private:
+  class EventCopy;
+
+  void* take_event(std::size_t nbytes);
+  // Throws CopyError, for a copy of `nbytes`, if `result` is an error's number.
+  void check(int result, std::size_t nbytes) const;
+
+  const CudaDriver driver_;
+  void* const context_;
+  void* const stream_;
+  std::vector<void*> all_events_;
+  std::vector<void*> free_events_;  // whose copies have ended; it has room for all
+};
 
 // Its end is an event, which another copy may use afterwards.
 class CudaCopier::EventCopy : public Copier::Copy {
@@ -74,6 +99,13 @@ void CudaCopier::check(int result, std::size_t nbytes) const {
       EIO, "copy of " + std::to_string(nbytes) +
                " bytes from the device to RAM failed: " + (text == nullptr ? "unknown" : text) +
                " (CUDA's error " + std::to_string(result) + ")");
+}
+
+}  // namespace
+
+std::unique_ptr<Copier> make_cuda_copier(const CudaDriver& driver, std::uintptr_t context,
+                                         std::uintptr_t stream) {
+  return std::make_unique<CudaCopier>(driver, context, stream);
 }
 
 }  // namespace hetero

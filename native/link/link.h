@@ -1,37 +1,34 @@
 // An emulated link between host and device memory: background copies at a settable bandwidth.
 #pragma once
 
+#include <array>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <memory>
-#include <stdexcept>
+#include <thread>
 
 #include "base/completion.h"
+#include "base/faults.h"
 #include "base/fork.h"
+#include "base/thread_annotations.h"
+#include "base/timeline.h"
+#include "link/copier.h"
 #include "memory/arena.h"
 
 namespace hetero {
 
 enum class LinkDirection { h2d, d2h };
 
-// A copy that did not come to its end: ECANCELED if cancel() or close() cut it off, EIO and others
-// if they were injected.
-struct LinkError : std::runtime_error {
-  LinkError(LinkDirection direction, std::size_t wanted_bytes, std::size_t got_bytes, int error);
-  LinkDirection direction;
-  std::size_t wanted_bytes;
-  std::size_t got_bytes;  // the first ones
-  int error;              // errno
-};
-
 // The handle of one copy. Shared by the submitter and the link.
-class LinkOp {
+class LinkOp : public Completion {
  public:
   LinkOp(LinkDirection direction, std::byte* to, const std::byte* from, std::size_t nbytes);
 
-  bool done() const { return completion_.done(); }
-  void wait();  // blocks; throws LinkError if the copy failed
+  // Blocks. Throws CopyError if the copy did not come to its end: ECANCELED if cancel() or close()
+  // cut it off, EIO and others if they were injected.
+  void wait();
 
  private:
   friend class Link;
@@ -46,18 +43,14 @@ class LinkOp {
   std::size_t moved_ = 0;
   int error_ = 0;
   bool cancelled_ = false;
-  Completion completion_{"copy"};
 };
 
-// Counters since the link was made.
+// Counters of one direction since the link was made.
 struct LinkStats {
-  struct Direction {
-    std::uint64_t bytes = 0;   // copied
-    std::uint64_t copies = 0;  // that came to their end
-    std::uint64_t errors = 0;  // copies that did not
-    double busy_s = 0;         // that copies took, waiting for the end of their time included
-  };
-  Direction h2d, d2h;
+  std::uint64_t bytes = 0;   // copied
+  std::uint64_t copies = 0;  // that came to their end
+  std::uint64_t errors = 0;  // copies that did not
+  double busy_s = 0;         // that copies took, waiting for the end of their time included
 };
 
 // Two directions, each with a thread and a first-in-first-out queue of its own. A copy is done not
@@ -68,11 +61,14 @@ struct LinkStats {
 // the child every use throws and close() does nothing.
 class Link {
  public:
-  // Bytes per second; throws std::invalid_argument unless both are finite and at least 1000.
+  // Bytes per second; throws std::invalid_argument unless both are finite and at least 1000. To be
+  // made by make_own().
   Link(double h2d_bytes_per_s, double d2h_bytes_per_s);
-  ~Link();
+  ~Link() { close(); }
   Link(const Link&) = delete;
   Link& operator=(const Link&) = delete;
+
+  bool foreign() const { return fork_.foreign(); }
 
   // Memory in an arena is kept, and counts the transfer, until the copy is done; other memory (the
   // caller's tensors) must stay until then. Throws std::invalid_argument for what begins in an
@@ -82,9 +78,7 @@ class Link {
   // Drops what is not copied yet; wait() then throws ECANCELED. Nothing if all is. `op` is this
   // link's.
   void cancel(LinkOp& op);
-  // cancel(), and waits until the copy is done, however it ends. Nothing in a forked child.
-  void abandon(LinkOp& op) noexcept;
-  LinkStats stats() const;
+  LinkStats stats(LinkDirection direction);
   // For tests: the nth copy of `direction` to begin from now (from 0), and the `count` - 1 after
   // it, fail with `error` and copy nothing. Throws std::invalid_argument for what is no fault.
   void inject(LinkDirection direction, std::uint64_t nth, int error, std::uint64_t count);
@@ -92,12 +86,38 @@ class Link {
   void close();
 
  private:
-  class Way;
+  using Clock = std::chrono::steady_clock;
 
-  Way& way(LinkDirection direction) const;  // throws in a forked child
+  struct Way {
+    Way(double bytes_per_s, timeline::Lane name);
+
+    void work() EXCLUDES(mutex);
+    int run(LinkOp& op, Clock::time_point start) REQUIRES(mutex);
+    void settle(LinkOp& op, int error) REQUIRES(mutex);
+    void close() EXCLUDES(mutex, joining);
+
+    const double rate;
+    const timeline::Lane lane;
+    const std::size_t part_bytes;
+    Mutex mutex;
+    Condition changed;  // something to do, for the thread
+    std::deque<std::shared_ptr<LinkOp>> queue GUARDED_BY(mutex);
+    Clock::time_point due GUARDED_BY(mutex);         // when the last copy's time is over
+    Clock::time_point busy_until GUARDED_BY(mutex);  // when it was done
+    bool stopping GUARDED_BY(mutex) = false;
+    LinkStats stats GUARDED_BY(mutex);
+    Faults<int> faults GUARDED_BY(mutex);  // errnos
+    Mutex joining;
+    std::thread thread GUARDED_BY(joining);
+  };
+
+  Way& way(LinkDirection direction);  // throws in a forked child
 
   const ForkGuard fork_{"link", "make a new link here"};
-  std::unique_ptr<Way> h2d_, d2h_;
+  std::array<Way, 2> ways_;  // by direction
 };
+
+// For gradients on their way to RAM over the link.
+std::unique_ptr<Copier> make_link_copier(std::shared_ptr<Link> link);
 
 }  // namespace hetero

@@ -6,13 +6,17 @@
 // an array but its size is in memory twice, and no caller has anything to do for a part.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <exception>
 #include <memory>
+#include <thread>
 
 #include "base/completion.h"
 #include "base/fork.h"
+#include "base/thread_annotations.h"
 #include "link/copier.h"
 #include "update/update_kind.h"
 
@@ -32,11 +36,10 @@ struct Offload {
 };
 
 // The handle of one array. Shared by the submitter and the queue.
-class OffloadOp {
+class OffloadOp : public Completion {
  public:
-  explicit OffloadOp(const Offload& offload) : offload_(offload) {}
+  explicit OffloadOp(const Offload& offload) : Completion("gradient offload"), offload_(offload) {}
 
-  bool done() const { return completion_.done(); }
   void wait();  // blocks; throws what kept a part from arriving, or CopyError if it was cancelled
 
  private:
@@ -47,7 +50,6 @@ class OffloadOp {
   std::size_t begun_ = 0;  // elements whose copies were started
   std::exception_ptr error_;
   bool cancelled_ = false;  // under the queue's mutex
-  Completion completion_{"gradient offload"};
 };
 
 // First in, first out: an array is at its place before a later one is added there. (One that goes
@@ -61,26 +63,61 @@ class OffloadQueue {
   static constexpr std::size_t kBuffers = 2;
 
   // `buffers`: kBuffers of `buffer_bytes`, one after another, which nobody else uses while
-  // operations are under way. Throws std::invalid_argument if they have no room for an element.
+  // operations are under way. Throws std::invalid_argument if they have no room for an element. To
+  // be made by make_own().
   OffloadQueue(std::unique_ptr<Copier> copier, std::byte* buffers, std::size_t buffer_bytes);
-  ~OffloadQueue();
+  ~OffloadQueue() { close(); }
   OffloadQueue(const OffloadQueue&) = delete;
   OffloadQueue& operator=(const OffloadQueue&) = delete;
 
+  bool foreign() const { return fork_.foreign(); }
+
   // Throws std::runtime_error after close().
-  std::shared_ptr<OffloadOp> submit(const Offload& offload);
+  std::shared_ptr<OffloadOp> submit(const Offload& offload) EXCLUDES(mutex_);
   // What is not copied yet is not needed. Nothing if all is; `op` is this queue's.
-  void cancel(OffloadOp& op);
-  // cancel(), and waits until the operation is done, however it ends. Nothing in a forked child.
-  void abandon(OffloadOp& op) noexcept;
+  void cancel(OffloadOp& op) EXCLUDES(mutex_);
   // Cancels all operations and joins the thread; idempotent.
-  void close();
+  void close() EXCLUDES(mutex_, joining_);
 
  private:
-  class Line;
+  // Copies that have been started and not been waited for: of parts that need a buffer one for
+  // each, of small arrays that need none as many as keep a link busy.
+  static constexpr std::size_t kMostAhead = 8;
+
+  // Elements [first, first + numel) of an array, on their way.
+  struct Part {
+    std::shared_ptr<OffloadOp> op;
+    std::unique_ptr<Copier::Copy> copy;  // null if there is nothing to copy
+    std::byte* buffer = nullptr;         // null if it goes to its place
+    std::size_t first = 0;
+    std::size_t numel = 0;
+    bool last = false;
+  };
+
+  void work() EXCLUDES(mutex_);
+  bool can_start() REQUIRES(mutex_);
+  void start() REQUIRES(mutex_);
+  void finish() REQUIRES(mutex_);
+  Part& ahead(std::size_t i) REQUIRES(mutex_) { return ahead_[(first_ + i) % kMostAhead]; }
+  void cancel_held(OffloadOp& op) REQUIRES(mutex_);
 
   const ForkGuard fork_{"gradient offload", "make a new engine here"};
-  std::unique_ptr<Line> line_;
+  std::unique_ptr<Copier> copier_;  // the thread's
+  std::byte* const buffers_;
+  const std::size_t buffer_bytes_;
+  Mutex mutex_;
+  Condition changed_;  // something to do, for the thread
+  std::deque<std::shared_ptr<OffloadOp>> queue_ GUARDED_BY(mutex_);  // not wholly started
+  // A ring of the parts that are on their way. Its entries that are in use are the thread's; others
+  // only cancel their copies, with the mutex held.
+  std::array<Part, kMostAhead> ahead_ GUARDED_BY(mutex_);
+  std::size_t first_ GUARDED_BY(mutex_) = 0;
+  std::size_t count_ GUARDED_BY(mutex_) = 0;
+  std::size_t next_buffer_ GUARDED_BY(mutex_) = 0;
+  std::size_t buffers_used_ GUARDED_BY(mutex_) = 0;
+  bool stopping_ GUARDED_BY(mutex_) = false;
+  Mutex joining_;
+  std::thread thread_ GUARDED_BY(joining_);
 };
 
 }  // namespace hetero

@@ -15,9 +15,7 @@
 #include <utility>
 
 #include "base/fork.h"
-#include "base/numa_nodes.h"
 #include "base/thread_annotations.h"
-#include "memory/node_parts.h"
 
 namespace hetero {
 
@@ -246,31 +244,6 @@ std::shared_ptr<const void> Arena::end_export(dlpack::ManagedTensor* tensor) {
   const std::unique_ptr<Export> done(static_cast<Export*>(tensor->manager_context));
   if (done->pins) done->pins->drop(done->slot);
   return std::move(done->mapping);
-}
-
-void Arena::spread(std::size_t first, std::size_t slots,
-                   std::span<const std::pair<std::size_t, std::size_t>> arrays) const {
-  const std::size_t nodes = numa_nodes().count();
-  if (nodes == 1 || !mapping_->ours) return;
-  std::vector<NodePart> parts;
-  for (std::size_t slot = first; slot < first + slots; ++slot) {
-    for (const auto& [at, nbytes] : arrays) {
-      const std::size_t offset = slot * mapping_->slot_bytes + at;
-      check_range(offset, nbytes);
-      const auto found = node_parts(mapping_->base + offset, nbytes, nodes);
-      parts.insert(parts.end(), found.begin(), found.end());
-    }
-  }
-  populate(parts);
-}
-
-void Arena::put_on_node(std::size_t first, std::size_t slots, std::size_t node) const {
-  if (!mapping_->ours) return;
-  const std::size_t offset = first * mapping_->slot_bytes, nbytes = slots * mapping_->slot_bytes;
-  check_range(offset, nbytes);
-  std::byte* const begin = mapping_->base + offset;
-  const NodePart all{begin, begin + nbytes, node};
-  populate({&all, 1});
 }
 
 void Arena::discard(std::size_t offset, std::size_t nbytes) {

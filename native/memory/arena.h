@@ -11,7 +11,6 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <span>
 #include <utility>
 #include <vector>
 
@@ -77,18 +76,6 @@ class Arena {
   // What the deleter of an exported tensor does, but for giving back the memory: its caller may let
   // go of that later.
   static std::shared_ptr<const void> end_export(dlpack::ManagedTensor* tensor);
-
-  // Populates the pages of slots [first, first + slots), which nobody has used yet, so that of each
-  // array that begins in each slot the parts lie on the NUMA nodes whose threads will compute them
-  // (node_parts.h). `arrays` are offsets in a slot and bytes. Nothing on one node, and for memory
-  // that is somebody else's. Throws std::invalid_argument for what is outside.
-  void spread(std::size_t first, std::size_t slots,
-              std::span<const std::pair<std::size_t, std::size_t>> arrays) const;
-
-  // Populates the pages of slots [first, first + slots), which nobody has used yet, all on one of
-  // numa_nodes(). Nothing for memory that is somebody else's. Throws std::invalid_argument for what
-  // is outside.
-  void put_on_node(std::size_t first, std::size_t slots, std::size_t node) const;
 
   // Gives the pages wholly inside the range back to the system; they read zero afterwards.
   // Throws std::logic_error while its pages are held or a transfer uses a slot of the range, and

@@ -52,8 +52,6 @@ StepPipeline::StepPipeline(std::shared_ptr<IoEngine> engine, int file, const Are
   }
 }
 
-StepPipeline::~StepPipeline() { close(); }
-
 // --- submitting and waiting -----------------------------------------------------------------
 
 void StepPipeline::submit(std::vector<StepTask> tasks, std::span<const Hyper> hypers,
@@ -214,7 +212,7 @@ void StepPipeline::close() {
     }
     writes = writes_of(kAnyKey);
   }
-  for (const auto& read : reads) engine_->abandon(*read);
+  for (const auto& read : reads) abandon(*engine_, *read);
   const std::exception_ptr error = wait_for_all(writes);
   const MutexLock lock(mutex_);
   if (error) fail(error);
@@ -351,7 +349,7 @@ bool StepPipeline::settle(Buffer& buffer) {
     buffer.drop();
   }
   const MutexUnlock unlocked(mutex_);
-  for (const auto& read : reads) engine_->abandon(*read);
+  for (const auto& read : reads) abandon(*engine_, *read);
   for (const auto& write : writes) write->wait();
   return false;
 }

@@ -57,21 +57,20 @@ struct StepStats {
 // The first failure, of a transfer or anything else, stops the pipeline: queued tasks are dropped
 // and every later call but close() and stats() rethrows it.
 //
-// After fork() the child's copy refuses all work (std::runtime_error) and close() does nothing. It
-// must not be destroyed there: its threads are gone, and a lock may be held for ever.
+// After fork() the child's copy refuses all work (std::runtime_error) and close() does nothing.
 class StepPipeline {
  public:
   static constexpr std::int64_t kAnyKey = -1;
 
   // `arena` holds `buffers` buffers one after another, until close(). Without an engine only tasks
-  // that live in RAM are allowed. Throws std::invalid_argument for what does not fit together.
+  // that live in RAM are allowed. Throws std::invalid_argument for what does not fit together. To
+  // be made by make_own().
   StepPipeline(std::shared_ptr<IoEngine> engine, int file, const Arena* arena, std::size_t buffers,
                const TileLayout& layout);
-  ~StepPipeline();
+  ~StepPipeline() { close(); }
   StepPipeline(const StepPipeline&) = delete;
   StepPipeline& operator=(const StepPipeline&) = delete;
 
-  // Whether this process was forked from the one that made the pipeline.
   bool foreign() const { return guard_.foreign(); }
 
   // Queues the tasks, each in its place (step_task.h) among those that have no buffer yet; their

@@ -18,41 +18,45 @@ double in_order(std::span<const double> sums) {
   return total;
 }
 
-double write_and_sum(Kernels::SummedWrite kernel, Dtype source_dtype, const char* source,
-                     Dtype dtype, char* target, std::size_t numel) {
+// The sum of `sum(first, numel)` over the blocks of an array, which the pool computes.
+template <class Sum>
+double over_blocks(std::size_t numel, Sum sum) {
   std::vector<double> sums(sum_blocks(numel));
   WorkerPool::instance().run(sums.size(), [&](std::size_t i) {
     const std::size_t first = i * kSumNumel;
-    sums[i] = kernel(source + first * element_bytes(source_dtype),
-                     target + first * element_bytes(dtype), std::min(kSumNumel, numel - first));
+    sums[i] = sum(first, std::min(kSumNumel, numel - first));
   });
   return in_order(sums);
+}
+
+// By a kernel for the target's dtype and the source's.
+double write_and_sum(const Kernels::SummedWrite (&table)[kDtypes][kDtypes], Dtype source_dtype,
+                     const char* source, Dtype dtype, char* target, std::size_t numel) {
+  const Kernels::SummedWrite kernel =
+      table[static_cast<std::size_t>(dtype)][static_cast<std::size_t>(source_dtype)];
+  return over_blocks(numel, [=](std::size_t first, std::size_t n) {
+    return kernel(source + first * element_bytes(source_dtype),
+                  target + first * element_bytes(dtype), n);
+  });
 }
 
 }  // namespace
 
 double sum_of_squares(Dtype dtype, const char* values, std::size_t numel) {
   const Kernels::SumOfSquares kernel = kernels().sum_of_squares[static_cast<std::size_t>(dtype)];
-  std::vector<double> sums(sum_blocks(numel));
-  WorkerPool::instance().run(sums.size(), [&](std::size_t i) {
-    const std::size_t first = i * kSumNumel;
-    sums[i] = kernel(values + first * element_bytes(dtype), std::min(kSumNumel, numel - first));
+  return over_blocks(numel, [=](std::size_t first, std::size_t n) {
+    return kernel(values + first * element_bytes(dtype), n);
   });
-  return in_order(sums);
 }
 
 double copy_and_sum(Dtype source_dtype, const char* source, Dtype dtype, char* target,
                     std::size_t numel) {
-  const auto& row = kernels().copy_and_sum[static_cast<std::size_t>(dtype)];
-  return write_and_sum(row[static_cast<std::size_t>(source_dtype)], source_dtype, source, dtype,
-                       target, numel);
+  return write_and_sum(kernels().copy_and_sum, source_dtype, source, dtype, target, numel);
 }
 
 double add_and_sum(Dtype source_dtype, const char* source, Dtype dtype, char* target,
                    std::size_t numel) {
-  const auto& row = kernels().add_and_sum[static_cast<std::size_t>(dtype)];
-  return write_and_sum(row[static_cast<std::size_t>(source_dtype)], source_dtype, source, dtype,
-                       target, numel);
+  return write_and_sum(kernels().add_and_sum, source_dtype, source, dtype, target, numel);
 }
 
 std::vector<double> mean_and_sums(Dtype dtype, const std::vector<const char*>& sources,

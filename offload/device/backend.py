@@ -9,7 +9,6 @@ it has there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -70,15 +69,10 @@ class Backend:
         return HostArena(slots, slot_bytes, ledger, account, tier)
 
     def host_arena(
-        self,
-        slots: int,
-        slot_bytes: int,
-        ledger: Ledger,
-        account: Account,
-        arrays: Sequence[tuple[int, int]] = (),
+        self, slots: int, slot_bytes: int, ledger: Ledger, account: Account
     ) -> HostArena:
         """An arena in RAM that copies to the device and from it are fast with."""
-        return HostArena(slots, slot_bytes, ledger, account, arrays=arrays)
+        return HostArena(slots, slot_bytes, ledger, account)
 
     def record_event(self) -> Any:
         """An event that comes when the device has done all that the caller has given to it so far.

@@ -97,14 +97,9 @@ class CudaBackend(Backend):
         return made
 
     def host_arena(
-        self,
-        slots: int,
-        slot_bytes: int,
-        ledger: Ledger,
-        account: Account,
-        arrays: Sequence[tuple[int, int]] = (),
+        self, slots: int, slot_bytes: int, ledger: Ledger, account: Account
     ) -> HostArena:
-        return PageLockedArena(self.runtime, self.notes, slots, slot_bytes, ledger, account, arrays)
+        return PageLockedArena(self.runtime, self.notes, slots, slot_bytes, ledger, account)
 
     def record_event(self) -> Event:
         check_not_capturing(self.runtime)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from offload._native import OffloadQueue, UpdateKind, node_near
+from offload._native import OffloadQueue, UpdateKind
 from offload.device.cuda_module import (
     COPY_FUNCTIONS,
     CudaModule,
@@ -143,10 +143,6 @@ class CudaRuntime:
         wait(), and not the host, then waits for their end. Raises RuntimeError.
         """
         return nccl_group(store, rank, size, self.device)
-
-    def memory_node(self) -> int | None:
-        """The NUMA node that the device is attached to, as _native.node_near() numbers them."""
-        return node_near(pci_device(self._index))
 
     def register(self, address: int, nbytes: int) -> str | None:
         """Page-locks RAM, so that copies go on in the background.

@@ -8,7 +8,6 @@ slot, the copy. The device waits for both, not the host.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -158,11 +157,7 @@ class DeviceArena(HostArena):
 
 
 class PageLockedArena(HostArena):
-    """RAM whose committed slots are page-locked, and no others.
-
-    On several NUMA nodes all of it lies on the one that the device is attached to, whatever nodes
-    update it: copies are then as fast as the link, and in no other traffic's way.
-    """
+    """RAM whose committed slots are page-locked, and no others."""
 
     def __init__(
         self,
@@ -172,14 +167,12 @@ class PageLockedArena(HostArena):
         slot_bytes: int,
         ledger: Ledger,
         account: Account,
-        arrays: Sequence[tuple[int, int]] = (),
     ) -> None:
         """RAM that cannot be page-locked is used nevertheless; `notes` says so."""
         self._runtime = runtime
         self._notes = notes
         self._page_locked: dict[int, int] = {}  # first slot of a range -> its slots
-        self._node = runtime.memory_node()
-        super().__init__(slots, slot_bytes, ledger, account, arrays=arrays)
+        super().__init__(slots, slot_bytes, ledger, account)
 
     def commit(self, slot: int, run: int = 1) -> None:
         """As HostArena. What is committed in one call is one range, which a copy may span."""
@@ -187,12 +180,6 @@ class PageLockedArena(HostArena):
         super().commit(slot, run)
         for first, slots in fresh:
             self._page_lock(first, slots)
-
-    def _lay_out(self, slot: int, run: int) -> None:
-        if self._node is None:
-            super()._lay_out(slot, run)
-        else:
-            self.memory.put_on_node(slot, run, self._node)
 
     def _page_lock(self, slot: int, run: int) -> None:
         failure = self._runtime.register(self.address(slot), run * self.slot_bytes)

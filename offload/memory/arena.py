@@ -8,7 +8,6 @@ until the kernel is done with it. No other rule says when a copy may be freed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import groupby
 
 import torch
@@ -21,10 +20,9 @@ from offload.memory.tiers import Account, Tier
 class HostArena:
     """`slots` slots of `slot_bytes` in one mapping. A slot is charged to the ledger when committed.
 
-    Pages are populated on first touch, so what is not committed costs no memory; on several NUMA
-    nodes those of `arrays` (offset in a slot, bytes), which updates divide among their threads, are
-    populated when they are committed, each part on its node. It is memory of the host; as that of
-    an emulated device it is charged to another `tier`. There may be no slots, until resize().
+    Pages are populated on first touch, so what is not committed costs no memory. It is memory of
+    the host; as that of an emulated device it is charged to another `tier`. There may be no slots,
+    until resize().
     """
 
     def __init__(
@@ -34,10 +32,8 @@ class HostArena:
         ledger: Ledger,
         account: Account,
         tier: Tier = Tier.HOST,
-        arrays: Sequence[tuple[int, int]] = (),
     ) -> None:
         self.tier = tier
-        self._arrays = arrays
         self._ledger = ledger
         self._account = account
         self._shape(slots, slot_bytes)
@@ -65,12 +61,6 @@ class HostArena:
             nbytes = sum(slots for _, slots in fresh) * self.slot_bytes
             self._ledger.charge(self.tier, self._account, nbytes)
             self._committed[slot : slot + run] = [True] * run
-            for first, slots in fresh:
-                self._lay_out(first, slots)
-
-    def _lay_out(self, slot: int, run: int) -> None:
-        """Puts pages of slots that were just charged on NUMA nodes."""
-        self.memory.spread(slot, run, self._arrays)
 
     def _uncommitted(self, slot: int, run: int) -> list[tuple[int, int]]:
         """The runs of slots, first and number, in [slot, slot + run) that are not charged."""

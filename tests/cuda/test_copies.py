@@ -8,7 +8,6 @@ from contextlib import ExitStack, closing
 import pytest
 import torch
 
-from offload import _native
 from offload.device.cuda_backend import CudaBackend
 from offload.device.cuda_runtime import CudaRuntime
 from offload.device.grad_offload import BUFFERS, GradOffload
@@ -118,8 +117,3 @@ def test_what_is_uploaded_is_there(runtime: CudaRuntime) -> None:
     torch.cuda._sleep(100_000_000)
     found = [runtime.upload(bytes([number]) * 1000) for number in range(50)]
     assert all(bool((each == number).all()) for number, each in enumerate(found))
-
-
-def test_the_device_is_attached_somewhere(runtime: CudaRuntime) -> None:
-    node = runtime.memory_node()
-    assert node is None or 0 <= node < _native.numa.count()

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 import hetero
-from offload import _native
-from offload._native import Arena
-from tests.support.numa import TWO_NODES, numa_nodes
 from tests.support.training.loops import Run, batches, build, train
 
 SETTINGS = [
@@ -57,42 +53,6 @@ def test_same_bits_as_cpu(
     assert len(set(run.losses)) == len(run.losses), "training moved"
     traffic = optimizer.engine.traffic
     assert (traffic.disk_read > 0) == on_disk == (traffic.disk_write > 0)
-
-
-@pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize(
-    "settings",
-    [
-        pytest.param({"placement_policy": "cpu", "chunk_numel": 4096 * 40}, id="cpu"),
-        pytest.param({"placement_policy": "nvme", "host_memory": "1400KiB"}, id="nvme"),
-    ],
-)
-def test_numa_nodes_do_not_change_a_bit(
-    settings: dict[str, object],
-    threads: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    nothing_left: None,
-) -> None:
-    spread, spread_bytes = Arena.spread, []
-
-    def record(self: Arena, first: int, slots: int, arrays: Sequence[tuple[int, int]]) -> None:
-        spread(self, first, slots, arrays)
-        spread_bytes.append(slots * sum(nbytes for _, nbytes in arrays))
-
-    monkeypatch.setattr(Arena, "spread", record)
-    before = _native.threads()
-    with numa_nodes(TWO_NODES):
-        _native.set_threads(threads)
-        model, optimizer = build(
-            dtype="bf16", nvme_path=str(tmp_path), initial_loss_scale=256.0, **settings
-        )
-        in_use = optimizer.engine.ledger.in_use_bytes["host"]
-        run = train(model, optimizer, batches(9), accumulate=3, clip=1.0)
-    _native.set_threads(before)
-    assert run.same_bits(reference("bf16"))
-    # Homes and the pipeline's buffers are what takes nearly all of the memory.
-    assert in_use / 2 < sum(spread_bytes)
 
 
 def test_fp32_gradients_accumulate_in_fp32(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 from hetero.chunks.dtypes import Dtypes
 from hetero.chunks.layout import Chunk, Layout
 from hetero.planning.placement import SlotBytes
-from offload._native import Location, StepPipeline
+from offload._native import Location
 from offload.device.backend import Backend
 from offload.disk.backing import Extent
 from offload.memory.arena import HostArena
@@ -75,15 +75,9 @@ class Homes:
         self._account = Account[state_kind.name]
         self._backend = backend
         self._compute_tier = Tier.DEVICE if backend.separate else Tier.HOST
-        # `_arrays`: what of a slot an update divides among the threads, by offset and bytes. A
-        # device copies by itself from all arenas but those of optimizer state.
-        if state_kind is StateKind.OPTIM_STATE:
-            self._make: Callable[..., HostArena] = HostArena
-            self._arrays = StepPipeline.buffer_arrays(dtypes.kind, layout.tile_numel, False, False)
-        else:
-            self._make = backend.host_arena
-            tiles = range(0, self._slot_bytes, self._tile_bytes)
-            self._arrays = [(offset, self._tile_bytes) for offset in tiles]
+        # A device copies by itself from all arenas but those of optimizer state.
+        is_copied = state_kind is not StateKind.OPTIM_STATE
+        self._make: Callable[..., HostArena] = backend.host_arena if is_copied else HostArena
         self._home: dict[int, _Home] = {}
         self._second: dict[int, _Home] = {}
         self._flat: dict[int, torch.Tensor] = {}
@@ -106,7 +100,7 @@ class Homes:
     def _arena(self, slots: int, tier: Tier) -> HostArena:
         if tier is Tier.DEVICE:
             return self._backend.arena(slots, self._slot_bytes, self._ledger, self._account)
-        return self._make(slots, self._slot_bytes, self._ledger, self._account, arrays=self._arrays)
+        return self._make(slots, self._slot_bytes, self._ledger, self._account)
 
     def _own(self, chunk: Chunk, tier: Tier) -> _Home:
         """A home in an arena of its own."""

@@ -96,9 +96,6 @@ class SlotArenas:
         ):
             arena.resize(slots, nbytes)
             arena.commit(0, slots)
-        if made.buffers:  # before the I/O engine populates them
-            arrays = StepPipeline.buffer_arrays(*shape)
-            self.buffers.memory.spread(0, made.buffers, arrays)
         self._register()
         disk = self._file.parts
         self._pipeline = StepPipeline(

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <thread>
 #include <utility>
@@ -56,5 +57,11 @@ class Driver {
   // Joins the threads and gives back kernel objects. Called once, when no operation is left.
   virtual void stop() = 0;
 };
+
+// Throws std::invalid_argument for a number of threads out of range.
+std::unique_ptr<Driver> make_thread_driver(SharedQueue& shared, const IoOptions& options);
+// Throws std::system_error when the kernel refuses a ring, std::invalid_argument when
+// HETERO_URING_SETUP in the environment is not "defer", "coop" or "plain".
+std::unique_ptr<Driver> make_uring_driver(SharedQueue& shared, const IoOptions& options);
 
 }  // namespace hetero

@@ -1,5 +1,4 @@
-#include "io/engines/thread_driver.h"
-
+// The driver that works everywhere: a pool of threads doing pread and pwrite.
 #include <unistd.h>
 
 #include <algorithm>
@@ -7,6 +6,7 @@
 #include <stdexcept>
 
 #include "base/quiet_thread.h"
+#include "io/engines/driver.h"
 
 namespace hetero {
 
@@ -23,7 +23,26 @@ std::int64_t transfer(const Block& block) {
   return done < 0 ? -errno : done;
 }
 
-}  // namespace
+class ThreadDriver final : public Driver {
+ public:
+  // Throws std::invalid_argument for a number of threads out of range.
+  ThreadDriver(SharedQueue& shared, const IoOptions& options);
+
+  void wake(std::size_t waiting) override;
+  // There is nothing to register with: false, and the memory is used as it is.
+  bool register_memory(const Arena&) override { return false; }
+  void unregister_memory(const Arena&) override {}
+  void stop() override;
+
+ private:
+  void work();
+
+  SharedQueue& shared_;
+  Condition wanted_;                                // a block, or the end
+  std::size_t idle_ GUARDED_BY(shared_.mutex) = 0;  // threads asleep
+  bool stopping_ GUARDED_BY(shared_.mutex) = false;
+  std::vector<std::thread> threads_;
+};
 
 ThreadDriver::ThreadDriver(SharedQueue& shared, const IoOptions& options) : shared_(shared) {
   if (options.threads == 0 || options.threads > kMaxThreads) {
@@ -77,6 +96,12 @@ void ThreadDriver::stop() {
   }
   wanted_.notify_all();
   for (std::thread& thread : threads_) thread.join();
+}
+
+}  // namespace
+
+std::unique_ptr<Driver> make_thread_driver(SharedQueue& shared, const IoOptions& options) {
+  return std::make_unique<ThreadDriver>(shared, options);
 }
 
 }  // namespace hetero

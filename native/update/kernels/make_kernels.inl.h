@@ -10,7 +10,6 @@
 #include "update/kernels/sum_of_squares.inl.h"
 #include "update/kernels/update_kernel.inl.h"
 #include "update/kernels/writes.inl.h"
-#include "update/kernels/yardstick.inl.h"
 
 namespace hetero {
 

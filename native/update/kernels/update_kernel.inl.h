@@ -18,7 +18,6 @@
 #include <cstdint>
 
 #include "update/kernels/kernels.h"
-#include "update/kernels/random_bits.inl.h"
 #include "update/kernels/split_master.inl.h"
 #include "update/kernels/state_block.inl.h"
 #include "update/kernels/state_codec.inl.h"

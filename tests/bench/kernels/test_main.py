@@ -62,9 +62,8 @@ def test_checksums(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 0
     groups = json.loads(capsys.readouterr().out)["groups"]
     assert list(groups) == ["4.0 KiB", "1000 B"]
-    own = [f"crc32c {name}" for name in _native.crc32c_implementations()]
     for figures in groups.values():
-        assert list(figures) == [*own, "memcpy", "zlib.crc32"]
+        assert list(figures) == ["crc32c", "crc32c by tables", "memcpy", "zlib.crc32"]
         assert all(found["gbps"]["min"] > 0 for found in figures.values())
 
 

@@ -40,7 +40,7 @@ SOFTWARE = SoftwareFacts(
     {"hetero": "0.1.0", "torch": "2.13.0"},
     {"train": {"rich": "15.0", "matplotlib": None}, "completion": {"shtab": "1.7"}},
 )
-CPU = CpuFacts("x86_64", 8, 8, "avx512", ("avx512", "avx2", "scalar"), None, 1, True)
+CPU = CpuFacts("x86_64", 8, 8, "avx512", ("avx512", "avx2", "scalar"), None, 1)
 MEMORY = MemoryFacts(64 * GIB, 32 * GIB, None, 2, "madvise")
 URING = IoUringFacts("6.1.0", "2.3", refused_errno=None, disabled=0, seccomp=False)
 LOCKED = LockedMemoryFacts(8 << 20, exempt=False, trial_bytes=64 << 20, registered=True)
@@ -76,15 +76,7 @@ CASES: list[tuple[Any, dict[str, Any], str, Level, str, str]] = [
         "AVX2",
     ),
     (CPU, {}, "NUMA", OK, "one node", ""),
-    (CPU, {"numa_nodes": 2}, "NUMA", OK, "2 nodes; memory is spread", ""),
-    (
-        CPU,
-        {"numa_nodes": 2, "memory_policy": False},
-        "NUMA",
-        NOTE,
-        "may not choose",
-        "--cap-add SYS_NICE",
-    ),
+    (CPU, {"numa_nodes": 2}, "NUMA", NOTE, "2 nodes; memory lies", "numactl"),
     (
         MEMORY,
         {},
@@ -272,12 +264,15 @@ def test_what_a_container_hides(tmp_path: Path) -> None:
     facts = of_container()
     assert (facts.io_uring.seccomp, facts.io_uring.disabled) == (False, None)
     assert (facts.memory.huge_pages, facts.memory.cgroup_version) == (None, None)
+    assert facts.cpu.numa_nodes == 0
     files = {
         "proc/self/status": "Name:\tx\nCapEff:\t0000000000004000\nSeccomp:\t2\n",
         "proc/sys/kernel/io_uring_disabled": "2\n",
         "sys/kernel/mm/transparent_hugepage/enabled": "always madvise [never]\n",
         "sys/fs/cgroup/cgroup.controllers": "memory\n",
         "dev/nvidiactl": "",
+        f"sys/devices/system/node/node0/cpu{min(os.sched_getaffinity(0))}": "",
+        "sys/devices/system/node/node1/cpu999999": "",
     }
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -286,6 +281,7 @@ def test_what_a_container_hides(tmp_path: Path) -> None:
     assert (facts.io_uring.seccomp, facts.io_uring.disabled) == (True, 2)
     assert (facts.memory.huge_pages, facts.memory.cgroup_version) == ("never", 2)
     assert facts.locked_memory.exempt
+    assert facts.cpu.numa_nodes == 1
     assert facts.device.driver
 
 

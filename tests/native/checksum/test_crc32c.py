@@ -1,4 +1,4 @@
-"""native/checksum: CRC-32C by every implementation against polynomial division, bit by bit."""
+"""native/checksum: CRC-32C by instruction and by tables against polynomial division."""
 
 from __future__ import annotations
 
@@ -16,12 +16,17 @@ from hypothesis import strategies as st
 
 from offload import _native
 
-IMPLEMENTATIONS = _native.crc32c_implementations()
-STREAM = 256  # kStreamBytes of native/checksum/streams.inl.h
+STREAM = 256  # kStreamBytes of native/checksum/by_instruction.cpp
 BORDERS = [blocks * 3 * STREAM for blocks in (1, 2, 5)] + [1 << 20]
 EMPTY = 0  # the checksum of no bytes
 
 cuts = st.lists(st.integers(0, 4096), max_size=6).map(sorted)
+
+
+@pytest.fixture(autouse=True, params=[_native.isa_available()[0], "scalar"])
+def isa(request: pytest.FixtureRequest) -> None:
+    """By the processor's instruction, where it has one, and by tables."""
+    _native.set_isa(request.param)
 
 
 def address_of(buffer: bytes) -> int:
@@ -30,8 +35,8 @@ def address_of(buffer: bytes) -> int:
     return address
 
 
-def crc32c(data: bytes, crc: int = EMPTY, implementation: str = "") -> int:
-    return _native.crc32c(address_of(data), len(data), crc, implementation)
+def crc32c(data: bytes, crc: int = EMPTY) -> int:
+    return _native.crc32c(address_of(data), len(data), crc)
 
 
 def of_every_prefix(data: bytes) -> list[int]:
@@ -66,11 +71,10 @@ VECTORS = {
 }
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", VECTORS)
-def test_vectors_of_rfc_3720(implementation: str, name: str) -> None:
+def test_vectors_of_rfc_3720(name: str) -> None:
     data, sent = VECTORS[name]
-    assert crc32c(data, implementation=implementation).to_bytes(4, "little").hex(" ") == sent
+    assert crc32c(data).to_bytes(4, "little").hex(" ") == sent
 
 
 def test_the_check_value_of_catalogues() -> None:
@@ -80,55 +84,43 @@ def test_the_check_value_of_catalogues() -> None:
     assert _native.crc32c(0, 0, 0xE3069283) == 0xE3069283
 
 
-def test_the_cpus_instruction_is_used_where_it_has_one() -> None:
-    with open("/proc/cpuinfo") as file:
-        features = set(file.read().split())
-    expected = [name for name, flag in {"sse4.2": "sse4_2", "armv8": "crc32"}.items()
-                if flag in features]  # fmt: skip
-    assert [*expected, "tables"] == IMPLEMENTATIONS
-
-
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_every_length_at_every_alignment(implementation: str) -> None:
+def test_every_length_at_every_alignment() -> None:
     data = random_bytes(16 + 300)
     begin = address_of(data)
     for offset in range(16):
         for nbytes, expected in enumerate(of_every_prefix(data[offset : offset + 300])):
-            found = _native.crc32c(begin + offset, nbytes, EMPTY, implementation)
+            found = _native.crc32c(begin + offset, nbytes)
             assert found == expected, (offset, nbytes)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_lengths_around_the_borders_of_streams(implementation: str) -> None:
+def test_lengths_around_the_borders_of_streams() -> None:
     data = random_bytes(6 * STREAM + 16)
     begin = address_of(data)
     expected = of_every_prefix(data)
     for border in range(0, 6 * STREAM + 1, STREAM):
         for nbytes in range(max(border - 16, 0), border + 17):
-            assert _native.crc32c(begin, nbytes, EMPTY, implementation) == expected[nbytes], nbytes
+            assert _native.crc32c(begin, nbytes) == expected[nbytes], nbytes
 
 
 @pytest.mark.parametrize("border", BORDERS)
-def test_large_buffers_have_the_same_checksum_by_all(border: int) -> None:
+def test_large_buffers_have_the_checksum_of_their_parts(border: int) -> None:
     data = random_bytes(border + 24, seed=border)
     begin = address_of(data)
     for offset in (0, 1, 7):
         for nbytes in (border - 9, border - 8, border - 1, border, border + 1, border + 8):
-            found = {_native.crc32c(begin + offset, nbytes, 7, name) for name in IMPLEMENTATIONS}
             by_parts = 7
             for at in range(0, nbytes, 200):  # shorter than three streams
                 part = min(200, nbytes - at)
                 by_parts = _native.crc32c(begin + offset + at, part, by_parts)
-            assert found == {by_parts}, (offset, nbytes)
+            assert _native.crc32c(begin + offset, nbytes, 7) == by_parts, (offset, nbytes)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @given(seed=st.integers(0, 1 << 30), cuts=cuts)
-def test_chaining_at_any_cuts(implementation: str, seed: int, cuts: list[int]) -> None:
+def test_chaining_at_any_cuts(seed: int, cuts: list[int]) -> None:
     data = random_bytes(4096, seed)
     chained = EMPTY
     for begin, end in zip([0, *cuts], [*cuts, len(data)], strict=True):
-        chained = crc32c(data[begin:end], chained, implementation)
+        chained = crc32c(data[begin:end], chained)
     assert chained == crc32c(data)
 
 
@@ -182,13 +174,12 @@ def island() -> Iterator[tuple[int, int]]:
         del keep
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_no_byte_beside_the_data_is_read(implementation: str, island: tuple[int, int]) -> None:
+def test_no_byte_beside_the_data_is_read(island: tuple[int, int]) -> None:
     begin, page = island
     data = ctypes.string_at(begin, page)
     for nbytes in [*range(40), 3 * STREAM - 1, 3 * STREAM, 3 * STREAM + 9, page]:
         for at in (0, page - nbytes):
-            found = _native.crc32c(begin + at, nbytes, EMPTY, implementation)
+            found = _native.crc32c(begin + at, nbytes)
             assert found == crc32c(data[at : at + nbytes])
 
 
@@ -220,8 +211,6 @@ def test_it_releases_the_gil() -> None:
 def test_bad_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="address is 0, must be the address of 5 bytes"):
         _native.crc32c(0, 5)
-    with pytest.raises(ValueError, match=r"'crc64' of crc32c is not available.* tables"):
-        crc32c(b"x", implementation="crc64")
     for wrong in (-1, 1 << 32):
         with pytest.raises(TypeError):
             crc32c(b"x", wrong)

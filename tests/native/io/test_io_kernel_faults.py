@@ -76,7 +76,7 @@ def test_a_file_system_that_is_full(kind, tmp_path):
         engine.close()
         """)
     command = ["unshare", "-m", sys.executable, "-c", script, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     if done.returncode == 77 or "unshare failed" in done.stderr:
         pytest.skip(f"mounting is not permitted: {done.stderr.strip()}")
     assert done.returncode == 0, done.stderr

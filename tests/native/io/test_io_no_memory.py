@@ -68,6 +68,6 @@ def test_a_transfer_that_could_not_be_started_is_forgotten(kind: str, tmp_path: 
         env={**os.environ, "LD_PRELOAD": str(library)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     assert done.stdout == "True 0 0\nclosed\n", done.stderr

@@ -38,8 +38,8 @@ def copy(link, way, to: torch.Tensor, source: torch.Tensor) -> _native.LinkOp:
     return link.copy(way, to.data_ptr(), source.data_ptr(), to.nbytes)
 
 
-def wait_error(op) -> _native.NativeLinkError:
-    with pytest.raises(_native.NativeLinkError) as caught:
+def wait_error(op) -> OSError:
+    with pytest.raises(OSError, match="copy of .* failed after") as caught:
         op.wait()
     return caught.value
 
@@ -48,7 +48,7 @@ def outcome(op) -> int:
     """The errno that `op` ended with, or 0."""
     try:
         op.wait()
-    except _native.NativeLinkError as error:
+    except OSError as error:
         return error.errno
     return 0
 
@@ -147,8 +147,7 @@ def test_what_is_queued_is_dropped_at_once_and_costs_no_time():
         op.cancel()
         assert op.done()
     error = wait_error(queued[0])
-    assert (error.errno, error.direction) == (errno.ECANCELED, "h2d")
-    assert (error.wanted_bytes, error.got_bytes) == (16 * MIB, 0)
+    assert error.errno == errno.ECANCELED
     assert f"copy of {16 * MIB} bytes from host to device failed after 0 bytes" in str(error)
     running.cancel()
     last.wait()  # would take hours
@@ -167,10 +166,11 @@ def test_a_copy_under_way_stops_between_pieces():
     op.cancel()
     error = wait_error(op)
     assert error.errno == errno.ECANCELED
-    assert 0 < error.got_bytes < MIB
-    assert target[: error.got_bytes].all()
-    assert not target[error.got_bytes :].any()
-    assert link.stats["h2d_bytes"] == error.got_bytes
+    got = int(target.sum())
+    assert 0 < got < MIB
+    assert target[:got].all()
+    assert link.stats["h2d_bytes"] == got
+    assert f"failed after {got} bytes: " in str(error)
     again = copy(link, "h2d", target[:4096], source[:4096])
     again.wait()
     link.close()
@@ -198,7 +198,8 @@ def test_injected_faults_hit_the_copies_they_name(link, way):
         op.wait()
     for op in ops[2:4]:
         error = wait_error(op)
-        assert (error.errno, error.direction, error.got_bytes) == (errno.ENXIO, way, 0)
+        assert error.errno == errno.ENXIO
+        assert "failed after 0 bytes: " in str(error)
     assert target.any(dim=1).tolist() == [True, True, False, False, True, True]
     assert (link.stats[f"{way}_copies"], link.stats[f"{way}_errors"]) == (4, 2)
 
@@ -213,7 +214,7 @@ def test_options_are_checked():
 
 def test_calls_are_checked(link):
     buffer = bytes_of(64)
-    with pytest.raises(ValueError, match='"h2d" or "d2h", not "up"'):
+    with pytest.raises(ValueError, match="direction is 'up', must be 'h2d' or 'd2h'"):
         link.copy("up", buffer.data_ptr(), buffer.data_ptr(), 64)
     with pytest.raises(ValueError, match="two addresses"):
         link.copy("h2d", 0, buffer.data_ptr(), 64)

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from offload import _native
-from tests.support.native.io_tools import needs_uring
+from tests.support.native.io_tools import Memory, Pipe, needs_uring
 from tests.support.native.step_tiles import (
     KIND,
     TILE,
@@ -246,4 +247,40 @@ def test_what_can_wait_is_transferred_after_all_else(tmp_path: Path, kind: str) 
     pipeline.close()
     engine.close()
     os.close(reads_end)
+    filed.close()
+
+
+@needs_uring
+def test_an_update_that_is_waited_for_goes_before_reads_ahead(tmp_path: Path) -> None:
+    """There are always more reads ahead than the engine has in flight: in its own turn the update
+    would never begin."""
+    tiles = Tiles(1, "bf16", "bf16")
+    filed = Filed(tiles, tmp_path / "file", "io_uring", 1)
+    memory, pipe = Memory(4096), Pipe(filed.engine)
+
+    def read_ahead() -> object:
+        return filed.engine.read(pipe.file, memory.address, 4096, 0, soon=True)
+
+    ahead = [read_ahead() for _ in range(12)]
+    filed.pipeline.submit(filed.tasks([0]), hypers(1))
+    waiter = threading.Thread(target=filed.pipeline.wait_updated, daemon=True)
+    waiter.start()
+
+    def is_updated() -> bool:
+        for i, op in enumerate(ahead):
+            if op.done():
+                ahead[i] = read_ahead()
+                pipe.feed(4096)
+        return filed.pipeline.is_updated()
+
+    pipe.feed(4096)
+    until(is_updated)
+    waiter.join()
+    pipe.feed(4096 * 12)
+    for op in ahead:
+        op.wait()
+    filed.pipeline.flush()
+    train_in_ram(tiles, 1)
+    assert filed.bytes() == tiles.bytes()
+    pipe.close()
     filed.close()

@@ -9,7 +9,6 @@ import pytest
 
 from offload import _native
 from tests.support.native.step_tiles import (
-    BYTES,
     KIND,
     TILE,
     Filed,
@@ -152,27 +151,6 @@ def test_a_forked_child_neither_works_nor_hangs(file_tiles: FileTiles) -> None:
     filed.pipeline.flush()
     train_in_ram(tiles, steps=1)
     assert filed.bytes() == tiles.bytes()
-
-
-@pytest.mark.parametrize("in_file", [(False, False), (True, False), (False, True), (True, True)])
-@pytest.mark.parametrize(
-    "names", [("fp32", "fp32"), ("fp16", "bf16"), ("bf16", "bf16", "lion", "8bit")]
-)
-def test_arrays_of_a_buffer(names: tuple[str, ...], in_file: tuple[bool, bool]) -> None:
-    kind = _native.UpdateKind(*names)
-    arrays = _native.StepPipeline.buffer_arrays(kind, TILE, *in_file)
-    master = kind.state_at(0, TILE)
-    sizes = [master] if master else []
-    sizes += [kind.state_bytes(TILE)] * kind.states
-    sizes += [TILE * BYTES[name] for name, has in zip(names[:2], in_file, strict=True) if has]
-    assert [nbytes for _, nbytes in arrays] == sizes
-    state_end = kind.state_at(kind.states, TILE)
-    padding = kind.optim_state_bytes(TILE) - state_end
-    at = 0
-    for offset, nbytes in arrays:
-        at += padding if at == state_end else 0
-        assert offset == at
-        at += nbytes
 
 
 def test_bad_pipelines_are_refused() -> None:

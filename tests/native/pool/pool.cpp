@@ -1,20 +1,17 @@
 // Jobs of the worker pool whose calls wait for each other at gates, so that nothing depends on how
 // fast a thread is.
 //
-// pool NAME runs one case; it ends with status 0, or says what does not hold.
-#include <sched.h>
+// Runs all cases; it ends with status 0, or says what does not hold.
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <atomic>
-#include <barrier>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <random>
-#include <set>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -22,7 +19,6 @@
 #include <vector>
 
 #include "base/fork.h"
-#include "base/numa_nodes.h"
 #include "base/worker_pool.h"
 
 namespace hetero {
@@ -211,102 +207,12 @@ void no_more_workers_are_woken_than_there_are_calls_for() {
   require(sleeps_of_others() - before <= 4 * kRounds, "one worker is woken for one call");
 }
 
-// Two nodes of one CPU each, of those that this process may run on; null if it has one alone.
-const NumaNodes* two_nodes() {
-  cpu_set_t mask;
-  require(sched_getaffinity(0, sizeof mask, &mask) == 0, "the CPUs are known");
-  std::vector<std::vector<int>> cpus;
-  for (std::size_t cpu = 0; cpu < CPU_SETSIZE && cpus.size() < 2; ++cpu) {
-    if (CPU_ISSET(cpu, &mask)) cpus.push_back({static_cast<int>(cpu)});
-  }
-  if (cpus.size() < 2) return nullptr;
-  WorkerPool::instance().shutdown();
-  set_numa_nodes(cpus);
-  return &numa_nodes();
-}
-
-void each_node_takes_its_own_range() {
-  const NumaNodes* const nodes = two_nodes();
-  if (nodes == nullptr) return;
-  constexpr std::size_t kThreads = 8, kCalls = 64;
-  WorkerPool::instance().set_threads(kThreads);
-  const OnNode caller(*nodes, 1);  // four workers on node 0, three and the caller on node 1
-  for (int round = 0; round < 20; ++round) {
-    std::barrier all(kThreads);
-    std::vector<std::size_t> node_of(kCalls);
-    WorkerPool::instance().run(kCalls, [&](std::size_t i) {
-      node_of[i] = nodes->here();
-      all.arrive_and_wait();  // no thread takes a second index before each has taken one
-    });
-    for (std::size_t i = 0; i < kCalls; ++i) {
-      require(node_of[i] == i * 2 / kCalls, "an index is computed on its own node");
-    }
-  }
-}
-
-void a_blocked_nodes_range_is_taken_by_the_others() {
-  const NumaNodes* const nodes = two_nodes();
-  if (nodes == nullptr) return;
-  WorkerPool::instance().set_threads(2);
-  const OnNode caller(*nodes, 1);
-  Gate worker_is_in, caller_is_done;
-  std::vector<std::size_t> by_caller;
-  WorkerPool::instance().run(8, [&](std::size_t i) {
-    if (nodes->here() == 0) {
-      require(i == 0, "the worker begins with its own range");
-      worker_is_in.open();
-      caller_is_done.pass();
-      return;
-    }
-    worker_is_in.pass();
-    by_caller.push_back(i);
-    if (by_caller.size() == 7) caller_is_done.open();
-  });
-  const std::vector<std::size_t> expected = {4, 5, 6, 7, 1, 2, 3};
-  require(by_caller == expected, "the caller takes its own range, then what the other one leaves");
-}
-
-void a_worker_takes_its_own_range_of_every_job_before_others() {
-  if (two_nodes() == nullptr) return;
-  WorkerPool::instance().set_threads(2);
-  Gate gate;
-  std::vector<std::pair<int, std::size_t>> taken;  // by the one worker, which is on node 0
-  const auto body = [&](int job) {
-    return [&, job](std::size_t i) {
-      gate.pass();
-      taken.emplace_back(job, i);
-    };
-  };
-  Posted first(4, body(1)), single(1, body(2)), second(4, body(3));
-  require(second.job->left() == 4, "what is left of a job is left of all its ranges");
-  gate.open();
-  for (const Posted* each : {&first, &single, &second}) each->ended.pass();
-  const std::vector<std::pair<int, std::size_t>> expected = {{1, 0}, {1, 1}, {2, 0}, {3, 0}, {3, 1},
-                                                             {1, 2}, {1, 3}, {3, 2}, {3, 3}};
-  require(taken == expected, "what is near is taken first, and of that the oldest");
-}
-
-void a_caller_on_no_node_takes_all() {
-  WorkerPool::instance().set_threads(1);
-  set_numa_nodes({{CPU_SETSIZE - 1}, {CPU_SETSIZE - 2}, {CPU_SETSIZE - 3}});
-  std::vector<std::size_t> taken;
-  WorkerPool::instance().run(7, [&](std::size_t i) { taken.push_back(i); });
-  require(taken == std::vector<std::size_t>({0, 1, 2, 3, 4, 5, 6}), "as if it were on node 0");
-}
-
-// Jobs of any length on any nodes, some of whose calls fail; one after another, so that there are
-// threads which have not come to the end of the job before.
-void every_index_is_called_once_whatever_the_nodes() {
+// Jobs of any length, some of whose calls fail; one after another, so that there are threads which
+// have not come to the end of the job before.
+void every_index_is_called_once() {
   std::mt19937 random(0);
   const auto below = [&](std::size_t n) { return static_cast<std::size_t>(random() % n); };
   for (int round = 0; round < 60; ++round) {
-    const NumaNodes* const two = two_nodes();
-    std::vector<std::vector<int>> cpus;  // most of which do not exist: threads stay where they are
-    for (std::size_t node = below(5); node > 0; --node) cpus.push_back({static_cast<int>(node)});
-    if (two == nullptr || below(2) == 0) {
-      WorkerPool::instance().shutdown();
-      set_numa_nodes(cpus);
-    }
     WorkerPool::instance().set_threads(static_cast<unsigned>(1 + below(5)));
     for (int job = 0; job < 20; ++job) {
       const std::size_t count = below(40);
@@ -369,37 +275,18 @@ void a_fork_while_an_object_of_the_process_is_made() {
   maker.join();
 }
 
-struct Case {
-  const char* name;
-  void (*run)();
-};
-#define CASE(name) {#name, name}
-constexpr Case kCases[] = {
-    CASE(a_job_does_not_wait_for_the_one_before),
-    CASE(workers_join_the_job_that_the_caller_is_at),
-    CASE(an_error_leaves_out_what_was_not_begun_and_other_jobs_alone),
-    CASE(one_thread_computes_all_that_it_posts),
-    CASE(a_job_without_calls_ends_at_once),
-    CASE(workers_stop_while_jobs_are_queued),
-    CASE(many_threads_post_and_run),
-    CASE(no_more_workers_are_woken_than_there_are_calls_for),
-    CASE(each_node_takes_its_own_range),
-    CASE(a_blocked_nodes_range_is_taken_by_the_others),
-    CASE(a_worker_takes_its_own_range_of_every_job_before_others),
-    CASE(a_caller_on_no_node_takes_all),
-    CASE(every_index_is_called_once_whatever_the_nodes),
-    CASE(a_fork_while_an_object_of_the_process_is_made),
-};
-
 }  // namespace
 }  // namespace hetero
 
-int main(int, char** arguments) {
-  for (const auto& [name, run] : hetero::kCases) {
-    if (std::strcmp(name, arguments[1]) != 0) continue;
-    run();
-    return 0;
-  }
-  std::fprintf(stderr, "pool: there is no case %s\n", arguments[1]);
-  return 2;
+int main() {
+  hetero::a_fork_while_an_object_of_the_process_is_made();  // first, while no worker lives
+  hetero::a_job_does_not_wait_for_the_one_before();
+  hetero::workers_join_the_job_that_the_caller_is_at();
+  hetero::an_error_leaves_out_what_was_not_begun_and_other_jobs_alone();
+  hetero::one_thread_computes_all_that_it_posts();
+  hetero::a_job_without_calls_ends_at_once();
+  hetero::workers_stop_while_jobs_are_queued();
+  hetero::many_threads_post_and_run();
+  hetero::no_more_workers_are_woken_than_there_are_calls_for();
+  hetero::every_index_is_called_once();
 }

@@ -129,30 +129,55 @@ def test_finite_if_and_only_if_every_element_is(dtype: DtypeName, name: str) -> 
         assert not math.isfinite(write(name, source, dtype, torch.ones_like(source), dtype)[1])
 
 
+def mean(sources: list[torch.Tensor], target: torch.Tensor, dtype: DtypeName) -> torch.Tensor:
+    _native.mean(dtype, [s.data_ptr() for s in sources], target.data_ptr(), target.numel())
+    return target
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("count", [1, 2, 5])
-def test_mean_and_sums_are_those_of_mean_and_of_the_separate_sum(
-    count: int, dtype: DtypeName
-) -> None:
-    numel = 5 * BLOCK + 77
-    arrays = [values(numel, dtype, seed) for seed in range(count)]
-    addresses = [array.data_ptr() for array in arrays]
-    ranges = [(3, 0), (3, 1), (4, RUN), (4 + RUN, 2 * BLOCK + 33), (3 * BLOCK + 5, 2 * BLOCK)]
-    expected = torch.empty_like(arrays[0])
-    _native.mean(dtype, addresses, expected.data_ptr(), numel)
-    outside = torch.ones(numel, dtype=torch.bool)
-    for first, length in ranges:
-        outside[first : first + length] = False
-    for isa, threads in itertools.product(_native.isa_available(), (1, 2, 3, 4)):
-        _native.set_isa(isa)
-        _native.set_threads(threads)
-        own = arrays[-1].clone()  # the target is one of the sources
-        sums = _native.mean_and_sums(
-            dtype, [*addresses[:-1], own.data_ptr()], own.data_ptr(), ranges
-        )
+@pytest.mark.parametrize("count", [1, 2, 3, 7])
+def test_means_are_torchs_and_have_the_separate_sum(count: int, dtype: DtypeName) -> None:
+    """Summed in fp32, in the sources' order, and rounded once; the target may be a source."""
+    for numel in (1, 15, 33, 5 * BLOCK + 77):
+        arrays = [values(numel, dtype, seed) for seed in range(count)]
+        expected = (sum(array.float() for array in arrays) / count).to(DTYPES[dtype])
+        ranges = [(3, 0), (3, 1), (4, RUN), (4 + RUN, 2 * BLOCK + 33), (3 * BLOCK + 5, 2 * BLOCK)]
+        ranges = [each for each in ranges if sum(each) <= numel]
+        inside = torch.zeros(numel, dtype=torch.bool)
+        for first, length in ranges:
+            inside[first : first + length] = True
         parts = [expected[first : first + length] for first, length in ranges]
-        assert sums == [sum_of_squares(part, dtype) for part in parts], (isa, threads)
-        assert own.equal(torch.where(outside, arrays[-1], expected)), (isa, threads)
+        wanted = [sum_of_squares(part, dtype) for part in parts]
+        for isa, threads in itertools.product(_native.isa_available(), (1, 2, 4)):
+            _native.set_isa(isa)
+            _native.set_threads(threads)
+            assert mean(arrays, torch.empty_like(expected), dtype).equal(expected), isa
+            for own in {0, count // 2, count - 1}:
+                copies = [array.clone() for array in arrays]
+                assert mean(copies, copies[own], dtype).equal(expected), isa
+            copies = [array.clone() for array in arrays]
+            sums = _native.mean_and_sums(
+                dtype, [copy.data_ptr() for copy in copies], copies[-1].data_ptr(), ranges
+            )
+            assert sums == wanted, (isa, threads)
+            assert copies[-1].equal(torch.where(inside, expected, arrays[-1])), (isa, threads)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_mean_of_extremes(dtype: DtypeName) -> None:
+    largest = torch.full((100,), torch.finfo(torch.float16).max, dtype=DTYPES[dtype])
+    assert mean([largest] * 8, torch.empty_like(largest), dtype).equal(largest)  # no overflow
+    special = torch.tensor([math.inf, -math.inf, math.nan, 1.0], dtype=DTYPES[dtype])
+    found = mean([special, torch.ones_like(special)], torch.empty_like(special), dtype)
+    torch.testing.assert_close(found, special, rtol=0, atol=0, equal_nan=True)
+
+
+def test_addresses_of_a_mean_need_no_alignment_and_nothing_beyond_is_written() -> None:
+    raw = torch.zeros(4 * 101 + 1, dtype=torch.uint8)
+    source = torch.randn(100)
+    _native.mean("fp32", [source.data_ptr()], raw.data_ptr() + 1, 100)
+    assert torch.equal(raw[1:401].clone().view(torch.float32), source)
+    assert not raw[401:].any()
 
 
 def test_a_write_does_not_wait_for_the_pool() -> None:
@@ -186,5 +211,11 @@ def test_bad_arguments_are_named() -> None:
         _native.copy_and_sum("fp32", 0, "fp32", 0, 1)
     with pytest.raises(ValueError, match="target is 0"):
         _native.mean_and_sums("fp32", [torch.ones(1).data_ptr()], 0, [(0, 1)])
-    with pytest.raises(ValueError, match="at least one source"):
-        _native.mean_and_sums("fp32", [], 0, [])
+    for use in (
+        lambda: _native.mean_and_sums("fp32", [], 0, []),
+        lambda: _native.mean("fp32", [], 0, 0),
+    ):
+        with pytest.raises(ValueError, match="at least one source"):
+            use()
+    with pytest.raises(ValueError, match="source is 0"):
+        _native.mean("fp32", [0], 1, 1)

@@ -10,7 +10,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload import _native
 from offload.device.cuda_backend import CudaBackend
 from offload.device.device_arena import DeviceArena, PageLockedArena
 from offload.errors import BudgetError, HeteroError
@@ -18,7 +17,6 @@ from offload.memory.ledger import Ledger
 from offload.memory.tiers import Account, Tier
 from offload.profile.measure_cuda import measure_cuda
 from tests.support.native.fake_cuda import FakeRuntime
-from tests.support.numa import TWO_NODES, numa_nodes, resident
 from tests.support.training.planning import make_profile
 
 SLOT = 4096
@@ -223,49 +221,6 @@ class TestPinned:
         assert self.ranges(runtime, arena) == [(0, 2), (2, 3), (5, 3)]
         arena.close()
         assert runtime.page_locked == {}
-
-    def test_what_is_page_locked_is_on_its_node_already(
-        self, runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        found = []
-        register = runtime.register
-
-        def look(address: int, nbytes: int) -> str | None:
-            found.append(all(resident(address, nbytes)))
-            return register(address, nbytes)
-
-        monkeypatch.setattr(runtime, "register", look)
-        with numa_nodes(TWO_NODES):
-            arena = PageLockedArena(
-                runtime, [], 4, SLOT, Ledger({}), Account.PARAM, arrays=[(0, SLOT)]
-            )
-            arena.commit(1, 2)
-        assert found == [True]
-        arena.close()
-
-    def test_it_lies_where_the_device_is_attached(
-        self, runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """All of it, and not only what updates divide among their threads."""
-        runtime.node = 1
-        placed = []
-        put_on_node = _native.Arena.put_on_node
-
-        def look(memory: _native.Arena, first: int, slots: int, node: int) -> None:
-            assert runtime.page_locked == {}
-            placed.append((first, slots, node))
-            put_on_node(memory, first, slots, node)
-
-        monkeypatch.setattr(_native.Arena, "put_on_node", look)
-        with numa_nodes(TWO_NODES):
-            arena = PageLockedArena(
-                runtime, [], 4, SLOT, Ledger({}), Account.PARAM, arrays=[(0, SLOT // 2)]
-            )
-            arena.commit(1, 2)
-            found = resident(arena.address(0), 4 * SLOT)
-        assert placed == [(1, 2, 1)]
-        assert found == [False, True, True, False]
-        arena.close()
 
     def test_a_forked_child_has_none_of_it(self, runtime: FakeRuntime) -> None:
         arena = self.arena(runtime, 3)

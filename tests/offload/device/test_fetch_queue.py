@@ -346,13 +346,13 @@ def test_no_room_on_the_device_names_its_budget(rig):
 def test_a_failing_link_is_an_error_and_no_end(rig, at_home):
     r = rig(3, 1, [1, 1, 1], at_home=at_home)
     r.backend.link.inject("h2d", 0)
-    with pytest.raises(_native.NativeLinkError, match="host to device"):
+    with pytest.raises(OSError, match="host to device"):
         r.use(0)
     assert torch.equal(r.use(0), r.want(0))
     r.backend.link.inject("h2d", 0)
     r.learn(1, 2)
     r.cache.prefetch(2)
-    with pytest.raises(_native.NativeLinkError):
+    with pytest.raises(OSError, match="host to device"):
         r.use(1)
     for chunk in (1, 2):
         assert torch.equal(r.use(chunk), r.want(chunk))

@@ -9,7 +9,6 @@ from offload.errors import BudgetError
 from offload.memory.arena import HostArena
 from offload.memory.ledger import Ledger
 from offload.memory.tiers import Account, Tier
-from tests.support.numa import CPUS, TWO_NODES, numa_nodes, resident
 
 SLOT = 8192
 HUGE = 2 << 20
@@ -155,31 +154,3 @@ def test_a_resized_arena_is_empty_and_charged_anew():
     assert ledger.in_use_bytes["host"] == 2 * 8192
     arena.close()
     assert ledger.in_use_bytes["host"] == 0
-
-
-@pytest.mark.parametrize("nodes", [[CPUS], TWO_NODES])
-def test_what_is_committed_is_populated_where_there_are_several_nodes(nodes):
-    arena = HostArena(
-        6, HUGE, Ledger({}), Account.PARAM, arrays=[(0, HUGE // 2), (HUGE // 2, 4096)]
-    )
-
-    def touched() -> list[bool]:
-        """By slot; a huge page may come whole."""
-        return [any(resident(arena.address(slot), HUGE)) for slot in range(6)]
-
-    several = len(nodes) > 1
-    with numa_nodes(nodes):
-        arena.commit(1)
-        arena.commit(0, 4)
-        assert touched() == [several] * 4 + [False] * 2
-        arena.decommit(1, 2)
-        assert touched() == [several, False, False, several, False, False]
-        arena.commit(2)
-        assert touched() == [several, False, several, several, False, False]
-
-
-def test_a_slot_beyond_the_budget_is_not_populated():
-    arena = HostArena(2, HUGE, Ledger({Tier.HOST: HUGE}), Account.PARAM, arrays=[(0, HUGE)])
-    with numa_nodes(TWO_NODES), pytest.raises(BudgetError):
-        arena.commit(0, 2)
-    assert not any(resident(arena.address(0), 2 * HUGE))
