@@ -22,14 +22,11 @@ import torch
 from hetero.activations.store import ActivationStore
 from hetero.runtime.modules.param_registry import ParamRegistry
 from hetero.runtime.modules.saved_tensors import SavedTensors
-from hetero.runtime.recompute.arguments import Arguments, version_of
 from hetero.runtime.recompute.blocks import Block
-from hetero.runtime.recompute.call_state import CallState
-from hetero.runtime.recompute.choice import CallCost
-from hetero.runtime.recompute.forward import Expected, Forward
+from hetero.runtime.recompute.call_record import Arguments, CallState, Surroundings, version_of
+from hetero.runtime.recompute.choice import CallCost, Expected, Forward
 from hetero.runtime.recompute.reach import Reach
 from hetero.runtime.recompute.repeatable_call import RepeatableCall
-from hetero.runtime.recompute.surroundings import Surroundings
 from offload.errors import HeteroError
 
 _Key = tuple[int, Hashable]  # a block's kind, and its calls' kind

@@ -12,8 +12,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from hetero.activations.store import ActivationStore
-from hetero.runtime.recompute.choice import CallCost, Choice, StepRates, choose, of_count
-from hetero.runtime.recompute.forward import Expected, Forward
+from hetero.runtime.recompute.choice import (
+    CallCost,
+    Choice,
+    Expected,
+    Forward,
+    StepRates,
+    choose,
+    of_count,
+)
 from offload.memory.sizes import format_bytes
 
 _FIRST_STEPS = 2, 3  # whose ends choose by what was seen: the first step is like no other

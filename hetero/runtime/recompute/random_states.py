@@ -4,66 +4,18 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterable, Iterator
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
 
-class _Source(Protocol):
-    """A generator of random numbers."""
+class _Source(NamedTuple):
+    """How the state of a generator is read, of which later numbers are no part, and put back."""
 
-    def get(self) -> Any:
-        """Its state, of which later numbers are no part."""
-
-    def set(self, state: Any) -> None:
-        """Goes back to a state."""
-
-
-class _OfTorch:
-    def __init__(self, generator: torch.Generator) -> None:
-        self._generator = generator
-
-    def get(self) -> Any:
-        return self._generator.get_state()
-
-    def set(self, state: Any) -> None:
-        self._generator.set_state(state)
-
-
-class _OfPython:
-    def __init__(self, generator: Any) -> None:
-        self._generator = generator  # a random.Random, or the module
-
-    def get(self) -> Any:
-        return self._generator.getstate()
-
-    def set(self, state: Any) -> None:
-        self._generator.setstate(state)
-
-
-class _OfNumpy:
-    def __init__(self, generator: Any) -> None:
-        self._generator = generator  # a BitGenerator
-
-    def get(self) -> Any:
-        return self._generator.state
-
-    def set(self, state: Any) -> None:
-        self._generator.state = state
-
-
-class _OfNumpyLegacy:
-    """It has half a pair of normal numbers beside its bits."""
-
-    def __init__(self, generator: Any) -> None:
-        self._generator = generator  # a RandomState, or the module
-
-    def get(self) -> Any:
-        return self._generator.get_state(legacy=False)
-
-    def set(self, state: Any) -> None:
-        self._generator.set_state(state)
+    get: Callable[[], Any]
+    set: Callable[[Any], object]
 
 
 def is_generator(value: Any) -> bool:
@@ -73,28 +25,36 @@ def is_generator(value: Any) -> bool:
 
 def _source(value: Any) -> _Source | None:
     if isinstance(value, torch.Generator):
-        return _OfTorch(value)
+        return _Source(value.get_state, value.set_state)
     if isinstance(value, random.Random):
-        return None if isinstance(value, random.SystemRandom) else _OfPython(value)
+        is_system = isinstance(value, random.SystemRandom)
+        return None if is_system else _Source(value.getstate, value.setstate)
     # (numpy is no dependency; what is not imported draws nothing.)
     numpy = sys.modules.get("numpy.random")
     if numpy is None:
         return None
-    if isinstance(value, numpy.Generator):
-        return _OfNumpy(value.bit_generator)
-    if isinstance(value, numpy.BitGenerator):
-        return _OfNumpy(value)
-    return _OfNumpyLegacy(value) if isinstance(value, numpy.RandomState) else None
+    if isinstance(value, numpy.RandomState):
+        return _of_numpy_legacy(value)
+    bits = value.bit_generator if isinstance(value, numpy.Generator) else value
+    if not isinstance(bits, numpy.BitGenerator):
+        return None
+    return _Source(lambda: bits.state, partial(setattr, bits, "state"))
+
+
+def _of_numpy_legacy(generator: Any) -> _Source:
+    """Of a RandomState, or the module: it has half a pair of normal numbers beside its bits."""
+    return _Source(partial(generator.get_state, legacy=False), generator.set_state)
 
 
 def _of_process() -> Iterator[_Source]:
-    yield _OfTorch(torch.default_generator)
+    generators = [torch.default_generator]
     if torch.cuda.is_available() and torch.cuda.is_initialized():
-        yield from map(_OfTorch, torch.cuda.default_generators)
-    yield _OfPython(random)
+        generators += torch.cuda.default_generators
+    yield from (_Source(each.get_state, each.set_state) for each in generators)
+    yield _Source(random.getstate, random.setstate)
     numpy = sys.modules.get("numpy.random")
     if numpy is not None:
-        yield _OfNumpyLegacy(numpy)
+        yield _of_numpy_legacy(numpy)
 
 
 class RandomStates:

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from hetero.runtime.recompute.choice import CallCost
-from hetero.runtime.recompute.forward import Expected, Forward
+from hetero.runtime.recompute.choice import CallCost, Expected, Forward
 from hetero.runtime.recompute.policy import RecomputePolicy, SeenStep
 
 MB = 1_000_000
