@@ -77,7 +77,8 @@ class _Uninterrupted(AbstractContextManager[None]):
             for number, handler in self._handlers.items():
                 if _signal.getsignal(number) == self._hold_back:
                     _signal.signal(number, handler)
-            self.deliver()
+            if self._waiting:
+                self.deliver()
 
     def _hold_back(self, number: int, frame: FrameType | None) -> None:
         if self.depth and number not in self._waiting:

@@ -14,8 +14,7 @@ from torch.utils.dlpack import from_dlpack
 from hetero.api.whole_state import store_values
 from hetero.runtime.engine import Engine
 from hetero.runtime.modules.call_stack import EnteredCalls, FramePlace, module_frame
-from hetero.runtime.modules.model_hook import ModelHook
-from hetero.runtime.modules.module_hooks import ModelHooks
+from hetero.runtime.modules.module_hooks import ModelHook, ModelHooks
 from hetero.runtime.modules.torch_function_uses import ParamAlias
 from hetero.state.managed_param import ManagedParam, ParamState
 from offload.errors import HeteroError

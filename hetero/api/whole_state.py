@@ -13,7 +13,7 @@ from hetero.chunk_groups.chunk_group import ChunkGroup
 from hetero.runtime.engine import Engine
 from hetero.runtime.last_step import OldState
 from hetero.state.managed_param import ManagedParam
-from hetero.state.optimizer_state import OptimizerState, Part, TileState, parts_of
+from hetero.state.optimizer_state import OptimizerState, TilePart, TileState, parts_of
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Piece:
     """
 
     managed: ManagedParam
-    part: Part
+    part: TilePart
     values: torch.Tensor
     optim_state: TileState | None
     optim_states: OptimizerState
@@ -183,12 +183,12 @@ def _by_chunk(managed: Iterable[ManagedParam]) -> Iterable[list[ManagedParam]]:
 
 def parts_by_tile(
     chunk_group: ChunkGroup, members: Iterable[ManagedParam], rank: int | None = None
-) -> list[tuple[int, list[tuple[ManagedParam, Part]]]]:
+) -> list[tuple[int, list[tuple[ManagedParam, TilePart]]]]:
     """The parts of `members`, which are in one chunk, in a rank's shard (default: this rank's).
 
     They are by tile, and cut so that a part has at most PART_NUMEL elements.
     """
-    by_tile: dict[int, list[tuple[ManagedParam, Part]]] = {}
+    by_tile: dict[int, list[tuple[ManagedParam, TilePart]]] = {}
     for m in members:
         for part in parts_of(m, chunk_group.layout, rank):
             by_tile.setdefault(part.tile, []).extend(
@@ -201,7 +201,7 @@ def parts_by_tile(
 def make_piece(
     chunk_group: ChunkGroup,
     m: ManagedParam,
-    part: Part,
+    part: TilePart,
     tile_values: torch.Tensor,
     optim_state: TileState | None,
 ) -> Piece:

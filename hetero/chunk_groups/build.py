@@ -137,7 +137,6 @@ class _ChunkGroupBuilder:
         grads = Grads(
             self._layout,
             self._dtypes,
-            chunks,
             homes[StateKind.GRAD],
             lambda before_write: self._file_cache(
                 memory, arenas.grads, StateKind.GRAD, UseOrder(), before_write=before_write

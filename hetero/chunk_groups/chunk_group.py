@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
+import torch
+
 from hetero.chunk_groups.update_tasks import UpdateTasks
 from hetero.chunks.layout import Chunk
 from hetero.planning.group_plans import ChunkGroupPlan
@@ -20,7 +22,7 @@ from hetero.state.managed_param import ManagedParam
 from hetero.state.memory.homes import Homes
 from hetero.state.memory.scratch_space import DiskParts, ScratchSpace
 from hetero.state.memory.slot_arenas import SlotArenas
-from hetero.state.optimizer_state import OptimizerState, TileState
+from hetero.state.optimizer_state import OptimizerState, TileState, parts_of
 from hetero.state.reduction.grad_reduce import GradReducer
 from offload._native import StepPipeline
 from offload.cache.use_order import UseOrder
@@ -82,6 +84,7 @@ class ChunkGroup:
         ranks: None for one rank.
         device: None if compute happens in RAM.
         resources: what close() closes, in the reverse order of its making.
+        trained_numel: elements of the parameters that are trained.
     """
 
     plan: ChunkGroupPlan
@@ -101,6 +104,7 @@ class ChunkGroup:
         self.layout, self.dtypes = self.plan.layout, self.plan.dtypes
         self.placement: Placement = self.plan.placement
         self.reduce_at_end = self.plan.spec.reduce_at_end
+        self.trained_numel = sum(m.numel for m in self.members if m.chunk.trainable)
 
     @property
     def order(self) -> UseOrder:
@@ -127,11 +131,6 @@ class ChunkGroup:
     def update_wait_s(self) -> float:
         """Seconds for which updates, and changes for saves and commits, have been waited for."""
         return self.updates.wait_s + self.updates.versions.snapshots.wait_s
-
-    @property
-    def trained_numel(self) -> int:
-        """Elements of the parameters that are trained."""
-        return sum(m.numel for m in self.members if m.chunk.trainable)
 
     def note_placement(self, placement: Placement) -> None:
         """Homes and slots are now where `placement` says."""
@@ -173,6 +172,36 @@ class ChunkGroup:
         Afterwards what a budget has beyond the bytes in use is free for other chunk groups.
         """
         self.memory.homes[StateKind.GRAD].commit_all()
+
+    def keep_written(self, managed: ManagedParam, values: torch.Tensor | None) -> None:
+        """Makes `values`, which user code has written outside of gathered(modifier_rank=...), those
+        of the parameter; None: they are at home already. For one rank.
+
+        The master keeps the bits below the compute dtype, because nobody can tell any more which
+        elements were written (with fp16, whose master is whole, those are written that the master
+        does not round to). Raises what bringing them home raises.
+        """
+        if values is None:
+            self.updates.versions.begin_write(managed.chunk)
+        else:
+            self.params.keep_written(managed, values)
+            with self.optim_states.lock:  # the pipeline may keep the parameter, too
+                self.memory.arenas.forget_read_ahead()
+        if self.dtypes.compute == "fp16" and managed.chunk.trainable:
+            with self.params.shard(managed.chunk) as shard:
+                self._write_masters(managed, shard)
+        managed.note_change()
+
+    def _write_masters(self, managed: ManagedParam, shard: torch.Tensor) -> None:
+        for part in parts_of(managed, self.layout):
+            with self.optim_states.open(managed.chunk, part.tile, write=True) as optim_state:
+                assert optim_state is not None
+                assert optim_state.master is not None
+                master = optim_state.master[part.in_tile]
+                begin = part.tile * self.layout.tile_numel
+                values = shard[begin:][part.in_tile].to(master.device)
+                written = master.to(values.dtype) != values
+                master[written] = values[written].float()
 
     def fail_waiting_ranks(self, why: str) -> None:
         """Tells the ranks that wait for values of this one that these will not come, and why."""

@@ -108,7 +108,7 @@ class HomeTiles:
         kinds = [kind for kind in self._tile_bytes if self._in_file(chunk, kind)]
         updates = self._chunk_group.updates
         updates.wait_computed(chunk)
-        updates.pipeline.flush(updates.chunks[chunk.id].first_key + tile)
+        updates.arenas.pipeline.flush(updates.chunks[chunk.id].first_key + tile)
         slot = self._take_slot() if kinds else None
         reads: list[IoOp] = []
         self._started[chunk.id, tile] = slot, reads

@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -42,6 +44,15 @@ Tile = tuple[int, int]  # id of the chunk, number of the tile in its shard
 _NOT_USED_YET = 1 << 30  # comes after all chunks that forward has used
 
 
+class TilePiece(NamedTuple):
+    """The elements of a parameter in one tile of this rank's shard."""
+
+    tile: int
+    begin: int  # first element in the tile
+    numel: int
+    number: int  # of the first element, among all elements of the model
+
+
 class Segment(NamedTuple):
     """Neighbouring elements of a tile that are updated with the same hyper-parameters."""
 
@@ -51,28 +62,32 @@ class Segment(NamedTuple):
     number: int  # of the first element, among all elements of the model
 
 
-class TileUpdate(NamedTuple):
-    """What of a tile is updated."""
+class ChunkUpdate(NamedTuple):
+    """What of a chunk is updated."""
 
     chunk: Chunk
-    tile: int
-    grad: Location | None  # None: at home on a DEVICE, whose updater updates the tile
-    segments: list[Segment]
-    priority: int  # of the pipeline's task
+    members: list[ManagedParam]  # that are updated, in the order of their places
+    tiles: dict[int, list[Segment]]  # what of each tile, in the order of their updates
+    grads: Sequence[Location] | None  # by tile; None: at home on a DEVICE, whose updater updates it
+    priority: int  # of the pipeline's tasks
 
 
 @dataclass(frozen=True)
 class Update:
     """Parameters that are updated together, and how; nothing has begun."""
 
-    members: Sequence[list[ManagedParam]]  # by chunk
+    chunks: Sequence[ChunkUpdate]  # in the order of their updates
     options: Mapping[ManagedParam, dict[str, Any]]  # of its param group
     hypers: Sequence[Hyper]
-    tiles: Sequence[TileUpdate]  # in the order of their updates
 
 
 class HyperTable:
-    """All hyper-parameters that an update of `groups` takes."""
+    """All hyper-parameters that an update of `groups` takes.
+
+    Attributes:
+        hypers: all of them, each once.
+        index_of: by parameter, which of them is its.
+    """
 
     def __init__(
         self, groups: Groups, hyper_of: HyperOf, lr_scale_of: LrScaleOf, factor: float = 1.0
@@ -81,28 +96,26 @@ class HyperTable:
 
         Raises ValueError for those that make no sense, with the number of the param group.
         """
-        made: dict[HyperKey, Hyper] = {}
-        self._key_of: dict[ManagedParam, HyperKey] = {}
+        numbers: dict[HyperKey, int] = {}
+        self.hypers: list[Hyper] = []
+        self.index_of: dict[ManagedParam, int] = {}
         for index, (options, members) in enumerate(groups):
+            shapes = {m.stand_in.shape for m in members}
+            scales = {shape: lr_scale_of(options, shape) for shape in shapes}
             for m in members:
-                scale = lr_scale_of(options, m.param.shape)
+                scale = scales[m.stand_in.shape]
                 key = (index, m.step + 1, m.grad_factor * factor, scale)
-                self._key_of[m] = key
-                if key not in made:
+                if key not in numbers:
                     try:
-                        made[key] = hyper_of(options, *key[1:])
+                        self.hypers.append(hyper_of(options, *key[1:]))
                     except ValueError as error:
                         raise ValueError(f"in param group {index} {error}") from error
-        self._index_of = {key: index for index, key in enumerate(made)}
-        self.hypers = list(made.values())
+                    numbers[key] = len(numbers)
+                self.index_of[m] = numbers[key]
 
-    def index(self, managed: ManagedParam) -> int:
-        """The number of the parameter's hyper-parameters among all `hypers`."""
-        return self._index_of[self._key_of[managed]]
-
-    def hyper(self, managed: ManagedParam) -> Hyper:
-        """The parameter's hyper-parameters."""
-        return self.hypers[self.index(managed)]
+    def hypers_of(self, members: Iterable[ManagedParam]) -> list[Hyper]:
+        """The hyper-parameters of each of these."""
+        return [self.hypers[self.index_of[m]] for m in members]
 
 
 class UpdateTasks:
@@ -148,7 +161,16 @@ class UpdateTasks:
         self._updaters = updaters
         self._directions = directions
         self._in_use: torch.Tensor | None = None  # Muon's directions
-        self._first_number = first_number
+        self._pieces: dict[ManagedParam, list[TilePiece]] = {
+            m: [
+                TilePiece(part.tile, part.in_tile.start, part.numel, number + part.in_param.start)
+                for part in parts_of(m, layout)
+            ]
+            for state in updates.chunks
+            if state.chunk.trainable
+            for m in state.members
+            for number in (first_number[m.slice.param.index],)
+        }
         self._ascending = not updates.overlap.in_backward  # whether tiles go in the layout's order
         # Tiles that were updated in this step, and in the last step that updated any.
         self._updated: list[Tile] = []
@@ -176,56 +198,49 @@ class UpdateTasks:
         order = self._last
         if not self._updates.overlap.repeats:
             order = sorted(order, reverse=not self._ascending)
-        chunks = self._layout.chunks
-        self._updates.arenas.expect(
-            [
-                (
-                    self._updates.chunks[c].first_key + tile,
-                    self._params.location(chunks[c], tile),
-                    self._optim_states.location(chunks[c], tile),
-                    self.priority(chunks[c], self._speculated),
-                )
-                for c, tile in order
-                if chunks[c] not in self._params or chunks[c] not in self._optim_states
-            ],
-            STREAMING_BUFFERS if self._updates.overlap.repeats else 0,
-        )
+        expected: list[tuple[int, Location, Location, int]] = []
+        for c, tiles in groupby(order, key=itemgetter(0)):
+            chunk, first_key = self._layout.chunks[c], self._updates.chunks[c].first_key
+            if chunk not in self._params or chunk not in self._optim_states:
+                params = self._params.locations(chunk)
+                optim_states = self._optim_states.locations(chunk)
+                priority = self.priority(chunk, self._speculated)
+                expected += [
+                    (first_key + tile, params[tile], optim_states[tile], priority)
+                    for _, tile in tiles
+                ]
+        streaming = STREAMING_BUFFERS if self._updates.overlap.repeats else 0
+        self._updates.arenas.expect(expected, streaming)
 
     def prepare(self, groups: Groups, table: HyperTable, speculative: bool = False) -> Update:
         """What updates the parameters in `groups`, with what is in `table`. Changes nothing.
 
         Slots that hold their gradients stay until the update is made (Grads.release_used()).
         """
-        segments: dict[Tile, list[Segment]] = {}
         by_chunk: dict[int, list[ManagedParam]] = {}
-        for _, members in groups:
-            for managed in members:
-                by_chunk.setdefault(managed.chunk.id, []).append(managed)
-                hyper = table.index(managed)
-                first_number = self._first_number[managed.slice.param.index]
-                for part in parts_of(managed, self._layout):
-                    number = first_number + part.in_param.start
-                    segment = Segment(part.in_tile.start, part.numel, hyper, number)
-                    segments.setdefault((managed.chunk.id, part.tile), []).append(segment)
-        chunks = self._layout.chunks
-        for c in by_chunk:
-            if self._updates.chunks[c].versions.holder is not None:
-                # What has no gradient goes with the rest of the chunk to where that is written.
-                for managed in self._grads.members(chunks[c]):
-                    for part in parts_of(managed, self._layout):
-                        segments.setdefault((c, part.tile), [])
-        order = sorted(segments, reverse=not self._ascending)
-        priorities = {c: self.priority(chunks[c], speculative) for c in by_chunk}
-        order.sort(key=lambda tile: priorities[tile[0]])
-        tiles = []
-        for c, tile in order:
-            chunk, merged = chunks[c], _merged(sorted(segments[c, tile]))
-            grad = None
+        for _, some in groups:
+            for m in some:
+                by_chunk.setdefault(m.chunk.id, []).append(m)
+        chunks = []
+        for chunk_id in sorted(by_chunk, reverse=not self._ascending):
+            chunk = self._layout.chunks[chunk_id]
+            members = sorted(by_chunk[chunk_id], key=attrgetter("slice.offset"))
+            grads = None
             if not self._on_device(chunk):
-                grad = self._grads.location(chunk, tile, speculative)
-            tiles.append(TileUpdate(chunk, tile, grad, merged, priorities[c]))
-        options = {m: options for options, members in groups for m in members}
-        return Update(list(by_chunk.values()), options, table.hypers, tiles)
+                grads = self._grads.locations(chunk, speculative)
+            priority = self.priority(chunk, speculative)
+            segments = _segments([(m, self._pieces[m]) for m in members], table)
+            if self._updates.chunks[chunk_id].versions.holder is not None:
+                # What has no gradient goes with the rest of the chunk to where that is written.
+                for m in self._grads.members(chunk):
+                    for tile, *_ in self._pieces[m]:
+                        segments.setdefault(tile, [])
+            order = sorted(segments, reverse=not self._ascending)
+            tiles = {tile: segments[tile] for tile in order}
+            chunks.append(ChunkUpdate(chunk, members, tiles, grads, priority))
+        chunks.sort(key=attrgetter("priority"))
+        options = {m: options for options, some in groups for m in some}
+        return Update(chunks, options, table.hypers)
 
     def submit(self, update: Update, last: bool) -> None:
         """Begins an update, the `last` of the step or a speculative one before. Memory that it uses
@@ -241,15 +256,17 @@ class UpdateTasks:
         else:
             self._has_speculated = True
         if self._directions is None:
-            self._submit_pass(0, update.tiles, update.hypers)
+            self._submit_pass(0, update.chunks, update.hypers)
         if last:
             # Before what is read ahead, which is then read from where it is now.
             self._updates.versions.note_submitted()
-        self._updated += [(t.chunk.id, t.tile) for t in update.tiles if t.grad is not None]
+        for each in update.chunks:
+            if each.grads is not None:
+                self._updated += [(each.chunk.id, tile) for tile in each.tiles]
+            if last:
+                for m in each.members:
+                    m.step += 1
         if last:
-            for members in update.members:
-                for managed in members:
-                    managed.step += 1
             self._end_step()
 
     def _end_step(self) -> None:
@@ -284,47 +301,50 @@ class UpdateTasks:
     def _submit_pass(
         self,
         number: int,
-        tiles: Sequence[TileUpdate],
+        chunks: Sequence[ChunkUpdate],
         hypers: Sequence[Hyper],
         directions: torch.Tensor | None = None,
     ) -> None:
-        """Submits one of an update's passes over `tiles`.
+        """Submits one of an update's passes over the tiles of `chunks`.
 
-        `directions`, of Muon, are in the parameter's place in the first pass, and in the gradient's
-        in the second. They must stay until the pass is made.
+        `directions`, of Muon and of one chunk, are in the parameter's place in the first pass, and
+        in the gradient's in the second. They must stay until the pass is made.
         """
         tasks: list[StepTask] = []
         device_tasks: list[DeviceTask] = []
-        for chunk, tile, grad, segments, priority in tiles:
-            address = None
+        tile_bytes = 0 if directions is None else self._layout.tile_numel * directions.itemsize
+        for chunk, _, tiles, grads, priority in chunks:
+            if grads is None:
+                homes = self._params, self._grad_homes, self._optim_states
+                for tile, segments in tiles.items():
+                    addresses = [each.address(chunk, tile) for each in homes]
+                    if directions is not None:
+                        addresses[number] = directions.data_ptr() + tile * tile_bytes
+                    device_tasks.append(
+                        DeviceTask(addresses[0], addresses[1], addresses[2], segments)
+                    )
+                continue
+            places = [self._params.locations(chunk), grads]
             if directions is not None:
-                tile_bytes = self._layout.tile_numel * directions.itemsize
-                address = directions.data_ptr() + tile * tile_bytes
-            if grad is None:
-                addresses = [h.address(chunk, tile) for h in (self._params, self._grad_homes)]
-                if address is not None:
-                    addresses[number] = address
-                optim_address = self._optim_states.address(chunk, tile)
-                device_tasks.append(DeviceTask(addresses[0], addresses[1], optim_address, segments))
-            else:
-                places = [self._params.location(chunk, tile), grad]
-                if address is not None:
-                    places[number] = Location(address)
-                optim_state = self._optim_states.location(chunk, tile)
-                state = self._updates.chunks[chunk.id]
-                offsets = self._updates.versions.offsets(state, tile)
+                end = directions.data_ptr() + chunk.slots * tile_bytes
+                places[number] = [*map(Location, range(directions.data_ptr(), end, tile_bytes))]
+            optim_states = self._optim_states.locations(chunk)
+            state = self._updates.chunks[chunk.id]
+            offsets = self._updates.versions.offsets(state)
+            for tile, segments in tiles.items():
+                to, optim_state = offsets[tile], optim_states[tile]
                 if directions is not None and number == 0:
-                    offsets = TileOffsets(optim_state_to=offsets.optim_state_to)
-                elif directions is not None and offsets.optim_state_to >= 0:
+                    to = TileOffsets(optim_state_to=to.optim_state_to)
+                elif directions is not None and to.optim_state_to >= 0:
                     # The first pass has written it there, or left it in the buffer.
-                    optim_state = Location(file_offset=offsets.optim_state_to)
-                    offsets = TileOffsets(param_to=offsets.param_to)
-                param, grad = places
+                    optim_state = Location(file_offset=to.optim_state_to)
+                    to = TileOffsets(param_to=to.param_to)
+                param, grad = places[0][tile], places[1][tile]
                 key = state.first_key + tile
-                tasks.append(StepTask(key, param, grad, optim_state, segments, priority, *offsets))
+                tasks.append(StepTask(key, param, grad, optim_state, segments, priority, *to))
         if device_tasks:
             self._updaters[number].update(device_tasks, hypers)
-        self._updates.pipeline.submit(tasks, hypers, self._passes[number])
+        self._updates.arenas.pipeline.submit(tasks, hypers, self._passes[number])
 
     def _submit_by_chunk(self, update: Update, muon: MuonDirections) -> None:
         """Makes Muon's update: the directions of one chunk are in memory at a time.
@@ -332,27 +352,23 @@ class UpdateTasks:
         A failure ends the pipeline, because some momentum is a step ahead of its parameters. The
         updater's thread may use the directions a moment longer, so they stay.
         """
-        members = {some[0].chunk.id: some for some in update.members}
-        tiles_of: dict[int, list[TileUpdate]] = {}
-        for tile in update.tiles:
-            tiles_of.setdefault(tile.chunk.id, []).append(tile)
-        order = list(tiles_of)
-        if muon.needs_order:  # (And a rank may have no tiles of a chunk that others have.)
-            order = sorted(members, reverse=not self._ascending)
+        order = update.chunks
+        if muon.needs_order:
+            order = sorted(order, key=lambda each: each.chunk.id, reverse=not self._ascending)
         try:
-            for chunk_id in order:
-                chunk, tiles = self._layout.chunks[chunk_id], tiles_of.get(chunk_id, [])
-                matrices = [(m, update.options[m]) for m in members[chunk_id]]
-                self._in_use = muon.empty(chunk, on_device=self._on_device(chunk))
-                self._submit_pass(0, tiles, update.hypers, self._in_use)
-                self._updates.wait_computed(chunk)
+            for each in order:
+                matrices = [(m, update.options[m]) for m in each.members]
+                self._in_use = muon.empty(each.chunk, on_device=self._on_device(each.chunk))
+                self._submit_pass(0, [each], update.hypers, self._in_use)
+                self._updates.wait_computed(each.chunk)
                 muon.orthogonalize(self._in_use, matrices)
                 # Backwards: the buffers still have the tiles that came last.
-                self._submit_pass(1, tiles[::-1], update.hypers, self._in_use)
-                self._updates.wait_computed(chunk)
+                again = each._replace(tiles=dict(reversed(each.tiles.items())))
+                self._submit_pass(1, [again], update.hypers, self._in_use)
+                self._updates.wait_computed(each.chunk)
         except BaseException as error:
             muon.tell_failure(error)
-            self._updates.pipeline.give_up(
+            self._updates.arenas.pipeline.give_up(
                 f"an update was ended in the middle by {error!r}; close the engine, and load the "
                 f"last checkpoint into another one"
             )
@@ -360,15 +376,23 @@ class UpdateTasks:
         self._in_use = None
 
 
-def _merged(segments: Iterable[Segment]) -> list[Segment]:
-    """Neighbours with the same hyper-parameters as one: fewer, longer runs for the kernel."""
-    merged: list[Segment] = []
-    for segment in segments:
-        if merged:
-            last = merged[-1]
-            follows = (last.begin + last.numel, last.hyper, last.number + last.numel)
-            if follows == (segment.begin, segment.hyper, segment.number):
-                merged[-1] = last._replace(numel=last.numel + segment.numel)
-                continue
-        merged.append(segment)
-    return merged
+def _segments(
+    pieces: Iterable[tuple[ManagedParam, Sequence[TilePiece]]], table: HyperTable
+) -> dict[int, list[Segment]]:
+    """By tile what is updated, of a chunk's parameters in the order of their places.
+
+    Neighbours with the same hyper-parameters are one segment: longer runs for the kernel.
+    """
+    found: dict[int, list[Segment]] = {}
+    for m, some in pieces:
+        hyper = table.index_of[m]
+        for tile, begin, numel, number in some:
+            segments = found.setdefault(tile, [])
+            if segments:
+                last = segments[-1]
+                follows = (last.begin + last.numel, last.hyper, last.number + last.numel)
+                if follows == (begin, hyper, number):
+                    segments[-1] = last._replace(numel=last.numel + numel)
+                    continue
+            segments.append(Segment(begin, numel, hyper, number))
+    return found

@@ -153,9 +153,7 @@ class CpuFacts:
         yield _found("update kernels", fact, fix)
         fact, fix = "one node", ""
         if self.numa_nodes > 1:
-            fact = (
-                f"{self.numa_nodes} nodes; memory lies on that of the thread that touches it first"
-            )
+            fact = f"{self.numa_nodes} nodes; memory lies where the thread is that first touches it"
             fix = (
                 "start a rank for each node by numactl --cpunodebind=N --membind=N, or one for all "
                 "by numactl --interleave=all"

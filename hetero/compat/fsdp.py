@@ -31,7 +31,7 @@ from hetero.compat.late_start import start
 from hetero.compat.ranks import ranks
 from hetero.config import Config, option_names
 from hetero.runtime.engine import Engine
-from hetero.runtime.modules.model_hook import ModelHook
+from hetero.runtime.modules.module_hooks import ModelHook
 from hetero.state.managed_param import ManagedParam
 from offload.errors import HeteroError
 

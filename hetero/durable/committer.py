@@ -95,7 +95,7 @@ class _GroupCommit:
     def _finish(self, snapshot: Snapshot, each: CommitChunk, ops: list[IoOp]) -> None:
         """The chunk's state is in the file; it may change if all of it is copied."""
         updates = self.chunk_group.updates
-        updates.pipeline.flush(updates.chunks[each.chunk.id].first_key, each.chunk.slots)
+        updates.arenas.pipeline.flush(updates.chunks[each.chunk.id].first_key, each.chunk.slots)
         for op in ops:
             op.wait()
         for m, writes in self.writes.get(each.chunk, ()):

@@ -19,8 +19,7 @@ from hetero.planning.placement import Placement
 from hetero.planning.step_cost import Plan
 from hetero.ranks.process_groups import ProcessGroups
 from hetero.runtime.gradients.grad_factors import GradFactors
-from hetero.runtime.gradients.grad_hook import GradHook
-from hetero.runtime.gradients.grad_intake import GradIntake
+from hetero.runtime.gradients.grad_intake import GradHook, GradIntake
 from hetero.runtime.last_step import LastStep, OldState
 from hetero.runtime.modules.call_stack import EnteredCalls
 from hetero.runtime.modules.module_hooks import ModelHooks, ModuleHooks, refuse_use
@@ -209,7 +208,14 @@ class Engine:
 
     def find_all(self, params: Iterable[torch.Tensor]) -> list[ManagedParam]:
         """find() of those of `params` that have elements and can have gradients."""
-        return [self.find(p) for p in params if p.numel() and can_train(p)]
+        self.check_usable()
+        managed = self.params.managed
+        with torch._C.DisableTorchFunction():  # which a parameter's class is asked by
+            return [
+                managed[id(p)] if id(p) in managed else self.find(p)
+                for p in params
+                if p.numel() and can_train(p)
+            ]
 
     def optimizer_of(self, param: torch.Tensor) -> OptimizerView | None:
         """The optimizer that has the parameter; None if none has."""

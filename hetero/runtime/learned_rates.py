@@ -34,7 +34,7 @@ class Counters:
     def since(self, earlier: Counters, steps: int = 1) -> Counters:
         """What came after `earlier`, per step."""
         pairs = zip(astuple(self), astuple(earlier), strict=True)
-        return Counters(*((now - before) / steps for now, before in pairs))
+        return Counters(*[(now - before) / steps for now, before in pairs])
 
 
 def counters_of(

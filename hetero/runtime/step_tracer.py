@@ -13,7 +13,7 @@ from torch._compile import _disable_dynamo
 
 from hetero.chunk_groups.chunk_group import ChunkGroup
 from hetero.planning.step_problem import Computing, Phase
-from hetero.runtime.modules.model_hook import ModelHook
+from hetero.runtime.modules.module_hooks import ModelHook
 from offload.errors import ClosedError
 
 _MOST_OUTPUTS = 8  # of a forward, that are watched for the begin of backward

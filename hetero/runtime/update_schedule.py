@@ -14,6 +14,7 @@ but in time.
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,8 +27,6 @@ from hetero.chunks.layout import Chunk
 from hetero.config import Config
 from hetero.overlap import OverlapUpdates
 from hetero.profiler_marks import marked
-from hetero.runtime.factor_prediction import FactorPrediction
-from hetero.runtime.grad_counts import GradCounts
 from hetero.runtime.modules.call_stack import inside_another_backward
 from hetero.runtime.modules.param_registry import ParamRegistry
 from hetero.state.chunk_state import Speculative
@@ -102,10 +101,6 @@ class UpdateSchedule:
                 finally:
                     lock.release()
 
-    def revoke(self, managed: ManagedParam) -> None:
-        """A gradient of the parameter comes, or is assigned: its chunk's is not the final one."""
-        self._params.group(managed.chunk).updates.revoke(managed.chunk)
-
     def grad_arrived(self, managed: ManagedParam, added: bool, counts: bool) -> None:
         """A gradient is kept (GradCounts.note()). Submits the updates that can be made now."""
         if not self.overlap.in_backward:
@@ -160,7 +155,7 @@ class UpdateSchedule:
         if not chunk_group.params.updates.begin_speculation(chunk, members):
             return
         update = chunk_group.update_tasks.prepare(groups, table, speculative=True)
-        speculative = Speculative(members, [table.hyper(m) for m in members])
+        speculative = Speculative(members, table.hypers_of(members))
         with (
             chunk_group.optim_states.lock,
             updates.speculating(chunk, speculative) as nobody_reads,
@@ -199,10 +194,11 @@ class UpdateSchedule:
         """
         table = optimizer.hyper_table(groups)
         members = [m for _, some in groups for m in some]
-        for chunk in dict.fromkeys(m.chunk for m in members):
-            self._params.group(chunk).updates.versions.leave_committed(chunk)
+        chunk_groups = self._params.chunk_groups
+        for chunk in {(m.chunk.group_index, m.chunk.id): m.chunk for m in members}.values():
+            chunk_groups[chunk.group_index].updates.versions.leave_committed(chunk)
         for m in members:
-            self._params.group(m.chunk).grads.wait_arrived(m)
+            chunk_groups[m.chunk.group_index].grads.wait_arrived(m)
         self._note_factor(members)
         confirmed = self._compare(groups, table)
         used = {m.chunk.group_index for m in members}
@@ -223,7 +219,8 @@ class UpdateSchedule:
 
     def _note_factor(self, members: Iterable[ManagedParam]) -> None:
         """What the next steps' guesses learn from this one."""
-        factors = {m.grad_factor / self._loss_scale.grad_factor for m in members}
+        scale = self._loss_scale.grad_factor
+        factors = {m.grad_factor / scale for m in members}
         revoked = any(
             state.was_revoked
             for chunk_group in self._params.chunk_groups
@@ -248,7 +245,7 @@ class UpdateSchedule:
                 elif updates.take_back(chunk):
                     pass  # nothing of it was made
                 else:
-                    is_right = [table.hyper(m) for m in members] == update.hypers
+                    is_right = table.hypers_of(members) == update.hypers
                     if is_right or state.versions.holder is None:
                         params.updates.decide(chunk, is_right)
                     else:
@@ -261,16 +258,17 @@ class UpdateSchedule:
     def _submit_rest(self, chunk_group: ChunkGroup, groups: Groups, table: HyperTable) -> None:
         """Submits the step's last updates, of parameters in `groups`, all in `chunk_group`."""
         update = chunk_group.update_tasks.prepare(groups, table)
-        for members in update.members:
-            if not chunk_group.updates.chunks[members[0].chunk.id].is_under_way:
-                chunk_group.params.updates.begin(members[0].chunk, members)
+        for each in update.chunks:
+            if not chunk_group.updates.chunks[each.chunk.id].is_under_way:
+                chunk_group.params.updates.begin(each.chunk, each.members)
         try:
             with chunk_group.optim_states.lock:
                 chunk_group.update_tasks.submit(update, last=True)
         finally:  # other ranks that ask are told of a failure, too
-            for chunk in chunk_group.updates.under_way:
+            under_way = chunk_group.updates.under_way
+            for chunk in under_way:
                 chunk_group.params.updates.versions.publish(chunk)
-            chunk_group.params.updates.begin_gathers(chunk_group.updates.under_way)
+            chunk_group.params.updates.begin_gathers(under_way)
 
     def end_step(self) -> None:
         """step() is over, with or without an update: the next backward is of another step."""
@@ -308,9 +306,79 @@ class UpdateSchedule:
             # attached are complete then.)
             chunk_group.updates.wait_all_computed()
         chunk_group.params.updates.finish(chunks)
-        chunk_group.grads.release_used()
+        chunk_group.grads.slots.release_used()
 
 
 def is_free(managed: ManagedParam) -> bool:
     """Whether nothing uses the parameter or has changed it, so that it can be updated or moved."""
     return managed.uses == 0 and managed.is_at_home and not managed.changed_unnoticed
+
+
+class GradCounts:
+    """Counts the gradients that autograd adds up for a parameter until the optimizer's step.
+
+    Usually one; several if the parameter is used by several backward calls, or inside and outside
+    of a reentrant checkpoint. The number is not known in advance, so the steps so far are the rule:
+    a gradient is final when it is the sum of as many as the most that any step brought. In the
+    first step none is.
+    """
+
+    def __init__(self) -> None:
+        self._most: dict[ManagedParam, int] = {}  # in any step before this one
+        self._now: dict[ManagedParam, int] = {}  # gradients in the sum that is kept now
+
+    def note(self, managed: ManagedParam, added: bool, counts: bool) -> None:
+        """A gradient came: it was `added` to the one that is kept, or is the first.
+
+        It `counts` unless more are known to come, as inside no_sync().
+        """
+        self._now[managed] = (self._now.get(managed, 0) if added else 0) + counts
+
+    def expected(self, managed: ManagedParam) -> int:
+        """How many gradients of the parameter a step brings; 0 if that is not known."""
+        return self._most.get(managed, 0)
+
+    def are_final(self, members: Iterable[ManagedParam]) -> bool:
+        """Whether all of `members` have the gradient that the step will use."""
+        return all(m.has_grad and 0 < self.expected(m) == self._now.get(m) for m in members)
+
+    def end_step(self) -> None:
+        """The step was made with the gradients that are kept now."""
+        for managed, count in self._now.items():
+            if managed.has_grad:
+                self._most[managed] = max(count, self.expected(managed))
+        self._now.clear()
+
+
+_STEPS = 8  # that are remembered
+# Of them so many must have had the factor. An update that has to be made again costs compute and
+# bandwidth that backward has to spare, mostly; one that was not made early costs its whole time.
+LEAST_SHARE = 0.5
+
+
+class FactorPrediction:
+    """Guesses the factor by which gradients are multiplied between backward and step().
+
+    Without clipping it is 1, with a GradScaler one over its scale, which seldom changes. Clipping
+    gives 1 where the norm is small enough, and else a number that does not come again.
+    """
+
+    def __init__(self, always: bool) -> None:
+        """`always`: guess whatever recent steps say."""
+        self._always = always
+        self._recent: deque[float | None] = deque(maxlen=_STEPS)
+
+    def guess(self) -> float | None:
+        """The factor; None if a guess would be wrong too often."""
+        found = Counter(
+            f for f in self._recent if f is not None and (f == 1.0 or self._recent.count(f) > 1)
+        )
+        factor, count = found.most_common(1)[0] if found else (1.0, 0)
+        if self._always or count >= max(1, LEAST_SHARE * len(self._recent)):
+            return factor
+        return None
+
+    def note(self, factor: float | None) -> None:
+        """A step was made, with this factor of all gradients; None if a guess could not help:
+        factors differed, or what was updated early had to be taken back for another reason."""
+        self._recent.append(factor)

@@ -9,7 +9,7 @@ import torch
 from hetero.chunk_groups.chunk_group import ChunkGroup
 from hetero.chunks.layout import Chunk, Layout
 from hetero.state.managed_param import ManagedParam
-from hetero.state.optimizer_state import Part, TileState, parts_of
+from hetero.state.optimizer_state import TilePart, TileState, parts_of
 from offload.interrupts import uninterrupted
 
 
@@ -62,7 +62,7 @@ def _fill_chunk(
 
 def _fill_part(
     managed: ManagedParam,
-    part: Part,
+    part: TilePart,
     into: torch.Tensor,
     chunk_group: ChunkGroup,
     optim_state: TileState | None,

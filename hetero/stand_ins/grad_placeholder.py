@@ -135,10 +135,6 @@ class GradPlaceholder(OffloadedTensor):
         if values is not self:
             self.copy_(values)
 
-    def owner(self) -> GradOwner:
-        """The parameter. Raises HeteroError if its gradient has been cleared."""
-        return self._source.owner()
-
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -150,15 +146,13 @@ class GradPlaceholder(OffloadedTensor):
 
     @classmethod
     @uninterrupted
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def _operate(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         understood = _UNDERSTOOD.get(func)
         if understood is not None:
-            result = understood(func, *args, **(kwargs or {}))
+            result = understood(func, *args, **kwargs)
             if result is not NotImplemented:
                 return result
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        return super()._operate(func, args, kwargs)
 
 
 _WHERE = {
@@ -193,13 +187,13 @@ def _split(grads: Sequence[torch.Tensor]) -> _Split:
 
 def _whole(*grads: object) -> bool:
     """Whether every placeholder among `grads` stands for all of its gradient."""
-    return all(grad._whole for grad in grads if isinstance(grad, GradPlaceholder))
+    return not any(isinstance(grad, GradPlaceholder) and not grad._whole for grad in grads)
 
 
 def _by_engine(grads: Sequence[GradPlaceholder]) -> list[tuple[GradOps, list[GradOwner]]]:
     found: dict[int, tuple[GradOps, list[GradOwner]]] = {}
     for grad in grads:
-        owner = grad.owner()
+        owner = grad._source.owner()
         assert owner.grad_ops is not None
         found.setdefault(id(owner.grad_ops), (owner.grad_ops, []))[1].append(owner)
     return list(found.values())
@@ -227,9 +221,10 @@ def _vector_norm(
         return NotImplemented
     if norm_type not in _KEPT_NORMS:
         return NotImplemented
-    ((ops, owners),) = _by_engine([grad])
-    norm = ops.norms(owners, float(norm_type))[0]
-    return torch.tensor(norm, dtype=dtype or torch.float32, device=grad.device)
+    owner = grad._source.owner()
+    assert owner.grad_ops is not None
+    (norm,) = owner.grad_ops.norms([owner], float(norm_type))
+    return torch.tensor(norm, dtype=dtype or torch.float32, device=grad._device)
 
 
 def _foreach_norm(
@@ -243,12 +238,12 @@ def _foreach_norm(
     ours, others = _split(grads)
     norms = iter(func(others, norm_type, dtype=dtype) if others else [])
     found = {
-        id(owner): torch.tensor(norm, dtype=dtype or torch.float32, device=owner.param.device)
+        id(owner): torch.tensor(norm, dtype=dtype or torch.float32, device=ours[0]._device)
         for ops, owners in _by_engine(ours)
         for owner, norm in zip(owners, ops.norms(owners, float(norm_type)), strict=True)
     }
     return [
-        found[id(grad.owner())] if isinstance(grad, GradPlaceholder) else next(norms)
+        found[id(grad._source.owner())] if isinstance(grad, GradPlaceholder) else next(norms)
         for grad in grads
     ]
 
@@ -265,9 +260,11 @@ def _in_place(change: Callable[..., _Change]) -> _Handler:
 
     def handler(func: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
         several = isinstance(target, (list, tuple))
-        grads = target if several else [target]
-        ours, others = _split(grads)
-        made = change(*args, **kwargs) if ours and _whole(*grads) else None
+        if several:
+            ours, others = _split(target)
+        else:
+            ours, others = [target] if isinstance(target, GradPlaceholder) else [], []
+        made = change(*args, **kwargs) if ours and _whole(*ours) else None
         if made is None:
             return NotImplemented
         method, values = made

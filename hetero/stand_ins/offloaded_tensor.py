@@ -93,7 +93,7 @@ class OffloadedTensor(torch.Tensor):
     @property
     def _whole(self) -> bool:
         """Whether it has all elements, in the shape of the whole."""
-        return all(view.func in _SAME for view in self._views)
+        return not self._views or all(view.func in _SAME for view in self._views)
 
     def _brought(self, write: bool = False) -> AbstractContextManager[torch.Tensor]:
         return _Brought(self, write)
@@ -134,13 +134,16 @@ class OffloadedTensor(torch.Tensor):
         return torch._C._disabled_torch_function_impl(func, types, args, kwargs)
 
     @classmethod
-    @uninterrupted
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.ops.prim.device.default:
-            return args[0].device
+        # (torch asks for the device of each tensor of a list.)
+        return args[0]._device if func is _DEVICE else cls._operate(func, args, kwargs or {})
+
+    @classmethod
+    @uninterrupted
+    def _operate(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of an operator."""
         if _gives_views(func):
             return _viewed(func, args, kwargs)
         if func.__name__.startswith("_foreach_"):
@@ -264,6 +267,7 @@ def _bring(
 
 
 _aten = torch.ops.aten
+_DEVICE = torch.ops.prim.device.default
 _SAME = {_aten.detach.default, _aten.alias.default}  # .data, .detach()
 _Tensor: Any = torch.Tensor  # its descriptors are not what its stubs say
 

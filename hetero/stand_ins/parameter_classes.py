@@ -207,7 +207,13 @@ def has_absent_param(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     torch asks the class of one operand only, the first one's say. Each class whose tensors meet
     parameters asks this, and leaves such a call to AbsentParameter.__torch_function__().
     """
-    return any(isinstance(t, AbsentParameter) for t in tensors_among((*args, *kwargs.values())))
+    for each in (*args, *kwargs.values()):
+        if isinstance(each, (list, tuple, dict)):
+            if any(isinstance(t, AbsentParameter) for t in tensors_among((each,))):
+                return True
+        elif isinstance(each, AbsentParameter):
+            return True
+    return False
 
 
 def owner_of(param: torch.Tensor) -> ParamOwner:
@@ -229,6 +235,7 @@ def _absent_class(base: type) -> type:
     return type(f"Absent{base.__name__}", (AbsentParameter, base), {"_hetero_base": base})
 
 
+@cache
 def _base_of(cls: type) -> type:
     """The class that the parameter had before it was managed."""
     if cls is PresentParameter or cls is AbsentParameter:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from bisect import bisect_right
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ import torch
 from hetero.chunks.layout import Chunk
 from hetero.planning.belady import PREFETCH_CHUNKS
 from hetero.profiler_marks import mark, marked
-from hetero.state.chunk_state import Open, UsedCopy
+from hetero.state.chunk_state import Done, Open, Speculative, Submitted, UsedCopy
 from hetero.state.chunk_updates import ChunkUpdates
 from hetero.state.copy_caches import CopyCaches
 from hetero.state.gathering.agreed_gathers import AgreedGathers
@@ -46,6 +47,7 @@ class ChunkAccess:
         copies: of the parameters that are not resident.
         updates: leads the parameters through updates of their chunks.
         agreed_gathers: the all-gathers of all ranks.
+        is_resident: whether the chunk is used in place, as Homes has it.
     """
 
     def __init__(
@@ -71,7 +73,7 @@ class ChunkAccess:
             prefetch: the chunks that are expected next are gathered ahead of their use.
         """
         self._homes, self.copies = homes, copies
-        self._arena, self._cache = copies.arena, copies.cache
+        self.is_resident = homes.is_resident
         self._updates, self._chunks = updates, updates.chunks
         self.updates = members
         self._gathering, self.agreed_gathers = gathering, agreed_gathers
@@ -84,7 +86,7 @@ class ChunkAccess:
     @property
     def gathers(self) -> bool:
         """Whether some parameters are gathered."""
-        return self._arena.slots > 0
+        return self.copies.arena.slots > 0
 
     @property
     def packs(self) -> bool:
@@ -104,11 +106,7 @@ class ChunkAccess:
     @property
     def wait_s(self) -> float:
         """Seconds for which compute has waited for gathered copies."""
-        return self._cache.wait_s
-
-    def is_resident(self, chunk: Chunk) -> bool:
-        """Whether the whole chunk's home is where compute happens, which uses it in place."""
-        return self._homes.is_resident(chunk)
+        return self.copies.cache.wait_s
 
     def may_be_absent(self, chunk: Chunk) -> bool:
         """Whether its parameters are not always where compute uses them: they are gathered, or
@@ -116,9 +114,9 @@ class ChunkAccess:
         return not self.is_resident(chunk) or self._updates.goes_on(chunk)
 
     def has_room(self, chunk: Chunk) -> bool:
-        """Whether flat() finds room now, without more RAM than the plan has for gathered copies."""
-        in_place = self.is_resident(chunk) or self._chunks[chunk.id].used is not None
-        return in_place or self._cache.has_room(chunk.id)
+        """Whether flat() finds room now, without more RAM than the plan has for gathered copies.
+        The chunk is not resident."""
+        return self._chunks[chunk.id].used is not None or self.copies.cache.has_room(chunk.id)
 
     def flat(self, chunk: Chunk) -> torch.Tensor:
         """The chunk's values now, whole and flat; unless resident, a pin on a gathered copy.
@@ -144,16 +142,16 @@ class ChunkAccess:
     @marked("hetero::gather")
     def _gather(self, chunk: Chunk) -> torch.Tensor:
         self.copies.order.note(chunk.id)
-        agreed = self.agreed_gathers
-        with timeline.span("gather"):
-            self._cache.get(chunk.id)
-        slot = self._arena.slot_of(self._cache.address(chunk.id))
+        agreed, began_s = self.agreed_gathers, time.perf_counter()
+        self.copies.cache.get(chunk.id)
+        timeline.note("gather", began_s)
+        slot = self.copies.arena.slot_of(self.copies.cache.address(chunk.id))
         assert slot is not None
         self._chunk_of_slot[slot] = chunk
-        copy = self._cache.tensor(chunk.id, self.copies.dtype)
+        copy = self.copies.cache.tensor(chunk.id, self.copies.dtype)
         if self._prefetch and not (agreed is not None and agreed.leads):
             # Not chunks whose update is not written yet: starting to read one waits until it is.
-            self._cache.prefetch(PREFETCH_CHUNKS, self._is_being_updated)
+            self.copies.cache.prefetch(PREFETCH_CHUNKS, self._is_being_updated)
         return copy
 
     def acquire(self, managed: ManagedParam) -> None:
@@ -161,10 +159,11 @@ class ChunkAccess:
         with self._lock:
             copy: torch.Tensor | None = None
             if not managed.uses:
-                flat = self.flat(managed.chunk)
-                if not self.is_resident(managed.chunk):
+                if self.is_resident(managed.chunk):
+                    self._wait_usable(managed.chunk)
+                else:
+                    copy = self.flat(managed.chunk)
                     managed.require_unwritten()
-                    copy = flat
             managed.begin_use(copy)
             if copy is not None:
                 state = self._chunks[managed.chunk.id]
@@ -234,11 +233,16 @@ class ChunkAccess:
 
     def _wait_usable(self, chunk: Chunk) -> None:
         """Until the chunk's parameters have their values. Raises as flat()."""
-        self._updates.revoke(chunk)
-        self._updates.note_use(chunk)
-        if self._chunks[chunk.id].is_under_way:
-            with timeline.span("gather"), mark("hetero::wait_update"):
+        state = self._chunks[chunk.id]
+        if isinstance(state.update, Speculative):
+            self._updates.revoke(chunk)
+        if state.first_use is None:
+            self._updates.note_use(state)
+        if isinstance(state.update, Submitted | Done):
+            began_s = time.perf_counter()
+            with mark("hetero::wait_update"):
                 self.updates.finish([chunk])
+            timeline.note("gather", began_s)
 
     def _is_being_updated(self, chunk_id: int) -> bool:
         """Whether the chunk cannot be read from its home without waiting."""
@@ -250,13 +254,13 @@ class ChunkAccess:
     def finish_transfers(self) -> None:
         """Waits until nothing that was asked of other ranks is under way."""
         if self._gathering is not None:
-            self._cache.finish_transfers()
+            self.copies.cache.finish_transfers()
 
     def pack(self, tensor: torch.Tensor) -> SavedView | None:
         """How to make `tensor` again if it is a view of a gathered copy; else None."""
         if tensor.dtype is not self.copies.dtype:
             return None
-        slot = self._arena.slot_of(tensor.untyped_storage().data_ptr())
+        slot = self.copies.arena.slot_of(tensor.untyped_storage().data_ptr())
         if slot is None:
             return None
         chunk, offset = self._chunk_of_slot[slot], int(tensor.storage_offset())
@@ -298,7 +302,7 @@ class ChunkAccess:
         """Ends what is under way; nothing can be gathered any more."""
         if self._gathering is not None:
             self._gathering.stream.abandon()
-        self._cache.close()
+        self.copies.cache.close()
 
     def close(self) -> None:
         """Drops the pins on gathered copies; the engine is closing."""

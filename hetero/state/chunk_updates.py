@@ -19,7 +19,6 @@ from hetero.state.chunk_versions import ChunkVersions
 from hetero.state.managed_param import ManagedParam
 from hetero.state.memory.homes import Homes
 from hetero.state.memory.slot_arenas import SlotArenas
-from offload._native import StepPipeline
 from offload.memory.tiers import StateKind
 
 
@@ -160,7 +159,7 @@ class ChunkUpdates:
         """From Speculative to Open if the update has not begun; returns whether."""
         state = self.chunks[chunk.id]
         with self._speculating:
-            if not self.pipeline.take_back(state.first_key, chunk.slots):
+            if not self.arenas.pipeline.take_back(state.first_key, chunk.slots):
                 return False
             self._end_speculation(state)
         return True
@@ -180,7 +179,7 @@ class ChunkUpdates:
             state.was_revoked = True
             if self.take_back(chunk):
                 return
-            self.pipeline.forget(state.first_key, chunk.slots)
+            self.arenas.pipeline.forget(state.first_key, chunk.slots)
             self.versions.restore(chunk)
             self._end_speculation(state)
 
@@ -213,36 +212,34 @@ class ChunkUpdates:
         """From Submitted to Done: until the update is made. Raises what it met."""
         state = self.chunks[chunk.id]
         if isinstance(state.update, Submitted):
-            with self._waiting():
+            began_s = time.perf_counter()
+            try:
                 self.wait_computed(chunk)
+            finally:
+                self.wait_s += time.perf_counter() - began_s
             update = state.update
             if isinstance(update, Submitted):  # else another thread has finished it meanwhile
                 state.update = Done(update.members, update.is_awaited)
 
     def wait_all_computed(self) -> None:
         """wait_computed() of all chunks, in one call of native code."""
-        with self._waiting():
-            self.pipeline.wait_updated()
-
-    @contextmanager
-    def _waiting(self) -> Iterator[None]:
         began_s = time.perf_counter()
         try:
-            yield
+            self.arenas.pipeline.wait_updated()
         finally:
             self.wait_s += time.perf_counter() - began_s
 
     def wait_computed(self, chunk: Chunk) -> None:
         """Until no update of the chunk is to be computed. Raises what one met. For any thread."""
-        self.pipeline.wait_updated(self.chunks[chunk.id].first_key, chunk.slots)
+        self.arenas.pipeline.wait_updated(self.chunks[chunk.id].first_key, chunk.slots)
 
     def is_computed(self, chunk: Chunk) -> bool:
         """Whether wait_computed() would return, or raise, at once."""
-        return self.pipeline.is_updated(self.chunks[chunk.id].first_key, chunk.slots)
+        return self.arenas.pipeline.is_updated(self.chunks[chunk.id].first_key, chunk.slots)
 
     def wait_written(self, chunk: Chunk) -> None:
         """Until the file has the chunk's new parameters. Raises what the update met."""
-        self.pipeline.wait_written(self.chunks[chunk.id].first_key, chunk.slots)
+        self.arenas.pipeline.wait_written(self.chunks[chunk.id].first_key, chunk.slots)
 
     def is_readable(self, chunk: Chunk) -> bool:
         """Whether its parameters can be read from their home now, without waiting."""
@@ -251,16 +248,10 @@ class ChunkUpdates:
             return False
         if chunk in self._homes:
             return self.is_computed(chunk)
-        return self.pipeline.is_written(state.first_key, chunk.slots)
+        return self.arenas.pipeline.is_written(state.first_key, chunk.slots)
 
-    def note_use(self, chunk: Chunk) -> None:
-        """Forward is about to use the chunk."""
-        state = self.chunks[chunk.id]
-        if self.overlap.in_forward and state.first_use is None:
+    def note_use(self, state: ChunkState) -> None:
+        """Forward is about to use the chunk for the first time."""
+        if self.overlap.in_forward:
             state.first_use = self._first_uses
             self._first_uses += 1
-
-    @property
-    def pipeline(self) -> StepPipeline:
-        """What makes the updates."""
-        return self.arenas.pipeline

@@ -177,25 +177,28 @@ class ChunkVersions:
             if chunk in homes
         ]
 
-    def offsets(self, state: ChunkState, tile: int) -> TileOffsets:
-        """Where the update of the tile that is about to be submitted writes, and reads, in the file
-        beside the extents in use."""
+    def offsets(self, state: ChunkState) -> list[TileOffsets]:
+        """Where the update of each tile that is about to be submitted writes, and reads, in the
+        file beside the extents in use."""
         chunk, update, holder = state.chunk, state.update, state.versions.holder
         is_guess = isinstance(update, Speculative)
         is_remade = isinstance(update, Submitted) and update.is_remade
         leaves = is_guess or holder is not None
         if not (leaves or is_remade):
-            return TileOffsets()
-        at = {
-            kind: e.offset + tile * self._tile_bytes[kind] for kind, e in self._spare(chunk).items()
-        }
+            return [TileOffsets()] * chunk.slots
         in_ram = chunk in self._params
         is_saved = in_ram and (is_guess or is_remade or holder is Holder.UNDO)
-        saved_at = at[StateKind.PARAM] if is_saved else -1
-        if not leaves:
-            return TileOffsets(saved_param=saved_at)
-        state_at = -1 if chunk in self._optim_states else at[StateKind.OPTIM_STATE]
-        return TileOffsets(state_at, -1 if in_ram else at[StateKind.PARAM], saved_at)
+        param_to, state_to = (
+            [self._spare(chunk)[kind].offset + tile * nbytes for tile in range(chunk.slots)]
+            for kind, nbytes in self._tile_bytes.items()
+        )
+        nowhere = [-1] * chunk.slots
+        made = (
+            state_to if leaves and chunk not in self._optim_states else nowhere,
+            param_to if leaves and not in_ram else nowhere,
+            param_to if is_saved else nowhere,
+        )
+        return [TileOffsets(*offsets) for offsets in zip(*made, strict=True)]
 
     def swap(self, chunk: Chunk) -> None:
         """The chunk's update stays: what it has written is in use from now on.

@@ -1,22 +1,163 @@
-"""GRAD: gradients arrive from autograd, are added up, and wait for the update."""
+"""GRAD: gradients arrive from autograd, are added up, and wait for the update.
+
+Sums of squares are taken where a gradient is written if that can be, so the norm for clipping costs
+no pass over the gradients, and no read of those in the file. A sum is of the values as they are
+kept, after rounding. It takes a pass of its own, when it is asked for or before the gradient leaves
+its slots, after writes of user code, for gradients that are not contiguous or come from a device's
+memory, and in stage 1 where devices or replicas make most of the mean. Sums are in double, in fixed
+lanes and blocks, so they depend on no layout. All micro-batches are summed: which one is the last
+is not known when it comes.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from hetero.chunks.dtypes import Dtypes
 from hetero.chunks.layout import Chunk, Layout
-from hetero.state.chunk_state import ChunkState, Speculative, Submitted
+from hetero.state.chunk_state import Open, Speculative, Submitted
 from hetero.state.chunk_updates import ChunkUpdates
-from hetero.state.grad_sums import GradSums
 from hetero.state.managed_param import ManagedParam
 from hetero.state.memory.homes import Homes
-from offload._native import Location
+from offload._native import Location, add_and_sum, copy_and_sum, sum_of_squares
 from offload.cache.slot_cache import SlotCache
 from offload.device.grad_offload import GradOffload
 from offload.device.updater import Updater
+
+if TYPE_CHECKING:
+    from offload._native import DtypeName
+
+
+class GradSlots:
+    """The slots through which gradients with their homes on DISK pass.
+
+    They are written when all gradients of a chunk have come. An update reads a gradient in its
+    slots if they hold it, and keeps them until it is made.
+    """
+
+    def __init__(
+        self,
+        cache: SlotCache,
+        dtype: torch.dtype,
+        updates: ChunkUpdates,
+        grad_offload: GradOffload | None,
+    ) -> None:
+        """No slot holds anything; arguments as Grads."""
+        self.cache = cache
+        self._dtype = dtype
+        self._updates, self._chunks = updates, updates.chunks
+        self._grad_offload = grad_offload
+        # Queues of chunks by id: those that have all gradients, or will when none is on its way, to
+        # be written; and those whose slots are locked for an update that reads them there.
+        self._complete: dict[int, None] = {}
+        self._in_update: dict[int, None] = {}
+
+    def open(self, chunk: Chunk, is_needed: bool) -> torch.Tensor:
+        """The chunk's slots, flat, to be written to; `is_needed`: so is what the file has."""
+        self._complete.pop(chunk.id, None)
+        self._make_room(chunk)
+        if is_needed:
+            self.cache.get(chunk.id)
+        else:
+            self.cache.create(chunk.id)
+        self.cache.dirty(chunk.id)
+        return self.cache.tensor(chunk.id, self._dtype)
+
+    def read(self, chunk: Chunk) -> torch.Tensor:
+        """The chunk's gradient, flat, read from the file unless slots hold it."""
+        self._make_room(chunk)
+        self.cache.get(chunk.id)
+        return self.cache.tensor(chunk.id, self._dtype)
+
+    def _make_room(self, chunk: Chunk) -> None:
+        """Waits until the chunk has slots, or can have some that others have.
+
+        First for gradients on their way from the device, then for the updates that use gradients,
+        in the order in which they were submitted.
+        """
+        self.release_used()
+        while (self._grad_offload or self._in_update) and not self.cache.has_room(chunk.id):
+            if self._grad_offload is not None and self._grad_offload.wait_one():
+                self.write_complete()
+            elif self._in_update:
+                first = self._chunks[next(iter(self._in_update))].chunk
+                self._updates.wait_computed(first)
+                self.release(first)
+            else:
+                break
+
+    def release_used(self) -> None:
+        """Slots whose gradients updates have used may get other chunks."""
+        for chunk_id in list(self._in_update):
+            state = self._chunks[chunk_id]
+            if isinstance(state.update, Speculative):
+                is_used = self._updates.is_computed(state.chunk)
+            else:
+                is_used = not isinstance(state.update, Submitted)
+            if is_used:
+                self.release(state.chunk)
+
+    def release(self, chunk: Chunk) -> None:
+        """No update reads the chunk's slots any more."""
+        if chunk.id in self._in_update:
+            self.cache.unlock(chunk.id)
+            del self._in_update[chunk.id]
+
+    def note_arrived(self, managed: ManagedParam) -> None:
+        """The parameter's gradient is in its slots, or on its way there."""
+        state = self._chunks[managed.chunk.id]
+        state.arrived.add(managed)
+        if len(state.arrived) == len(state.members):
+            state.arrived.clear()
+            self._complete[managed.chunk.id] = None
+
+    def write_complete(self) -> None:
+        """Starts writing the chunks to DISK that have all gradients, and nothing on its way.
+
+        Not those that an update uses, which are not needed afterwards, unless it is speculative.
+        """
+        for chunk_id in list(self._complete):
+            state = self._chunks[chunk_id]
+            if _have_arrived(state.members, self._grad_offload):
+                del self._complete[chunk_id]
+                is_held = self.cache.holds(chunk_id)
+                is_kept = isinstance(state.update, Speculative)
+                if is_held and (is_kept or not self.cache.is_locked(chunk_id)):
+                    self.cache.write_back(chunk_id)
+
+    def lock(self, chunk: Chunk, speculative: bool) -> int | None:
+        """The address of the chunk's slots, which stay until an update of it is made.
+
+        None: none hold it. After a `speculative` one they are still needed: they go to the file.
+        """
+        if not speculative:
+            self._chunks[chunk.id].arrived.clear()
+            self._complete.pop(chunk.id, None)
+        if not self.cache.holds(chunk.id):
+            return None
+        self.cache.lock(chunk.id)
+        self._in_update[chunk.id] = None
+        return self.cache.address(chunk.id)
+
+    def flush(self) -> None:
+        """What slots hold goes to the file, as far as there are gradients; slots are free then.
+
+        Raises NativeIoError, and HeteroError for a gradient that was lost on its way.
+        """
+        self.release_used()
+        for state in self._chunks:
+            chunk_id, members = state.chunk.id, state.members
+            if self._grad_offload is not None and state.chunk.trainable:
+                for m in members:
+                    self._grad_offload.wait_ended(m)
+            if self.cache.holds(chunk_id):
+                self._complete.pop(chunk_id, None)
+                if any(m.has_grad for m in members):
+                    self.cache.write_back(chunk_id)
+                self.cache.drop(chunk_id)
 
 
 class Grads:
@@ -36,7 +177,6 @@ class Grads:
         self,
         layout: Layout,
         dtypes: Dtypes,
-        chunks: Sequence[ChunkState],
         homes: Homes,
         make_cache: Callable[[Callable[[int], object]], SlotCache],
         updates: ChunkUpdates,
@@ -46,10 +186,10 @@ class Grads:
         """Keeps no gradient yet.
 
         Args:
-            chunks: of the layout, by id.
             homes: of GRAD.
             make_cache: makes the slots of DISK-homed chunks; it gets what is called with a chunk
                 before its gradient leaves them.
+            updates: of the layout's chunks.
             grad_offload: brings one rank's gradients from a DEVICE that is not RAM.
             updater: sums the squares of what is at home on DEVICE, if the CPU cannot.
         """
@@ -58,21 +198,17 @@ class Grads:
         self._dtypes = dtypes
         self.homes = homes
         self._updates = updates
-        self._chunks = chunks
-        self._trained = [chunk for chunk in layout.chunks if chunk.trainable]
+        self._chunks = updates.chunks
         self._grad_offload = grad_offload
-        # Queues of DISK-homed chunks: those that have all gradients, or will when none is on its
-        # way, to be written; and those whose slots are locked for an update that reads them there.
-        self._complete: dict[Chunk, None] = {}
-        self._in_update: dict[Chunk, None] = {}
         self._sums = GradSums(dtypes.grad)
-        self._cache = make_cache(self._before_write)
+        cache = make_cache(self._before_write)
+        self.slots = GradSlots(cache, dtypes.torch_grad, updates, grad_offload)
 
     @property
     def wait_s(self) -> float:
         """Seconds for which room for gradients has been waited for."""
         offload_s = 0.0 if self._grad_offload is None else self._grad_offload.wait_s
-        return self._cache.wait_s + offload_s
+        return self.slots.cache.wait_s + offload_s
 
     def members(self, chunk: Chunk) -> Sequence[ManagedParam]:
         """The parameters of a chunk that is trained."""
@@ -80,32 +216,14 @@ class Grads:
 
     def wait_unused(self, chunk: Chunk) -> None:
         """Until no update reads the chunk's gradient, which may be changed then."""
-        self._updates.revoke(chunk)
-        self._updates.wait_updated(chunk)
-        self._unpin(chunk)
-
-    def release_used(self) -> None:
-        """Slots whose gradients updates have used may get other chunks."""
-        for chunk in list(self._in_update):
-            if self._is_used(chunk):
-                self._unpin(chunk)
-
-    def _is_used(self, chunk: Chunk) -> bool:
-        update = self._chunks[chunk.id].update
-        if isinstance(update, Speculative):
-            return self._updates.is_computed(chunk)
-        return not isinstance(update, Submitted)
-
-    def _unpin(self, chunk: Chunk) -> None:
-        if chunk in self._in_update:
-            self._cache.unlock(chunk.id)
-            del self._in_update[chunk]
+        if not isinstance(self._chunks[chunk.id].update, Open):
+            self._updates.revoke(chunk)
+            self._updates.wait_updated(chunk)
+        self.slots.release(chunk)
 
     def has_arrived(self, chunk: Chunk) -> bool:
         """Whether no gradient of it is on its way from DEVICE."""
-        return self._grad_offload is None or not any(
-            map(self._grad_offload.busy, self.members(chunk))
-        )
+        return _have_arrived(self.members(chunk), self._grad_offload)
 
     def has_lost(self, chunk: Chunk) -> bool:
         """Whether a gradient of it was lost on its way, which wait_arrived() tells."""
@@ -118,14 +236,16 @@ class Grads:
         """Keeps `grad`, added to what is there if `accumulate`. Sets `.grad` to the placeholder."""
         chunk = managed.chunk
         kept = managed.part_of(self._to_write(chunk, [managed], accumulate))
-        grad_offload = None if self.homes.on_compute_tier(chunk) else self._grad_offload
+        grad_offload = self._grad_offload
+        if grad_offload is not None and self.homes.on_compute_tier(chunk):
+            grad_offload = None
         if grad_offload is not None or self._is_summed_on_device(chunk):
             put_grad(managed, grad, kept, accumulate, grad_offload)
         else:
             self._sums.put(managed, grad, kept, accumulate)
-        managed.param.grad = managed.absent_grad
+        managed.hold_grad()
         if chunk not in self.homes:
-            self._note_arrived(managed)
+            self.slots.note_arrived(managed)
 
     def set_factor(self, managed: ManagedParam, factor: float, accumulate: bool) -> None:
         """A gradient comes that is to be multiplied by `factor` (ManagedParam.grad_factor).
@@ -154,8 +274,7 @@ class Grads:
         members = self.members(chunk)
         self._sums.drop(members)
         if sums is not None:
-            for m, total in zip(members, sums, strict=True):
-                self._sums.note(m, total)
+            self._sums.update(zip(members, sums, strict=True))
 
     def merge(self, chunk: Chunk, mean: torch.Tensor, kept: Container[ManagedParam]) -> None:
         """Keeps a shard's gradient, flat, added to what is there for the parameters in `kept`."""
@@ -168,7 +287,7 @@ class Grads:
             else:
                 self._sums.put(m, mean[part], flat[part], m in kept)
         if chunk not in self.homes:
-            self._cache.write_back(chunk.id)
+            self.slots.cache.write_back(chunk.id)
 
     def _to_write(
         self, chunk: Chunk, members: Iterable[ManagedParam], accumulate: bool
@@ -181,52 +300,8 @@ class Grads:
         self._sums.drop(members)
         if chunk in self.homes:
             return self.homes.shard(chunk)
-        self._complete.pop(chunk, None)
-        self._make_room(chunk)
-        if accumulate or any(m.has_grad for m in self.members(chunk)):
-            self._cache.get(chunk.id)
-        else:
-            self._cache.create(chunk.id)
-        self._cache.dirty(chunk.id)
-        return self._cache.tensor(chunk.id, self._dtypes.torch_grad)
-
-    def _make_room(self, chunk: Chunk) -> None:
-        """Waits until the chunk has slots, or can have some that others have.
-
-        First for gradients on their way from the device, then for the updates that use gradients,
-        in the order in which they were submitted.
-        """
-        self.release_used()
-        while (self._grad_offload or self._in_update) and not self._cache.has_room(chunk.id):
-            if self._grad_offload is not None and self._grad_offload.wait_one():
-                self.write_complete()
-            elif self._in_update:
-                first = next(iter(self._in_update))
-                self._updates.wait_computed(first)
-                self._unpin(first)
-            else:
-                break
-
-    def _note_arrived(self, managed: ManagedParam) -> None:
-        chunk = managed.chunk
-        arrived = self._chunks[chunk.id].arrived
-        arrived.add(managed)
-        if len(arrived) == len(self.members(chunk)):
-            arrived.clear()
-            self._complete[chunk] = None
-
-    def write_complete(self) -> None:
-        """Starts writing the chunks to DISK that have all gradients, and nothing on its way.
-
-        Not those that an update uses, which are not needed afterwards, unless it is speculative.
-        """
-        for chunk in list(self._complete):
-            if self.has_arrived(chunk):
-                del self._complete[chunk]
-                in_use = self._cache.holds(chunk.id) and self._cache.is_locked(chunk.id)
-                is_kept = isinstance(self._chunks[chunk.id].update, Speculative)
-                if self._cache.holds(chunk.id) and (is_kept or not in_use):
-                    self._cache.write_back(chunk.id)
+        is_needed = accumulate or any(m.has_grad for m in self.members(chunk))
+        return self.slots.open(chunk, is_needed)
 
     def wait_arrived(self, managed: ManagedParam) -> None:
         """Until its gradient is where it is kept. Raises HeteroError if it was lost."""
@@ -235,7 +310,7 @@ class Grads:
 
     def _before_write(self, chunk_id: int) -> None:
         """A DISK-homed chunk is about to leave its slots: takes its sums of squares."""
-        address = self._cache.address(chunk_id)
+        address = self.slots.cache.address(chunk_id)
         for managed in self._chunks[chunk_id].members:
             if managed.has_grad and managed not in self._sums:
                 self._sums.take(managed, *self._array(managed, address))
@@ -243,34 +318,32 @@ class Grads:
     def sum_of_squares(self, managed: ManagedParam) -> float:
         """Sum of squares of the shard's part of its gradient, in a fixed order, in double."""
         self.wait_arrived(managed)
+        known = self._sums.get(managed)
+        if known is not None:
+            return known
         chunk = managed.chunk
-        if managed not in self._sums and self._is_summed_on_device(chunk):
-            self._sum_on_device()
-        if managed not in self._sums:
-            if chunk in self.homes:
-                address = self.homes.address(chunk, 0)
-            else:  # mostly it is there: it does not leave before the sum has been taken
-                self._bring_in(chunk)
-                address = self._cache.address(chunk.id)
+        if self._updater is not None and self.homes.on_device(chunk):
+            # Of all that are there, because each wait for the device costs.
+            members = [
+                m
+                for state in self._chunks
+                if state.chunk.trainable and self.homes.on_device(state.chunk)
+                for m in state.members
+                if m.has_grad and m not in self._sums
+            ]
+            arrays = [self._array(m, self.homes.address(m.chunk, 0)) for m in members]
+            totals = self._updater.sums_of_squares(arrays)
+            self._sums.update(zip(members, totals, strict=True))
+        elif chunk in self.homes:
+            self._sums.take(managed, *self._array(managed, self.homes.address(chunk, 0)))
+        else:  # mostly it is there: it does not leave before the sum has been taken
+            address = self.slots.read(chunk).data_ptr()
             self._sums.take(managed, *self._array(managed, address))
         return self._sums[managed]
 
     def _is_summed_on_device(self, chunk: Chunk) -> bool:
         """Whether the CPU cannot read the chunk's home."""
         return self._updater is not None and self.homes.on_device(chunk)
-
-    def _sum_on_device(self) -> None:
-        """Of all that are there, because each wait for the device costs."""
-        assert self._updater is not None
-        members = [
-            m
-            for chunk in self._trained
-            for m in self.members(chunk)
-            if m.has_grad and m not in self._sums and self.homes.on_device(m.chunk)
-        ]
-        arrays = [self._array(m, self.homes.address(m.chunk, 0)) for m in members]
-        for m, total in zip(members, self._updater.sums_of_squares(arrays), strict=True):
-            self._sums.note(m, total)
 
     def _array(self, managed: ManagedParam, chunk_address: int) -> tuple[int, int]:
         """The address and the number of elements of the shard's part of its gradient."""
@@ -294,11 +367,6 @@ class Grads:
         part, _ = managed.in_shard(self._layout)
         change(self._to_write(managed.chunk, [managed], accumulate=True)[part])
 
-    def in_range(self, bound: float) -> float:
-        """`bound`, or the largest number of the grad dtype nearest to it."""
-        largest = torch.finfo(self._dtypes.torch_grad).max
-        return min(max(bound, -largest), largest)
-
     def _kept(self, managed: ManagedParam) -> torch.Tensor:
         """The shard's part of its gradient, flat, to be read."""
         self.wait_arrived(managed)
@@ -306,34 +374,7 @@ class Grads:
         part, _ = managed.in_shard(self._layout)
         if chunk in self.homes:
             return self.homes.shard(chunk)[part]
-        self._bring_in(chunk)
-        return self._cache.tensor(chunk.id, self._dtypes.torch_grad)[part]
-
-    def _bring_in(self, chunk: Chunk) -> None:
-        """Reads a DISK-homed chunk, unless its slots hold it."""
-        self._make_room(chunk)
-        self._cache.get(chunk.id)
-
-    def flush(self) -> None:
-        """What slots hold goes to the file, as far as there are gradients; slots are free then.
-
-        Raises NativeIoError, and HeteroError for a gradient that was lost on its way.
-        """
-        self.release_used()
-        for chunk in self._trained:
-            members = self.members(chunk)
-            if self._grad_offload is not None:
-                for m in members:
-                    self._grad_offload.wait_ended(m)
-            if self._cache.holds(chunk.id):
-                self._complete.pop(chunk, None)
-                if any(m.has_grad for m in members):
-                    self._cache.write_back(chunk.id)
-                self._cache.drop(chunk.id)
-
-    def note_slots(self) -> None:
-        """The arena of slots was resized while they held nothing."""
-        self._cache.refit()
+        return self.slots.read(chunk)[part]
 
     def leaves_memory(self, chunk: Chunk) -> bool:
         """Whether the home, which is about to go to DISK, has gradients; their sums are taken."""
@@ -347,23 +388,20 @@ class Grads:
         self._chunks[chunk.id].arrived.clear()
         return any(m.has_grad for m in self.members(chunk))
 
-    def location(self, chunk: Chunk, tile: int, speculative: bool = False) -> Location:
-        """Where the tile's gradient is for an update; there it stays until that is made.
+    def locations(self, chunk: Chunk, speculative: bool = False) -> list[Location]:
+        """Where the tiles' gradients are for an update; there they stay until that is made.
 
-        It has arrived (wait_arrived()). After a `speculative` one it is still needed: it goes to
-        the file if that is its home.
+        They have arrived (wait_arrived()). After a `speculative` one they are still needed.
         """
-        if chunk in self.homes:
-            return self.homes.location(chunk, tile)
-        if not speculative:
-            self._chunks[chunk.id].arrived.clear()
-            self._complete.pop(chunk, None)
-        if self._cache.holds(chunk.id):
-            self._cache.lock(chunk.id)
-            self._in_update[chunk] = None
-            tile_bytes = self._layout.tile_numel * self._dtypes.grad_bytes
-            return Location(self._cache.address(chunk.id) + tile * tile_bytes)
-        return self.homes.location(chunk, tile)
+        first = None if chunk in self.homes else self.slots.lock(chunk, speculative)
+        if first is None:
+            return self.homes.locations(chunk)
+        tile_bytes = self._layout.tile_numel * self._dtypes.grad_bytes
+        return [Location(first + tile * tile_bytes) for tile in range(chunk.slots)]
+
+
+def _have_arrived(members: Iterable[ManagedParam], grad_offload: GradOffload | None) -> bool:
+    return grad_offload is None or not any(map(grad_offload.busy, members))
 
 
 def put_grad(
@@ -380,3 +418,71 @@ def put_grad(
         into.add_(grad)
     else:
         into.copy_(grad)
+
+
+_NAMES: dict[torch.dtype, DtypeName] = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+}
+
+
+class GradSums(dict[ManagedParam, float]):
+    """The sums of squares of kept gradients, as their memory is now, as far as they are known.
+
+    A sum belongs to one state of the memory. So memory is given out for writing only together with
+    drop(), and is written with put() where possible, which knows the new sum.
+    """
+
+    def __init__(self, dtype: DtypeName) -> None:
+        """Knows no sum. `dtype` is of what is kept."""
+        super().__init__()
+        self._dtype = dtype
+
+    def drop(self, members: Iterable[ManagedParam]) -> None:
+        """Their memory is going to be written."""
+        for m in members:
+            self.pop(m, None)
+
+    def put(
+        self, managed: ManagedParam, grad: torch.Tensor, kept: torch.Tensor, accumulate: bool
+    ) -> None:
+        """Copies `grad` to `kept`, or adds it there, with the bits of torch's copy_() and add_().
+
+        If both are contiguous and in RAM, the sum is taken in the same pass over memory; else it
+        is unknown afterwards.
+
+        Args:
+            grad: of any dtype, whole or this rank's shard, of the same shape as `kept`.
+            kept: the memory of `managed`, of the dtype in which gradients are kept.
+        """
+        self.pop(managed, None)
+        if _is_plain(grad) and _is_plain(kept) and grad.shape == kept.shape:
+            write = add_and_sum if accumulate else copy_and_sum
+            source_dtype = _NAMES[grad.dtype]
+            self[managed] = write(
+                source_dtype, grad.data_ptr(), self._dtype, kept.data_ptr(), kept.numel()
+            )
+        elif accumulate:
+            kept.add_(grad)
+        else:
+            kept.copy_(grad)
+
+    def take(self, managed: ManagedParam, address: int, numel: int) -> None:
+        """Sums what is at `address` in RAM, by a pass over memory of its own."""
+        self[managed] = sum_of_squares(self._dtype, address, numel) if numel else 0.0
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether its elements are in RAM, one after another, and have the values that they stand for.
+
+    (A subclass may have no memory; a lazily negated tensor, or one of zeros, has other values.)
+    """
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.dtype in _NAMES
+        and tensor.device.type == "cpu"
+        and tensor.is_contiguous()
+        and not tensor.is_neg()
+        and not tensor._is_zerotensor()
+    )

@@ -72,6 +72,7 @@ class ManagedParam:
     dtype: torch.dtype
     device: torch.device = _CPU  # where compute happens
     step: int = 0  # optimizer updates made
+    numel: int = field(init=False)  # elements
     stand_in: torch.Tensor = field(init=False)
     was_frozen: bool = field(init=False)  # needed no gradient when it got its place
     absent_grad: GradPlaceholder = field(init=False)
@@ -89,7 +90,7 @@ class ManagedParam:
     _version_before: Any = field(init=False, default=None, repr=False)
 
     def __post_init__(self) -> None:
-        shape = self.param.shape
+        shape, self.numel = self.param.shape, self.slice.param.numel
         nan = torch.full((), float("nan"), dtype=self.dtype, device=self.device)
         self.stand_in = nan.expand(shape)
         self.was_frozen = not self.param.requires_grad
@@ -101,14 +102,15 @@ class ManagedParam:
         return self.slice.param.name
 
     @property
-    def numel(self) -> int:
-        """Elements."""
-        return self.slice.param.numel
-
-    @property
     def has_grad(self) -> bool:
         """Whether the chunk holds a gradient of it. Clearing `.grad`, by whomever, clears it."""
-        return self.param.grad is self.absent_grad
+        with torch._C.DisableTorchFunction():  # which a parameter's class is asked by
+            return self.param.grad is self.absent_grad
+
+    def hold_grad(self) -> None:
+        """The chunk holds a gradient of it from now on."""
+        with torch._C.DisableTorchFunction():
+            self.param.grad = self.absent_grad
 
     def let_change_grad(self, ops: GradOps) -> None:
         """What user code does to the gradient's placeholder goes to `ops`; called once."""
@@ -233,7 +235,7 @@ class ManagedParam:
         if revocable:
             keep = torch.autograd._unsafe_preserve_version_counter  # type: ignore[attr-defined]
             self._version_before = keep(self.param)
-        self.note_update()
+        self._end_graphs()
         self._become(ParamState.UPDATING, self.stand_in, ParamState.RESIDENT, ParamState.OFFLOADED)
         self.note_change()
 
@@ -302,7 +304,8 @@ class ManagedParam:
     @property
     def is_in_place(self) -> bool:
         """Whether it is at home or UPDATING, and user code has not pointed it elsewhere."""
-        return self.is_at_home or (self.state is ParamState.UPDATING and not self.is_moved)
+        at_home = self.state in (ParamState.RESIDENT, ParamState.OFFLOADED, ParamState.UPDATING)
+        return at_home and not self.is_moved
 
     @property
     def is_moved(self) -> bool:
@@ -312,7 +315,8 @@ class ManagedParam:
 
     def note_change(self) -> None:
         """The parameter was changed in a way that has reached its home, or will."""
-        self._version = self._torch_version
+        with torch._C.DisableTorchFunction():
+            self._version = self.param._version
 
     @property
     def version(self) -> tuple[int, int]:
@@ -322,17 +326,14 @@ class ManagedParam:
     @property
     def writes(self) -> int:
         """How often it was written to in place, but for updates."""
-        return self._torch_version - self._own_changes
-
-    @property
-    def _torch_version(self) -> int:
         with torch._C.DisableTorchFunction():
-            return self.param._version
+            return self.param._version - self._own_changes
 
     @property
     def changed_unnoticed(self) -> bool:
         """Whether user code has written to the parameter in place outside gathered()."""
-        return self._torch_version != self._version
+        with torch._C.DisableTorchFunction():
+            return self.param._version != self._version
 
     # Its elements
 
@@ -350,4 +351,5 @@ class ManagedParam:
 
     def part_of(self, chunk_flat: torch.Tensor) -> torch.Tensor:
         """A view of its elements in `chunk_flat`, flat over the whole chunk, in its own shape."""
-        return chunk_flat[self.slice.offset : self.slice.end].view(self.param.shape)
+        begin = self.slice.offset
+        return chunk_flat[begin : begin + self.numel].view(self.stand_in.shape)

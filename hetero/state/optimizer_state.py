@@ -36,7 +36,7 @@ class TileState:
 
 
 @dataclass(frozen=True)
-class Part:
+class TilePart:
     """The elements of one parameter that lie in one tile of its chunk."""
 
     tile: int
@@ -48,13 +48,15 @@ class Part:
         """The number of elements."""
         return int(self.in_tile.stop - self.in_tile.start)
 
-    def cut(self, begin: int, end: int) -> Part:
+    def cut(self, begin: int, end: int) -> TilePart:
         """The part's elements [begin, end) alone."""
         at, in_tile = self.in_param.start, self.in_tile.start
-        return Part(self.tile, slice(at + begin, at + end), slice(in_tile + begin, in_tile + end))
+        return TilePart(
+            self.tile, slice(at + begin, at + end), slice(in_tile + begin, in_tile + end)
+        )
 
 
-def parts_of(managed: ManagedParam, layout: Layout, rank: int | None = None) -> Iterator[Part]:
+def parts_of(managed: ManagedParam, layout: Layout, rank: int | None = None) -> Iterator[TilePart]:
     """The parameter's elements in a rank's shard (default: this rank's), cut at tile borders."""
     in_shard, in_param = managed.in_shard(layout, rank)
     numel = layout.tile_numel
@@ -63,7 +65,7 @@ def parts_of(managed: ManagedParam, layout: Layout, rank: int | None = None) -> 
     while begin < in_shard.stop:
         tile = begin // numel
         end = min((tile + 1) * numel, in_shard.stop)
-        yield Part(
+        yield TilePart(
             tile,
             slice(begin + shift, end + shift),
             slice(begin - tile * numel, end - tile * numel),

@@ -37,6 +37,8 @@ class ParamUpdates:
         self._updates = updates
         self._chunks = updates.chunks
         self._gathering = gathering if homes.whole else None
+        # Whether other ranks' new values come to this rank's homes, in begin_gathers().
+        self.gathers = self._gathering is not None
         self.versions = versions
 
     def begin(self, chunk: Chunk, members: Sequence[ManagedParam]) -> None:
@@ -116,11 +118,6 @@ class ParamUpdates:
         self.versions.publish(chunk)
 
     # Where homes are whole
-
-    @property
-    def gathers(self) -> bool:
-        """Whether other ranks' new values come to this rank's homes, in begin_gathers()."""
-        return self._gathering is not None
 
     def begin_gathers(self, chunks: Iterable[Chunk]) -> None:
         """Where homes are whole the other ranks' new values start to come in.

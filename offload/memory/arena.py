@@ -115,7 +115,8 @@ class HostArena:
     def has_transfers(self, slot: int, run: int) -> bool:
         """Whether a transfer is under way to or from slots [slot, slot + run)."""
         transfers = None if self._memory is None else self._memory.transfers
-        return transfers is not None and any(transfers[each] for each in range(slot, slot + run))
+        slots = range(slot, slot + run)
+        return transfers is not None and any(map(transfers.__getitem__, slots))
 
     def live_views(self) -> int:
         """How many slots have a pinned view that begins there and lives."""

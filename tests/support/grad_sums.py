@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import hetero.state.grad_sums
+import hetero.state.grads
 from hetero.runtime.engine import Engine
 from hetero.state.managed_param import ManagedParam
 from offload import _native
@@ -33,7 +33,7 @@ def known_sum(engine: Engine, managed: ManagedParam) -> float:
 def counted_passes() -> Iterator[list[int]]:
     """Inside the block the elements of each separate pass over a gradient are listed."""
     passes: list[int] = []
-    module = hetero.state.grad_sums
+    module = hetero.state.grads
     original = module.sum_of_squares
 
     def counting(dtype: object, address: int, numel: int) -> float:

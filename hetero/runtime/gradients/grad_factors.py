@@ -158,8 +158,10 @@ class GradFactors:
             if not 0 < m.grad_factor < math.inf:
                 factor, m.grad_factor = m.grad_factor, 1.0
                 self._change(m, lambda kept, factor=factor: kept.mul_(factor))  # type: ignore[misc]
+            # The numbers of the grad dtype nearest to the bounds.
+            largest = torch.finfo(self._params.group(m.chunk).dtypes.torch_grad).max
             bounds = [
-                None if b is None else self._grads(m).in_range(b / m.grad_factor)
+                None if b is None else min(max(b / m.grad_factor, -largest), largest)
                 for b in (low, high)
             ]
             self._change(m, lambda kept, bounds=bounds: kept.clamp_(*bounds))  # type: ignore[misc]

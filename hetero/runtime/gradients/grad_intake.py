@@ -14,6 +14,7 @@ from hetero.runtime.update_schedule import UpdateSchedule
 from hetero.stand_ins.offloaded_tensor import OffloadedTensor
 from hetero.state.loss_scale import LossScale
 from hetero.state.managed_param import ManagedParam
+from offload.interrupts import uninterrupted
 
 
 class GradIntake:
@@ -60,7 +61,7 @@ class GradIntake:
         RuntimeError under fp16 for an unscaled one.
         """
         _check_dense(managed, grad)
-        self._schedule.revoke(managed)
+        self._params.chunk_groups[managed.chunk.group_index].updates.revoke(managed.chunk)
         self._note_backward()
         if self._loss_scale.dynamic and not self._is_scaled:
             raise RuntimeError(
@@ -78,7 +79,7 @@ class GradIntake:
         accumulate = accumulate and managed not in self._zeroed
         self._store(managed, grad, accumulate, self._loss_scale.grad_factor)
         self._schedule.grad_arrived(managed, accumulate, counts=not self._unsynced)
-        self._params.group(managed.chunk).grads.write_complete()
+        self._params.chunk_groups[managed.chunk.group_index].grads.slots.write_complete()
 
     # From the user
 
@@ -88,10 +89,11 @@ class GradIntake:
         They are not times the loss scale. Raises ValueError for a sparse one.
         """
         for m in members:
-            grad = m.param.grad
-            if grad is None or m.has_grad:
+            with torch._C.DisableTorchFunction():  # which a parameter's class is asked by
+                grad = m.param.grad
+            if grad is None or grad is m.absent_grad:
                 continue
-            self._schedule.revoke(m)
+            self._params.group(m.chunk).updates.revoke(m.chunk)
             _check_dense(m, grad)
             if isinstance(grad, OffloadedTensor):  # another parameter's
                 grad = grad.clone()
@@ -110,7 +112,7 @@ class GradIntake:
         return [m for m in trained if m.has_grad]
 
     def _store(self, m: ManagedParam, grad: torch.Tensor, accumulate: bool, factor: float) -> None:
-        chunk_group = self._params.group(m.chunk)
+        chunk_group = self._params.chunk_groups[m.chunk.group_index]
         # Before the gradient: if an exception comes between the two, both still belong together.
         chunk_group.grads.set_factor(m, factor, accumulate)
         self._unaveraged = True
@@ -123,7 +125,7 @@ class GradIntake:
     def zero(self, members: Sequence[ManagedParam]) -> None:
         """Makes gradients zero; nothing is written unless they are read, or stepped with."""
         for m in members:
-            self._schedule.revoke(m)
+            self._params.group(m.chunk).updates.revoke(m.chunk)
         self._zeroed.update(dict.fromkeys(members))
 
     def _write_zeros(self) -> None:
@@ -166,7 +168,11 @@ class GradIntake:
 
         All ranks must call it. Raises PeerError.
         """
-        self._write_zeros()
+        if self._zeroed:
+            self._write_zeros()
+        if self._params.chunk_groups[0].world.everyone is None:
+            self._unaveraged = False
+            return
         # If one chunk group has something all do: which chunk group has may differ between ranks.
         force = force or self._unaveraged
         # First the one that averages during backward, of which other ranks may be in the middle.
@@ -182,3 +188,59 @@ def _check_dense(managed: ManagedParam, grad: torch.Tensor) -> None:
             f"{managed.name} got a {grad.layout} gradient; only dense gradients are supported: "
             f"use sparse=False"
         )
+
+
+class GradHook:
+    """Hands each gradient of a parameter to GradIntake.keep().
+
+    `.grad` holds the placeholder if there is a gradient already; it is taken away only when
+    autograd is about to accumulate (torch.autograd.grad() does not), and put back if keeping
+    fails. GradIntake.check() may refuse by raising.
+    """
+
+    def __init__(self, managed: ManagedParam, intake: GradIntake) -> None:
+        self._managed = managed
+        self._intake = intake
+        self._nothing = False
+        self._accumulating = False
+        param = managed.param
+        # The node that accumulates; its hooks last as long as it is referred to.
+        with torch.enable_grad(), torch._C.DisableTorchFunction():
+            node = param.expand_as(param).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+        self._node: torch.autograd.graph.Node | None = node
+        self._handles = [
+            node.register_prehook(self._before),  # type: ignore[union-attr]
+            param.register_post_accumulate_grad_hook(self._after),
+        ]
+
+    @uninterrupted
+    def _before(self, grads: tuple[torch.Tensor | None, ...]) -> None:
+        self._nothing = grads[0] is None
+        if grads[0] is None:  # a function of the user's gave none: autograd accumulates nothing
+            return
+        self._intake.check(self._managed, grads[0])
+        self._accumulating = self._managed.has_grad
+        if self._accumulating:
+            with torch._C.DisableTorchFunction():  # which a parameter's class is asked by
+                self._managed.param.grad = None
+
+    @uninterrupted
+    def _after(self, param: torch.Tensor) -> None:
+        if self._nothing:
+            return
+        with torch._C.DisableTorchFunction():
+            grad, param.grad = param.grad, None
+        assert grad is not None
+        try:
+            self._intake.keep(self._managed, grad, self._accumulating)
+        except BaseException:
+            if self._accumulating:
+                self._managed.hold_grad()
+            raise
+
+    def remove(self) -> None:
+        """Takes the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+        # The node owns the parameter in C++, where the garbage collector does not see the cycle.
+        self._node = None

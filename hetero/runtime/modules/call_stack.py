@@ -36,11 +36,13 @@ def module_frame(*functions: str) -> FrameType:
     Of `functions` by name, if there is one of them; else of any.
     """
     innermost: FrameType | None = None
-    for frame in _callers():
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
         if frame.f_code.co_filename == modules.__file__:
             if not functions or frame.f_code.co_name in functions:
                 return frame
             innermost = innermost or frame
+        frame = frame.f_back
     assert innermost is not None
     return innermost
 
@@ -118,11 +120,13 @@ class FramePlace(NamedTuple):
         """Of a frame of this thread."""
         return cls(id(frame), id(frame.f_code), len(_callers(frame)))
 
-    @classmethod
-    def of_callers(cls) -> set[FramePlace]:
-        """Of all calls that are running in this thread."""
-        found = [(id(frame), id(frame.f_code)) for frame in _callers()]
-        return {cls(*about, len(found) - i) for i, about in enumerate(found)}
+    def is_running(self) -> bool:
+        """Whether the frame is that of a call which is running in this thread."""
+        callers = _callers(sys._getframe(1))
+        if not 0 < self.depth <= len(callers):
+            return False
+        frame = callers[-self.depth]
+        return self.address == id(frame) and self.code == id(frame.f_code)
 
 
 @dataclass
@@ -132,7 +136,8 @@ class EnteredCall:
     `present` is what any thread may end, `modes` what only the thread of the call can: torch's
     modes and saved-tensor hooks are a thread's own. `frame` is the call's frame: if that is not on
     the thread's stack any more, the call was interrupted. Neither the frame nor the module is kept
-    alive, so that a model that is dropped after an interruption goes.
+    alive, so that a model that is dropped after an interruption goes. `packing`: this call, or one
+    around it, has entered saved-tensor hooks.
     """
 
     module: weakref.ref[torch.nn.Module]
@@ -140,6 +145,7 @@ class EnteredCall:
     present: ExitStack = field(default_factory=ExitStack)
     modes: ExitStack = field(default_factory=ExitStack)
     packing: bool = False
+    is_outermost: bool = True
 
     def close(self) -> None:
         """Ends what the call has entered; all of it, also if a part raises."""
@@ -169,12 +175,15 @@ class EnteredCalls:
         """Notes that this thread's call of `module` begins; then enter its contexts."""
         place = FramePlace.of(frame)
         self.unwind(place)
+        own = self._of_thread.setdefault(threading.current_thread(), [])
         call = EnteredCall(weakref.ref(module), place)
-        self._of_thread.setdefault(threading.current_thread(), []).append(call)
+        if own:
+            call.is_outermost, call.packing = False, own[-1].packing
+        own.append(call)
         return call
 
-    def leave(self, module: torch.nn.Module) -> None:
-        """Closes this thread's last call if it is one of `module`.
+    def leave(self, module: torch.nn.Module) -> bool:
+        """Closes this thread's last call if it is one of `module`; returns whether none is left.
 
         (After an exception torch calls forward hooks from the inside out; the last call is another
         one only if the hook that enters was not reached.)
@@ -182,6 +191,7 @@ class EnteredCalls:
         own = self.own
         if own and own[-1].module() is module:
             self._pop(own).close()
+        return not own
 
     def unwind(self, beginning: FramePlace | None = None) -> None:
         """Closes calls that were interrupted: torch calls no hook for what is not an Exception.
@@ -190,11 +200,10 @@ class EnteredCalls:
         have had its frame there.
         """
         own = self.own
-        running = FramePlace.of_callers() if own else set()
-        if beginning is not None:
-            running.discard(beginning)
-        while own and own[-1].frame not in running:
+        while own and (own[-1].frame == beginning or not own[-1].frame.is_running()):
             self._pop(own).close()
+        if len(self._of_thread) == (1 if own else 0):
+            return  # no other thread has entered calls
         for thread in [t for t in list(self._of_thread) if not t.is_alive()]:
             calls = self._of_thread.pop(thread, [])
             while calls:

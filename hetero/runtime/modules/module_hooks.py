@@ -16,12 +16,11 @@ from torch.utils._pytree import tree_map_only
 
 from hetero.chunk_groups.shared import Shared
 from hetero.runtime.modules.call_stack import EnteredCalls, FramePlace, module_frame
-from hetero.runtime.modules.model_hook import ModelHook
 from hetero.runtime.modules.param_registry import ParamRegistry
 from hetero.runtime.modules.torch_function_uses import TorchFunctionUses
 from hetero.runtime.to_device import to_device
 from hetero.state.managed_param import ManagedParam
-from offload.errors import ClosedError
+from offload.errors import ClosedError, HeteroError
 from offload.interrupts import uninterrupted
 
 
@@ -80,6 +79,7 @@ class ModuleHooks(ModelHooks):
         hooks.callback(inputs.remove)
 
     def cover(self, model: torch.nn.Module) -> None:
+        self._packs = self._saved_tensors.needed
         for module in model.modules():
             params = (p for p in module._parameters.values() if p is not None)
             own = [m for p in params if (m := self._params.known(p)) is not None]
@@ -103,15 +103,13 @@ class ModuleHooks(ModelHooks):
     @_disable_dynamo
     @uninterrupted
     def _before(self, needed: list[ManagedParam], module: torch.nn.Module, args: Any) -> None:
-        outermost = not self._calls.own
         call = self._calls.enter(module, module_frame())
-        if outermost:
+        if call.is_outermost:
             self._uses.note_threads()
         call.present.enter_context(self._params.present(needed, steps_aside=True))
-        if not self._saved_tensors.needed:
+        if not self._packs:
             return
-        packing = any(entered.packing for entered in self._calls.own)
-        hooks = self._saved_tensors.hooks(packing)
+        hooks = self._saved_tensors.hooks(call.packing)
         if hooks is not None:
             call.modes.enter_context(saved_tensors_hooks(*hooks))
             call.packing = True
@@ -119,8 +117,7 @@ class ModuleHooks(ModelHooks):
     @_disable_dynamo
     @uninterrupted
     def _after(self, module: torch.nn.Module, args: Any, output: Any) -> None:
-        self._calls.leave(module)
-        if not self._calls.own:
+        if self._calls.leave(module):
             self._uses.note_threads()
 
     @property
@@ -164,3 +161,44 @@ def refuse_use(model: torch.nn.Module, params: Iterable[torch.nn.Parameter]) -> 
     for param in params:
         if param.requires_grad:
             param.register_hook(refuse)
+
+
+class _NotScriptableError(HeteroError, AttributeError):
+    """Whoever may do without a name sees that there is none."""
+
+
+class ModelHook:
+    """Calls `function`; in a copy of the module, and in what is unpickled, nothing.
+
+    A copy of a managed model, by copy.deepcopy() or pickle, has plain parameters, so it must not
+    have the hooks either.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    @property
+    def __name__(self) -> str:
+        """torch.jit.script() alone needs one, to compile the hook."""
+        raise _NotScriptableError(
+            "torch.jit.script() cannot compile the hooks that bring in the parameters of a managed "
+            "model, nor what a copy has in their place; build the model anew, without hetero, load "
+            "state_dict() into it, and script that"
+        )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+    def __deepcopy__(self, memo: Any) -> Callable[..., None]:
+        return no_hook
+
+    def __reduce__(self) -> Any:
+        return _unpickled, ()
+
+
+def no_hook(*args: Any, **kwargs: Any) -> None:
+    """What a copy has instead."""
+
+
+def _unpickled() -> Callable[..., None]:
+    return no_hook

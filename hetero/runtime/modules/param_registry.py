@@ -12,11 +12,9 @@ import torch
 from torch.utils._pytree import tree_iter
 
 from hetero.chunk_groups.chunk_group import ChunkGroup
-from hetero.chunk_groups.written_params import keep_written
 from hetero.chunks.layout import Chunk
 from hetero.ranks.process_groups import ProcessGroups, error_that_ends_this_rank
-from hetero.state.gathering.agreed_gathers import AgreedGathers
-from hetero.state.gathering.agreement import agree_on_gathers, begin_gathers
+from hetero.state.gathering.agreed_gathers import AgreedGathers, agree_on_gathers, begin_gathers
 from hetero.state.managed_param import ManagedParam, ParamState
 from offload.errors import ClosedError, HeteroError
 from offload.interrupts import Damage
@@ -127,14 +125,18 @@ class ParamRegistry:
             PeerError, NativeIoError: values could not be brought.
         """
         thread, aside = threading.get_ident(), Counter[ManagedParam]()
+        groups, is_checked = self.chunk_groups, False
         with ExitStack() as acquired:
             acquired.callback(self._step_back, aside)  # when there is as much room as before
             for managed in members:
-                if not self.is_resident(managed.chunk):
-                    _refuse_recordings(managed)
-                if not self.group(managed.chunk).params.has_room(managed.chunk):
-                    aside.update(self._let_step_aside(members, operands))
-                self.group(managed.chunk).params.acquire(managed)
+                access = groups[managed.chunk.group_index].params
+                if not access.is_resident(managed.chunk):
+                    if not is_checked:
+                        _refuse_recordings(managed)
+                        is_checked = True
+                    if not access.has_room(managed.chunk):
+                        aside.update(self._let_step_aside(members, operands))
+                access.acquire(managed)
                 if steps_aside:
                     self._of_modules.setdefault(thread, Counter())[managed] += 1
                     acquired.callback(self._release_of_module, thread, managed)
@@ -180,7 +182,7 @@ class ParamRegistry:
             self._of_modules.pop(thread, None)
 
     def _release(self, managed: ManagedParam) -> None:
-        changed = self.group(managed.chunk).params.release(managed)
+        changed = self.chunk_groups[managed.chunk.group_index].params.release(managed)
         if changed is not None:
             self.keep_written(managed, changed)
 
@@ -197,7 +199,7 @@ class ParamRegistry:
                 f"other ranks have parts of it; change it inside hetero.gathered(..., "
                 f"modifier_rank=0)"
             )
-        keep_written(chunk_group, managed, values)
+        chunk_group.keep_written(managed, values)
 
     def take_in_written(self, members: Iterable[ManagedParam]) -> None:
         """Takes account of resident parameters that user code has written to, with one rank."""
@@ -205,7 +207,7 @@ class ParamRegistry:
             chunk_group = self.group(managed.chunk)
             resident = managed.state is ParamState.RESIDENT and not managed.is_moved
             if resident and managed.changed_unnoticed and chunk_group.world.everyone is None:
-                keep_written(chunk_group, managed, None)
+                chunk_group.keep_written(managed, None)
 
     def finish_transfers(self, what: str, ends_step: bool = False) -> None:
         """Waits until nothing that was asked of other ranks is under way. All ranks call it.
@@ -277,8 +279,8 @@ def _refuse_recordings(managed: ManagedParam) -> None:
             f"{managed.name} cannot be brought in inside torch.jit.trace(), which would keep its "
             f"values; trace a plain copy of the model: copy.deepcopy(model)"
         )
-    modes = torch._C._TorchDispatchModeKey
-    if any(torch._C._get_dispatch_mode(mode) for mode in (modes.FAKE, modes.PROXY)):
+    modes, mode_of = torch._C._TorchDispatchModeKey, torch._C._get_dispatch_mode
+    if mode_of(modes.FAKE) is not None or mode_of(modes.PROXY) is not None:
         raise HeteroError(
             f"{managed.name} cannot be brought in where tensors have no values, as in "
             f"torch.export.export(); export a plain copy of the model: copy.deepcopy(model)"

@@ -80,8 +80,11 @@ class SavedTensors:
             stride = torch.empty(tensor.shape, device="meta").stride()
             offset = managed.slice.offset
             return SavedView(managed.chunk, managed.version, tensor.shape, stride, offset)
-        packed = (chunk_group.params.pack(tensor) for chunk_group in self._params.chunk_groups)
-        return next((view for view in packed if view is not None), None)
+        for chunk_group in self._params.chunk_groups:
+            view = chunk_group.params.pack(tensor)
+            if view is not None:
+                return view
+        return None
 
     def _is_plain(self, tensor: torch.Tensor) -> bool:
         plain = tensor.layout is torch.strided and not isinstance(tensor, OffloadedTensor)

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -25,20 +25,13 @@ from hetero.runtime.modules.saved_tensors import SavedTensors
 from hetero.runtime.recompute.blocks import Block
 from hetero.runtime.recompute.call_record import Arguments, CallState, Surroundings, version_of
 from hetero.runtime.recompute.choice import CallCost, Expected, Forward
+from hetero.runtime.recompute.policy import RecomputePolicy
 from hetero.runtime.recompute.reach import Reach
 from hetero.runtime.recompute.repeatable_call import RepeatableCall
 from offload.errors import HeteroError
 
 _Key = tuple[int, Hashable]  # a block's kind, and its calls' kind
 _DIFFERED = "they have saved other values when they were"
-
-
-class Decides(Protocol):
-    """Decides which calls are computed again."""
-
-    def recomputes(self, number: int, size_bytes: int, expected: Expected) -> bool:
-        """Whether a call is, given its number in the forward, the size of its input, and what is
-        expected of the forward."""
 
 
 class BlockCalls:
@@ -55,7 +48,7 @@ class BlockCalls:
         params: ParamRegistry,
         saved_tensors: SavedTensors,
         activations: ActivationStore,
-        policy: Decides,
+        policy: RecomputePolicy,
         waits_s: Callable[[], float],
         notes: list[str],
     ) -> None:

@@ -86,7 +86,8 @@ class RecomputePolicy:
     # In a forward
 
     def recomputes(self, number: int, size_bytes: int, expected: Expected) -> bool:
-        """Whether a call is computed again; arguments as Decides."""
+        """Whether a call is, given its number in the forward, the size of its input, and what is
+        expected of the forward."""
         # Of the first forward nobody knows what it saves beside blocks.
         if self._is_all or expected.other_bytes is None:
             return True

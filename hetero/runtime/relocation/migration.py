@@ -175,7 +175,7 @@ class Migration:
         self._arenas.pipeline.wait_updated()
         self._arenas.forget_read_ahead()
         chunk_group.params.copies.clear()
-        chunk_group.grads.flush()
+        chunk_group.grads.slots.flush()
         if self._grad_reducer is not None:
             self._grad_reducer.release_views()
         if chunk_group.device is not None:
@@ -333,7 +333,7 @@ class Migration:
         if chunk_group.device is not None:
             chunk_group.device.grad_offload.limit_bytes = made.grad_offload_bytes
         chunk_group.params.note_slots(made.gathered_slots)
-        chunk_group.grads.note_slots()
+        chunk_group.grads.slots.cache.refit()
         for move in self._moves:
             if move.state_kind is StateKind.PARAM:
                 self._attach(move.chunk, moved=True)

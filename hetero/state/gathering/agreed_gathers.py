@@ -18,26 +18,29 @@ that all ranks have made the same gathers.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from hetero.chunks.layout import Chunk, Layout
 from hetero.planning.belady import PREFETCH_CHUNKS
+from hetero.ranks.communicator import Communicator
 from hetero.ranks.gather_news import GatherNews
 from hetero.state.gathering.agreed_order import (
     AgreedOrder,
+    ChunkUse,
     CommonFetch,
     Progress,
-    Use,
     fingerprint,
+    from_bytes,
     merge,
+    to_bytes,
     without_repeats,
 )
 from hetero.state.gathering.all_gather import Gathering
 from offload.cache.slot_cache import SlotCache
-from offload.errors import BudgetError
+from offload.errors import BudgetError, HeteroError
 
 _MOST_ORDERS = 8  # of which it is remembered which one followed
 _MOST_USES = 1 << 14  # of one step; steps with more gather one-sided
@@ -54,7 +57,7 @@ class StepRecord:
     """
 
     started: int
-    uses: tuple[Use, ...]
+    uses: tuple[ChunkUse, ...]
     slots: int
 
     @property
@@ -88,9 +91,9 @@ class AgreedGathers:
             prefetch: all-gathers are started ahead of their use.
         """
         self._layout = layout
-        self._gathering = gathering
+        self.gathering = gathering
         self._is_resident = is_resident
-        self._cache = cache
+        self.cache = cache
         self._news = news
         self.lock = threading.RLock()
         self._ahead = PREFETCH_CHUNKS if prefetch else 0
@@ -100,9 +103,9 @@ class AgreedGathers:
         self._progress: Progress | None = None
         self._first = 0  # the stream's number of the step's first all-gather
         self._started = 0  # in this step
-        self._record: list[Use] = []
+        self._record: list[ChunkUse] = []
         self._last_order: AgreedOrder | None = None  # of the step before this one
-        self._next: dict[tuple[Use, ...], AgreedOrder] = {}  # which step has followed which
+        self._next: dict[tuple[ChunkUse, ...], AgreedOrder] = {}  # which step has followed which
         self._in_forward = False
         self._is_starting = False
         # Whether the last use was expected, so that the order, and not this rank alone, says what
@@ -124,7 +127,7 @@ class AgreedGathers:
         if not in_backward and not self._in_forward:
             self.leads = False
             return
-        use = Use(chunk.id, in_backward)
+        use = ChunkUse(chunk.id, in_backward)
         if self._record and self._record[-1] == use:
             return
         if len(self._record) < _MOST_USES:
@@ -133,7 +136,7 @@ class AgreedGathers:
         self.leads = (
             progress is not None
             # If the others do not come, what is started only takes slots.
-            and not self._gathering.stream.is_stalled
+            and not self.gathering.stream.is_stalled
             and progress.note(use)
         )
         if progress is not None and self.leads:
@@ -159,12 +162,12 @@ class AgreedGathers:
         If this rank cannot keep the chunk, or has it, it takes part for the others alone.
         """
         chunk = self._layout.chunks[gather.chunk]
-        has_it = self._cache.holds(chunk.id)
+        has_it = self.cache.holds(chunk.id)
         self._is_starting = True
         try:
             if not has_it and self._begin(chunk.id, must):
                 pass  # the slots' backing starts it
-            elif not (has_it or must) or not self._gathering.take_part(chunk, must):
+            elif not (has_it or must) or not self.gathering.take_part(chunk, must):
                 return False
         finally:
             self._is_starting = False
@@ -173,16 +176,16 @@ class AgreedGathers:
 
     def _begin(self, chunk: int, must: bool) -> bool:
         """Starts bringing the chunk to slots, with all ranks; False if there is no room."""
-        if not self._gathering.expect(chunk, must):  # by the backing of the slots
+        if not self.gathering.expect(chunk, must):  # by the backing of the slots
             return False
         has_begun = False
         try:
-            has_begun = self._cache.begin(chunk, must)
+            has_begun = self.cache.begin(chunk, must)
         except BudgetError:
             pass  # who needs it in a moment, and not only other ranks, meets it again
         finally:
             if not has_begun:
-                self._gathering.forget_expected(chunk)
+                self.gathering.forget_expected(chunk)
         return has_begun
 
     # Other ranks
@@ -192,16 +195,16 @@ class AgreedGathers:
 
         Returns whether there were any.
         """
-        started = self._gathering.stream.started
+        started = self.gathering.stream.started
         if self._news.wanted <= started or self._is_starting:
             return False
-        if self._cache.is_making_room or not self.lock.acquire(blocking=False):
+        if self.cache.is_making_room or not self.lock.acquire(blocking=False):
             return False
         try:
             self._catch_up(self._news.wanted - self._first)
         finally:
             self.lock.release()
-        return self._gathering.stream.started > started
+        return self.gathering.stream.started > started
 
     def _catch_up(self, started: int) -> None:
         """Starts all-gathers until so many of the step's are started."""
@@ -213,7 +216,7 @@ class AgreedGathers:
         progress, uses = self._progress, without_repeats(self._record)
         if progress is not None and (progress.is_as_expected or not uses):
             uses = progress.order.uses
-        return StepRecord(self._started, uses, self._cache.slots)
+        return StepRecord(self._started, uses, self.cache.slots)
 
     def level(self, started: int) -> None:
         """Starts what another rank has started, and waits for all; all ranks then have the same.
@@ -221,14 +224,10 @@ class AgreedGathers:
         Raises PeerError.
         """
         self._catch_up(started)
-        self._cache.finish_transfers()
-        self._gathering.stream.wait_all()
+        self.cache.finish_transfers()
+        self.gathering.stream.wait_all()
 
-    def let_go(self) -> None:
-        """All ranks have made the same all-gathers: values may change afterwards."""
-        self._gathering.stream.let_go()
-
-    def end_step(self, records: Collection[tuple[Use, ...]], slots: int) -> None:
+    def end_step(self, records: Collection[tuple[ChunkUse, ...]], slots: int) -> None:
         """A step is over, and values are going to change.
 
         Args:
@@ -250,7 +249,7 @@ class AgreedGathers:
         self._started = 0
         self._in_forward = self.leads = False
 
-    def _make_order(self, uses: tuple[Use, ...], slots: int) -> AgreedOrder | None:
+    def _make_order(self, uses: tuple[ChunkUse, ...], slots: int) -> AgreedOrder | None:
         """The order of these uses; None if nothing was used, or it cannot be followed."""
         if not uses or len(uses) >= _MOST_USES:
             return None
@@ -268,37 +267,72 @@ class AgreedGathers:
         `all_in_ram`.
         """
         self.forget()
-        self._gathering.stream.note_homes(all_in_ram)
+        self.gathering.stream.note_homes(all_in_ram)
         gathered = [c for c in self._layout.chunks if not self._is_resident(c)]
-        forward = [Use(chunk.id, False) for chunk in gathered]
-        backward = [Use(chunk.id, True) for chunk in reversed(gathered)]
+        forward = [ChunkUse(chunk.id, False) for chunk in gathered]
+        backward = [ChunkUse(chunk.id, True) for chunk in reversed(gathered)]
         self._slots = slots
         if gathered and len(gathered) < _MOST_USES // 2:
             order = AgreedOrder(forward + backward, self._slots_of, slots, self._kept)
             self._progress = Progress(order)
-
-    @property
-    def slots(self) -> int:
-        """This rank has so many for gathered copies."""
-        return self._cache.slots
-
-    @property
-    def has_all_in_ram(self) -> bool:
-        """Whether this rank has all of its shards in memory."""
-        return self._gathering.has_all_in_ram
 
     def forget(self) -> None:
         """Slots are about to change: nothing is gathered together until begin(), or a step's end.
 
         All ranks call it.
         """
-        self._gathering.stream.note_homes(all_in_ram=False)
+        self.gathering.stream.note_homes(all_in_ram=False)
         self._progress = self._last_order = None
         self._next.clear()
         self._record.clear()
         self._first += self._started
         self._started = 0
 
-    def digest(self) -> int:
-        """A number that is the same on all ranks that have made the same all-gathers."""
-        return self._gathering.stream.digest()
+
+def begin_gathers(gathers: Sequence[AgreedGathers], shard: Communicator) -> None:
+    """Expects the order of registration, until a step has been seen. All ranks call it.
+
+    Raises PeerError.
+    """
+    mine = torch.tensor([(each.cache.slots, each.gathering.has_all_in_ram) for each in gathers])
+    least = shard.all_gather(mine, "comparing slots").amin(0).tolist()
+    for each, (slots, all_in_ram) in zip(gathers, least, strict=True):
+        each.begin(slots, bool(all_in_ram))
+
+
+def agree_on_gathers(
+    gathers: Sequence[AgreedGathers], shard: Communicator, ends_step: bool, what: str
+) -> None:
+    """Until all ranks have made the same all-gathers, and none is under way. All ranks call it.
+
+    Args:
+        gathers: those of each chunk group, in the same order on all ranks.
+        shard: the ranks of the shard group.
+        ends_step: what comes is another step, in the order that the ranks then agree on.
+        what: names the call in errors.
+
+    Raises:
+        PeerError: another rank failed, or did not come.
+        HeteroError: the ranks have gathered different chunks, so what they computed is wrong.
+    """
+    mine = [each.step_record() for each in gathers]
+    numbers = torch.tensor([record.numbers for record in mine])
+    told = shard.all_gather(numbers, what)  # ranks, chunk groups, numbers
+    for each, started in zip(gathers, told[:, :, 0].amax(0).tolist(), strict=True):
+        each.level(started)
+    digests = torch.tensor([each.gathering.stream.digest() for each in gathers])
+    if not shard.are_same(digests, what):
+        raise HeteroError(
+            "the ranks have gathered different chunks, or different versions of them, since the "
+            "last step, so gradients may be wrong; this is a defect of hetero, please report it"
+        )
+    for each in gathers:
+        each.gathering.stream.let_go()
+    if not ends_step:
+        return
+    for number, (each, record) in enumerate(zip(gathers, mine, strict=True)):
+        records = [record.uses]
+        if told[:, number, 1].ne(told[0, number, 1]).any():
+            found = shard.all_gather_bytes(to_bytes(record.uses), what)
+            records = [from_bytes(content) for content in found]
+        each.end_step(records, int(told[:, number, 2].min()))

@@ -23,7 +23,7 @@ _MOST_MERGED = 1 << 13
 _MOST_GROWTH = 4
 
 
-class Use(NamedTuple):
+class ChunkUse(NamedTuple):
     """A chunk is used in a forward with gradients, or in a backward."""
 
     chunk: int
@@ -57,7 +57,7 @@ class AgreedOrder:
 
     def __init__(
         self,
-        uses: Sequence[Use],
+        uses: Sequence[ChunkUse],
         slots_of: Mapping[int, int],
         capacity: int,
         kept: Collection[int],
@@ -78,7 +78,7 @@ class AgreedOrder:
         self._planned = 0  # rounds
         self._has_all = False  # nothing is gathered in later rounds
         self.phases: list[int] = []
-        self.places: dict[Use, list[int]] = {}
+        self.places: dict[ChunkUse, list[int]] = {}
         for place, use in enumerate(self.uses):
             changes = place > 0 and use.in_backward != self.uses[place - 1].in_backward
             self.phases.append((self.phases[-1] if self.phases else 0) + changes)
@@ -119,7 +119,7 @@ class Progress:
     deviations: int = 0
     _phase: int = -1  # of the last use that was expected
 
-    def note(self, use: Use) -> bool:
+    def note(self, use: ChunkUse) -> bool:
         """Follows a use; returns whether the order expects it.
 
         A rank may skip uses, but no whole phase: a forward that only this rank makes must not be
@@ -147,28 +147,28 @@ class Progress:
         return not self.deviations and self._phase == self.order.phases[-1]
 
 
-def fingerprint(uses: Sequence[Use]) -> int:
+def fingerprint(uses: Sequence[ChunkUse]) -> int:
     """A number that other sequences do not have."""
     content = np.asarray(_encoded(uses), dtype=np.int64).tobytes()
     return int.from_bytes(blake2b(content, digest_size=7).digest(), "little")
 
 
-def to_bytes(uses: Sequence[Use]) -> bytes:
+def to_bytes(uses: Sequence[ChunkUse]) -> bytes:
     """A record, for other ranks."""
     return np.asarray(_encoded(uses), dtype="<i4").tobytes()
 
 
-def from_bytes(content: bytes) -> tuple[Use, ...]:
+def from_bytes(content: bytes) -> tuple[ChunkUse, ...]:
     """The record that to_bytes() was given."""
     numbers = np.frombuffer(content, dtype="<i4").tolist()
-    return tuple(Use(number >> 1, bool(number & 1)) for number in numbers)
+    return tuple(ChunkUse(number >> 1, bool(number & 1)) for number in numbers)
 
 
-def _encoded(uses: Sequence[Use]) -> list[int]:
+def _encoded(uses: Sequence[ChunkUse]) -> list[int]:
     return [use.chunk << 1 | use.in_backward for use in uses]
 
 
-def merge(records: Sequence[tuple[Use, ...]]) -> tuple[Use, ...]:
+def merge(records: Sequence[tuple[ChunkUse, ...]]) -> tuple[ChunkUse, ...]:
     """A sequence that has each of `records` in it, in its order, if that is not much longer.
 
     Else the first of them. Where ranks use different chunks (experts), it has those of all.
@@ -181,7 +181,7 @@ def merge(records: Sequence[tuple[Use, ...]]) -> tuple[Use, ...]:
         return different[0]
     for record in different[1:]:
         matcher = SequenceMatcher(None, merged, record, autojunk=False)
-        joined: list[Use] = []
+        joined: list[ChunkUse] = []
         for _, begin, end, other_begin, other_end in matcher.get_opcodes():
             joined += merged[begin:end]
             if merged[begin:end] != list(record[other_begin:other_end]):
@@ -192,7 +192,7 @@ def merge(records: Sequence[tuple[Use, ...]]) -> tuple[Use, ...]:
     return without_repeats(merged)
 
 
-def without_repeats(uses: Sequence[Use]) -> tuple[Use, ...]:
+def without_repeats(uses: Sequence[ChunkUse]) -> tuple[ChunkUse, ...]:
     """The sequence without uses of a chunk that follow a use of the same one."""
     kept = [use for place, use in enumerate(uses) if not place or uses[place - 1] != use]
     return tuple(kept)

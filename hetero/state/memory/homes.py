@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 
 import torch
 
@@ -20,13 +21,36 @@ from offload.memory.tiers import Account, StateKind, Tier
 
 
 @dataclass(frozen=True)
-class _Home:
-    """`run` slots of an arena, from slot `first`."""
+class _Run:
+    """`slots` slots of an arena, from slot `first`."""
 
     tier: Tier
     arena: HostArena
     first: int
-    run: int
+    slots: int
+
+    def commit(self) -> None:
+        """Charges the slots. Raises BudgetError."""
+        self.arena.commit(self.first, self.slots)
+
+
+@dataclass(eq=False)
+class _Home:
+    """The home of one chunk.
+
+    Attributes:
+        run: None: it is on DISK, or the chunk has none.
+        first_run: in the arena of the chunks that began in RAM, for a return; None of others.
+        second: where it is going to be, while it moves.
+        flat: what flat() gave, until release_view().
+        is_resident: whether compute uses it in place, because all of the chunk is there.
+    """
+
+    run: _Run | None = None
+    first_run: _Run | None = None
+    second: _Run | None = None
+    flat: torch.Tensor | None = None
+    is_resident: bool = False
 
 
 class Homes:
@@ -69,50 +93,58 @@ class Homes:
         }[state_kind]
         self.whole = not sharded or shard.ranks == 1
         self.extents = extents
-        self._slot_bytes: int = getattr(SlotBytes.of(layout, dtypes), state_kind.value)
-        self._tile_bytes = shard.numel(self._slot_bytes) if self.whole else self._slot_bytes
-        self._ledger = ledger
-        self._account = Account[state_kind.name]
+        slot_bytes: int = getattr(SlotBytes.of(layout, dtypes), state_kind.value)
+        self._tile_bytes = shard.numel(slot_bytes) if self.whole else slot_bytes
         self._backend = backend
         self._compute_tier = Tier.DEVICE if backend.separate else Tier.HOST
+        account = Account[state_kind.name]
         # A device copies by itself from all arenas but those of optimizer state.
         is_copied = state_kind is not StateKind.OPTIM_STATE
-        self._make: Callable[..., HostArena] = backend.host_arena if is_copied else HostArena
-        self._home: dict[int, _Home] = {}
-        self._second: dict[int, _Home] = {}
-        self._flat: dict[int, torch.Tensor] = {}
+        make: Callable[..., HostArena] = backend.host_arena if is_copied else HostArena
+        self._arena: Mapping[Tier, Callable[[int], HostArena]] = {
+            Tier.HOST: lambda slots: make(slots, slot_bytes, ledger, account),
+            Tier.DEVICE: lambda slots: backend.arena(slots, slot_bytes, ledger, account),
+        }
+        self._homes = [_Home() for _ in layout.chunks]
         in_ram = [c for c in layout.chunks if tiers[c.id] is Tier.HOST]
-        self._common = self._arena(sum(c.slots for c in in_ram), Tier.HOST)
-        self._place: dict[int, _Home] = {}  # slots of `_common`, of the chunks that began there
+        self._common = self._arena[Tier.HOST](sum(c.slots for c in in_ram))
         first = 0
         for chunk in in_ram:
-            self._place[chunk.id] = _Home(Tier.HOST, self._common, first, chunk.slots)
+            run = _Run(Tier.HOST, self._common, first, chunk.slots)
+            self._homes[chunk.id].first_run = run
+            self._move(chunk, run)
             first += chunk.slots
-        self._home.update(self._place)
         try:
             for chunk in layout.chunks:
                 if tiers[chunk.id] is Tier.DEVICE:
-                    self._home[chunk.id] = self._own(chunk, Tier.DEVICE)
+                    self._move(chunk, self._own(chunk, Tier.DEVICE))
         except BaseException:
             self.close()
             raise
 
-    def _arena(self, slots: int, tier: Tier) -> HostArena:
-        if tier is Tier.DEVICE:
-            return self._backend.arena(slots, self._slot_bytes, self._ledger, self._account)
-        return self._make(slots, self._slot_bytes, self._ledger, self._account)
+    def _own(self, chunk: Chunk, tier: Tier) -> _Run:
+        """Slots in an arena of its own."""
+        return _Run(tier, self._arena[tier](chunk.slots), 0, chunk.slots)
 
-    def _own(self, chunk: Chunk, tier: Tier) -> _Home:
-        """A home in an arena of its own."""
-        return _Home(tier, self._arena(chunk.slots, tier), 0, chunk.slots)
+    def _move(self, chunk: Chunk, run: _Run | None) -> None:
+        """The chunk has its home there from now on."""
+        home = self._homes[chunk.id]
+        home.run = run
+        home.is_resident = self.whole and self.on_compute_tier(chunk)
+
+    def _run(self, chunk: Chunk) -> _Run:
+        """The slots of a chunk that has its home in memory."""
+        run = self._homes[chunk.id].run
+        assert run is not None
+        return run
 
     def __contains__(self, chunk: Chunk) -> bool:
-        return chunk.id in self._home
+        return self._homes[chunk.id].run is not None
 
     def on_compute_tier(self, chunk: Chunk) -> bool:
         """Whether the chunk's home is where compute happens."""
-        home = self._home.get(chunk.id)
-        return home is not None and home.tier is self._compute_tier
+        run = self._homes[chunk.id].run
+        return run is not None and run.tier is self._compute_tier
 
     def on_device(self, chunk: Chunk) -> bool:
         """Whether the chunk's home is on a DEVICE that has memory of its own."""
@@ -120,12 +152,13 @@ class Homes:
 
     def is_resident(self, chunk: Chunk) -> bool:
         """Whether the whole chunk's home is where compute happens, which uses it in place."""
-        return self.whole and self.on_compute_tier(chunk)
+        return self._homes[chunk.id].is_resident
 
     def commit_all(self) -> None:
         """Charges all slots that are not charged yet. Raises BudgetError."""
-        for home in self._home.values():
-            home.arena.commit(home.first, home.run)
+        for home in self._homes:
+            if home.run is not None:
+                home.run.commit()
 
     def flat(self, chunk: Chunk) -> torch.Tensor:
         """The chunk's slots as one flat tensor, a pin of the home. Raises BudgetError.
@@ -133,18 +166,17 @@ class Homes:
         It is the same tensor object until release_view(). It is the whole chunk if homes are
         `whole`, else this rank's shard.
         """
-        flat = self._flat.get(chunk.id)
-        if flat is None:
-            home = self._home[chunk.id]
-            home.arena.commit(home.first, home.run)
+        home = self._homes[chunk.id]
+        if home.flat is None:
+            run = self._run(chunk)
+            run.commit()
             with torch.inference_mode(False):  # which may be on where an update is waited for
-                flat = home.arena.view(home.first, home.run, self._dtype, pinned=True)
-            self._flat[chunk.id] = flat
-        return flat
+                home.flat = run.arena.view(run.first, run.slots, self._dtype, pinned=True)
+        return home.flat
 
     def resident(self, chunk: Chunk) -> torch.Tensor | None:
         """A resident chunk's home, flat, whether its values are there or not; None for others."""
-        return self.flat(chunk) if self.is_resident(chunk) else None
+        return self.flat(chunk) if self._homes[chunk.id].is_resident else None
 
     def shard(self, chunk: Chunk) -> torch.Tensor:
         """This rank's shard of the chunk, flat."""
@@ -153,17 +185,17 @@ class Homes:
 
     def address(self, chunk: Chunk, tile: int) -> int:
         """The address of tile number `tile` of this rank's shard."""
-        home = self._home[chunk.id]
-        address = home.arena.address(home.first)
+        run = self._run(chunk)
         if self.whole:
-            address += self._shard.rank * chunk.slots * self._tile_bytes
-        return address + tile * self._tile_bytes
+            tile += self._shard.rank * chunk.slots
+        return run.arena.address(run.first) + tile * self._tile_bytes
 
-    def location(self, chunk: Chunk, tile: int) -> Location:
-        """The place of tile number `tile` of this rank's shard, in memory or in the file."""
-        if chunk in self:
-            return Location(self.address(chunk, tile))
-        return Location(file_offset=self.extents[chunk.id].offset + tile * self._tile_bytes)
+    def locations(self, chunk: Chunk) -> list[Location]:
+        """The places of the tiles of this rank's shard, in memory or in the file."""
+        in_file = self._homes[chunk.id].run is None
+        first = self.extents[chunk.id].offset if in_file else self.address(chunk, 0)
+        places = range(first, first + chunk.slots * self._tile_bytes, self._tile_bytes)
+        return [*map(Location, repeat(0), places)] if in_file else [*map(Location, places)]
 
     # Moving
 
@@ -172,64 +204,75 @@ class Homes:
 
         The tensor is no pin: it must not outlive the move that it is for.
         """
-        home = (self._second if second else self._home)[chunk.id]
-        home.arena.commit(home.first, home.run)
-        return home.arena.view(home.first, home.run, torch.uint8)
+        home = self._homes[chunk.id]
+        run = home.second if second else home.run
+        assert run is not None
+        run.commit()
+        return run.arena.view(run.first, run.slots, torch.uint8)
 
     def release_view(self, chunk: Chunk, collect: bool = True) -> bool:
         """Drops the tensor that flat() gave; returns whether no other one views the home.
 
         `collect`: those do not count that only reference cycles hold; to find them takes long.
         """
-        self._flat.pop(chunk.id, None)
-        home = self._home[chunk.id]
-        if collect and home.arena.pins[home.first]:
+        self._homes[chunk.id].flat = None
+        run = self._run(chunk)
+        if collect and run.arena.pins[run.first]:
             gc.collect()  # the frames of an exception, say
-        return not home.arena.pins[home.first]
+        return not run.arena.pins[run.first]
 
     def free(self, chunk: Chunk) -> None:
         """Frees the chunk's home, with its bytes. release_view() must have returned True."""
-        home = self._home.pop(chunk.id)
-        assert not home.arena.pins[home.first]
-        self._release(home)
+        run = self._run(chunk)
+        self._move(chunk, None)
+        assert not run.arena.pins[run.first]
+        self._release(run)
 
-    def _release(self, home: _Home) -> None:
-        if home.arena is self._common:
-            home.arena.decommit(home.first, home.run)
+    def _release(self, run: _Run) -> None:
+        if run.arena is self._common:
+            run.arena.decommit(run.first, run.slots)
         else:
-            home.arena.close()
+            run.arena.close()
 
     def allocate(self, chunk: Chunk, tier: Tier) -> None:
         """Makes a second home on `tier`, with undefined bytes. Raises BudgetError."""
-        assert chunk.id not in self._second
-        place = self._place.get(chunk.id)
-        home = place if place is not None and tier is Tier.HOST else self._own(chunk, tier)
-        assert home is not self._home.get(chunk.id)
+        home = self._homes[chunk.id]
+        assert home.second is None
+        returns = home.first_run is not None and tier is Tier.HOST
+        run = home.first_run if returns else self._own(chunk, tier)
+        assert run is not None
+        assert run is not home.run
         try:
-            home.arena.commit(home.first, home.run)
+            run.commit()
         except BaseException:
-            if home is not place:
-                home.arena.close()
+            if not returns:
+                run.arena.close()
             raise
-        self._second[chunk.id] = home
+        home.second = run
 
     def switch(self, chunk: Chunk) -> None:
         """Makes the second home the chunk's home; frees the one that it had, if any."""
         if chunk in self:
             self.free(chunk)
-        self._home[chunk.id] = self._second.pop(chunk.id)
+        home = self._homes[chunk.id]
+        assert home.second is not None
+        self._move(chunk, home.second)
+        home.second = None
 
     def free_second(self, chunk: Chunk) -> None:
         """Frees the second home, if there is one."""
-        home = self._second.pop(chunk.id, None)
-        if home is not None:
-            self._release(home)
+        home = self._homes[chunk.id]
+        run, home.second = home.second, None
+        if run is not None:
+            self._release(run)
 
     def close(self) -> None:
         """Frees all homes; the memory goes when the last tensor over it does."""
-        self._flat.clear()
-        for home in (*self._home.values(), *self._second.values()):
-            home.arena.close()
+        for home in self._homes:
+            home.flat = None
+            for run in (home.run, home.second):
+                if run is not None:
+                    run.arena.close()
+            home.run = home.second = None
+            home.is_resident = False
         self._common.close()
-        self._home.clear()
-        self._second.clear()

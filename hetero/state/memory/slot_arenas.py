@@ -21,7 +21,13 @@ class SlotArenas:
 
     The arenas have slots after allocate(). Between steps, when no slot is in use, free() and
     allocate() change their sizes.
+
+    Attributes:
+        pipeline: the step pipeline over `buffers`; another one after each allocate().
+        is_reading_ahead: whether the pipeline reads ahead, or has read, what the next step needs.
     """
+
+    pipeline: StepPipeline
 
     def __init__(
         self,
@@ -55,20 +61,12 @@ class SlotArenas:
         # There, too: what devices gather and this rank does not keep there.
         self.unkept = backend.arena(0, self._slot.gathered, ledger, Account.GATHERED)
         resources.callback(self.unkept.close)
-        self._pipeline: StepPipeline | None = None
-        # Whether the pipeline reads ahead, or has read, what the next step needs.
         self.is_reading_ahead = False
         resources.callback(self._close_pipeline)
 
-    @property
-    def pipeline(self) -> StepPipeline:
-        """The step pipeline over `buffers`; another one after each allocate()."""
-        assert self._pipeline is not None, "allocate() has not been called"
-        return self._pipeline
-
     def _close_pipeline(self) -> None:
-        if self._pipeline is not None:
-            self._pipeline.close()
+        if hasattr(self, "pipeline"):
+            self.pipeline.close()
 
     def allocate(self, placement: Placement, spare_bytes: int) -> None:
         """Gives the arenas the numbers of slots that `placement` says, and makes a new pipeline.
@@ -98,7 +96,7 @@ class SlotArenas:
             arena.commit(0, slots)
         self._register()
         disk = self._file.parts
-        self._pipeline = StepPipeline(
+        self.pipeline = StepPipeline(
             # Frozen parameters alone on DISK need no buffers, and so no I/O engine.
             disk.io if disk is not None and made.buffers else None,
             disk.transfers.file if disk is not None else -1,

@@ -178,7 +178,7 @@ class GradReducer:
         """
         now = self._round
         if accumulate:
-            managed.param.grad = managed.absent_grad  # has_grad is true again
+            managed.hold_grad()  # has_grad is true again
         # Whether gradients are sent already, or still wait for others of their chunk or come from
         # the device, depends on buckets and on time: neither sums nor rounds may.
         again = managed in now.sent or managed in now.synced
@@ -202,7 +202,7 @@ class GradReducer:
         if self._memory.device is not None:
             bucket.computed.append(self._memory.device.record())
         bucket.filled.add(managed)
-        managed.param.grad = managed.absent_grad
+        managed.hold_grad()
         self._round.arrived.add(managed)
         if self.reduces_in_backward:
             self._round.synced[managed] = None
@@ -384,7 +384,7 @@ class GradReducer:
         for managed, has_arrived in zip(self._members, arrived, strict=True):
             if has_arrived and not managed.has_grad:
                 managed.grad_factor = self._loss_scale.grad_factor
-                managed.param.grad = managed.absent_grad
+                managed.hold_grad()
 
     def _agree(self, done: bool) -> RoundEnd:
         """The facts of all ranks at the end of the round.

@@ -1,4 +1,4 @@
-"""hetero/state/grad_sums: sums of squares are those of what is kept, and cost no pass."""
+"""hetero/state/grads.py: sums of squares are those of what is kept, and cost no pass."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 import hetero
-from hetero.state.grad_sums import GradSums
+from hetero.state.grads import GradSums
 from hetero.state.managed_param import ManagedParam
 from offload import _native
 from tests.support.grad_sums import counted_passes, fresh_sum, known_sum, with_grads

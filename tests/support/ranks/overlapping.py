@@ -73,7 +73,7 @@ def read_while_submitting(
 
     def submit(tasks: UpdateTasks, update: Any, last: bool) -> None:
         if not last:
-            chunk = update.members[0][0].chunk
+            chunk = update.chunks[0].chunk
             threads.append(Thread(target=lambda: saw.append(torch.equal(read(chunk), old[chunk]))))
             threads[-1].start()
             threads[-1].join(0.05)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hetero.runtime.factor_prediction import FactorPrediction
+from hetero.runtime.update_schedule import FactorPrediction
 
 
 def guess(always: bool, *factors: float | None) -> float | None:

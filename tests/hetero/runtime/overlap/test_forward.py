@@ -13,7 +13,7 @@ from torch import nn
 
 import hetero
 from hetero.chunk_groups.update_tasks import Update
-from hetero.runtime.factor_prediction import FactorPrediction
+from hetero.runtime.update_schedule import FactorPrediction
 from hetero.state.managed_param import ParamState
 from offload.errors import HeteroError, StaleGraphError
 from offload.memory.tiers import Tier
@@ -281,7 +281,7 @@ def test_forward_waits_for_what_it_uses_alone(
     submit = chunk_group.update_tasks.submit
 
     def watched_submit(update: Update, last: bool) -> None:
-        submitted.extend(tile.chunk.id for tile in update.tiles)
+        submitted.extend(each.chunk.id for each in update.chunks)
         submit(update, last)
 
     chunk_group.update_tasks.submit = watched_submit  # type: ignore[method-assign]

@@ -137,7 +137,7 @@ class GradReads:
         locate = grads.location
 
         def watched(chunk: Chunk, tile: int, speculative: bool = False) -> Location:
-            if chunk not in grads.homes and not grads._cache.holds(chunk.id):
+            if chunk not in grads.homes and not grads.slots.cache.holds(chunk.id):
                 self.nbytes += tile_bytes
             return locate(chunk, tile, speculative)
 

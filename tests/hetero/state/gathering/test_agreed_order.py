@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from hetero.planning.belady import ahead_slots, fetches, rounds
 from hetero.state.gathering.agreed_order import (
     AgreedOrder,
+    ChunkUse,
     Progress,
-    Use,
     fingerprint,
     from_bytes,
     merge,
@@ -19,28 +19,30 @@ from hetero.state.gathering.agreed_order import (
     without_repeats,
 )
 
-USES = st.lists(st.builds(Use, st.integers(0, 6), st.booleans()), min_size=1, max_size=30).map(
+USES = st.lists(st.builds(ChunkUse, st.integers(0, 6), st.booleans()), min_size=1, max_size=30).map(
     without_repeats
 )
 
 
-def chain(chunks: int) -> list[Use]:
+def chain(chunks: int) -> list[ChunkUse]:
     """A forward and a backward of so many layers."""
-    forward = [Use(chunk, False) for chunk in range(chunks)]
-    return forward + [Use(use.chunk, True) for use in reversed(forward)]
+    forward = [ChunkUse(chunk, False) for chunk in range(chunks)]
+    return forward + [ChunkUse(use.chunk, True) for use in reversed(forward)]
 
 
-def order(uses: Sequence[Use], capacity: int = 2) -> AgreedOrder:
+def order(uses: Sequence[ChunkUse], capacity: int = 2) -> AgreedOrder:
     return AgreedOrder(uses, dict.fromkeys(range(7), 1), capacity, ())
 
 
-def is_subsequence(part: Sequence[Use], whole: Sequence[Use]) -> bool:
+def is_subsequence(part: Sequence[ChunkUse], whole: Sequence[ChunkUse]) -> bool:
     rest = iter(whole)
     return all(use in rest for use in part)
 
 
 @given(st.lists(USES, min_size=1, max_size=4))
-def test_a_merged_order_has_each_ranks_uses_in_its_order(records: list[tuple[Use, ...]]) -> None:
+def test_a_merged_order_has_each_ranks_uses_in_its_order(
+    records: list[tuple[ChunkUse, ...]],
+) -> None:
     merged = merge(records)
     assert all(is_subsequence(record, merged) for record in records) or merged == records[0]
     assert merged == merge(records)
@@ -57,19 +59,19 @@ def test_equal_records_stay_what_they_are_and_experts_of_all_ranks_are_in_the_or
 
 
 def test_records_without_anything_in_common_do_not_grow_without_limit() -> None:
-    records = [tuple(Use(rank, place % 2 > 0) for place in range(9)) for rank in range(6)]
+    records = [tuple(ChunkUse(rank, place % 2 > 0) for place in range(9)) for rank in range(6)]
     assert merge(records) == records[0]
 
 
 @given(USES)
-def test_a_record_survives_its_way_to_other_ranks(uses: tuple[Use, ...]) -> None:
+def test_a_record_survives_its_way_to_other_ranks(uses: tuple[ChunkUse, ...]) -> None:
     assert from_bytes(to_bytes(uses)) == uses
     assert fingerprint(from_bytes(to_bytes(uses))) == fingerprint(uses)
 
 
 @given(USES, st.integers(1, 5))
 def test_who_makes_all_uses_is_as_expected_in_every_round(
-    uses: tuple[Use, ...], count: int
+    uses: tuple[ChunkUse, ...], count: int
 ) -> None:
     progress = Progress(order(uses))
     for _ in range(count):
@@ -105,7 +107,7 @@ def test_a_forward_that_others_do_not_make_is_not_taken_for_the_next_one() -> No
 
 @given(USES, st.integers(1, 4))
 def test_the_gathers_of_a_step_are_beladys_and_none_is_missing_in_later_rounds(
-    uses: tuple[Use, ...], capacity: int
+    uses: tuple[ChunkUse, ...], capacity: int
 ) -> None:
     """Each use finds its chunk in the slots, if gathers fill them as the order says."""
     chunks = [use.chunk for use in uses]

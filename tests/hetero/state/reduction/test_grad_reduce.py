@@ -242,7 +242,7 @@ def make_rank(
     members.sort(key=lambda m: m.slice.param.index)
     chunks = chunk_states(layout.chunks, members)
     updates = ChunkUpdates(chunks, all_homes, nothing, nothing, OverlapUpdates.NONE)
-    grads = Grads(layout, FP32, chunks, homes, lambda _: cast(SlotCache, None), updates)
+    grads = Grads(layout, FP32, homes, lambda _: cast(SlotCache, None), updates)
     longest = max(c.slots for c in layout.chunks)
 
     def slots(count: int) -> SlotPool:
