@@ -78,12 +78,8 @@ class KeptTensors:
         """What next_to_leave() gave, or let_go_by_others(), cannot leave now."""
         if activation.is_counted:
             self._candidates.appendleft(activation)
-        else:
-            self.hold(activation)
-
-    def hold(self, activation: Activation) -> None:
-        """It stays among those that others hold, which are looked at again later."""
-        self._held.append(activation)
+        else:  # looked at again later
+            self._held.append(activation)
 
     def let_go_by_others(self) -> Iterator[Activation]:
         """Some that others held and do not hold any more; the caller counts each, or has it leave.

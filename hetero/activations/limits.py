@@ -17,6 +17,7 @@ _LEAST_SHARE = 64
 _WINDOW_SHARE = 4
 # The saved tensors of its size that a device's slots must hold together for one to leave.
 _HANDFUL = 8
+_KEPT_SHARE = 2
 _LEAST_KEPT = 8  # one part in so many is never lent
 
 
@@ -39,14 +40,10 @@ class ActivationLimits:
     lent_bytes: int = 0
 
     @property
-    def least_bytes(self) -> int:
-        """What is smaller stays where it is."""
-        return min(_LEAST_BYTES, self.compute_bytes // _LEAST_SHARE)
-
-    @property
-    def compute_bytes(self) -> int:
-        """Of the memory where compute happens."""
-        return self.device_bytes or self.host_bytes
+    def kept_device_bytes(self) -> int:
+        """Of `device_bytes`, what tensors may keep; the rest is for slots to which activations come
+        back."""
+        return self.device_bytes // _KEPT_SHARE
 
     @property
     def usable_bytes(self) -> int:
@@ -79,6 +76,7 @@ class ActivationLimits:
         A device's slots are half of its part, and one operator's backward may need a handful. Where
         the user has given a number, that they do not fit is an error.
         """
-        if self.device_bytes and not self.is_strict and nbytes * _HANDFUL > self.device_bytes // 2:
+        if self.device_bytes and not self.is_strict and nbytes * _HANDFUL > self.kept_device_bytes:
             return False
-        return nbytes >= self.least_bytes
+        compute_bytes = self.device_bytes or self.host_bytes
+        return nbytes >= min(_LEAST_BYTES, compute_bytes // _LEAST_SHARE)

@@ -20,21 +20,108 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 
 import torch
 
-from hetero.activations.activation import Activation, ActivationState
+from hetero.activations.activation import Activation, ActivationState, SavingOrder
+from hetero.activations.activation_file import ActivationFile
+from hetero.activations.device_copies import DeviceCopies
 from hetero.activations.kept_tensors import KeptTensors
 from hetero.activations.limits import ActivationLimits
-from hetero.activations.movement.movement import Movement
-from hetero.activations.saved_activation import SavedActivation
-from hetero.activations.saving_order import SavingOrder
+from hetero.activations.movement import Movement
+from hetero.activations.ram_copies import RamCopies
+from hetero.config import Config
+from offload._native import IoEngine
+from offload.device.backend import Backend
 from offload.errors import BudgetError, ClosedError, HeteroError
 from offload.interrupts import uninterrupted
+from offload.memory.arena import HostArena
+from offload.memory.ledger import Ledger
+from offload.memory.run_pool import RunPool
+from offload.memory.tiers import Account, Tier
 
-_KEPT = (ActivationState.KEPT, ActivationState.LEAVING)
+_MOST_LOOKED_AT = 256  # activations, to find the next ones that backward needs
+# Where compute happens in RAM slots come and go among the tensors, so that runs of free ones may be
+# short: there are addresses for so many times the bytes.
+_ADDRESSES = 4
+# Of RAM behind a link: what may be in slots alone before the earliest is written.
+_UNWRITTEN_SHARE = 3 / 4
+_keys = itertools.count()  # of saved tensors
+
+
+def has_plain_memory(tensor: torch.Tensor) -> bool:
+    """Whether the bytes that a strided tensor views in its storage are all that there is to it."""
+    return (
+        type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and tensor.numel() > 0
+        and tensor.device.type != "meta"
+        and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
+        and not tensor._is_zerotensor()
+        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    )
+
+
+class SavedActivation:
+    """One saved tensor: how to view its activation. It lives as long as the graph that has it."""
+
+    __slots__ = ("_store", "activation", "dtype", "key", "offset", "size", "stride")
+
+    def __init__(
+        self, store: ActivationStore, activation: Activation, tensor: torch.Tensor, begin: int = 0
+    ) -> None:
+        """Byte `begin` of the activation is the first one of the storage that `tensor` views."""
+        self._store = store
+        self.activation = activation
+        activation.saved += 1
+        self.key = next(_keys)
+        self.dtype = tensor.dtype
+        self.size = tensor.size()
+        self.stride = tensor.stride()
+        self.offset = int(tensor.storage_offset()) + begin // self.dtype.itemsize  # elements
+
+    def view(self, found: torch.Tensor) -> torch.Tensor:
+        """The saved tensor over `found`, the bytes that the activation has kept, flat."""
+        begin = self.offset - self.activation.begin // self.dtype.itemsize
+        usable = len(found) // self.dtype.itemsize * self.dtype.itemsize
+        return found[:usable].view(self.dtype).as_strided(self.size, self.stride, begin)
+
+    def unpack(self) -> torch.Tensor:
+        """The tensor that was saved.
+
+        Raises:
+            StaleGraphError: it was changed in place since.
+            BudgetError: what backward has in use leaves no room to bring it back.
+            NativeIoError, OSError: it could not be read, or copied. It can be tried again.
+            ClosedError: the engine was closed.
+        """
+        return self._store.unpack(self)
+
+    def __del__(self) -> None:
+        self._store.forget(self)
+
+
+@dataclass
+class ActivationCounts:
+    """Counts of a store so far.
+
+    Attributes:
+        saved_bytes: of all storages that were new.
+        alive_bytes: of the storages that graphs have now, wherever their bytes are.
+        peak_alive_bytes: the most there ever were.
+        refused_host_bytes: of RAM, what would have been needed to count the largest that found no
+            room.
+        pack_s, unpack_s: for which compute could not go on, in forward and in backward.
+    """
+
+    saved_bytes: int = 0
+    alive_bytes: int = 0
+    peak_alive_bytes: int = 0
+    refused_host_bytes: int = 0
+    pack_s: float = 0.0
+    unpack_s: float = 0.0
 
 
 def _is_leaf(tensor: torch.Tensor) -> bool:
@@ -60,23 +147,15 @@ class ActivationStore:
         self.movement = movement
         self._notes = notes
         self._order = SavingOrder()
-        self._numbers = itertools.count()
         self._lock = threading.Lock()
         # Saved tensors that no graph has any more. The garbage collector may find one at any time,
         # in the middle of what needs the lock, too.
         self._forgotten: deque[tuple[Activation, int]] = deque()
-        self._keys: dict[Activation, int] = {}  # how many saved tensors each one has
         # By storage, what was brought back, and some of which the slots were given up.
         self._handed_out: dict[int, Activation] = {}
         self._is_open = True
-        self.saved_bytes = 0  # so far, of all storages that were new
-        # Of the storages that graphs have, wherever their bytes are; and the most there ever were.
-        self.alive_bytes = self.peak_alive_bytes = 0
-        # Of RAM, what would have been needed to count the largest that found no room.
-        self.refused_host_bytes = 0
+        self.counts = ActivationCounts()
         self.recomputes = False  # blocks are computed again, so that less is saved
-        # Seconds for which compute could not go on so far, in forward and in backward.
-        self.pack_s = self.unpack_s = 0.0
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -108,7 +187,7 @@ class ActivationStore:
             try:
                 return self._pack(tensor)
             finally:
-                self.pack_s += time.perf_counter() - began_s
+                self.counts.pack_s += time.perf_counter() - began_s
 
     def _pack(self, tensor: torch.Tensor) -> SavedActivation | None:
         if not self._is_open:
@@ -124,9 +203,8 @@ class ActivationStore:
             activation = self._keep(tensor)
         if activation is None:
             return None
-        saved = SavedActivation(self, activation, next(self._numbers), tensor)
+        saved = SavedActivation(self, activation, tensor)
         activation.add(saved.key, tensor)
-        self._keys[activation] = self._keys.get(activation, 0) + 1
         return saved
 
     def _brought_back(self, storage: int) -> Activation | None:
@@ -142,30 +220,29 @@ class ActivationStore:
     def _save_again(self, activation: Activation, tensor: torch.Tensor) -> SavedActivation | None:
         """Another saved tensor, a view of what was brought back; None if that was changed since."""
         back = activation.back
-        if activation not in self._keys or back is None or back.is_changed:
+        if not activation.saved or back is None or back.is_changed:
             return None
-        self._keys[activation] += 1
-        return SavedActivation(self, activation, next(self._numbers), tensor, activation.begin)
+        return SavedActivation(self, activation, tensor, activation.begin)
 
     def _keep(self, tensor: torch.Tensor) -> Activation | None:
         storage = tensor.untyped_storage()
-        number, nbytes = next(self._numbers), storage.nbytes()
-        activation = Activation(number, nbytes, tensor.shape, storage._cdata)
+        nbytes, counts = storage.nbytes(), self.counts
+        activation = Activation(nbytes, tensor.shape, storage._cdata)
         refusal = self._make_room(activation)
         if refusal is not None:
             if self.limits.is_strict:
                 raise BudgetError(refusal)
-            beside = 2 * nbytes if self.movement.file is not None else self.alive_bytes
-            self.refused_host_bytes = max(self.refused_host_bytes, beside + nbytes)
+            beside = 2 * nbytes if self.movement.file is not None else counts.alive_bytes
+            counts.refused_host_bytes = max(counts.refused_host_bytes, beside + nbytes)
             note = "some saved tensors stay in memory that no budget counts: " + refusal
             if not any(line.startswith(note[:40]) for line in self._notes):
                 self._notes.append(note)
             return None
         self._kept.add(activation)
-        self._order.append(activation)
-        self.saved_bytes += activation.nbytes
-        self.alive_bytes += activation.nbytes
-        self.peak_alive_bytes = max(self.peak_alive_bytes, self.alive_bytes)
+        self._order.add(activation)
+        counts.saved_bytes += nbytes
+        counts.alive_bytes += nbytes
+        counts.peak_alive_bytes = max(counts.peak_alive_bytes, counts.alive_bytes)
         return activation
 
     def _make_room(self, activation: Activation) -> str | None:
@@ -177,10 +254,10 @@ class ActivationStore:
             if kept.nbytes + other.nbytes <= limit and movement.wait_for_room(other.nbytes):
                 kept.count_again(other)
             elif not self._leave(other):
-                kept.hold(other)
+                kept.put_back(other)
         if activation.nbytes > limit:
             return movement.too_large(activation)
-        while movement.staying_bytes + activation.nbytes > movement.staying_limit(limit):
+        while movement.is_one_to_leave(activation.nbytes, limit):
             leaving = kept.next_to_leave()
             if leaving is None:
                 break
@@ -209,11 +286,11 @@ class ActivationStore:
             try:
                 return self._unpack(saved)
             finally:
-                self.unpack_s += time.perf_counter() - began_s
+                self.counts.unpack_s += time.perf_counter() - began_s
 
     def _unpack(self, saved: SavedActivation) -> torch.Tensor:
         activation = saved.activation
-        if activation.state in _KEPT:
+        if activation.is_kept:
             found = activation.kept(saved.key)
             self._read_ahead(activation)
             return found
@@ -233,7 +310,7 @@ class ActivationStore:
     def _read_ahead(self, activation: Activation) -> None:
         """What backward needs next begins to come back, as far as there is room."""
         if self._is_open and self.movement.reads_ahead:
-            self.movement.read_ahead(self._order.before(activation))
+            self.movement.read_ahead(self._order.before(activation, _MOST_LOOKED_AT))
 
     # The end of a graph
 
@@ -253,18 +330,14 @@ class ActivationStore:
     def _drop_forgotten(self) -> None:
         while self._forgotten:
             activation, key = self._forgotten.popleft()
-            if activation not in self._keys:
-                continue  # it was never added, or the store is closed
-            activation.tensors.pop(key, None)
-            activation.versions.pop(key, None)
-            activation.stale.discard(key)
-            self._keys[activation] -= 1
-            if not self._keys[activation]:
-                del self._keys[activation]
+            if not self._is_open:
+                continue
+            activation.forget(key)
+            if not activation.saved:
                 if activation.back is not None:
                     self._handed_out.pop(activation.back.storage, None)
-                self._order.remove(activation)
-                self.alive_bytes -= activation.nbytes
+                self._order.discard(activation)
+                self.counts.alive_bytes -= activation.nbytes
                 self.movement.drop(activation)
         if not len(self._order):
             self._handed_out.clear()
@@ -290,7 +363,7 @@ class ActivationStore:
     def wanted_host_bytes(self) -> int:
         """Of RAM, what steps like those so far need so that nothing has to leave; all that there
         is at least, if blocks are computed again for want of more."""
-        wanted = self.peak_alive_bytes * 3 // 2 + self.least_host_bytes
+        wanted = self.counts.peak_alive_bytes * 3 // 2 + self.least_host_bytes
         return max(wanted, self.limits.host_bytes) if self.recomputes else wanted
 
     @property
@@ -327,15 +400,61 @@ class ActivationStore:
             if not self._is_open:
                 return
             self._is_open = False
-            for activation in list(self._order):
-                self._order.remove(activation)
+            while (activation := self._order.take()) is not None:
                 if activation.state is ActivationState.LEAVING:
                     with suppress(HeteroError, OSError):  # where it is then does not matter
                         self.movement.finish_leaving(activation)
                 if activation.state is ActivationState.KEPT:
-                    self.movement.abandon(activation)
+                    self._kept.remove(activation)  # the graph has the tensors alone
                 else:
                     self.movement.drop(activation)
-            self._keys.clear()
-            self.alive_bytes = 0
+            self.counts.alive_bytes = 0
             self.movement.close()
+
+
+def build_activation_store(
+    config: Config,
+    limits: ActivationLimits,
+    backend: Backend,
+    ledger: Ledger,
+    notes: list[str],
+    model_state_io: Callable[[], IoEngine | None],
+    excess: Callable[[int], int] = lambda _: 0,
+) -> ActivationStore:
+    """A store without activations. It takes memory when it needs it, within `limits`.
+
+    Args:
+        config: says where NVMe is.
+        limits: the bytes that placement leaves out for it.
+        backend: where compute happens.
+        ledger: charged.
+        notes: lines for the user, to append to.
+        model_state_io: the I/O engine of model state, if it has one; it lives longer.
+        excess: by how many bytes the process is larger than it may be, if so many more come.
+    """
+    tier = Tier.DEVICE if backend.separate else Tier.HOST
+    kept = KeptTensors(ledger, tier, limits.may_leave)
+    file = ActivationFile(config, ledger, notes, model_state_io) if config.nvme_paths else None
+    slot_bytes = limits.slot_bytes(limits.host_bytes)
+    slots = limits.host_bytes // slot_bytes
+    devices: DeviceCopies | None = None
+    if not backend.separate:
+
+        def room() -> int:
+            return limits.usable_bytes - kept.nbytes
+
+        arena = HostArena(_ADDRESSES * slots, slot_bytes, ledger, Account.ACTIVATION)
+        ram = RamCopies(RunPool(arena, room), room, file, unwritten_bytes=0)
+    else:
+        arena = backend.host_arena(slots, slot_bytes, ledger, Account.ACTIVATION)
+
+        def behind_link() -> int:
+            return limits.host_bytes
+
+        pool = RunPool(arena, behind_link, in_one=True)
+        device_slot_bytes = limits.slot_bytes(limits.device_bytes)
+        devices = DeviceCopies(backend, ledger, limits.kept_device_bytes, device_slot_bytes)
+        unwritten_bytes = int(slots * slot_bytes * _UNWRITTEN_SHARE)
+        ram = RamCopies(pool, behind_link, file, unwritten_bytes, devices.wait_for_one)
+    movement = Movement(limits, kept, ram, devices, config.debugging.prefetch, excess)
+    return ActivationStore(limits, kept, movement, notes)

@@ -28,7 +28,7 @@ from hetero.stand_ins.parameter_classes import become, become_plain, memory_in
 from hetero.stand_ins.tile_changes import TileChange
 from hetero.state.unmanaged_params import UnmanagedParams
 from offload.errors import BudgetError
-from offload.memory.c_heap import trim_heap
+from offload.memory.process_memory import trim_heap
 from offload.memory.tiers import Tier
 
 

@@ -25,8 +25,8 @@ from hetero.stand_ins.construction_uses import ConstructionAlias
 from hetero.stand_ins.parameter_classes import become, become_plain, memory_in
 from hetero.stand_ins.tile_changes import TileChange, tiles
 from offload.errors import BudgetError, HeteroError
-from offload.memory.c_heap import trim_heap
 from offload.memory.ledger import Ledger
+from offload.memory.process_memory import trim_heap
 from offload.memory.sizes import format_bytes
 from offload.memory.tiers import Account, Tier
 

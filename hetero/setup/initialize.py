@@ -11,9 +11,8 @@ from typing import Any, TypeVar
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from hetero.activations.build import build_activation_store
 from hetero.activations.limits import ActivationLimits
-from hetero.activations.store import ActivationStore
+from hetero.activations.store import ActivationStore, build_activation_store
 from hetero.api.module_state_dict import StateDictHooks
 from hetero.api.optimizer import HybridOptimizer
 from hetero.chunk_groups.build import build_chunk_group

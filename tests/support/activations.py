@@ -12,10 +12,13 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 import hetero
-from hetero.activations.build import build_activation_store
 from hetero.activations.limits import ActivationLimits
-from hetero.activations.saved_activation import SavedActivation, has_plain_memory
-from hetero.activations.store import ActivationStore
+from hetero.activations.store import (
+    ActivationStore,
+    SavedActivation,
+    build_activation_store,
+    has_plain_memory,
+)
 from hetero.config import Config
 from offload.device.backend import Backend, CpuBackend
 from offload.memory.ledger import Ledger
@@ -62,7 +65,7 @@ class StoreRig:
     def wait_written(self) -> None:
         """Until no transfer of the file is under way."""
         movement: Any = self.store.movement
-        for op in list(movement._ram._ops.values()):
+        for op in movement._ram.transfers():
             op.wait()
         movement.settle()
 

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint as checkpoint_module
 
-from hetero.activations.saved_activation import SavedActivation, has_plain_memory
-from hetero.activations.store import ActivationStore
+from hetero.activations.store import ActivationStore, SavedActivation, has_plain_memory
 from hetero.runtime.modules.call_stack import is_in_checkpoint, is_recomputing
 from hetero.runtime.modules.param_registry import ParamRegistry
 from hetero.stand_ins.offloaded_tensor import OffloadedTensor

@@ -92,12 +92,12 @@ class BlockCalls:
         for call in self._replaced:
             call.put_in_place()
         store = self._activations
-        self._forward = Forward(threading.get_ident(), store.saved_bytes, store.kept_bytes)
+        self._forward = Forward(threading.get_ident(), store.counts.saved_bytes, store.kept_bytes)
 
     def end_forward(self) -> None:
         """No more calls of the forward come."""
         if self._forward.costs:
-            self._forward.end(self._activations.saved_bytes)
+            self._forward.end(self._activations.counts.saved_bytes)
             self.latest, self._forward = self._forward, Forward()
 
     def end_step(self) -> None:
@@ -142,7 +142,7 @@ class BlockCalls:
                 len(forward.costs), size_bytes, expected
             )
             self._note_odd(block, arguments, expected)
-        saved_bytes, waited_s = self._activations.saved_bytes, self._waits_s()
+        saved_bytes, waited_s = self._activations.counts.saved_bytes, self._waits_s()
         unchanged = _Unchanged(module, arguments)
         surroundings = call = None
         if again or seen is None:
@@ -174,7 +174,7 @@ class BlockCalls:
         except BaseException:
             self._forward = Forward()  # what it has shown is no forward's
             raise
-        saved_bytes = self._activations.saved_bytes - saved_bytes
+        saved_bytes = self._activations.counts.saved_bytes - saved_bytes
         cost = CallCost(saved_bytes, size_bytes, forward_s, size_bytes, is_repeatable)
         if again:  # what it saves otherwise was seen in another call
             assert seen is not None

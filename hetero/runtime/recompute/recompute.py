@@ -47,7 +47,7 @@ class Recompute:
         self._policy = RecomputePolicy(mode, activations, chunk_groups[0].world.agree)
 
         def waits_s() -> float:
-            own = activations.pack_s + activations.unpack_s
+            own = activations.counts.pack_s + activations.counts.unpack_s
             return own + sum(chunk_group.wait_s for chunk_group in chunk_groups)
 
         blocks = find_blocks(model, None if isinstance(mode, str) else mode)
@@ -75,7 +75,8 @@ class Recompute:
             return
         self._calls.end_step()
         self._activations.recomputes = any(self._calls.latest.recomputed)
-        now = self._activations.pack_s, self._activations.unpack_s
+        counts = self._activations.counts
+        now = counts.pack_s, counts.unpack_s
         packed_s, unpacked_s = (new - old for new, old in zip(now, self._waited, strict=True))
         self._waited = now
         so_far = self._activations.moved_bytes

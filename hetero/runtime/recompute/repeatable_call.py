@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from hetero.activations.saved_activation import SavedActivation, has_plain_memory
+from hetero.activations.store import SavedActivation, has_plain_memory
 from hetero.runtime.modules.call_stack import in_own_checkpoint
 from hetero.runtime.modules.saved_tensors import SavedTensor, SavedTensors
 from hetero.runtime.recompute.call_record import Arguments, nest

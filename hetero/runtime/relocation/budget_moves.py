@@ -19,7 +19,7 @@ from hetero.runtime.relocation.memory_limit import BesideMemory, MemoryLimit, us
 from hetero.runtime.relocation.migration import InUseError
 from hetero.runtime.relocation.relocate import Change, Relocation, same
 from offload.errors import BudgetError, HeteroError, PeerError
-from offload.memory.c_heap import trim_heap
+from offload.memory.process_memory import trim_heap
 from offload.memory.sizes import format_bytes, parse_bytes
 from offload.memory.tiers import Account, Tier
 
@@ -172,7 +172,7 @@ class BudgetMoves:
         store = self._adjustable
         if store is None or self._shared.backend.separate:  # there the device has no room
             return
-        least = self._agree(store.refused_host_bytes, max, "activation_memory")
+        least = self._agree(store.counts.refused_host_bytes, max, "activation_memory")
         wanted = self._agree(store.wanted_host_bytes, max, "activation_memory")
         before = store.limits.host_bytes
         if least <= max(before, self._not_given_bytes):

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from hetero.activations.saved_activation import SavedActivation
+from hetero.activations.store import SavedActivation
 from offload.device.backend import Backend, EmulatedBackend
 from offload.device.cuda_backend import CudaBackend
 from offload.errors import BudgetError, StaleGraphError

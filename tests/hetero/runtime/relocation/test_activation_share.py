@@ -79,12 +79,12 @@ def test_saved_tensors_are_counted_when_steps_become_larger(
     assert any("no budget counts" in note for note in trained.engine.notes)
     assert limits.host_bytes >= 3 * 512 * WIDTH * 4
     trained.engine.notes.clear()
-    before = trained.store.saved_bytes
+    before = trained.store.counts.saved_bytes
     trained.step(512)
     assert not trained.engine.notes
-    assert trained.store.saved_bytes - before >= 24 * 512 * WIDTH * 4
+    assert trained.store.counts.saved_bytes - before >= 24 * 512 * WIDTH * 4
     trained.engine.close()
-    assert trained.store.alive_bytes == 0
+    assert trained.store.counts.alive_bytes == 0
 
 
 def test_what_cannot_be_had_is_not_tried_again_and_again(

@@ -1,4 +1,4 @@
-"""Activations that are brought back to a device with memory of its own."""
+"""Activations on their way over the link: from a device with memory of its own, and back there."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from contextlib import suppress
 
 import torch
 
-from hetero.activations.activation import Activation, DeviceCopy
-from hetero.activations.handed_out import HandedOut
-from hetero.activations.movement.earliest_first import EarliestFirst
+from hetero.activations.activation import Activation, HandedOut, SavingOrder, SlotCopy
+from hetero.activations.ram_copies import Endings, is_unused
 from offload import timeline
 from offload.device.backend import Backend
 from offload.memory.ledger import Ledger
@@ -33,44 +32,46 @@ class DeviceCopies:
         self._slots = nbytes // slot_bytes
         self._slot_bytes = slot_bytes
         self._pool: RunPool | None = None
-        self._fetched = EarliestFirst(self._is_unused)
-        self._ending: list[DeviceCopy] = []
+        self._fetched = SavingOrder()
+        self._endings = Endings()
         self._under_way: deque[Transfer] = deque()  # and some that are done
-        self.fetched_bytes = 0  # asked for
-
-    @property
-    def nbytes(self) -> int:
-        """Of all slots."""
-        return self._slots * self._slot_bytes
+        self.fetched_bytes = self.left_bytes = 0  # asked for: to the device, and from it
 
     @property
     def pool(self) -> RunPool:
         """The slots. Raises BudgetError if the device has no room for them."""
         if self._pool is None:
-            arena = self._backend.arena(
-                self._slots, self._slot_bytes, self._ledger, Account.ACTIVATION
-            )
-            self._pool = RunPool(arena, lambda: self.nbytes, in_one=True)
+            slots, slot_bytes = self._slots, self._slot_bytes
+            arena = self._backend.arena(slots, slot_bytes, self._ledger, Account.ACTIVATION)
+            self._pool = RunPool(arena, lambda: slots * slot_bytes, in_one=True)
         return self._pool
+
+    def leave(self, activation: Activation, to: torch.Tensor) -> Transfer:
+        """Starts copying the bytes that its tensors view to RAM. Raises an OSError."""
+        op = self._backend.to_ram(to, activation.bytes_kept(), self._backend.record_event())
+        self.left_bytes += activation.span
+        return op
 
     def fetch(self, activation: Activation, source: torch.Tensor, must: bool = True) -> bool:
         """Starts copying `source`, its bytes in RAM, to slots; False if there is no room.
 
-        What need not be there yet takes only the place of what backward needs later. Raises
+        Read-ahead (not `must`) takes only the place of what backward needs later. Raises
         BudgetError or an OSError if it cannot be started.
         """
         pool = self.pool
         slots = pool.slots_for(activation.span)
         while (run := pool.take(slots)) is None:
-            if not self._give_up(None if must else activation.number):
+            given_up = self._fetched.take(self._is_unused, None if must else activation)
+            if given_up is None:
                 return False
+            self.drop(given_up)
         try:
             op = self._backend.fetch(pool.view(run, activation.span, pinned=False), source)
         except BaseException:
             pool.give_back(run)
             raise
         self.fetched_bytes += activation.span
-        activation.on_device = DeviceCopy(run, op)
+        activation.on_device = SlotCopy(run, op)
         self._under_way.append(op)
         self._fetched.add(activation)
         return True
@@ -83,21 +84,9 @@ class DeviceCopies:
             wait_quietly(self._under_way.popleft())  # who needs the copy is told if it failed
         return True
 
-    def _give_up(self, before: int | None) -> bool:
-        """The earliest copy that nothing pins, of before that number, is given up."""
-        activation = self._fetched.take(before)
-        if activation is not None:
-            self.drop(activation)
-        return activation is not None
-
     def _is_unused(self, activation: Activation) -> bool:
         copy = activation.on_device
-        if copy is None:
-            return False
-        back = copy.handed_out
-        if back is not None:
-            return not (back.is_viewed or back.is_changed)  # a change is to be refused
-        return not self.pool.is_pinned(copy.run)
+        return copy is not None and is_unused(copy, self.pool)
 
     def hand_out(self, activation: Activation) -> HandedOut:
         """The bytes in its slots, for views that backward gets.
@@ -108,6 +97,7 @@ class DeviceCopies:
         """
         copy = activation.on_device
         assert copy is not None
+        assert copy.op is not None
         if not self._backend.in_order:
             try:
                 with timeline.span("activation"):
@@ -127,32 +117,29 @@ class DeviceCopies:
         """Frees the slots of copies that are done, and that nobody needs."""
         while self._under_way and self._under_way[0].done():
             wait_quietly(self._under_way.popleft())
-        going_on = []
-        for copy in self._ending:
-            if self._backend.in_order or copy.op.done():
-                wait_quietly(None if self._backend.in_order else copy.op)
-                self.pool.give_back(copy.run)
-            else:
-                going_on.append(copy)
-        self._ending = going_on
+        self._endings.settle()
 
     def drop(self, activation: Activation) -> None:
         """It is not needed on the device: its slots are free, once nothing uses them."""
         copy, activation.on_device = activation.on_device, None
         self._fetched.discard(activation)
-        if copy is not None:
-            copy.handed_out = None
-            if not self._backend.in_order:
-                copy.op.cancel()
-            self._ending.append(copy)
-            self.settle()
+        if copy is None:
+            return
+        run, op = copy.run, copy.op
+        assert op is not None
+        copy.handed_out = None
+        if self._backend.in_order:
+            self.pool.give_back(run)  # what the slots get next comes after the copy
+        else:
+            op.cancel()
+            self._endings.add(op, lambda: self.pool.give_back(run))
+        self.settle()
 
     def close(self) -> None:
         """Waits for copies under way and gives the slots back; idempotent."""
-        for op in (*self._under_way, *(copy.op for copy in self._ending)):
-            wait_quietly(op)
-        self._ending.clear()
-        self._under_way.clear()
+        while self._under_way:
+            wait_quietly(self._under_way.popleft())
+        self._endings.finish()
         if self._pool is not None:
             with suppress(OSError):
                 self._pool.close()

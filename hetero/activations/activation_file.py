@@ -4,26 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Protocol
 
+from hetero.activations.activation import FileTransfer
 from hetero.config import Config
 from offload._native import IoEngine
 from offload.disk.scratch_file import ScratchFile, Transfers, make_io_engine
 from offload.errors import BudgetError, StoreError
 from offload.memory.free_space import FreeSpace
 from offload.memory.ledger import Ledger
-from offload.memory.operation import Transfer
 from offload.memory.sizes import PAGE_BYTES, round_up
 from offload.memory.tiers import Account
 
 _GROWTH = 4  # the file grows by a part of so many of what it has, at least
-
-
-class FileTransfer(Transfer, Protocol):
-    """A transfer to the file or from it."""
-
-    def hurry(self) -> None:
-        """Somebody waits for it now."""
 
 
 class ActivationFile:

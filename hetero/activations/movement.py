@@ -1,0 +1,317 @@
+"""How activations go away from where compute happens, and come back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+
+from hetero.activations.activation import Activation, ActivationState, HandedOut
+from hetero.activations.device_copies import DeviceCopies
+from hetero.activations.kept_tensors import KeptTensors
+from hetero.activations.limits import ActivationLimits
+from hetero.activations.ram_copies import RamCopies
+from offload import timeline
+from offload.memory.operation import Transfer
+from offload.memory.sizes import format_bytes
+
+# Results and gradients on their way, which no budget counts, are of the size of saved tensors.
+_SOON = 2
+
+
+class Movement:
+    """Moves activations between the tensors that autograd saved, slots in RAM, and the file.
+
+    Where compute happens in RAM, a saved tensor stays as it is until the budget is needed for
+    others. It is copied to slots then, from which it is written: so the tensor's memory, which is
+    aligned as the disk does not take it, is free at once, and compute goes on while the disk
+    writes. What comes back is used in its slots.
+
+    A device with memory of its own copies saved tensors to RAM over the link, and back to slots of
+    the device. Half of the tensors' share is kept before any leaves; the other half is for those
+    that are on their way. A tensor that is asked for before its copy is done is used as it is.
+
+    The calling thread keeps others away.
+    """
+
+    def __init__(
+        self,
+        limits: ActivationLimits,
+        kept: KeptTensors,
+        ram: RamCopies,
+        devices: DeviceCopies | None,
+        reads_ahead: bool,
+        excess: Callable[[int], int],
+    ) -> None:
+        """
+        Args:
+            limits: the bytes that there are.
+            kept: the tensors that have not left.
+            ram: those in slots of RAM, or in the file.
+            devices: those on their way over the link; None where compute happens in RAM.
+            reads_ahead: what backward needs next comes back before it is asked for.
+            excess: by how many bytes the process is too large, if so many more come.
+        """
+        self._limits = limits
+        self._kept = kept
+        self._ram = ram
+        self._devices = devices
+        self._excess = excess
+        self._leaving: dict[Activation, Transfer] = {}  # in their order
+        self._leaving_bytes = 0
+        self.file = ram.file
+        self.reads_ahead = reads_ahead
+
+    # Away
+
+    def kept_limit(self, largest_bytes: int) -> int:
+        """The maximum of bytes that tensors may keep where compute happens, if the largest has
+        `largest_bytes`."""
+        if self._devices is not None:
+            return self._limits.kept_device_bytes
+        usable_bytes = self._limits.usable_bytes
+        window = 0 if self.file is None else self._limits.window_bytes(largest_bytes)
+        return usable_bytes - window
+
+    def is_one_to_leave(self, nbytes: int, limit: int) -> bool:
+        """Whether the earliest begin to leave, if `nbytes` more are kept within `limit`."""
+        high_water = limit if self._devices is None else limit // 2
+        return self._kept.nbytes - self._leaving_bytes + nbytes > high_water
+
+    def leave(self, activation: Activation) -> bool:
+        """Has a KEPT one, which nobody else holds, begin to leave; False if there is no room.
+
+        Raises NativeIoError, StoreError, BudgetError or another OSError; then it is as before, or
+        its bytes are in RAM.
+        """
+        if self._devices is None and self.file is None:
+            return False
+        activation.measure()
+        if not self._with_room(partial(self._ram.take_room, activation)):
+            return False
+        to = self._ram.view(activation)
+        if self._devices is None:
+            to.copy_(activation.bytes_kept())
+            activation.free_pages()
+            self._end_leaving(activation)
+            return True
+        try:
+            self._leaving[activation] = self._devices.leave(activation, to)
+        except BaseException:
+            self._ram.give_back(activation)
+            raise
+        activation.state = ActivationState.LEAVING
+        if activation.is_counted:
+            self._leaving_bytes += activation.nbytes
+        return True
+
+    def _end_leaving(self, activation: Activation) -> None:
+        """Its bytes are in slots of RAM."""
+        activation.let_tensors_go()
+        self._kept.remove(activation)
+        self._ram.filled(activation)
+
+    def _with_room(self, take: Callable[[], bool]) -> bool:
+        """Whether take() finds room in RAM, if need be when what is LEAVING has left: it can be
+        written then."""
+        while not take():
+            if not self._finish_first_leaving():
+                return False
+        return True
+
+    def _finish_first_leaving(self) -> bool:
+        """Waits until the first one that is LEAVING has left; False if there is none."""
+        if not self._leaving:
+            return False
+        with timeline.span("activation"):
+            self.finish_leaving(next(iter(self._leaving)))
+        return True
+
+    def finish_leaving(self, activation: Activation) -> None:
+        """Waits until one that is LEAVING has left. Raises an OSError; then it is KEPT."""
+        op = self._no_longer_leaving(activation)
+        activation.state = ActivationState.KEPT
+        try:
+            op.wait()
+        except BaseException as error:
+            self._ram.give_back(activation)
+            self._kept.put_back(activation)
+            if isinstance(error, OSError):
+                raise activation.lost(error) from error
+            raise
+        self._end_leaving(activation)
+
+    def _no_longer_leaving(self, activation: Activation) -> Transfer:
+        if activation.is_counted:
+            self._leaving_bytes -= activation.nbytes
+        return self._leaving.pop(activation)
+
+    def wait_for_room(self, nbytes: int) -> bool:
+        """Waits until tensors of `nbytes` more can be kept; False if they cannot.
+
+        Raises as leave().
+        """
+        if self._devices is None:
+            left = self._limits.usable_bytes - self._kept.nbytes - nbytes
+            return left >= 0 and self._ram.shrink_to(left)
+        while self._kept.nbytes + nbytes > self._limits.kept_device_bytes:
+            if not self._finish_first_leaving():
+                return False
+        return True
+
+    # Back
+
+    def begin_return(self, activation: Activation, must: bool) -> bool:
+        """Starts bringing one that has left back; False if there is no room.
+
+        `must`: backward waits for it, which takes the room of what it needs later.
+        """
+        if activation.on_device is not None:
+            return True
+        if activation.state is ActivationState.ON_DISK:
+            begin = partial(self._ram.begin_reading, activation, must)
+            if not (self._with_room(begin) if must else begin()):
+                return False
+        if activation.state is ActivationState.READING:
+            if not must:
+                return True
+            self._ram.await_read(activation)
+            if self._devices is not None:
+                with timeline.span("activation"):
+                    self._ram.finish_reading(activation)
+        if self._devices is None:
+            return True
+        return self._devices.fetch(activation, self._ram.view(activation), must)
+
+    def finish_return(self, activation: Activation) -> HandedOut:
+        """Waits until it is back; its bytes, where compute happens. Raises an OSError."""
+        if self._devices is not None:
+            return self._devices.hand_out(activation)
+        if activation.state is ActivationState.READING:
+            with timeline.span("activation"):
+                self._ram.finish_reading(activation)
+        assert activation.in_ram is not None
+        if activation.in_ram.handed_out is None:
+            activation.in_ram.handed_out = HandedOut(self._ram.view(activation))
+        return activation.in_ram.handed_out
+
+    def read_ahead(self, upcoming: Iterable[Activation]) -> None:
+        """Starts bringing back what is `upcoming`, in that order, as far as there is room."""
+        self._ram.settle()  # what has been read can be fetched
+        self._give_way()
+        for activation in upcoming:
+            if not activation.is_kept and not self.begin_return(activation, must=False):
+                return
+
+    # Ends
+
+    def settle(self) -> None:
+        """Takes account of transfers that are done."""
+        while self._leaving and next(iter(self._leaving.values())).done():
+            self.finish_leaving(next(iter(self._leaving)))
+        self._ram.settle()
+        if self._devices is not None:
+            self._devices.settle()
+        self._give_way()
+
+    def _give_way(self) -> None:
+        """Lends what the rest of the process needs of RAM for now, where compute happens there."""
+        if self._devices is None and self.file is not None:
+            largest = self._kept.largest_bytes
+            if excess := self._excess(_SOON * largest):
+                in_use_bytes = self._kept.nbytes + self._ram.pool.pinned_bytes
+                self._limits.lend(excess, largest, in_use_bytes)
+
+    def drop(self, activation: Activation) -> None:
+        """No graph needs it: all that it has is free, once no transfer and no tensor uses it."""
+        if activation.state is ActivationState.GONE:
+            return
+        if not activation.is_kept:
+            if self._devices is not None:
+                self._devices.drop(activation)
+            self._ram.drop(activation)
+            return
+        if activation.state is ActivationState.LEAVING:
+            op = self._no_longer_leaving(activation)
+            op.cancel()
+            self._ram.endings.add(op, partial(self._ram.give_back, activation))
+        self._kept.remove(activation)
+        activation.state = ActivationState.GONE
+
+    def rest(self) -> None:
+        """No graph has activations: memory that can be had again at no cost is given back.
+
+        RAM behind a link stays page-locked, and the device's slots as one piece.
+        """
+        self.settle()
+        self._limits.lent_bytes = 0
+        self._ram.pool.shrink()
+
+    def close(self) -> None:
+        """Waits until nothing is under way, and gives all memory and the file back."""
+        if self._devices is not None:
+            self._devices.close()
+        self._ram.finish()
+        self._ram.pool.close()
+        if self.file is not None:
+            self.file.close()
+
+    # Numbers
+
+    @property
+    def elsewhere_bytes(self) -> int:
+        """The bytes that may be in slots of RAM that is not where compute happens."""
+        return 0 if self._devices is None else self._limits.host_bytes
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Of slots of RAM, the bytes that were taken in one piece and are not given back."""
+        return 0 if self._devices is None else self._ram.pool.charged_bytes
+
+    @property
+    def device_bytes(self) -> tuple[int, int]:
+        """Bytes copied so far to a device with memory of its own, and from it."""
+        devices = self._devices
+        return (0, 0) if devices is None else (devices.fetched_bytes, devices.left_bytes)
+
+    # Words
+
+    def too_large(self, activation: Activation) -> str:
+        """Says why tensors of its size can never be kept."""
+        if self._devices is not None:
+            return (
+                f"{activation.words} is too large for the part of device_memory that activations "
+                f"have, {_exact(self._limits.device_bytes)}, of which half is for tensors as they "
+                f"are"
+            )
+        least = 3 * activation.nbytes if self.file is not None else activation.nbytes
+        return (
+            f"{activation.words} is too large for activation_memory, "
+            f"{_exact(self._limits.host_bytes)}; raise it to {_exact(least)} at least"
+        )
+
+    def no_room(self, activation: Activation, saved: int) -> str:
+        """Says why there is no room for its tensors, beside so many activations."""
+        fix = "raise it, or save less (activation checkpointing, smaller micro-batches)"
+        if self.file is None:
+            fix = "give nvme_path, a directory on NVMe for the rest, or raise it"
+        return (
+            f"activation_memory, {_exact(self._limits.host_bytes)}, has no room for "
+            f"{activation.words}: {self._in_use()} of {saved} activations are in use; {fix}"
+        )
+
+    def no_way_back(self, activation: Activation) -> str:
+        """Says why there is no room to bring it back."""
+        return (
+            f"activation_memory, {_exact(self._limits.host_bytes)}, has no room to bring back "
+            f"{activation.words}: {self._in_use()} are in use, of tensors that one step of "
+            f"backward has together; raise it"
+        )
+
+    def _in_use(self) -> str:
+        kept = format_bytes(self._kept.nbytes)
+        slots = format_bytes(self._ram.pool.used_bytes + self._ram.pool.pinned_bytes)
+        return f"{kept} in tensors and {slots} in slots"
+
+
+def _exact(nbytes: int) -> str:
+    return f"{format_bytes(nbytes)} ({nbytes} bytes)"

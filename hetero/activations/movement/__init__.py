@@ -1,1 +1,0 @@
-"""How activations leave the memory that computes, and come back."""
