@@ -53,10 +53,6 @@ LARGE_CLASSES = {
     "hetero/state/gathering/gather_stream.py:GatherStream": Size(18, 17, 6),
     "hetero/state/managed_param.py:ManagedParam": Size(33, 0, 0),
     "hetero/state/reduction/grad_reduce.py:GradReducer": Size(31, 17, 7),
-    "offload/cache/slot_cache.py:SlotCache": Size(39, 11, 6),
-    "offload/device/cuda_backend.py:CudaBackend": Size(26, 9, 1),
-    "offload/device/cuda_runtime.py:CudaRuntime": Size(27, 4, 0),
-    "offload/device/fetch_queue.py:FetchQueue": Size(17, 13, 7),
 }
 # Names of classes that mean two things, most of which another project has chosen. Whoever renames a
 # class deletes its entry; no name comes to the list.

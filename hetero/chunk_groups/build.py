@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -46,8 +47,8 @@ from hetero.state.memory.slot_arenas import SlotArenas
 from hetero.state.optimizer_state import OptimizerState
 from hetero.state.param_updates import ParamUpdates
 from offload._native import UpdateKind
-from offload.cache.shared_cache import SharedCache
-from offload.cache.slot_cache import SlotCache
+from offload.cache.shared_cache import SharedCache, SharedWriteBackCache
+from offload.cache.slot_cache import SlotCache, WriteBackCache
 from offload.cache.use_order import UseOrder
 from offload.device.cuda_backend import CudaBackend
 from offload.device.fetch_queue import FetchQueue
@@ -57,6 +58,8 @@ from offload.device.updater import Updater
 from offload.disk.backing import Backing, FileBacking
 from offload.memory.arena import HostArena
 from offload.memory.tiers import Account, StateKind, Tier
+
+_Cache = TypeVar("_Cache", bound=SlotCache)
 
 
 def build_chunk_group(
@@ -259,7 +262,7 @@ class _ChunkGroupBuilder:
         # Shards on their way to ranks may take all the room for a while.
         peers, config = self.world.shard, self.shared.config
         patience_s = 0.0 if peers is None else config.rank_timeout_s
-        shards = OwnShards(homes, SharedCache(shard_cache, dtype, patience_s), updates)
+        shards = OwnShards(homes, SharedWriteBackCache(shard_cache, dtype, patience_s), updates)
         gathering: Gathering | None = None
 
         def serve(ranks: Communicator) -> ShardServer:
@@ -322,15 +325,15 @@ class _ChunkGroupBuilder:
         caches: tuple[CopyCache, ...] = ()
         drops: tuple[Callable[[int], object], ...] = ()
         if not self._backend.separate:
-            cache = shard_cache
+            cache: SlotCache = shard_cache
             if gathering is not None:
                 limit = self._placement.gathered_slots
-                cache = self._cache(arenas.gathered, gathering, order, limit)
+                cache = self._cache(SlotCache, arenas.gathered, gathering, order, limit)
                 caches, drops = (cache,), (cache.drop,)
         else:
-            in_ram = shards.slots
+            in_ram: SharedCache = shards.slots
             if gathering is not None:
-                in_ram = SharedCache(self._cache(arenas.staged, gathering, order), dtype)
+                in_ram = SharedCache(self._cache(SlotCache, arenas.staged, gathering, order), dtype)
                 caches, drops = (in_ram,), (in_ram.drop,)
 
             chunks = layout.chunks
@@ -344,7 +347,6 @@ class _ChunkGroupBuilder:
                 self._backend,
                 whole_home,
                 in_ram,
-                {c.id: c.slots for c in chunks},
                 {c.id: c.used_numel * self._dtypes.param_bytes for c in chunks},
                 common=gathering,
             )
@@ -352,7 +354,7 @@ class _ChunkGroupBuilder:
             backing: Backing = fetches
             if gathering is not None and layout.shard.params and layout.shard.between_devices:
                 backing = DeviceGathers(gathering, arenas.gathered, layout, fetches)
-            cache = self._cache(arenas.gathered, backing, order)
+            cache = self._cache(SlotCache, arenas.gathered, backing, order)
             caches = (cache, fetches, *caches)
             drops = (cache.drop, fetches.wait_home_read, *drops)
         return CopyCaches(
@@ -374,17 +376,22 @@ class _ChunkGroupBuilder:
         order: UseOrder,
         before_read: Callable[[int], object] | None = None,
         before_write: Callable[[int], object] | None = None,
-    ) -> SlotCache:
+    ) -> WriteBackCache:
         extents = memory.homes[state_kind].extents
         backing = FileBacking(arena, memory.scratch_space, extents, before_read, before_write)
-        return self._cache(arena, backing, order)
+        return self._cache(WriteBackCache, arena, backing, order)
 
     def _cache(
-        self, arena: HostArena, backing: Backing, order: UseOrder, limit: int | None = None
-    ) -> SlotCache:
+        self,
+        kind: type[_Cache],
+        arena: HostArena,
+        backing: Backing,
+        order: UseOrder,
+        limit: int | None = None,
+    ) -> _Cache:
         chunks = self._layout.chunks
         names = [f"the chunk of {c.name}" for c in chunks]
         runs = {c.id: c.slots for c in chunks}
-        made = SlotCache(arena, backing, runs, order, names.__getitem__, limit)
+        made = kind(arena, backing, runs, order, names.__getitem__, limit)
         self.resources.callback(made.close)
         return made

@@ -19,11 +19,10 @@ from hetero.state.managed_param import ManagedParam
 from hetero.state.reduction.device_means import DeviceMeans, MeanMemory
 from hetero.state.reduction.grad_buckets import ReduceBuffers
 from hetero.state.reduction.grad_reduce import GradReducer
-from offload.device.collective.device_pool import DevicePool
 from offload.device.cuda_backend import CudaBackend
 from offload.device.grad_offload import GradOffload
 from offload.memory.arena import HostArena
-from offload.memory.slot_pool import SlotPool
+from offload.memory.slot_pool import DevicePool, SlotPool
 from offload.memory.tiers import Account
 
 

@@ -28,7 +28,7 @@ from hetero.ranks.start.machine import machine_id
 from hetero.ranks.waiting import LOOK_S
 from offload.device.backend import Backend
 from offload.device.cuda_backend import CudaBackend, DeviceStreams
-from offload.device.event_pool import Event
+from offload.device.cuda_runtime import Event
 from offload.errors import PeerError
 from offload.interrupts import deliver_signals
 from offload.memory.operation import THREAD_PREFIX, Worker

@@ -23,7 +23,7 @@ from hetero.state.chunk_updates import ChunkUpdates
 from hetero.state.managed_param import ManagedParam
 from hetero.state.memory.homes import Homes
 from offload._native import Location, add_and_sum, copy_and_sum, sum_of_squares
-from offload.cache.slot_cache import SlotCache
+from offload.cache.slot_cache import WriteBackCache
 from offload.device.grad_offload import GradOffload
 from offload.device.updater import Updater
 
@@ -40,7 +40,7 @@ class GradSlots:
 
     def __init__(
         self,
-        cache: SlotCache,
+        cache: WriteBackCache,
         dtype: torch.dtype,
         updates: ChunkUpdates,
         grad_offload: GradOffload | None,
@@ -178,7 +178,7 @@ class Grads:
         layout: Layout,
         dtypes: Dtypes,
         homes: Homes,
-        make_cache: Callable[[Callable[[int], object]], SlotCache],
+        make_cache: Callable[[Callable[[int], object]], WriteBackCache],
         updates: ChunkUpdates,
         grad_offload: GradOffload | None = None,
         updater: Updater | None = None,

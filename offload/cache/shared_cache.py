@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
-from offload.cache.slot_cache import SlotCache
+from offload.cache.slot_cache import SlotCache, WriteBackCache
 from offload.memory.operation import Operation
 
 
@@ -86,13 +86,6 @@ class SharedCache:
         """
         return self._pinned(chunk, self._cache.get)
 
-    def fill(self, chunk: int) -> AbstractContextManager[torch.Tensor]:
-        """Flat memory for the chunk's new bytes; call changed() in the block when they are there.
-
-        Raises BudgetError if there is no room and none comes in time.
-        """
-        return self._pinned(chunk, self._cache.create)
-
     @contextmanager
     def _pinned(self, chunk: int, bring: Callable[[int], None]) -> Iterator[torch.Tensor]:
         give_up_s = time.monotonic() + self._patience_s
@@ -110,13 +103,6 @@ class SharedCache:
             with self._changed:
                 del pin
                 self._changed.notify_all()
-
-    def changed(self, chunk: int) -> None:
-        """The bytes that open() or fill() gave were changed; returns when they are home."""
-        with self._changed:
-            self._cache.dirty(chunk)
-            self._cache.write_back(chunk)
-            self._cache.get(chunk)
 
     def drop(self, chunk: int) -> None:
         """Forgets the copy."""
@@ -159,3 +145,23 @@ class SharedCache:
         """The arena was resized while no copy was held."""
         with self._changed:
             self._cache.refit()
+
+
+class SharedWriteBackCache(SharedCache):
+    """A SharedCache of chunks that change in their slots."""
+
+    _cache: WriteBackCache
+
+    def fill(self, chunk: int) -> AbstractContextManager[torch.Tensor]:
+        """Flat memory for the chunk's new bytes; call changed() in the block when they are there.
+
+        Raises BudgetError if there is no room and none comes in time.
+        """
+        return self._pinned(chunk, self._cache.create)
+
+    def changed(self, chunk: int) -> None:
+        """The bytes that open() or fill() gave were changed; returns when they are home."""
+        with self._changed:
+            self._cache.dirty(chunk)
+            self._cache.write_back(chunk)
+            self._cache.get(chunk)

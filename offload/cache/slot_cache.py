@@ -19,7 +19,7 @@ import torch
 
 from offload.cache.slot_table import SlotTable
 from offload.cache.use_order import UseOrder
-from offload.disk.backing import Backing
+from offload.disk.backing import Backing, WritableBacking
 from offload.errors import BudgetError
 from offload.memory.arena import HostArena
 from offload.memory.operation import Operation, wait_quietly
@@ -54,6 +54,13 @@ class _Entry:
         finally:
             self.locked = was_locked
 
+    def cancel_read(self) -> None:
+        """Ends a read whose bytes nobody wants."""
+        assert self.op is not None
+        self.op.cancel()
+        with self.kept():
+            wait_quietly(self.op)
+
 
 class SlotCache:
     """Keeps copies of chunks in the slots of an arena; the farthest next use is given up first.
@@ -75,7 +82,9 @@ class SlotCache:
 
         Slots from `limit` on are taken only when pins leave no room below.
         """
-        self._limit = self._least = arena.slots if limit is None else limit
+        # How many there are without those that are used only while RAM is free.
+        self.slots = arena.slots if limit is None else limit
+        self._limit = self.slots
         self._arena = arena
         self._table = SlotTable(arena, runs, order)
         self._backing = backing
@@ -86,19 +95,9 @@ class SlotCache:
         self.wait_s = 0.0  # for transfers that were to be done by now
         self.is_making_room = False
 
-    @property
-    def slots(self) -> int:
-        """How many there are without those that are used only while RAM is free."""
-        return self._least
-
     def holds(self, chunk: int) -> bool:
         """Whether the chunk has slots now."""
         return chunk in self._entries
-
-    def is_dirty(self, chunk: int) -> bool:
-        """Whether the chunk is held with bytes that the file does not have."""
-        entry = self._entries.get(chunk)
-        return entry is not None and entry.state is SlotState.DIRTY
 
     def address(self, chunk: int) -> int:
         """Where the chunk's copy begins; it must be held."""
@@ -130,7 +129,8 @@ class SlotCache:
 
         Raises BudgetError if pins leave no room, NativeIoError if a transfer fails.
         """
-        self._bring(chunk)
+        if chunk not in self._entries:
+            self.begin(chunk, must=True)
         self._finish_transfer(chunk)
 
     def start(self, chunk: int) -> Operation | None:
@@ -139,7 +139,8 @@ class SlotCache:
         The caller waits for the operation and then calls note_done(); before that the bytes must
         not be used.
         """
-        self._bring(chunk)
+        if chunk not in self._entries:
+            self.begin(chunk, must=True)
         entry = self._entries[chunk]
         return entry.op if entry.state is SlotState.READING else None
 
@@ -150,46 +151,16 @@ class SlotCache:
             with contextlib.suppress(Exception):  # the caller that waited has it
                 self._finish_transfer(chunk)
 
-    def create(self, chunk: int) -> None:
-        """Allocates slots for the chunk; the caller fills them and calls dirty()."""
+    def drop(self, chunk: int) -> None:
+        """Forgets the chunk's copy, if it is held; its slots are reused once nothing pins them."""
         entry = self._entries.get(chunk)
         if entry is None:
-            self._hold(chunk, self._room_for(chunk), SlotState.DIRTY)
-        elif entry.state is SlotState.READING:
-            self._cancel_read(entry)
-            entry.state, entry.op = SlotState.DIRTY, None  # (locked as before)
-        else:
+            return
+        if entry.state is not SlotState.READING:
             self._finish_transfer(chunk)
-
-    def dirty(self, chunk: int) -> None:
-        """Notes that the caller changes the bytes: they are written before the slots are reused."""
-        self._finish_transfer(chunk)
-        self._entries[chunk].state = SlotState.DIRTY
-
-    def write_back(self, chunk: int) -> None:
-        """Starts writing the chunk if it is dirty."""
-        entry = self._entries[chunk]
-        if entry.state is SlotState.DIRTY:
-            entry.op = self._backing.write(chunk, self._table.slot_of(chunk))
-            entry.state = SlotState.WRITING
-
-    def lock(self, chunk: int) -> None:
-        """Keeps the chunk's slots until unlock() or drop(), whatever else is needed."""
-        self._entries[chunk].locked = True
-
-    def is_locked(self, chunk: int) -> bool:
-        """Whether the chunk, which must be held, is locked."""
-        return self._entries[chunk].locked
-
-    def unlock(self, chunk: int) -> None:
-        """Undoes lock(), if the chunk is held."""
-        if chunk in self._entries:
-            self._entries[chunk].locked = False
-
-    def drop(self, chunk: int) -> None:
-        """Forgets the chunk's copy; its slots are reused once nothing pins them."""
-        if chunk in self._entries:
-            self._forget(chunk)
+        else:
+            entry.cancel_read()
+        self._release(chunk)
 
     def prefetch(self, depth: int, leave_out: Callable[[int], bool] = lambda _: False) -> None:
         """Starts reading the next `depth` chunks expected, into room that is not needed sooner.
@@ -197,11 +168,9 @@ class SlotCache:
         Chunks for which `leave_out` returns True are not read.
         """
         for chunk in self._order.upcoming(depth):
-            if chunk not in self._entries and chunk in self._runs and not leave_out(chunk):
-                slot = self._slots_until(chunk)
-                if slot is None:
-                    return
-                self._start_read(chunk, self._take(slot, self._runs[chunk]))
+            is_wanted = chunk not in self._entries and chunk in self._runs
+            if is_wanted and not leave_out(chunk) and not self.begin(chunk, must=False):
+                return
 
     def begin(self, chunk: int, must: bool) -> bool:
         """Starts reading a chunk that is not held, as get() does, or else as prefetch() does.
@@ -209,19 +178,16 @@ class SlotCache:
         Returns False if that is not a `must` and there is no room that is not needed sooner. Raises
         BudgetError if it is one and pins leave no room.
         """
-        if must:
-            self._start_read(chunk, self._room_for(chunk))
-            return True
-        slot = self._slots_until(chunk)
+        slot = self._room_for(chunk) if must else self._room_until_use(chunk)
         if slot is None:
             return False
-        self._start_read(chunk, self._take(slot, self._runs[chunk]))
+        entry = self._hold(chunk, slot, SlotState.READING)
+        try:
+            entry.op = self._backing.read(chunk, slot)
+        except Exception:
+            self._release(chunk)
+            raise
         return True
-
-    def is_pinned(self, chunk: int) -> bool:
-        """Whether the slots of the chunk, which must be held, are in use."""
-        slot = self._table.slot_of(chunk)
-        return any(map(self._table.is_pinned, range(slot, slot + self._runs[chunk])))
 
     def clear(self) -> None:
         """Forgets all copies; those that home does not have are written first.
@@ -234,7 +200,7 @@ class SlotCache:
         """The arena was resized while no copy was held; `limit` as at first."""
         assert not self._entries
         self._table.clear()
-        self._limit = self._least = self._arena.slots if limit is None else limit
+        self._limit = self.slots = self._arena.slots if limit is None else limit
 
     def finish_transfers(self) -> None:
         """Waits for all transfers under way. Raises what one met."""
@@ -251,18 +217,6 @@ class SlotCache:
             wait_quietly(entry.op)
         self._entries.clear()
         self._table.clear()
-
-    def _bring(self, chunk: int) -> None:
-        if chunk not in self._entries:
-            self._start_read(chunk, self._room_for(chunk))
-
-    def _start_read(self, chunk: int, slot: int) -> None:
-        entry = self._hold(chunk, slot, SlotState.READING)
-        try:
-            entry.op = self._backing.read(chunk, slot)
-        except Exception:
-            self._release(chunk)
-            raise
 
     def _hold(self, chunk: int, slot: int, state: SlotState) -> _Entry:
         assert not self._arena.has_transfers(slot, self._runs[chunk]), (chunk, slot)
@@ -291,23 +245,14 @@ class SlotCache:
         entry.state, entry.op = SlotState.CLEAN, None
         self.wait_s += time.perf_counter() - began_s
 
-    def _forget(self, chunk: int) -> None:
-        entry = self._entries[chunk]
-        if entry.state is not SlotState.READING:
-            self._finish_transfer(chunk)
-        else:
-            self._cancel_read(entry)
-        self._release(chunk)
-
-    def _cancel_read(self, entry: _Entry) -> None:
-        """Nobody wants the bytes that are being read."""
-        assert entry.op is not None
-        entry.op.cancel()
-        with entry.kept():
-            wait_quietly(entry.op)
-
     def _room_for(self, chunk: int) -> int:
         """First slot of an emptied run for `chunk`. Raises BudgetError if pins leave none."""
+
+        def is_taken(slot: int) -> bool:
+            """Whether a tensor pins the slot, or its chunk is locked."""
+            owners = self._table.owners(slot, 1)
+            return self._table.is_pinned(slot) or any(self._entries[o].locked for o in owners)
+
         run = self._runs[chunk]
         slot = self._slots_for(chunk)
         if slot is None:
@@ -317,7 +262,7 @@ class SlotCache:
         while slot is None and self._limit < self._arena.slots:
             self._limit += 1
             last = range(max(0, self._limit - run), self._limit)  # no others can have become free
-            if len(last) == run and not any(map(self._is_taken, last)):
+            if len(last) == run and not any(map(is_taken, last)):
                 slot = last.start
         if slot is None:
             raise self.no_room(chunk)
@@ -329,7 +274,7 @@ class SlotCache:
 
     def shrink(self) -> None:
         """Gives up slots past the limit, from the end on, up to one that is pinned."""
-        while self._limit > self._least and not self._table.is_pinned(self._limit - 1):
+        while self._limit > self.slots and not self._table.is_pinned(self._limit - 1):
             self._limit -= 1
             self._give_up(self._table.owners(self._limit, 1))
             self._arena.decommit(self._limit, 1)
@@ -347,8 +292,7 @@ class SlotCache:
         was_making_room, self.is_making_room = self.is_making_room, True
         try:
             for chunk in chunks:
-                self.write_back(chunk)
-                self._forget(chunk)
+                self.drop(chunk)
         finally:
             self.is_making_room = was_making_room
 
@@ -358,17 +302,61 @@ class SlotCache:
             self._runs[chunk], self._limit, lambda other: not self._entries[other].locked
         )
 
-    def _slots_until(self, chunk: int) -> int | None:
-        """Slots that the chunk may take before it is used, because nothing in them is sooner."""
+    def _room_until_use(self, chunk: int) -> int | None:
+        """First slot of an emptied run that the chunk may have before it is used, because nothing
+        in it is used sooner."""
 
         def may_evict(other: int) -> bool:
             entry = self._entries[other]
             return entry.state is SlotState.CLEAN and not entry.locked
 
-        next_use = self._order.next_use_number(chunk)
-        return self._table.best_slots(self._runs[chunk], self._limit, may_evict, next_use)
+        run, next_use = self._runs[chunk], self._order.next_use_number(chunk)
+        slot = self._table.best_slots(run, self._limit, may_evict, next_use)
+        return None if slot is None else self._take(slot, run)
 
-    def _is_taken(self, slot: int) -> bool:
-        """Whether the slot cannot be had: a tensor pins it, or its chunk is locked."""
-        owners = self._table.owners(slot, 1)
-        return self._table.is_pinned(slot) or any(self._entries[o].locked for o in owners)
+
+class WriteBackCache(SlotCache):
+    """A SlotCache of chunks that change in their slots, and are written home from there."""
+
+    _backing: WritableBacking
+
+    def create(self, chunk: int) -> None:
+        """Allocates slots for the chunk; the caller fills them and calls dirty()."""
+        entry = self._entries.get(chunk)
+        if entry is None:
+            self._hold(chunk, self._room_for(chunk), SlotState.DIRTY)
+        elif entry.state is SlotState.READING:
+            entry.cancel_read()
+            entry.state, entry.op = SlotState.DIRTY, None  # (locked as before)
+        else:
+            self._finish_transfer(chunk)
+
+    def dirty(self, chunk: int) -> None:
+        """Notes that the caller changes the bytes: they are written before the slots are reused."""
+        self._finish_transfer(chunk)
+        self._entries[chunk].state = SlotState.DIRTY
+
+    def write_back(self, chunk: int) -> None:
+        """Starts writing the chunk if it is dirty."""
+        entry = self._entries[chunk]
+        if entry.state is SlotState.DIRTY:
+            entry.op = self._backing.write(chunk, self._table.slot_of(chunk))
+            entry.state = SlotState.WRITING
+
+    def lock(self, chunk: int) -> None:
+        """Keeps the chunk's slots until unlock() or drop(), whatever else is needed."""
+        self._entries[chunk].locked = True
+
+    def is_locked(self, chunk: int) -> bool:
+        """Whether the chunk is held, and locked."""
+        return chunk in self._entries and self._entries[chunk].locked
+
+    def unlock(self, chunk: int) -> None:
+        """Undoes lock(), if the chunk is held."""
+        if chunk in self._entries:
+            self._entries[chunk].locked = False
+
+    def _give_up(self, chunks: Sequence[int]) -> None:
+        for chunk in chunks:
+            self.write_back(chunk)
+            super()._give_up([chunk])

@@ -116,7 +116,7 @@ class Backend:
         after which `source` is computed, of record_event(). The caller keeps all three until that
         is done. wait() raises an OSError if it failed.
         """
-        raise AssertionError("what is in RAM is where the CPU computes")
+        return submit(queue, to, source, add, 0)
 
     def collective_device(self) -> str | None:
         """The device's name on this machine, if devices of ranks can gather by themselves."""
@@ -199,16 +199,6 @@ class EmulatedBackend(Backend):
 
     def offload_queue(self, buffers: HostArena) -> OffloadQueue:
         return OffloadQueue.over_link(self.link, buffers.address(0), buffers.slot_bytes)
-
-    def offload(
-        self,
-        queue: OffloadQueue,
-        to: torch.Tensor,
-        source: torch.Tensor,
-        add: bool,
-        after: Any = None,
-    ) -> Operation:
-        return submit(queue, to, source, add, 0)
 
     def close(self) -> None:
         self.link.close()

@@ -29,12 +29,9 @@ import torch
 
 from offload._native import OffloadOp, OffloadQueue, UpdateKind
 from offload.device.backend import Backend, check_sides, submit
-from offload.device.collective.mean_kernel import MeanKernel
-from offload.device.collective.mean_task import MeanTask
-from offload.device.cuda_runtime import CudaRuntime, Stream
+from offload.device.cuda_runtime import CudaRuntime, Event, Stream
 from offload.device.device_arena import DeviceArena, PageLockedArena, check_not_capturing
-from offload.device.event_pool import Event
-from offload.device.updater import Updater
+from offload.device.updater import MeanKernel, Updater
 from offload.memory.arena import HostArena
 from offload.memory.ledger import Ledger
 from offload.memory.sizes import format_bytes
@@ -143,7 +140,7 @@ class CudaBackend(Backend):
         return submit(queue, to, source, add, 0 if after is None else self.runtime.handle(after))
 
     def collective_device(self) -> str | None:
-        return self.runtime.name() if self.runtime.has_collectives else None
+        return self.runtime.collective_name()
 
     def connect(self, group: Any, replicas: Any = None) -> DeviceStreams:
         """Streams for the collectives of process groups that runtime.process_group() has made."""
@@ -231,7 +228,8 @@ class CudaBackend(Backend):
         """
         with self._lock:
             arena, slot, run = self._arenas.find(task.received)
-            stream, flat = streams.collectives, task.flat
+            stream, flat, kernel = streams.collectives, task.flat, self._mean_kernel
+            assert kernel is not None, "prepare_means() was not called"
             waits = [*after, *arena.before_write(slot, run)]
             if task.sent is not None:
                 flat = task.sent
@@ -242,13 +240,14 @@ class CudaBackend(Backend):
                 self.runtime.wait(stream, event)
         with self.runtime.on(stream):
             if streams.group is not None:
-                self._average_in_group(streams.group, flat, task.received, task.mean, task.by_group)
+                received = task.received
+                _average_in_group(kernel, streams.group, flat, received, task.mean, task.by_group)
             exchanged = self.runtime.record(stream)
             if streams.replicas is not None:
                 assert task.between is not None
                 mine = flat if streams.group is None else task.mean
                 own = task.between.chunk(streams.replicas.size())[0]
-                self._average_in_group(streams.replicas, mine, task.between, own)
+                _average_in_group(kernel, streams.replicas, mine, task.between, own)
                 streams.replicas._allgather_base(_bytes(task.mean), _bytes(own)).wait()
                 exchanged = exchanged if streams.group is not None else self.runtime.record(stream)
         with self._lock:
@@ -262,23 +261,6 @@ class CudaBackend(Backend):
                 self.d2h_bytes += task.mean.nbytes
             arena.written(slot, run, done)
         return done
-
-    def _average_in_group(
-        self,
-        group: Any,
-        flat: torch.Tensor,
-        received: torch.Tensor,
-        into: torch.Tensor,
-        by_group: bool = False,
-    ) -> None:
-        """The mean of this device's parts of `flat`, in the current stream."""
-        assert self._mean_kernel is not None
-        if by_group:
-            received = received[: into.numel()]
-            group._reduce_scatter_base(received, flat).wait()
-        else:
-            group.alltoall_base(_bytes(received), _bytes(flat), [], []).wait()
-        self._mean_kernel.launch(received, group.size(), into)
 
     def _start(
         self, way: _Way, to: torch.Tensor, source: torch.Tensor, events: Iterable[Event]
@@ -407,6 +389,51 @@ class DeviceStreams:
     replicas: Any  # likewise, of those that have the same parts
     copies: _Way
     collectives: Stream
+
+
+@dataclass(frozen=True, eq=False)
+class MeanTask:
+    """A mean that the devices of a group of n make; all tensors are flat and of one dtype.
+
+    The caller keeps `flat` and `in_ram` until it is there.
+
+    Attributes:
+        flat: what this device has, of n equal parts; on the device, or in RAM if there is `sent`.
+        received: as many elements in slots of an arena, for the parts that are sent to it.
+        mean: where the mean of its parts comes to, on the device: rather the first part of
+            `received`, if it is to go on to RAM.
+        sent: as many elements as `flat`, in slots of an arena, to which that is copied from RAM.
+        between: as many elements as the mean, on the device, for what replicas send.
+        in_ram: memory in RAM to which the mean is copied; None: it stays on the device.
+        by_group: the group sums, in the dtype of `flat` and an order of its own.
+
+    Several tasks may have the same `received`, `sent` and `between`.
+    """
+
+    flat: torch.Tensor
+    received: torch.Tensor
+    mean: torch.Tensor
+    sent: torch.Tensor | None = None
+    between: torch.Tensor | None = None
+    in_ram: torch.Tensor | None = None
+    by_group: bool = False
+
+
+def _average_in_group(
+    kernel: MeanKernel,
+    group: Any,
+    flat: torch.Tensor,
+    received: torch.Tensor,
+    into: torch.Tensor,
+    by_group: bool = False,
+) -> None:
+    """Makes the mean of this device's parts of `flat`, in the current stream."""
+    if by_group:
+        received = received[: into.numel()]
+        group._reduce_scatter_base(received, flat).wait()
+    else:
+        group.alltoall_base(_bytes(received), _bytes(flat), [], []).wait()
+    kernel.launch(received, group.size(), into)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

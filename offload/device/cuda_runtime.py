@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections import defaultdict, deque
+from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from typing import Any
 
@@ -24,13 +25,52 @@ from offload.device.cuda_module import (
     pci_device,
     primary_context,
 )
-from offload.device.event_pool import Event, EventPool
 from offload.device.nccl import has_nccl, nccl_group
 
 Stream = Any
 # By device, the handles of streams that nobody has any more.
 _UNUSED_STREAMS: defaultdict[int, deque[int]] = defaultdict(deque)
 _POLL_S = 0.0005  # CUDA knows no wait for an event with a limit
+
+
+class Event:
+    """A point in a stream, which was recorded once. Its memory goes back when nobody has it.
+
+    Whoever is going to wait for the point, or to ask for it, has this object until then. A wait
+    that a stream was given is no reason to keep it: streams wait for what was recorded when they
+    were told to, and not for what is recorded later (cudaEventRecord() says so). So the device's
+    event can be recorded anew as soon as this object is gone, whether the point has come or not.
+    """
+
+    __slots__ = ("__weakref__", "_free", "raw")
+
+    def __init__(self, raw: Any, free: deque[Any]) -> None:
+        """`raw` is the device's event, which goes to `free` in the end."""
+        self.raw = raw
+        self._free = free
+
+    def __del__(self) -> None:
+        self._free.append(self.raw)
+
+
+class EventPool:
+    """Gives events out, as many at a time as are wanted, and makes only those that it lacks.
+
+    Any thread may use it, the garbage collector in the middle of a call, too.
+    """
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        """`make` makes an event of the device."""
+        self._make = make
+        self._free: deque[Any] = deque()  # whose append() and pop() need no lock
+
+    def take(self) -> Event:
+        """An event that nobody else has; the caller records it."""
+        try:
+            raw = self._free.pop()
+        except IndexError:
+            raw = self._make()
+        return Event(raw, self._free)
 
 
 class CudaRuntime:
@@ -41,6 +81,8 @@ class CudaRuntime:
         self._index = torch.cuda.current_device()
         self.device = torch.device("cuda", self._index)
         self.dlpack_device = (2, self._index)  # kDLCUDA
+        # The NUMA node that the device is attached to, as _native.node_near() numbers them.
+        self.memory_node = node_near(pci_device(self._index))
         self._events = EventPool(lambda: torch.cuda.Event(blocking=True))  # who waits sleeps
 
     def new_stream(self) -> Stream:
@@ -127,14 +169,10 @@ class CudaRuntime:
         ram = torch.frombuffer(bytearray(content), dtype=torch.uint8).pin_memory()
         return ram.to(self.device, non_blocking=True)
 
-    @property
-    def has_collectives(self) -> bool:
-        """Whether process_group() can be called."""
-        return has_nccl()
-
-    def name(self) -> str:
-        """The device's name, which no other device of this machine has."""
-        return pci_device(self._index)
+    def collective_name(self) -> str | None:
+        """The device's name, which no other device of this machine has; None if it cannot have a
+        process_group()."""
+        return pci_device(self._index) if has_nccl() else None
 
     def process_group(self, store: Any, rank: int, size: int) -> Any:
         """torch.distributed's group of the devices of `size` ranks; all of them call this.

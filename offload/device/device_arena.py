@@ -21,8 +21,7 @@ from offload.memory.sizes import format_bytes
 from offload.memory.tiers import Account, Tier
 
 if TYPE_CHECKING:
-    from offload.device.cuda_runtime import CudaRuntime, Stream
-    from offload.device.event_pool import Event
+    from offload.device.cuda_runtime import CudaRuntime, Event, Stream
 
 NOT_PAGE_LOCKED = "RAM cannot be page-locked"  # how the note begins
 

@@ -17,6 +17,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -24,7 +25,7 @@ import torch
 from offload.cache.shared_cache import HostCopy, SharedCache
 from offload.device.backend import Backend
 from offload.memory.arena import HostArena
-from offload.memory.operation import Chain, Operation, Worker, wait_quietly
+from offload.memory.operation import Operation, Worker, cancelled, wait_quietly
 
 
 class FetchState(enum.Enum):
@@ -48,7 +49,8 @@ class ChunkFetch:
     to: torch.Tensor | None  # a view of its slots of the device
     state: FetchState = FetchState.QUEUED
     in_ram: HostCopy | None = None
-    chain: Chain | None = None
+    copying: Operation | None = None
+    is_cancelled: bool = False
     error: BaseException | None = None
 
     def wait(self) -> None:
@@ -90,7 +92,6 @@ class FetchQueue:
         backend: Backend,
         home: Callable[[int], torch.Tensor | None],
         in_ram: SharedCache,
-        runs: Mapping[int, int],
         used_bytes: Mapping[int, int],
         common: CommonReads | None = None,
     ) -> None:
@@ -99,14 +100,13 @@ class FetchQueue:
             arena: The device's slots.
             home: The whole chunk, flat, if its home is in RAM; else None.
             in_ram: Brings the other chunks to RAM.
-            runs, used_bytes: How many slots a chunk takes, and how many bytes of them are copied.
+            used_bytes: How many bytes of a chunk's slots are copied.
             common: What knows which chunks other processes read, too.
         """
         self._arena = arena
         self._backend = backend
         self._home = home
         self._in_ram = in_ram
-        self._runs = runs
         self._used_bytes = used_bytes
         self._common = common
         self._changed = threading.Condition()  # reentrant; guards all below, and fetches
@@ -122,7 +122,9 @@ class FetchQueue:
 
         Raises an OSError if the copy of a chunk at home in RAM cannot be started.
         """
-        to = self._arena.view(slot, self._runs[chunk], torch.uint8)[: self._used_bytes[chunk]]
+        nbytes = self._used_bytes[chunk]
+        run = -(-nbytes // self._arena.slot_bytes)
+        to = self._arena.view(slot, run, torch.uint8)[:nbytes]
         home = self._home(chunk)
         if home is not None:
             op = self._backend.fetch(to, self._bytes(home, chunk))
@@ -131,19 +133,10 @@ class FetchQueue:
             self._from_home[chunk] = op
             return _InOrder()
         fetch = ChunkFetch(self, chunk, to)
-        steps = (
-            (self._staging, lambda: self._stage(fetch)),
-            (self._copying, lambda: self._copy(fetch)),
-        )
-        fetch.chain = Chain(steps, lambda error: self._end(fetch, error))
         with self._changed:
             self._queue.append(fetch)
             self._start_queued()
         return fetch
-
-    def write(self, chunk: int, slot: int) -> Operation:
-        """Not used: copies of parameters on the device are never changed."""
-        raise AssertionError("copies of parameters are never written")
 
     def _bytes(self, flat: torch.Tensor, chunk: int) -> torch.Tensor:
         return flat.view(torch.uint8)[: self._used_bytes[chunk]]
@@ -161,13 +154,12 @@ class FetchQueue:
                 self._queue.popleft()
                 self._leave_out(fetch)
                 continue
-            assert fetch.chain is not None
             try:
                 in_ram = self._in_ram.start(fetch.chunk)
             except Exception as error:
                 self._queue.popleft()
                 self._leave_out(fetch)
-                self._end(fetch, error.with_traceback(None))
+                self._end(fetch, error)
                 continue
             if in_ram is None:
                 return
@@ -175,7 +167,10 @@ class FetchQueue:
             self._leave_out(fetch)  # where RAM has had it still, nothing was read
             self._under_way += 1
             fetch.in_ram, fetch.state = in_ram, FetchState.STAGING
-            fetch.chain.start()
+            if in_ram.op is None:
+                self._copy(fetch, in_ram)
+            else:
+                self._staging.do(partial(self._stage, fetch, in_ram))
 
     def _is_common(self, fetch: ChunkFetch) -> bool:
         return self._common is not None and self._common.is_common(fetch.chunk)
@@ -184,18 +179,37 @@ class FetchQueue:
         if self._common is not None and self._common.is_common(fetch.chunk):
             self._common.leave_out(fetch.chunk)
 
-    def _stage(self, fetch: ChunkFetch) -> Operation | None:
-        assert fetch.in_ram is not None
-        return None if fetch.in_ram.op is None else fetch.in_ram
+    def _stage(self, fetch: ChunkFetch, in_ram: HostCopy) -> None:
+        """In a thread: waits until RAM has the chunk, and starts its copy."""
+        try:
+            in_ram.wait()
+        except BaseException as error:
+            self._end(fetch, error)
+        else:
+            self._copy(fetch, in_ram)
 
-    def _copy(self, fetch: ChunkFetch) -> Operation:
-        assert fetch.in_ram is not None
+    def _copy(self, fetch: ChunkFetch, in_ram: HostCopy) -> None:
         assert fetch.to is not None
         with self._changed:
-            op = self._backend.fetch(fetch.to, self._bytes(fetch.in_ram.flat, fetch.chunk))
-            fetch.state = FetchState.COPYING
+            try:
+                if fetch.is_cancelled:
+                    raise cancelled()
+                op = self._backend.fetch(fetch.to, self._bytes(in_ram.flat, fetch.chunk))
+            except BaseException as error:
+                self._end(fetch, error)
+                return
+            fetch.copying, fetch.state = op, FetchState.COPYING
             self._changed.notify_all()
-            return op
+        self._copying.do(partial(self._wait_copied, fetch, op))
+
+    def _wait_copied(self, fetch: ChunkFetch, op: Operation) -> None:
+        """In another thread."""
+        failure: BaseException | None = None
+        try:
+            op.wait()
+        except BaseException as error:
+            failure = error
+        self._end(fetch, failure)
 
     def _end(self, fetch: ChunkFetch, error: BaseException | None) -> None:
         with self._changed:
@@ -203,18 +217,23 @@ class FetchQueue:
                 fetch.in_ram.release()
                 self._under_way -= 1
             fetch.state = FetchState.DONE
-            fetch.in_ram = fetch.to = fetch.chain = None
-            fetch.error = error
+            fetch.in_ram = fetch.to = fetch.copying = None
+            # Without the frames that the error went through, which hold tensors.
+            fetch.error = None if error is None else error.with_traceback(None)
             self._start_queued()
             self._changed.notify_all()
 
     def cancel(self, fetch: ChunkFetch) -> None:
         """For ChunkFetch."""
         with self._changed:
-            if fetch in self._queue and not self._is_common(fetch):
-                self._queue.remove(fetch)
-            if fetch.chain is not None:
-                fetch.chain.cancel()
+            fetch.is_cancelled = True
+            under_way = fetch.copying or fetch.in_ram
+            if under_way is not None:
+                under_way.cancel()
+            elif fetch.state is FetchState.QUEUED:
+                if not self._is_common(fetch):
+                    self._queue.remove(fetch)
+                self._end(fetch, cancelled())
 
     def finish(self, fetch: ChunkFetch) -> None:
         """For ChunkFetch: until it is done; it gets room next, unless it stays in order."""

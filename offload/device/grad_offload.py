@@ -152,14 +152,11 @@ class GradOffload:
     def wait_one(self) -> bool:
         """Until one more gradient than now has arrived; False if none is under way."""
         with self._changed:
-            count = self._count()
+            count = len(self._queue)
             # (The only thread that calls take() waits here, so that no more come.)
-            while count and self._count() >= count:
+            while count and len(self._queue) >= count:
                 self._changed.wait()
             return count > 0
-
-    def _count(self) -> int:
-        return sum(self._pending.values())
 
     # In the worker's thread
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 
 import torch
@@ -67,31 +66,26 @@ class HomeCopier:
     def _run(self, nbytes: int, fill: _Move, empty: _Move) -> None:
         """Fills a buffer with each part, and empties it while the other one is filled."""
         length = self._buffers.slot_bytes
-        filling: deque[tuple[slice, torch.Tensor, Operation | None]] = deque()
-        emptying: deque[Operation | None] = deque()
+        parts = [slice(at, min(at + length, nbytes)) for at in range(0, nbytes, length)]
+        fills: list[Operation | None] = []
+        empties: list[Operation | None] = []
 
-        def empty_next() -> None:
-            part, buffer, op = filling[0]
-            _wait(op)
-            filling.popleft()
-            emptying.append(empty(part, buffer))
+        def buffer(number: int) -> torch.Tensor:
+            part = parts[number]
+            whole = self._buffers.view(number % BUFFERS, 1, torch.uint8)
+            return whole[: part.stop - part.start]
 
         try:
-            for count, first in enumerate(range(0, nbytes, length)):
-                if len(filling) + len(emptying) == BUFFERS:
-                    _wait(emptying.popleft())
-                part = slice(first, min(first + length, nbytes))
-                buffer = self._buffers.view(count % BUFFERS, 1, torch.uint8)
-                buffer = buffer[: part.stop - part.start]
-                filling.append((part, buffer, fill(part, buffer)))
-                if len(filling) == BUFFERS:
-                    empty_next()
-            while filling:
-                empty_next()
-            while emptying:
-                _wait(emptying.popleft())
+            for number in range(len(parts) + BUFFERS):
+                if number >= BUFFERS:
+                    _wait(empties[number - BUFFERS])
+                if number < len(parts):
+                    fills.append(fill(parts[number], buffer(number)))
+                if 0 < number <= len(parts):
+                    _wait(fills[number - 1])
+                    empties.append(empty(parts[number - 1], buffer(number - 1)))
         except Exception:
-            for op in (*emptying, *(op for _, _, op in filling)):
+            for op in (*empties, *fills):
                 wait_quietly(op)  # its memory gets another use
             raise
 

@@ -16,6 +16,10 @@ class Backing(Protocol):
     def read(self, chunk: int, slot: int) -> Operation:
         """Starts filling the slots from `slot` on."""
 
+
+class WritableBacking(Backing, Protocol):
+    """A Backing of chunks that may change in their slots."""
+
     def write(self, chunk: int, slot: int) -> Operation:
         """Starts taking the slots' bytes home."""
 

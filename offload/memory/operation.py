@@ -1,4 +1,4 @@
-"""What is under way in the background, and what begins when it is done."""
+"""Work that is under way in the background, and threads that do it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ import errno
 import os
 import threading
 import weakref
-from collections import deque
-from collections.abc import Callable, Sequence
-from functools import partial
-from queue import SimpleQueue
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
 from typing import Protocol
 
 THREAD_PREFIX = "hetero-"  # of the names of all threads of this project
@@ -50,8 +48,10 @@ class Worker:
     A job must not raise: what goes wrong it tells to those who need what it does.
     """
 
-    def __init__(self, name: str) -> None:
-        """`name` is the thread's, after THREAD_PREFIX."""
+    def __init__(self, name: str, idle_s: float | None = None) -> None:
+        """`name` is the thread's, after THREAD_PREFIX. It ends if it has no job for `idle_s`; the
+        next job starts another."""
+        self._idle_s = idle_s
         self._name = THREAD_PREFIX + name
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()  # None: the end
         self._lock = threading.RLock()  # reentrant: the garbage collector may close things anywhere
@@ -72,7 +72,17 @@ class Worker:
             self._jobs.put(job)
 
     def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
+        while True:
+            try:
+                job = self._jobs.get(timeout=self._idle_s)
+            except Empty:
+                with self._lock:
+                    if self._jobs.empty():
+                        self._thread = None
+                        return
+                continue
+            if job is None:
+                return
             job()
             del job  # with all it refers to, before the next one is waited for
 
@@ -83,10 +93,10 @@ class Worker:
         """
         with self._lock:
             self._closing = True
-        if self._thread is not None:
+            thread, self._thread = self._thread, None
+        if thread is not None:
             self._jobs.put(None)
-            self._thread.join(timeout_s)
-            self._thread = None
+            thread.join(timeout_s)
 
 
 _workers: weakref.WeakSet[Worker] = weakref.WeakSet()
@@ -105,87 +115,6 @@ def _end_workers() -> None:
 # Python calls finalizers in the reverse order of their making: this one after those of engines.
 weakref.finalize(_end_workers, _end_workers)
 os.register_at_fork(after_in_child=_workers.clear)  # their threads are the parent's
-
-
-# Starts an operation (None: it is done already), and the worker whose thread waits for it.
-Step = tuple[Worker, Callable[[], Operation | None]]
-
-
-class Chain:
-    """Operations of which each is started when the one before it is done.
-
-    The first one that fails, or cannot be started, ends the chain. A worker waits in the order in
-    which it got operations; so kinds of operations that must not wait for each other need a worker
-    each.
-    """
-
-    def __init__(
-        self, steps: Sequence[Step], on_end: Callable[[BaseException | None], object]
-    ) -> None:
-        """Nothing begins before start().
-
-        Args:
-            steps: In their order.
-            on_end: Called once, with the failure or None, by the thread in which the chain ends;
-                the chain calls nothing afterwards.
-        """
-        self._steps = deque(steps)
-        self._on_end: Callable[[BaseException | None], object] | None = on_end
-        self._lock = threading.Lock()  # guards all below
-        self._op: Operation | None = None
-        self._started = False
-        self._cancelled = False
-
-    def start(self) -> None:
-        """Starts the first operation. What starting it raises goes to `on_end`."""
-        with self._lock:
-            self._started = True
-        self._go_on()
-
-    def cancel(self) -> None:
-        """Cancels the operation under way; no other one is started."""
-        with self._lock:
-            self._cancelled = True
-            op, started = self._op, self._started
-        if op is not None:
-            op.cancel()
-        elif not started:
-            self._end(cancelled())
-
-    def _go_on(self) -> None:
-        try:
-            while self._steps:
-                worker, start = self._steps.popleft()
-                if self._cancelled:
-                    raise cancelled()
-                op = start()
-                if op is not None:
-                    with self._lock:
-                        self._op = op
-                    if self._cancelled:  # since it was started
-                        op.cancel()
-                    return worker.do(partial(self._await, op))
-        except BaseException as error:
-            self._end(error)
-        else:
-            self._end(None)
-
-    def _await(self, op: Operation) -> None:
-        try:
-            op.wait()
-        except BaseException as error:
-            self._end(error)
-        else:
-            self._go_on()
-
-    def _end(self, error: BaseException | None) -> None:
-        with self._lock:
-            on_end, self._on_end = self._on_end, None
-            self._op = None
-            self._steps.clear()
-        if on_end is not None:
-            # Without the frames that the error went through, which hold tensors.
-            on_end(None if error is None else error.with_traceback(None))
 
 
 def wait_quietly(op: Operation | None) -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from offload.memory.arena import HostArena
+
+_EACH = 1 << 32  # numbers of slots for each arena of a DevicePool
 
 
 class SlotPool:
@@ -63,3 +67,57 @@ class SlotPool:
         extra = max(first, self._limit)
         if extra < first + run:
             self.arena.decommit(extra, first + run - extra)
+
+
+class DevicePool:
+    """As SlotPool, of memory that is taken and given back as a whole.
+
+    Slots up to the limit are in one arena, and in one more for each reserve(). A run beyond the
+    limit has an arena of its own.
+    """
+
+    def __init__(self, make: Callable[[int], HostArena], limit: int) -> None:
+        """`make` makes an arena of so many slots, charged, which others close in the end."""
+        self._make = make
+        self._pools = [SlotPool(make(limit), limit)]
+        self._beyond: dict[int, HostArena] = {}  # by the number of its first slot, a negative one
+        self._last = 0
+
+    def take(self, run: int, beyond: bool = False) -> int | None:
+        """As SlotPool.take()."""
+        for number, pool in enumerate(self._pools):
+            first = pool.take(run)
+            if first is not None:
+                return number * _EACH + first
+        if not beyond:
+            return None
+        arena = self._make(run)
+        self._last -= 1
+        self._beyond[self._last] = arena
+        return self._last
+
+    def view(self, first: int, run: int, dtype: torch.dtype) -> torch.Tensor:
+        """As SlotPool.view()."""
+        if first < 0:
+            return self._beyond[first].view(0, run, dtype)
+        return self._pools[first // _EACH].view(first % _EACH, run, dtype)
+
+    def reserve(self, more: int) -> None:
+        """As SlotPool.reserve()."""
+        if more:
+            self._pools.append(SlotPool(self._make(more), more))
+
+    def refit(self, slots: int, limit: int) -> None:
+        """As SlotPool.refit(); `slots` beyond the limit are made when they are needed."""
+        assert not self._beyond
+        for pool in self._pools[1:]:
+            pool.refit(0, 0)
+        del self._pools[1:]
+        self._pools[0].refit(limit, limit)
+
+    def give_back(self, first: int, run: int) -> None:
+        """Frees a run that take() allocated."""
+        if first < 0:
+            self._beyond.pop(first).close()
+        else:
+            self._pools[first // _EACH].give_back(first % _EACH, run)

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from offload import _native
-from offload.device.collective.mean_kernel import MeanKernel
 from offload.device.cuda_runtime import CudaRuntime
-from offload.device.updater import Updater
+from offload.device.updater import MeanKernel, Updater
 from tests.support.native.device_tile import DTYPES, KINDS, RULES, TILE, check_update
 from tests.support.native.update_arrays import TORCH_DTYPES, Arrays, equal_bits, gradients, masters
 

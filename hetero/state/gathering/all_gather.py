@@ -175,10 +175,6 @@ class Gathering:
         """Starts gathering a chunk to `whole`, flat, with all ranks."""
         return self.stream.start(chunk, whole, lambda: self.read_alone(chunk, whole).wait())
 
-    def write(self, chunk: int, slot: int) -> Operation:
-        """Not used: gathered copies are never changed."""
-        raise AssertionError("gathered copies are never written")
-
     def read_alone(self, chunk: Chunk, whole: torch.Tensor) -> OneSidedGather:
         """Starts reading a chunk to `whole`, flat, without the other ranks' doing."""
         shard, request = self._layout.shard, self.server.request

@@ -25,7 +25,7 @@ from hetero.ranks.peers import Channel
 from hetero.state.gathering.all_gather import Gathering
 from hetero.state.memory.homes import Homes
 from offload.device.cuda_backend import CudaBackend, DeviceStreams
-from offload.device.event_pool import Event
+from offload.device.cuda_runtime import Event
 from offload.device.fetch_queue import FetchQueue
 from offload.errors import PeerError
 from offload.memory.arena import HostArena
@@ -244,7 +244,3 @@ class DeviceGathers:
             chunk, lambda: start(found, whole, lambda: alone(chunk, slot).wait())
         )
         return alone(chunk, slot) if started is None else started
-
-    def write(self, chunk: int, slot: int) -> Operation:
-        """Not used: gathered copies are never changed."""
-        raise AssertionError("gathered copies are never written")

@@ -11,7 +11,7 @@ import torch
 from hetero.chunks.layout import Chunk
 from hetero.state.chunk_updates import ChunkUpdates
 from hetero.state.memory.homes import Homes
-from offload.cache.shared_cache import SharedCache
+from offload.cache.shared_cache import SharedWriteBackCache
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,7 +23,7 @@ class OwnShards:
     """
 
     homes: Homes
-    slots: SharedCache
+    slots: SharedWriteBackCache
     updates: ChunkUpdates
 
     @contextmanager

@@ -20,9 +20,8 @@ from hetero.ranks.device_group import DeviceGroup
 from hetero.ranks.peers import Channel
 from hetero.ranks.process_groups import ProcessGroups
 from hetero.state.memory.homes import Homes
-from offload.device.collective.mean_task import MeanTask
-from offload.device.cuda_backend import CudaBackend
-from offload.device.event_pool import Event
+from offload.device.cuda_backend import CudaBackend, MeanTask
+from offload.device.cuda_runtime import Event
 from offload.memory.arena import HostArena
 from offload.memory.operation import Worker
 

@@ -14,10 +14,9 @@ from hetero.ranks.process_groups import ProcessGroups
 from hetero.state.managed_param import ManagedParam
 from hetero.state.reduction.device_means import DeviceMean, DeviceMeans
 from hetero.state.reduction.mean import RankMean
-from offload.device.collective.device_pool import DevicePool
-from offload.device.event_pool import Event
+from offload.device.cuda_runtime import Event
 from offload.memory.arena import HostArena
-from offload.memory.slot_pool import SlotPool
+from offload.memory.slot_pool import DevicePool, SlotPool
 
 Pool = SlotPool | DevicePool
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from offload import _native
-from offload.device.collective.mean_kernel import MeanKernel
+from offload.device.updater import MeanKernel
 from tests.support.native.fake_cuda import FakeRuntime
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

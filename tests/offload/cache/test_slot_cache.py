@@ -34,7 +34,7 @@ class TestReadsAndWrites:
         r.got(0)
         r.cache.dirty(0)
         r.tensor(0).fill_(5)
-        assert r.cache.is_dirty(0)
+        assert r.is_dirty(0)
         r.got(1)
         assert r.writes == [0]
         assert (r.on_file(0) == 5).all()
@@ -43,7 +43,7 @@ class TestReadsAndWrites:
     def test_reads_that_nobody_wants_any_more_are_cancelled(self, rig):
         r = rig(2, [1, 1])
         r.order.note(0)
-        r.cache._start_read(0, 0)
+        r.cache.begin(0, must=True)
         entry, calls = r.cache._entries[0], []
         reading = entry.op
 
@@ -63,7 +63,7 @@ class TestReadsAndWrites:
         that it waited for, and so waited for it inside the wait for it, on a lock that it held."""
         r = rig(2, [1, 1, 1])
         r.order.note(0)
-        r.cache._start_read(0, 0)
+        r.cache.begin(0, must=True)
         reading, waits = r.cache._entries[0].op, []
 
         def waited():
@@ -86,7 +86,7 @@ class TestReadsAndWrites:
     def test_created_chunks_are_not_read(self, rig):
         r = rig(2, [1])
         r.cache.create(0)
-        assert r.cache.is_dirty(0)
+        assert r.is_dirty(0)
         r.tensor(0).fill_(6)
         r.cache.dirty(0)
         r.cache.write_back(0)
@@ -101,7 +101,7 @@ class TestReadsAndWrites:
         r.tensor(0).fill_(7)
         r.cache.write_back(0)
         assert r.state(0) is SlotState.WRITING
-        assert not r.cache.is_dirty(0)
+        assert not r.is_dirty(0)
         assert (r.got(0) == 7).all()
         assert r.reads == []
 
@@ -266,7 +266,7 @@ class TestFailures:
         with pytest.raises(_native.NativeIoError) as failure:
             r.got(1)
         assert failure.value.errno == errno.ENOSPC
-        assert r.cache.is_dirty(0)
+        assert r.is_dirty(0)
         assert not r.cache.holds(1)
         assert (r.tensor(0) == 5).all()
         assert torch.equal(r.got(1), pattern(r.extents[1].nbytes, 1))

@@ -85,7 +85,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     def write_failed(self, chunk: int) -> bool:
         """It is dirty although it was not changed since its last write began."""
-        return self.cache.is_dirty(chunk) and chunk not in self.unwritten
+        return self.rig.is_dirty(chunk) and chunk not in self.unwritten
 
     def check(self, chunk: int, content: torch.Tensor) -> None:
         if self.now[chunk] is None:
@@ -203,7 +203,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def unwritten_bytes_are_still_held(self):
-        assert all(self.cache.is_dirty(chunk) for chunk in self.unwritten)
+        assert all(self.rig.is_dirty(chunk) for chunk in self.unwritten)
 
     @invariant()
     def the_budget_holds(self):

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.cache.slot_cache import SlotCache
+from offload.cache.slot_cache import SlotCache, WriteBackCache
 from offload.cache.slot_table import SlotTable
 from offload.cache.use_order import UseOrder
 from offload.memory.arena import HostArena
@@ -193,7 +193,7 @@ def test_writes_have_time_until_all_slots_were_taken_once(run: int) -> None:
             return Write(chunk)
 
     arena = HostArena(fits * run, PAGE, Ledger({}), Account.GRAD_SLOT)
-    cache = SlotCache(arena, Backing(), dict.fromkeys(chunks, run), UseOrder(), str)
+    cache = WriteBackCache(arena, Backing(), dict.fromkeys(chunks, run), UseOrder(), str)
     for filling in chunks:
         cache.create(filling)
         cache.dirty(filling)

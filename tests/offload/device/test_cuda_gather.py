@@ -10,10 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from offload.device.collective.mean_task import MeanTask
-from offload.device.cuda_backend import CudaBackend
+from offload.device.cuda_backend import CudaBackend, MeanTask
+from offload.device.cuda_runtime import Event
 from offload.device.device_arena import DeviceArena
-from offload.device.event_pool import Event
 from offload.memory.ledger import Ledger
 from offload.memory.tiers import Account
 from tests.support.cuda.fake_nccl import FakeNccl

@@ -94,7 +94,7 @@ class Rig:
         self.backend = GatedBackend(rate)
         self.arena = self.backend.arena(device_slots, SLOT, self.ledger, Account.GATHERED)
         self.fetches = FetchQueue(
-            self.arena, self.backend, self.homes.get, self.shared, self.runs, self.used, common
+            self.arena, self.backend, self.homes.get, self.shared, self.used, common
         )
         self.order = UseOrder()
         self.cache = SlotCache(self.arena, self.fetches, self.runs, self.order, "chunk {}".format)

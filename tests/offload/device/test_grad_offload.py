@@ -200,14 +200,13 @@ def test_busy_and_wait_one(rig, monkeypatch):
         for owner in range(3):
             r.take(owner, torch.ones(5000), torch.zeros(5000))
         assert r.grad_offload.busy(2)
-        count = r.grad_offload._count
+        wait = r.grad_offload._changed.wait
 
-        def count_and_open() -> int:
-            found = count()
+        def open_and_wait() -> None:
             r.backend.gate.open()
-            return found
+            wait()
 
-        monkeypatch.setattr(r.grad_offload, "_count", count_and_open)
+        monkeypatch.setattr(r.grad_offload._changed, "wait", open_and_wait)
         assert r.grad_offload.wait_one()
     assert not r.grad_offload.busy(0)
     while r.grad_offload.wait_one():

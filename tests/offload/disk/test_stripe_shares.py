@@ -1,4 +1,4 @@
-"""offload/disk/stripe_shares: how many units of the pattern each directory gets."""
+"""offload/disk/scratch_file: how many units of the pattern each directory gets."""
 
 import math
 
@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload._native import StripeMap
-from offload.disk.stripe_shares import MAX_PLACES, UNIT_BYTES, choose_weights, fits
+from offload.disk.scratch_file import MAX_PLACES, UNIT_BYTES, choose_weights, fits
 
 GIB = 1 << 30
 RATES = st.lists(st.floats(1e6, 1e10), min_size=1, max_size=6)

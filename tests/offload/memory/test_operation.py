@@ -1,122 +1,24 @@
-"""offload/memory/operation: a chain of operations ends once, whatever becomes of them."""
+"""offload/memory/operation: a worker does what it was given before it ends."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 
 import pytest
 
-from offload.memory.operation import Chain, Operation, Worker
-
-
-class Gate:
-    """An operation that ends when the test says so."""
-
-    def __init__(self, error: Exception | None = None) -> None:
-        self.error = error
-        self.ended = threading.Event()
-        self.cancelled = False
-
-    def wait(self) -> None:
-        assert self.ended.wait(30)
-        if self.error is not None:
-            raise self.error
-
-    def cancel(self) -> None:
-        self.cancelled = True
-        self.error = OSError("cancelled")
-        self.ended.set()
-
-
-class Ends:
-    """What a chain said when it ended."""
-
-    def __init__(self) -> None:
-        self.errors: list[BaseException | None] = []
-        self.told = threading.Event()
-
-    def __call__(self, error: BaseException | None) -> None:
-        self.errors.append(error)
-        self.told.set()
-
-    def only(self) -> BaseException | None:
-        assert self.told.wait(30)
-        (error,) = self.errors
-        return error
-
-
-@pytest.fixture
-def worker():
-    made = Worker("test")
-    yield made
-    made.close()
-
-
-def step(worker: Worker, op: Operation | None, begun: list[object]) -> tuple[Worker, Callable]:
-    def start() -> Operation | None:
-        begun.append(op)
-        return op
-
-    return worker, start
-
-
-def test_each_begins_when_the_one_before_is_done(worker):
-    gates, begun, ends = [Gate(), Gate()], [], Ends()
-    chain = Chain([step(worker, op, begun) for op in (gates[0], None, gates[1])], ends)
-    assert begun == []
-    chain.start()
-    assert begun == gates[:1]
-    gates[0].ended.set()
-    gates[1].ended.set()
-    assert ends.only() is None
-    assert begun == [gates[0], None, gates[1]]
-
-
-@pytest.mark.parametrize("at_start", [False, True])
-def test_a_failure_ends_it(worker, at_start):
-    failure, begun, ends = OSError("broken"), [], Ends()
-    gate = Gate(failure)
-    gate.ended.set()
-
-    def fail() -> Operation:
-        raise failure
-
-    first = (worker, fail) if at_start else step(worker, gate, begun)
-    Chain([first, step(worker, Gate(), begun)], ends).start()
-    assert ends.only() is failure
-    assert failure.__traceback__ is None
-    assert begun == ([] if at_start else [gate])
-
-
-def test_cancelling_ends_what_is_under_way_and_begins_nothing(worker):
-    gate, begun, ends = Gate(), [], Ends()
-    chain = Chain([step(worker, gate, begun), step(worker, Gate(), begun)], ends)
-    chain.start()
-    chain.cancel()
-    assert isinstance(ends.only(), OSError)
-    assert gate.cancelled
-    assert begun == [gate]
-    chain.cancel()
-    assert len(ends.errors) == 1
-
-
-def test_cancelling_before_the_start_ends_it(worker):
-    ends = Ends()
-    chain = Chain([step(worker, Gate(), [])], ends)
-    chain.cancel()
-    assert isinstance(ends.only(), OSError)
+from offload.memory.operation import Worker
 
 
 def test_a_closed_worker_has_done_its_jobs():
-    worker, gate, ends = Worker("test"), Gate(), Ends()
-    Chain([step(worker, gate, [])], ends).start()
-    gate.ended.set()
+    worker, gate, done = Worker("test"), threading.Event(), []
+    worker.do(gate.wait)
+    worker.do(lambda: done.append(threading.current_thread().name))
+    gate.set()
     worker.close()
     worker.close()
-    assert ends.errors == [None]
+    assert done == ["hetero-test"]
 
 
 AT_EXIT = """

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from offload import _native
-from offload.cache.slot_cache import SlotCache, SlotState
+from offload.cache.slot_cache import SlotState, WriteBackCache
 from offload.cache.use_order import UseOrder
 from offload.disk.backing import Extent, FileBacking
 from offload.disk.scratch_file import ScratchFile, Transfers
@@ -47,7 +47,7 @@ class Rig:
             nbytes = run * SLOT - PAGE * (chunk % 2)
             self.extents[chunk] = Extent(self.scratch.reserve(run * SLOT), nbytes, run)
             self.put(chunk, pattern(nbytes, chunk))
-        self.cache = SlotCache(
+        self.cache = WriteBackCache(
             self.arena,
             FileBacking(
                 self.arena,
@@ -105,6 +105,10 @@ class Rig:
 
     def state(self, chunk: int) -> SlotState:
         return self.cache._entries[chunk].state
+
+    def is_dirty(self, chunk: int) -> bool:
+        """Whether it is held with bytes that the file does not have."""
+        return self.cache.holds(chunk) and self.state(chunk) is SlotState.DIRTY
 
     def close(self) -> None:
         self.cache.close()

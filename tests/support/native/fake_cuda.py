@@ -23,7 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload import _native
 from offload._native import UpdateKind
-from offload.device.event_pool import Event, EventPool
+from offload.device.cuda_runtime import Event, EventPool
 from tests.support.cuda.fake_driver import CONTEXT, FakeDriver, FakeEvent
 from tests.support.cuda.fake_nccl import FakeNccl
 from tests.support.cuda.stream_order import HOST, Clock, StreamOrder
@@ -64,7 +64,7 @@ class FakeRuntime:
     ) -> None:
         """`total` bytes of memory; not `eager`: compute is given by give(); `nccl`: it has that."""
         self.total = total
-        self.has_collectives = nccl
+        self._has_nccl = nccl
         self.page_lockable = page_lockable
         self.taken: dict[int, int] = {}  # by address, of tensors that live
         self.cached = 0  # given back by tensors, and not to the device
@@ -76,6 +76,7 @@ class FakeRuntime:
         self.compute = FakeStream(eager)
         self.streams = [self.compute]
         self.failure: str | None = None  # of every copy from now on
+        self.memory_node: int | None = None  # that it is attached to
         self.captures = False  # whether a graph is being captured
         self.freed: dict[int, torch.Tensor] = {}  # by bytes, the memory that was freed last
         self.lock = threading.RLock()
@@ -358,8 +359,8 @@ class FakeRuntime:
 
     # Other devices
 
-    def name(self) -> str:
-        return str(os.getpid())
+    def collective_name(self) -> str | None:
+        return str(os.getpid()) if self._has_nccl else None
 
     def process_group(self, store: Any, rank: int, size: int) -> FakeNccl:
         return FakeNccl(self, store, rank, size)

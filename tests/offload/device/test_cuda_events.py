@@ -1,4 +1,4 @@
-"""offload/device/event_pool: events are used again when nobody has them, and not before."""
+"""offload/device/cuda_runtime: events are used again when nobody has them, and not before."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from offload.device.cuda_backend import CudaBackend
-from offload.device.event_pool import Event, EventPool
+from offload.device.cuda_runtime import Event, EventPool
 from offload.memory.ledger import Ledger
 from offload.memory.tiers import Account
 from tests.support.native.fake_cuda import FakeEvent, FakeRuntime

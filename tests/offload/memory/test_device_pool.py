@@ -1,14 +1,14 @@
-"""offload/device/collective/device_pool: slots of a device, and runs beyond the limit."""
+"""offload/memory/slot_pool: slots of a device, and runs beyond the limit."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from offload.device.collective.device_pool import DevicePool
 from offload.device.device_arena import DeviceArena
 from offload.errors import BudgetError
 from offload.memory.ledger import Ledger
+from offload.memory.slot_pool import DevicePool
 from offload.memory.tiers import Account, Tier
 from tests.support.native.fake_cuda import FakeRuntime
 

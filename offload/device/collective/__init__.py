@@ -1,1 +1,0 @@
-"""What devices of several ranks need to average gradients by themselves."""
