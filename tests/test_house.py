@@ -45,7 +45,6 @@ LARGEST = Size(methods=25, attributes=12, arguments=7)
 LARGE_CLASSES = {
     "hetero/api/optimizer.py:HybridOptimizer": Size(28, 3, 3),
     "hetero/chunk_groups/update_tasks.py:UpdateTasks": Size(10, 16, 8),
-    "hetero/ranks/peers.py:Peers": Size(31, 13, 6),
     "hetero/runtime/engine.py:Engine": Size(40, 30, 6),
     "hetero/runtime/recompute/block_calls.py:BlockCalls": Size(14, 14, 7),
     "hetero/runtime/relocation/budget_moves.py:BudgetMoves": Size(16, 17, 3),

@@ -59,7 +59,7 @@ def _rank(
 
 def _calls(rank: int, ranks: int, nbytes: int) -> dict[str, Callable[[], object]]:
     """What is measured, by name; all of it in fp32."""
-    from hetero.ranks.gathered_parts import GatheredParts
+    from hetero.ranks.messages import GatheredParts
     from hetero.ranks.peers import Channel
     from hetero.ranks.process_groups import ProcessGroups
     from hetero.state.reduction.mean import RankMean

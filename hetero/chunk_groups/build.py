@@ -22,10 +22,9 @@ from hetero.planning.group_plans import ChunkGroupPlan
 from hetero.planning.placement import link_bytes
 from hetero.ranks.communicator import Communicator
 from hetero.ranks.device_group import DeviceGroup
-from hetero.ranks.gather_news import GatherNews
 from hetero.ranks.peers import Channel
 from hetero.ranks.process_groups import ProcessGroups
-from hetero.ranks.shard_server import ShardServer, Versions
+from hetero.ranks.shard_server import GatherNews, ShardServer, Versions
 from hetero.state.chunk_access import ChunkAccess
 from hetero.state.chunk_state import chunk_states
 from hetero.state.chunk_updates import ChunkUpdates

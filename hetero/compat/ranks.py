@@ -8,8 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from hetero.ranks.process_groups import is_distributed
-from hetero.ranks.start.default_group import init_default_group
+from hetero.ranks.process_groups import init_default_group, is_distributed
 
 
 def rank() -> int:

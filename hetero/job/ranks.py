@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from hetero.ranks.start.default_group import init_default_group
+from hetero.ranks.process_groups import init_default_group
 from offload.errors import HeteroError
 
 # For a rank that hangs; one that ends is noticed at once. Loading a large model takes a while.

@@ -7,6 +7,7 @@ rank that did not take part.
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -90,13 +91,14 @@ class Collectives(Requests):
                 if waited_s > self.timeout_s and operation.channel is not Channel.GATHERS:
                     raise self.failure_of_all(operation, what, "timed out", waited_s)
                 if waited_s > _TELL_S and not has_told:
-                    self.tell_wait(operation, what)
+                    # For the error of the first rank whose patience ends.
+                    self.notes.leave("wait", json.dumps([*operation, what]))
                     has_told = True
         except PeerError as error:
             # A channel whose operations alone have ended, because a member has closed its engine or
             # this rank has given them up, is no failure, and requests are answered over the others.
             is_failure = not (
-                isinstance(error, PeerClosedError) or self.has_given_up(operation.channel)
+                isinstance(error, PeerClosedError) or operation.channel in self._given_up
             )
             if is_failure:
                 # Told first: the others would take this rank for the cause of what breaks now.
@@ -109,11 +111,11 @@ class Collectives(Requests):
             raise
         finally:
             if has_told:
-                self.end_wait()
+                self.notes.take_back("wait")
 
     def _is_done_soon(self, work: Any, operation: Operation, what: str, started: float) -> bool:
         """Waits for a moment. Raises PeerError if the work, waited for since then, has failed."""
-        if self._is_broken_off:
+        if None in self._given_up:
             raise self.failure(self.others[0], what, "the connections are broken off")
         try:
             work.wait(timedelta(seconds=self._while_waiting.look_s))

@@ -14,6 +14,8 @@ import threading
 import weakref
 from typing import Protocol
 
+from offload.errors import PeerError
+
 _LONGEST_CAUSE = 1000  # characters of an error that is told to other ranks
 
 
@@ -59,6 +61,11 @@ class FailedRanks:
         """The rank that was the first to be known, and why it failed; None if none failed."""
         with self._lock:
             return next(iter(self._why.items()), None)
+
+    def check(self) -> None:
+        """Raises PeerError if a rank has failed."""
+        if self.first is not None:
+            raise PeerError(self.first[1])
 
     def add(self, connections: Connections) -> None:
         """These end with the others."""

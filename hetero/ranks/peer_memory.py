@@ -28,8 +28,7 @@ from typing import NamedTuple
 import torch
 
 from hetero.ranks.collectives import Collectives
-from hetero.ranks.gathered_parts import GatheredParts
-from hetero.ranks.messages import as_bytes
+from hetero.ranks.messages import GatheredParts, as_bytes
 from hetero.ranks.peers import Channel
 from hetero.ranks.start.machine import boot_id
 from hetero.ranks.waiting import Job

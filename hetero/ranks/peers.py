@@ -70,6 +70,59 @@ class PeerClosedError(PeerError):
     """Another rank takes part in no more all-gathers, and answers requests for what it has."""
 
 
+class PeerNotes:
+    """Texts that the members of a group leave for each other in torch.distributed's store.
+
+    Where the process that keeps the store is gone, none is left, and none is found.
+    """
+
+    def __init__(self, store: Any, rank: int) -> None:
+        """`rank` is this one's number in the group."""
+        self.store = store
+        self._rank = rank
+        self._polled: list[Any] = []  # because process groups may ask them later
+
+    def leave(self, key: str, text: str) -> None:
+        """Leaves a text, which the others find by `key` and this rank."""
+        with contextlib.suppress(RuntimeError):
+            self.store.set(f"{key}/{self._rank}", text)
+
+    def take_back(self, key: str) -> None:
+        """Removes what was left there."""
+        with contextlib.suppress(RuntimeError):
+            self.store.delete_key(f"{key}/{self._rank}")
+
+    def find(self, key: str, peer: int) -> str | None:
+        """The text that `peer` has left there; None if it has not."""
+        with contextlib.suppress(RuntimeError):
+            if self.store.check([f"{key}/{peer}"]):
+                return str(self.store.get(f"{key}/{peer}").decode())
+        return None
+
+    def wait_of(self, peer: int) -> tuple[Operation, str] | None:
+        """The common operation in which `peer` waits, if it has told that, and what it is for."""
+        found = self.find("wait", peer)
+        if found is None:
+            return None
+        channel, number, what = json.loads(found)
+        return Operation(Channel(channel), number), what
+
+    def end_of(self, peer: int, attempt: int) -> End | None:
+        """What `peer` told in that attempt, if it has ended."""
+        found = self.find("end", peer)
+        end = None if found is None else End(**json.loads(found))
+        return end if end is not None and end.attempt == attempt else None
+
+    def polled(self, timeout_s: float, look: Callable[[], None]) -> Any:
+        """A PolledStore over this one, with these limits of its waits."""
+        from hetero.ranks.start.polled_store import (
+            PolledStore,  # torch may be built without any store
+        )
+
+        self._polled.append(PolledStore(self.store, timeout_s, look))
+        return self._polled[-1]
+
+
 class Peers:
     """The members of one group of ranks, seen from this one.
 
@@ -106,11 +159,10 @@ class Peers:
         self.failures = failures
         self.timeout_s = timeout_s
         self._while_waiting = while_waiting
-        self._store = store
-        self._is_broken_off = False
-        self._given_up: set[Channel] = set()  # channels that this rank has broken off alone
+        self.notes = PeerNotes(store, self.rank)
+        # Channels whose connections alone this rank has broken off; None: all connections.
+        self._given_up: set[Channel | None] = set()
         self._begun = dict.fromkeys(Channel, 0)  # common operations
-        self._polled_stores: list[Any] = []
         self._groups: Mapping[Channel, Any] = self._connect(Channel, "", look)
         self._return_groups: Mapping[Channel, Any] = {}  # see connect_returns()
         failures.add(self)
@@ -142,7 +194,7 @@ class Peers:
         single one has half of a link's rate (docs/benchmarks.md). All members must call it. Raises
         PeerError.
         """
-        self._return_groups = self._connect(channels, "-RETURN", self.look_for_failures)
+        self._return_groups = self._connect(channels, "-RETURN", self.failures.check)
 
     def connect_devices(self, channel: Channel, make: Callable[[Any, int, int], Any]) -> Any:
         """The process group of the members' devices, which `make(store, rank, size)` makes.
@@ -156,22 +208,12 @@ class Peers:
             store = dist.distributed_c10d.PrefixStore(f"{channel.name}-DEVICES", waiting)
             made.append(make(store, self.rank, self.size))
 
-        self._connect_by(connect, self.look_for_failures)
+        self._connect_by(connect, self.failures.check)
         return made[0]
-
-    def look_for_failures(self) -> None:
-        """Raises PeerError if a rank has failed, and so will never come."""
-        if self.failures.first is not None:
-            raise PeerError(self.failures.first[1])
 
     def _connect_by(self, connect: Callable[[Any], None], look: Callable[[], None]) -> None:
         """Calls `connect` with a store whose waits end if `look` raises. Raises PeerError."""
-        from hetero.ranks.start.polled_store import (
-            PolledStore,  # torch may be built without any store
-        )
-
-        waiting = PolledStore(self._store, self.timeout_s, look)
-        self._polled_stores.append(waiting)  # because process groups may ask it later
+        waiting = self.notes.polled(self.timeout_s, look)
 
         def end(error: BaseException) -> None:
             waiting.end()
@@ -211,7 +253,7 @@ class Peers:
         """
         started = time.perf_counter()
         try:
-            if self._is_broken_off:
+            if None in self._given_up:
                 raise RuntimeError("the connections are broken off")
             limit = timedelta(seconds=self.timeout_s)
             wait_interruptibly(
@@ -239,7 +281,7 @@ class Peers:
         """
         if self.failures.own_end is not None:
             return PeerError(f"{self.failures.own_end}; {what} needs other ranks")
-        if self._is_broken_off:
+        if None in self._given_up:
             return self._given_up_error(what)
         end = self._end_of(peer)
         if end is not None:
@@ -265,15 +307,11 @@ class Peers:
         cause = "" if first is None else f", because {first[1]}"
         return PeerError(f"{self.name(self.rank)} has given up {what}{cause}")
 
-    def has_given_up(self, channel: Channel) -> bool:
-        """Whether this rank has broken off the connections of this channel alone."""
-        return channel in self._given_up
-
     def failure_of_all(
         self, operation: Operation, what: str, why: str, waited_s: float | None = None
     ) -> PeerError:
         """The error for a common operation that failed; it names a rank that did not take part."""
-        if self.has_given_up(operation.channel):
+        if operation.channel in self._given_up:
             return self._given_up_error(what)
         closed = self._closed_error(operation, what)
         if closed is not None:
@@ -324,31 +362,9 @@ class Peers:
             return "imed out" not in str(error)
         return False
 
-    # Where each member waits, for the error of the first one whose patience ends.
-
-    def tell_wait(self, operation: Operation, what: str) -> None:
-        """Tells the other members that this one waits for them in a common operation."""
-        with contextlib.suppress(RuntimeError):  # the process that keeps the store is gone
-            place = [operation.channel, operation.number, what]
-            self._store.set(f"wait/{self.rank}", json.dumps(place))
-
-    def end_wait(self) -> None:
-        """It does not wait there any more."""
-        with contextlib.suppress(RuntimeError):
-            self._store.delete_key(f"wait/{self.rank}")
-
-    def _wait_of(self, peer: int) -> tuple[Operation, str] | None:
-        """The common operation in which `peer` waits, if it has told that."""
-        key = f"wait/{peer}"
-        with contextlib.suppress(RuntimeError):
-            if self._store.check([key]):
-                channel, number, what = json.loads(self._store.get(key))
-                return Operation(Channel(channel), number), what
-        return None
-
     def _missing(self, operation: Operation) -> int:
         """A member that does not wait in the operation: rather one that waits nowhere."""
-        waits = {peer: self._wait_of(peer) for peer in self.others}
+        waits = {peer: self.notes.wait_of(peer) for peer in self.others}
         nowhere = [peer for peer, wait in waits.items() if wait is None]
 
         def is_here(there: Operation) -> bool:  # (an all-gather is made in several operations)
@@ -360,23 +376,10 @@ class Peers:
 
     def _whereabouts(self, peer: int) -> str:
         """Where a member is that did not come."""
-        wait = self._wait_of(peer)
+        wait = self.notes.wait_of(peer)
         if wait is None:
             return f"it hangs, is much slower, or runs other code than {self.name(self.rank)}"
         return f"it waits in {wait[1]}"
-
-    def tell_text(self, key: str, text: str) -> None:
-        """Leaves a text for the other members, which they find by this rank and `key`."""
-        with contextlib.suppress(RuntimeError):  # the process that keeps the store is gone
-            self._store.set(f"text/{self.rank}/{key}", text)
-
-    def text_of(self, peer: int, key: str) -> str:
-        """The text that `peer` has left; where that cannot be had, that it failed."""
-        key = f"text/{peer}/{key}"
-        with contextlib.suppress(RuntimeError):
-            if self._store.check([key]):
-                return str(self._store.get(key).decode())
-        return f"{self.name(peer)} failed"
 
     # The end
 
@@ -389,24 +392,18 @@ class Peers:
         """
         made = [self._begun[channel] for channel in Channel]
         end = End(self.failures.attempt, made, why, answers)
+        self.notes.leave("end", json.dumps(asdict(end)))
         with contextlib.suppress(RuntimeError):  # the process that keeps the store is gone
-            self._store.set(f"end/{self.rank}", json.dumps(asdict(end)))
-            self._store.set("ended", "")
+            self.notes.store.set("ended", "")
 
     def _end_of(self, peer: int) -> End | None:
-        """What `peer` told, if it has ended."""
-        key = f"end/{peer}"
-        with contextlib.suppress(RuntimeError):  # the process that keeps the store is gone
-            if self._store.check([key]):
-                end = End(**json.loads(self._store.get(key)))
-                return end if end.attempt == self.failures.attempt else None
-        return None
+        return self.notes.end_of(peer, self.failures.attempt)
 
     def look(self, operation: Operation, what: str) -> None:
         """Raises PeerError if a wait for a common operation is in vain; does what can be done."""
         self._while_waiting()
         with contextlib.suppress(RuntimeError):  # the process that keeps the store is gone
-            if not self._store.check(["ended"]):
+            if not self.notes.store.check(["ended"]):
                 return
         for peer in self.others:
             end = self._end_of(peer)
@@ -437,10 +434,7 @@ class Peers:
 
         Idempotent.
         """
-        if only is None:
-            self._is_broken_off = True
-        else:
-            self._given_up.add(only)
+        self._given_up.add(only)
         for channel, group in [*self._groups.items(), *self._return_groups.items()]:
             if only is None or only is channel:
                 # gloo closes all connections of a group of which one transfer has timed out; it

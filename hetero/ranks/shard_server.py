@@ -24,7 +24,6 @@ import torch
 
 from hetero.chunks.layout import Chunk, Layout
 from hetero.ranks.failed_ranks import name_error
-from hetero.ranks.gather_news import GatherNews
 from hetero.ranks.messages import Reply, Requests
 from hetero.ranks.waiting import join_all, start_thread
 from offload.errors import HeteroError, PeerError
@@ -91,6 +90,35 @@ class Versions:
             self._changed.notify_all()
 
 
+class GatherNews:
+    """Notes of other ranks about the all-gathers that all ranks make.
+
+    Attributes:
+        wanted: so many all-gathers have been started by a rank that waits for this one.
+    """
+
+    def __init__(self) -> None:
+        self.wanted = 0
+        self._lock = threading.Lock()
+        self._failures: dict[int, str] = {}  # by the all-gather's number
+
+    def want(self, gathers: int) -> None:
+        """Notes that another rank waits for one of the first `gathers` all-gathers."""
+        with self._lock:
+            self.wanted = max(self.wanted, gathers)
+
+    def fail(self, gather: int, why: str) -> None:
+        """Notes that a rank which takes part in an all-gather has no values for it."""
+        with self._lock:
+            self._failures[gather] = why
+
+    def failure_of(self, gather: int) -> PeerError | None:
+        """The error of an all-gather in which a rank had no values; None if all had."""
+        with self._lock:
+            why = self._failures.pop(gather, None)
+        return None if why is None else PeerError(why)
+
+
 class ShardServer:
     """Answers requests for this rank's shards, and makes requests to the other ranks.
 
@@ -148,7 +176,7 @@ class ShardServer:
         Returns when all know it, so that they do not use what this rank gives instead.
         """
         why = f"{self.peers.name(self.peers.rank)} could not give {chunk.name}: {name_error(error)}"
-        self.peers.tell_text(f"gather/{gather}", why)
+        self.peers.notes.leave(f"gather/{gather}", why)
         nothing = [torch.empty(1, dtype=torch.uint8) for _ in self.peers.others]
         for reply in [
             self.request(RequestKind.FAILED, chunk, gather, peer, into)
@@ -179,7 +207,8 @@ class ShardServer:
         kind, chunk_id, tile, version, _ = header.tolist()
         chunk = self._layout.chunks[chunk_id]
         if kind == RequestKind.FAILED:
-            self._news.fail(tile, self.peers.text_of(peer, f"gather/{tile}"))
+            why = self.peers.notes.find(f"gather/{tile}", peer)
+            self._news.fail(tile, why or f"{self.peers.name(peer)} failed")
             self.peers.reply(peer, header, torch.zeros(1, dtype=torch.uint8), "an error")
             return
         try:

@@ -23,12 +23,11 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable
-from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
 from offload.interrupts import deliver_signals
-from offload.memory.operation import THREAD_PREFIX, in_background
+from offload.memory.operation import THREAD_PREFIX, Worker, in_background
 
 LOOK_S = 0.1  # how often a wait looks whether it is in vain
 SOON_S = 0.002  # the same where other ranks were in need of this one a moment ago
@@ -141,43 +140,13 @@ class Job:
         return self.has_ended
 
 
-class _Waiter:
-    """Waits for the main thread, in a thread that ends when it has been idle for a while."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._jobs: SimpleQueue[Job | None] = SimpleQueue()  # None: the end
-        self._thread: threading.Thread | None = None
-
-    def do(self, job: Job) -> None:
-        """Runs the job, after those before it."""
-        with self._lock:
-            self._jobs.put(job)
-            if self._thread is None:
-                self._thread = start_thread("waiting", self._work, partial(self._jobs.put, None))
-
-    def _work(self) -> None:
-        while True:
-            try:
-                job = self._jobs.get(timeout=_IDLE_S)
-            except Empty:
-                with self._lock:
-                    if self._jobs.empty():
-                        self._thread = None
-                        return
-                continue
-            if job is None:
-                return
-            job.run()
-            del job  # with the memory it refers to, before the next one is waited for
-
-
-_waiter = _Waiter()
+# Waits for the main thread.
+_waiter = Worker("waiting", _IDLE_S)
 
 
 def _make_waiter() -> None:
     global _waiter
-    _waiter = _Waiter()
+    _waiter = Worker("waiting", _IDLE_S)
 
 
 os.register_at_fork(after_in_child=_make_waiter)
@@ -188,9 +157,14 @@ def wait_for_job(
     look: Callable[[], object],
     end: Callable[[BaseException], object],
     look_s: Callable[[], float],
+    begin: Callable[[], object] = lambda: None,
 ) -> None:
-    """Until another thread has run `job`; raises what that raised. Else as wait_interruptibly()."""
+    """Until another thread, if need be by `begin`, has run `job`; raises what that raised.
+
+    Else as wait_interruptibly().
+    """
     try:
+        begin()
         while not job.ends_within(look_s()):
             deliver_signals()
             look()
@@ -218,20 +192,9 @@ def wait_interruptibly(
     if threading.current_thread() is not threading.main_thread():
         wait()
         return
-    job, is_given = Job(wait), False
+    job = Job(wait)
     try:
-        _waiter.do(job)
-        is_given = True
-        while not job.ends_within(look_s()):
-            deliver_signals()
-            look()
-    except BaseException as error:
-        end(error)
-        if is_given and not job.ends_within(_END_S):
+        wait_for_job(job, look, end, look_s, lambda: _waiter.do(job.run))
+    finally:
+        if not job.has_ended:
             _make_waiter()  # no other wait must come after this one
-        raise
-    if job.failure is not None:
-        try:
-            raise job.failure
-        finally:
-            del job  # the failure's frames refer to this one

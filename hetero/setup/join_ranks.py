@@ -12,8 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from hetero.config import Config
 from hetero.cpu_threads import share_threads
-from hetero.ranks.process_groups import ProcessGroups, is_distributed, tell_absence
-from hetero.ranks.start.default_group import init_default_group
+from hetero.ranks.process_groups import (
+    ProcessGroups,
+    init_default_group,
+    is_distributed,
+    tell_absence,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

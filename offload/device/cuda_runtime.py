@@ -81,8 +81,6 @@ class CudaRuntime:
         self._index = torch.cuda.current_device()
         self.device = torch.device("cuda", self._index)
         self.dlpack_device = (2, self._index)  # kDLCUDA
-        # The NUMA node that the device is attached to, as _native.node_near() numbers them.
-        self.memory_node = node_near(pci_device(self._index))
         self._events = EventPool(lambda: torch.cuda.Event(blocking=True))  # who waits sleeps
 
     def new_stream(self) -> Stream:

@@ -26,7 +26,7 @@ import torch
 from hetero.chunks.layout import Chunk, Layout
 from hetero.planning.belady import PREFETCH_CHUNKS
 from hetero.ranks.communicator import Communicator
-from hetero.ranks.gather_news import GatherNews
+from hetero.ranks.shard_server import GatherNews
 from hetero.state.gathering.agreed_order import (
     AgreedOrder,
     ChunkUse,

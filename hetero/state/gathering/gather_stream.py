@@ -20,9 +20,8 @@ import torch
 
 from hetero.chunks.layout import Chunk
 from hetero.ranks.communicator import Communicator
-from hetero.ranks.gather_news import GatherNews
 from hetero.ranks.peers import Channel, Operation, PeerClosedError
-from hetero.ranks.shard_server import ShardServer, Versions
+from hetero.ranks.shard_server import GatherNews, ShardServer, Versions
 from hetero.ranks.waiting import LOOK_S, SOON_S
 from hetero.state.gathering.own_shards import OwnShards
 from hetero.state.gathering.transport import GatherTransport

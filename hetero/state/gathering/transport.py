@@ -9,7 +9,7 @@ import torch
 
 from hetero.chunks.layout import Chunk, Layout
 from hetero.ranks.communicator import Communicator
-from hetero.ranks.gathered_parts import GatheredParts
+from hetero.ranks.messages import GatheredParts
 from hetero.ranks.peers import Channel
 
 

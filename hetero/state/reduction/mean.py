@@ -9,7 +9,7 @@ import torch
 from hetero.chunks.dtypes import check_dtype
 from hetero.ranks.collectives import Collective
 from hetero.ranks.communicator import Communicator
-from hetero.ranks.gathered_parts import GatheredParts
+from hetero.ranks.messages import GatheredParts
 from hetero.ranks.peer_memory import PartsFromPeers
 from hetero.ranks.peers import Channel
 from hetero.ranks.process_groups import ProcessGroups

@@ -37,7 +37,7 @@ print("to the end", flush=True)
     [
         "from offload.memory.operation import Worker\n"
         'kept.append(Worker("test"))\nkept[-1].do(op.wait)',
-        "from hetero.ranks.waiting import Job, _waiter\n_waiter.do(Job(op.wait))",
+        "from hetero.ranks.waiting import _waiter\n_waiter.do(op.wait)",
     ],
     ids=["Worker", "ranks.waiting"],
 )

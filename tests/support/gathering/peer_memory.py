@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import hetero
 import hetero.ranks.communicator
-from hetero.ranks.gathered_parts import GatheredParts
+from hetero.ranks.messages import GatheredParts
 from hetero.ranks.peer_memory import PeerMemory
 from hetero.ranks.peers import Channel
 from hetero.ranks.process_groups import ProcessGroups

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import hetero
-from hetero.ranks.start.default_group import init_default_group
+from hetero.ranks.process_groups import init_default_group
 
 OPTIONS: dict[str, Any] = {"dtype": "fp32", "placement_policy": "cpu", "rank_timeout_s": 60.0}
 
