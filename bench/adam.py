@@ -14,18 +14,17 @@ import argparse
 import contextlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import torch
 
-from bench.harness.peer_process import DEEPSPEED_INSTALL, PeerProcess
-from bench.harness.program import COUNT, Option, Program, left_out, peer_options, whole
+from bench.harness.peer_process import PeerProcess
+from bench.harness.program import Program, left_out, options, peer_options
 from bench.harness.rounds import Sample, run_rounds
 from bench.harness.tables import Column, Table, number, ranged, shown
-from bench.peers.adam_timing import huge_page_share
+from bench.peers.timing import huge_page_share
 from bench.work.updates import Updates
 from offload import _native
 from offload.memory.sizes import format_bytes
@@ -38,8 +37,7 @@ DEEPSPEED_STEP = "deepspeed step"
 PEER_ENVIRONMENT = {"OMP_WAIT_POLICY": "passive", "THP_MEM_ALLOC_ENABLE": "1"}
 
 
-@dataclass(frozen=True)
-class PeerKind:
+class PeerKind(NamedTuple):
     """A peer's way to update and its traffic per parameter."""
 
     name: str
@@ -60,15 +58,21 @@ PEER_KINDS = {
         PeerKind(DEEPSPEED_STEP, DEEPSPEED_STEP, 40, 20),
     ),
 }
+NOTES = [
+    "deepspeed step: bf16 gradient cast to fp32, the kernel on an fp32 master, the master cast"
+    " to the bf16 parameter; without ZeRO-Offload's passes for unscaling and clipping",
+    "peers run as processes of their own with OMP_WAIT_POLICY=passive and"
+    " THP_MEM_ALLOC_ENABLE=1 (torch's huge pages)",
+]
 
-
-OPTIONS = (
-    Option("--numel", "64Mi", "elements of each array", COUNT),
-    Option("--threads", None, "of every contender (default: the usable CPUs)", whole()),
-    Option("--rounds", "5", "after one of warm-up", whole()),
-    Option("--repeats", "3", "timed updates per turn", whole()),
-    *peer_options(PEERS),
-)
+OPTIONS = options(
+    """
+    --numel    COUNT  64Mi  elements of each array
+    --threads  N      -     of every contender (default: the usable CPUs)
+    --rounds   N      5     after one of warm-up
+    --repeats  N      3     timed updates per turn
+    """
+) + peer_options(PEERS)
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -80,20 +84,20 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     _native.set_threads(threads)
     # Fills the arrays alone: no thread of torch's may be about when hetero's turn is timed.
     torch.set_num_threads(1)
-    notes = [
-        "deepspeed step: bf16 gradient cast to fp32, the kernel on an fp32 master, the master cast"
-        " to the bf16 parameter; without ZeRO-Offload's passes for unscaling and clipping",
-        "peers run as processes of their own with OMP_WAIT_POLICY=passive and"
-        " THP_MEM_ALLOC_ENABLE=1 (torch's huge pages)",
-    ]
     updates = Updates(numel, arguments.repeats)
     variants = [updates.stream(), *updates.updates(), *updates.norms()]
     turns: dict[str, Callable[[], Sample]] = {variant.name: variant.sample for variant in variants}
     with contextlib.ExitStack() as stack:
         processes = {}
         for kind in kinds:
+            python = arguments.peer_python if "deepspeed" in kind.kind else sys.executable
+            setup = {"numel": numel, "threads": threads, "repeats": arguments.repeats}
             process = stack.enter_context(
-                _process(kind, numel, threads, arguments.repeats, arguments.peer_python)
+                PeerProcess(
+                    (python, "-m", "bench.peers.adam"),
+                    setup | {"kind": kind.kind},
+                    environment=PEER_ENVIRONMENT,
+                )
             )
             processes[kind.name] = process
             turns[kind.name] = partial(_peer_sample, process, kind.bytes_per_param)
@@ -113,7 +117,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         "numel": numel,
         "rounds": arguments.rounds,
         "repeats": arguments.repeats,
-        "notes": notes + left_out(rounds.failed),
+        "notes": NOTES + left_out(rounds.failed),
     }
 
 
@@ -126,16 +130,6 @@ def _check_memory(numel: int, kinds: Sequence[PeerKind]) -> None:
             f"--numel {numel} needs {format_bytes(needed)} with these peers, but"
             f" {format_bytes(available)} are available; lower --numel or name fewer --peers"
         )
-
-
-def _process(
-    kind: PeerKind, numel: int, threads: int, repeats: int, peer_python: str
-) -> PeerProcess:
-    python = peer_python if kind.kind.startswith("deepspeed") else sys.executable
-    setup = {"numel": numel, "threads": threads, "kind": kind.kind, "repeats": repeats}
-    return PeerProcess(
-        (python, "-m", "bench.peers.adam"), setup, DEEPSPEED_INSTALL, PEER_ENVIRONMENT
-    )
 
 
 def _peer_sample(process: PeerProcess, bytes_per_param: float) -> Sample:

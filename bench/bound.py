@@ -2,7 +2,7 @@
 
 usage: python -m bench.bound [options of `hetero train`] [--models gpt2-medium,gpt2-1.3b]
                              [--settings nvme,emulated] [--clipped 0,10,50,100]
-                             [--picture FILE] [--json]
+                             [--json]
 
 The bound of a step is the largest of four times, all measured in the same rounds as the step:
 
@@ -21,45 +21,31 @@ share of steps that are matters: --clipped gives each of its shares, whatever th
 
 A round measures some steps in a row, after one that is not counted, so that each begins as in a
 long training: while the step before is still being written. Ratios are taken within a round and
-their median given. --picture draws two more steps.
+their median given. (`hetero train --timeline FILE` draws such steps.)
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import re
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import psutil
 
-from bench.harness.program import (
-    FILE,
-    SIZE,
-    Kind,
-    Option,
-    Program,
-    list_of,
-    names,
-    one_of,
-    some_of,
-    whole,
-)
+from bench.harness.program import Kind, Program, list_of, names, options
 from bench.harness.rounds import Sample, run_rounds
 from bench.harness.tables import Column, middle, number, of_figures, ranged, size
-from bench.work.bandwidths import LinkBandwidth, disk_alone, memory_alone
+from bench.work.bandwidths import disk_alone, link_alone, memory_alone
 from bench.work.compute_alone import ComputeAlone, resident_bytes
-from bench.work.job_steps import JobSteps, overlap
+from bench.work.job_steps import JobSteps
 from hetero.chunks.dtypes import Dtypes
 from hetero.job.job import Job, open_job
-from hetero.job.loop import PICTURED_STEPS, record_steps
 from hetero.job.models import (
     count_parameters,
     model_config,
@@ -68,8 +54,6 @@ from hetero.job.models import (
 )
 from hetero.job.options import TrainOptions, add_train_arguments
 from hetero.job.run_folder import RunFolder
-from hetero.reporting.drawing import check_picture
-from hetero.reporting.timeline_chart import draw_timeline, trace_path
 from offload.errors import HeteroError
 
 GOAL = 1.15
@@ -120,38 +104,24 @@ def _percentage(option: str, text: str) -> float:
     return found
 
 
-OPTIONS = (
-    Option("--models", MODELS, "names, where neither --model nor --config is given"),
-    Option(
-        "--settings",
-        ",".join(SETTINGS),
-        "nvme: policy nvme, computing in RAM; emulated: policy auto, on an emulated device behind a"
-        " link; budgets that are not given are a third of 16 bytes a parameter of RAM, and an"
-        " eighth of the device",
-        some_of(SETTINGS),
-    ),
-    Option(
-        "--clipped",
-        "0,10,50,100",
-        "percentages of the steps that are clipped",
-        list_of(Kind("PERCENT", _percentage)),
-    ),
-    Option("--rounds", "3", "of --steps steps in a row each, after one of warm-up", whole()),
-    Option(
-        "--compute",
-        "auto",
-        "how compute alone is measured: with the whole model, or from some of its layers; auto:"
-        " whole where RAM holds it beside --host-memory",
-        one_of(("auto", "whole", "layers")),
-    ),
-    Option("--io-size", "1GiB", "of the file on which the disk alone is measured", SIZE),
-    Option(
-        "--picture",
-        None,
-        "draws two steps' timeline, and writes it as a trace (.trace.json) for ui.perfetto.dev; of"
-        " several cases each gets its name before the suffix",
-        FILE,
-    ),
+OPTIONS = options(
+    """
+    --models    TEXT      gpt2-medium,gpt2-1.3b  names, where neither --model nor --config is given
+    --settings  NAMES     nvme,emulated          nvme: policy nvme, computing in RAM; emulated:
+                          policy auto, on an emulated device behind a link; budgets that are not
+                          given are a third of 16 bytes a parameter of RAM, and an eighth of the
+                          device
+    --clipped   PERCENTS  0,10,50,100            of the steps that are clipped
+    --rounds    N         3                      of --steps steps in a row each, after one of
+                          warm-up
+    --compute   NAME      auto                   how compute alone is measured: with the whole
+                          model, or from some of its layers; auto: whole where RAM holds it beside
+                          --host-memory
+    --io-size   SIZE      1GiB                   of the file on which the disk alone is measured
+    """,
+    settings=SETTINGS,
+    clipped=list_of(Kind("PERCENT", _percentage)),
+    compute=("auto", "whole", "layers"),
 )
 
 
@@ -160,17 +130,13 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.backend != "cpu":
         raise ValueError("--backend follows from --settings; leave it out")
     if arguments.timeline is not None:
-        raise ValueError("--timeline is of `hetero train`; here it is --picture")
-    if arguments.picture is not None:
-        picture = Path(arguments.picture)
-        check_picture("--picture", picture, trace_path(picture))
+        raise ValueError("--timeline is of `hetero train`; leave it out")
     given = arguments.nvme_path[0] if arguments.nvme_path else None
     with contextlib.ExitStack() as stack:
         temporary = tempfile.TemporaryDirectory(prefix="hetero-bound-", dir=given)
         folder = stack.enter_context(temporary)
-        cases = list(_cases(arguments))
         disk = stack.enter_context(disk_alone(given or folder, arguments.io_size))
-        found = [_case(case, arguments, folder, disk, len(cases) > 1) for case in cases]
+        found = [_case(case, arguments, folder, disk) for case in _cases(arguments)]
     return {
         "cases": found,
         "goal": GOAL,
@@ -210,7 +176,6 @@ def _case(
     arguments: argparse.Namespace,
     folder: str,
     disk: Callable[[float], Sample],
-    several: bool,
 ) -> dict[str, Any]:
     """One case's figures; those of its refusal if its budgets cannot work."""
     print(f"bench.bound: {case.name}", file=sys.stderr, flush=True)
@@ -218,9 +183,6 @@ def _case(
     try:
         with RunFolder(folder) as run_folder, open_job(case.options, run_folder) as job:
             result = _measure(case, job, disk, arguments)
-            if arguments.picture is not None:
-                picture = _picture_path(arguments.picture, case.name if several else None)
-                result["timeline"] = _draw(job, case, picture)
     except HeteroError as error:
         return {**about, "status": "refused", "reason": str(error)}
     return {**about, "status": "measured", **result}
@@ -245,7 +207,7 @@ def _measure(
         "DRAM": memory_alone(),
     }
     if case.options.backend == "emulated":
-        contenders["link"] = LinkBandwidth(case.options.link_gbps or 0).sample
+        contenders["link"] = link_alone(case.options.link_gbps or 0)
     try:
         steps.warm_up()
         rounds = run_rounds(contenders, arguments.rounds)
@@ -299,26 +261,6 @@ def of_bound(params: int, dtypes: Dtypes, accumulate: int, made: Mapping[str, Sa
     return {**seconds, "dram": touched, "bound_s": bound_s, "ratio": ratio}
 
 
-def _picture_path(given: str, name: str | None) -> Path:
-    path = Path(given)
-    words = [] if name is None else re.findall(r"[\w.-]+", name)
-    return path.with_stem("-".join([path.stem, *words]))
-
-
-def _draw(job: Job, case: Case, picture: Path) -> dict[str, Any]:
-    """Draws PICTURED_STEPS steps, and says how much of them overlapped."""
-    steps = JobSteps(job, case.clipped)
-    steps.warm_up()
-
-    def pictured() -> None:
-        for _ in range(PICTURED_STEPS):
-            steps.one()
-
-    timeline = record_steps(job.engine, pictured)
-    trace = draw_timeline(timeline, picture, f"{case.name}: {PICTURED_STEPS} training steps")
-    return {"picture": str(picture), "trace": str(trace), **overlap(timeline)}
-
-
 COLUMNS = (
     Column("seconds", "s", ranged(3)),
     *(Column(p, f"{p}_s", number()) for p in ("forward", "backward", "optimizer", "update")),
@@ -351,14 +293,6 @@ def show(result: dict[str, Any]) -> Iterator[str]:
             f"step {middle(own['step_s']):.3f} s, bound {middle(own['bound_s']):.3f} s by"
             f" {case['bound']}: {ranged()(own['ratio'])} times (goal {result['goal']})"
         )
-        if "timeline" in case:
-            drawn = case["timeline"]
-            yield (
-                f"of {drawn['seconds']:.2f} s drawn NVMe was busy {drawn['nvme_busy_s']:.2f} s,"
-                f" {drawn['nvme_beside_compute_s']:.2f} s of them beside compute; the link"
-                f" {drawn['link_busy_s']:.2f} s, {drawn['link_beside_compute_s']:.2f} s:"
-                f" {drawn['picture']}, {drawn['trace']}"
-            )
 
 
 PROGRAM = Program(

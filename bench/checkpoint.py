@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import sys
 import tempfile
 import time
@@ -42,20 +41,10 @@ import torch
 
 import hetero
 from bench.harness.peer_process import PeerProcess
-from bench.harness.program import (
-    FOLDER,
-    SIZE,
-    Option,
-    Program,
-    left_out,
-    list_of,
-    one_of,
-    peer_options,
-    whole,
-)
+from bench.harness.program import Program, left_out, options, peer_options
 from bench.harness.rounds import Sample, run_rounds
 from bench.harness.tables import Column, Table, most_size, number, ranged, shown, size
-from bench.peers.checkpoint_timing import drop_pages, files_bytes, steps_beside, timed
+from bench.peers.timing import drop_pages, steps_beside, timed, with_rate
 from bench.train import write_workload
 from bench.work.bandwidths import disk_alone
 from bench.work.job_steps import JobSteps, job_options, steady_options
@@ -65,18 +54,23 @@ from hetero.job.options import TrainOptions
 from hetero.job.run_folder import RunFolder
 
 PEERS = ("torch", "dcp", "deepspeed")
-# The programs of peers, and who of them is in which.
-PROGRAMS = {"checkpoint_torch": ("torch", "dcp"), "checkpoint_deepspeed": ("deepspeed",)}
+# Those of peers that share a process.
+LIBRARIES = {"torch": ("torch", "dcp"), "deepspeed": ("deepspeed",)}
 
 OPTIONS = (
-    Option("--of", "saves", "what is measured", one_of(("saves", "commits"))),
-    *job_options("gpt2-medium"),
-    Option("--path", ".", "directory on NVMe; all is removed in the end", FOLDER),
-    Option("--rounds", "3", "after one of warm-up", whole()),
-    Option("--steps", "3", "in a row", whole()),
-    Option("--every", "1,8", "steps of a commit", list_of(whole())),
-    Option("--io-size", "1GiB", "of the file on which the disk alone is measured", SIZE),
-    *peer_options(PEERS),
+    options(
+        """
+    --of       NAME     saves  what is measured
+    --path     DIR      .      directory on NVMe; all is removed in the end
+    --rounds   N        3      after one of warm-up
+    --steps    N        3      in a row
+    --every    NUMBERS  1,8    steps of a commit
+    --io-size  SIZE     1GiB   of the file on which the disk alone is measured
+    """,
+        of=("saves", "commits"),
+    )
+    + job_options("gpt2-medium")
+    + peer_options(PEERS)
 )
 
 
@@ -167,17 +161,12 @@ class HeteroCheckpoints:
         figures = timed(body)
         after = engine.traffic
         self._steps.wait_until_quiet()
-        nbytes = files_bytes(self._path)
-        read = after.disk_read - before.disk_read + (nbytes if what == "load" else 0)
-        written = after.disk_write - before.disk_write + (nbytes if what == "save" else 0)
+        figures = with_rate(figures, self._path)
+        of_load, of_save = (figures["bytes"] if what == each else 0 for each in ("load", "save"))
+        read = after.disk_read - before.disk_read + of_load
+        written = after.disk_write - before.disk_write + of_save
         self.read_share[what] = read / (read + written)
-        return {
-            **figures,
-            "gbps": nbytes / figures["s"] / 1e9,
-            "bytes": nbytes,
-            "read_bytes": read,
-            "written_bytes": written,
-        }
+        return {**figures, "read_bytes": read, "written_bytes": written}
 
 
 def measure_saves(
@@ -197,11 +186,11 @@ def measure_saves(
             "step": partial(own.step, arguments.steps),
             "beside": own.beside,
         }
-        for program, names in PROGRAMS.items():
+        for library, names in LIBRARIES.items():
             chosen = [peer for peer in arguments.peers if peer in names]
             if chosen:
                 process = stack.enter_context(
-                    _peer_process(program, options, folder, arguments.peer_python)
+                    _peer_process(library, options, folder, arguments.peer_python)
                 )
                 contenders |= _peer_contenders(chosen, process, arguments.steps)
         own.warm_up()
@@ -233,16 +222,15 @@ def _of_beside(name: str, made: Mapping[str, Sample]) -> Sample:
 
 
 def _peer_process(
-    program: str, options: TrainOptions, folder: Path, peer_python: str
+    library: str, options: TrainOptions, folder: Path, peer_python: str
 ) -> PeerProcess:
-    workload = folder / "workload.json"
+    workload, checkpoints = folder.absolute() / "workload.json", folder.absolute() / "peers"
     write_workload(options, workload)
-    checkpoints = folder / "peers"
     checkpoints.mkdir(exist_ok=True)
-    python = peer_python if "deepspeed" in program else sys.executable
+    python = sys.executable if library == "torch" else peer_python
     return PeerProcess(
-        (python, "-m", f"bench.peers.{program}"),
-        {"workload": os.path.abspath(workload), "folder": os.path.abspath(checkpoints)},
+        (python, "-m", "bench.peers.checkpoint", library),
+        {"workload": str(workload), "folder": str(checkpoints)},
         "pip install 'hetero[bench]'",
     )
 

@@ -27,14 +27,11 @@ import contextlib
 import gc
 import importlib.util
 import json
-import os
 import resource
-import signal
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,13 +39,12 @@ import psutil
 import torch
 
 from bench.cuda_aims import LIMITED_DEVICE_BYTES, LIMITED_MODEL, LIMITED_RAM_BYTES, Aim, aims
-from bench.harness.machine import describe_machine, header
-from bench.harness.peer_process import import_environment
-from bench.harness.program import command_line, names, program_parser
+from bench.harness.program import Program, options
+from bench.harness.tables import Column, number, of_figures, size
+from bench.harness.trial import run_trial
 from bench.kernels.cuda_copies import measure_copies, measure_updates
 from bench.work.gpt import SHAPES, VOCABULARY, Gpt, Shape, fill, quick_init
 from offload.device.cuda_backend import DEFAULT_SHARE, cuda_available
-from offload.memory.sizes import format_bytes
 from offload.profile.measure import measure_disk
 
 WARM_UP, STEPS = 2, 5
@@ -57,63 +53,59 @@ WANTED_BYTES = 14  # a parameter
 _LEAST_S = 25.0  # less is not worth starting a contender for
 # As the table has them.
 _KINDS = ("torch", "100", "50", "25", "10", "fsdp2", "deepspeed", "80gb")
-# What says most first.
-_ORDER = ("25", "100", "10", "torch", "fsdp2", "deepspeed", "50", "80gb")
 _LINK = "link"  # stands in the place of a model and a contender for the measurement of copies
+
+OPTIONS = options(
+    """
+    --models      NAMES    gpt-6b,gpt-14b,gpt2-1.3b  by name
+    --contenders  NAMES    25,100,10,torch,fsdp2,deepspeed,50,80gb  some of these, the most telling
+                           ones first
+    --nvme        DIR      -  a directory on NVMe for scratch files (default: none)
+    --minutes     SECONDS  8  for everything
+    --rows        FILE     -  a file that gets each row as a line of JSON at once
+    """,
+    models=SHAPES,
+    contenders=_KINDS,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """0 also if contenders failed or had no time: the table says which."""
-    parser = program_parser("bench.cuda", __doc__)
-    parser.add_argument(
-        "--models", default="gpt-6b,gpt-14b,gpt2-1.3b", help="of " + ", ".join(SHAPES)
-    )
-    parser.add_argument("--contenders", default=",".join(_ORDER), help="default: %(default)s")
-    parser.add_argument("--nvme", help="a directory on NVMe for scratch files (default: none)")
-    parser.add_argument(
-        "--minutes", type=float, default=8.0, help="for everything (default: %(default)s)"
-    )
-    parser.add_argument("--rows", help="a file that gets each row as a line of JSON at once")
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
-    parser.add_argument("--one", help=argparse.SUPPRESS)
-    arguments = parser.parse_args(argv)
-    if not cuda_available():
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not cuda_available() and "--help" not in words:
         print("bench.cuda: skipped: torch sees no CUDA device")
         return 0
-    if arguments.one is not None:
-        print(json.dumps(_measure_one(arguments.one, arguments.nvme)))
+    if words[:1] == ["--one"]:  # of the processes that _run() starts
+        print(json.dumps(_measure_one(words[1], words[2] if len(words) > 2 else None)))
         return 0
-    deadline_s = time.monotonic() + 60 * arguments.minutes
-    copies = _run(_LINK, arguments.nvme, deadline_s)
+    return PROGRAM.main(argv)
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The figures of all contenders, and the aims."""
+    nvme, deadline_s = arguments.nvme, time.monotonic() + 60 * arguments.minutes
+    copies = _run(_LINK, nvme, deadline_s)
     _keep(arguments.rows, {"contender": _LINK, **copies})
     rows: list[dict[str, Any]] = []
-    for model in names(arguments.models):
-        if model not in SHAPES:
-            print(f"bench.cuda: error: --models: {model!r} is not one of {', '.join(SHAPES)}")
-            return 2
-        for kind in names(arguments.contenders):
-            if kind not in _KINDS:
-                print(f"bench.cuda: error: --contenders: {kind!r} is not one of {_KINDS}")
-                return 2
-            if (kind == "80gb") != (model == LIMITED_MODEL):
-                continue
-            found = _run(f"{model}/{kind}", arguments.nvme, deadline_s)
-            row = {"model": model, "contender": kind, **found}
-            rows.append(row)
-            _keep(arguments.rows, row)
-            print(f"bench.cuda: {_line(row)}", file=sys.stderr, flush=True)
-    models = [row["model"] for row in rows]
-    rows.sort(key=lambda row: (models.index(row["model"]), _KINDS.index(row["contender"])))
-    result = {
-        "machine": describe_machine(),
+    for model in arguments.models:
+        for kind in arguments.contenders:
+            if (kind == "80gb") == (model == LIMITED_MODEL):
+                found = _run(f"{model}/{kind}", nvme, deadline_s)
+                rows.append({"model": model, "contender": kind, **found})
+                _keep(arguments.rows, rows[-1])
+                print(f"bench.cuda: {model} {kind}: {found['status']}", file=sys.stderr, flush=True)
+    rows.sort(
+        key=lambda row: (
+            arguments.models.index(row["model"]),
+            _KINDS.index(row["contender"]),
+        )
+    )
+    return {
         "device": torch.cuda.get_device_name(),
-        "command": command_line("bench.cuda", argv),
         "rows": rows,
         "copies": copies,
-        "aims": [vars(aim) for aim in aims(rows, copies, _disk_rate(rows, arguments.nvme))],
+        "aims": [vars(aim) for aim in aims(rows, copies, _disk_rate(rows, nvme))],
     }
-    print(json.dumps(result) if arguments.json else "\n".join(_table(result)))
-    return 0
 
 
 def _keep(path: str | None, row: dict[str, Any]) -> None:
@@ -139,26 +131,12 @@ def _run(one: str, nvme: str | None, deadline_s: float) -> dict[str, Any]:
         return {"status": "no time left"}
     # A crash says where.
     command = [sys.executable, "-X", "faulthandler", "-m", "bench.cuda", "--one", one]
-    if nvme is not None:
-        command += ["--nvme", nvme]
-    try:
-        done = subprocess.run(
-            command,
-            env=os.environ | import_environment(),
-            capture_output=True,
-            text=True,
-            timeout=left_s,
-        )
-    except subprocess.TimeoutExpired:
+    found = run_trial([*command, *([nvme] if nvme else [])], left_s)
+    if found["status"] == "late":
         return {"status": "out of time"}
-    if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no message"]
-        print("\n".join(lines[-30:]), file=sys.stderr)
-        last = lines[-1][:200]
-        if done.returncode < 0:
-            last = f"ended by {signal.Signals(-done.returncode).name}"
-        return {"status": f"failed: {last}", "stderr": done.stderr[-4000:]}
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    if found["status"] in ("failed", "broken"):
+        print(found["log"], file=sys.stderr)
+        return {"status": f"failed: {found['error'][:200]}", "stderr": found["log"]}
     return found
 
 
@@ -260,15 +238,15 @@ def _time(prepared: _Prepared, shape: Shape) -> tuple[list[float], list[float]]:
     size = (shape.batch_size, shape.seq_len)
     times_s: list[float] = []
     before = prepared.moved()
-    for number in range(WARM_UP + STEPS):
+    for step in range(WARM_UP + STEPS):
         tokens = torch.randint(0, VOCABULARY, size, generator=generator).cuda()
         torch.cuda.synchronize()
-        if number == WARM_UP:
+        if step == WARM_UP:
             before = prepared.moved()
         begin = time.perf_counter()
         prepared.step(tokens)
         torch.cuda.synchronize()
-        if number >= WARM_UP:
+        if step >= WARM_UP:
             times_s.append(time.perf_counter() - begin)
         if sum(times_s) > ENOUGH_S:
             break
@@ -356,48 +334,36 @@ def _deepspeed(model: Gpt) -> Callable[[torch.Tensor], object]:
 # For people
 
 
-def _name(row: dict[str, Any]) -> str:
-    kind = row["contender"]
-    if kind == "80gb":
-        return "hetero, 80 GB"
-    return f"hetero, {kind} %" if kind.isdigit() else kind
-
-
-def _line(row: dict[str, Any], in_memory: float | None = None) -> str:
-    head = f"{row['model']:<10} {_name(row):<14}"
-    if row["status"] != "ok":
-        return f"{head} {row['status']}"
-    share = f"{row['tokens_per_s'] / in_memory:7.0%}" if in_memory else "      -"
-    return (
-        f"{head} {row['step_s']:8.3f} {row['tokens_per_s']:10,.0f} {row['tflop_per_s']:8.1f} "
-        f"{share} {format_bytes(row['device_peak_bytes']):>10} {format_bytes(row['rss_bytes']):>10}"
-    )
-
-
-def _table(result: dict[str, Any]) -> list[str]:
-    lines = [header(result["machine"], result["command"]), result["device"], ""]
-    lines.append(
-        f"{'model':<10} {'contender':<14} {'s/step':>8} {'tokens/s':>10} {'TFLOP/s':>8} "
-        f"{'of 100%':>7} {'GPU peak':>10} {'RSS':>10}"
-    )
-    rows = result["rows"]
-    for row in rows:
-        whole = [
-            r["tokens_per_s"]
-            for r in rows
-            if r["model"] == row["model"] and r["contender"] == "100" and r["status"] == "ok"
-        ]
-        lines.append(_line(row, whole[0] if whole else None))
-    lines += [
-        "",
+def show(result: Mapping[str, Any]) -> Iterator[str]:
+    """A table of the contenders, and each aim beside its figure."""
+    yield str(result["device"])
+    whole = {r["model"]: r.get("tokens_per_s") for r in result["rows"] if r["contender"] == "100"}
+    rows = {}
+    for row in result["rows"]:
+        kind, speed, ok = row["contender"], whole.get(row["model"]), row["status"] == "ok"
+        name = f"hetero, {kind} %" if kind.isdigit() else kind.replace("80gb", "hetero, 80 GB")
+        share = row["tokens_per_s"] / speed if ok and speed else None
+        why = None if ok else row["status"]
+        rows[f"{row['model']} {name}"] = {**row, "of_whole": share, "why": why}
+    yield of_figures("training steps", rows, COLUMNS)
+    yield from (
         "TFLOP/s: (6 N + 6 L h s) FLOP a token, N all parameters, causal attention; 'of 100%': of",
-        "hetero's tokens/s with all state on the GPU; shares are of 14 bytes a parameter.",
-        "",
+        "hetero's tokens/s with all state on the GPU; shares are of 14 bytes a parameter.\n",
         "aims:",
         *(Aim(**aim).line() for aim in result["aims"]),
-    ]
-    return lines
+    )
 
+
+COLUMNS = (
+    Column("s/step", "step_s", number(3)),
+    Column("tokens/s", "tokens_per_s", number(0)),
+    Column("TFLOP/s", "tflop_per_s", number(1)),
+    Column("of 100%", "of_whole", "{:.0%}".format),
+    Column("GPU peak", "device_peak_bytes", size),
+    Column("RSS", "rss_bytes", size),
+    Column("not measured", "why"),
+)
+PROGRAM = Program("bench.cuda", __doc__, OPTIONS, run, show)
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main())

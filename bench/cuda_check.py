@@ -19,7 +19,6 @@ import argparse
 import importlib.util
 import json
 import os
-import platform
 import shutil
 import signal
 import subprocess
@@ -27,7 +26,6 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 NAME = "bench.cuda_check"
 ROOT = Path(__file__).resolve().parent.parent
@@ -73,10 +71,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"cuda-check: skipped: {missing}")
         return 0
     arguments.save.mkdir(parents=True, exist_ok=True)
-    (arguments.save / "facts.json").write_text(json.dumps(_facts(), indent=1))
     failures = []
     if "build" in parts and _build(arguments.save, deadline_s):
         failures.append("build")
+    _facts(arguments.save)
     if "tests" in parts:
         limit_s = min(60 * arguments.minutes * TESTS_SHARE, deadline_s - time.monotonic())
         failures += _tests(arguments.save, limit_s, for_pytest)
@@ -124,45 +122,21 @@ def _has(name: str) -> bool:
     return importlib.util.find_spec(name) is not None or shutil.which(name) is not None
 
 
-def _facts() -> dict[str, Any]:
-    """Why the rest behaves as it does."""
-    import torch
+def _facts(save: Path) -> None:
+    """Why the rest behaves as it does: what `hetero doctor` finds, and the GPU's driver and link.
 
-    properties = torch.cuda.get_device_properties(0)
-    command = ["nvidia-smi", "--query-gpu=driver_version,pcie.link.gen.max,pcie.link.width.max"]
-    try:
-        smi = subprocess.run(
-            [*command, "--format=csv,noheader"], capture_output=True, text=True, timeout=20
-        ).stdout.strip()
-    except (OSError, subprocess.TimeoutExpired) as error:
-        smi = str(error)
-    meminfo = {
-        line.split(":")[0]: line.split(":")[1].strip()
-        for line in Path("/proc/meminfo").read_text().splitlines()
-    }
-    return {
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "device": properties.name,
-        "device_bytes": properties.total_memory,
-        "driver, PCIe generation, width": smi,
-        "cores": len(os.sched_getaffinity(0)),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        "memory": {name: meminfo.get(name) for name in ("MemTotal", "MemAvailable", "Hugetlb")},
-        "huge_pages": _read("/sys/kernel/mm/transparent_hugepage/enabled"),
-        "cgroup_memory_max": _read("/sys/fs/cgroup/memory.max"),
-        "io_uring_disabled": _read("/proc/sys/kernel/io_uring_disabled"),
-        "nodes": _read("/sys/devices/system/node/online"),
-        "disk_free_bytes": shutil.disk_usage(ROOT).free,
-    }
-
-
-def _read(path: str) -> str | None:
-    try:
-        return Path(path).read_text().strip()
-    except OSError:
-        return None
+    Of a tree that cannot be built there is the reason alone.
+    """
+    smi = ["nvidia-smi", "--query-gpu=driver_version,pcie.link.gen.max,pcie.link.width.max"]
+    for name, command in {
+        "facts.json": [sys.executable, "-m", "hetero.cli", "doctor", "--json", "--no-disk-speed"],
+        "driver.txt": [*smi, "--format=csv,noheader"],
+    }.items():
+        try:
+            with open(save / name, "wb") as file:
+                subprocess.run(command, cwd=ROOT, stdout=file, stderr=file, timeout=60)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            (save / name).write_text(str(error))
 
 
 def _build(save: Path, deadline_s: float) -> bool:

@@ -1,7 +1,7 @@
 """Bandwidth of hetero's I/O engines beside fio and other ways from Python, on the same file.
 
-usage: python -m bench.io --path DIR [--path DIR2 ...] [--size 2GiB] [--block 1MiB] [--depth 16]
-                          [--rounds N] [--peers fio,aiofiles,deepspeed|none] [--json]
+usage: python -m bench.io [--path DIR] [--size 2GiB] [--block 1MiB] [--depth 16] [--rounds N]
+                          [--peers fio,aiofiles,deepspeed|none] [--json]
 
 Rates are GB/s (1e9 bytes) of "read", "write" and "mixed", which reads each extent and writes it
 back, both counted. All contenders use O_DIRECT except aiofiles, which cannot and therefore drops
@@ -14,14 +14,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 from bench.harness.peer_process import DEEPSPEED_INSTALL, PeerProcess
-from bench.harness.program import SIZE, Option, Program, left_out, peer_options, whole
+from bench.harness.program import Program, left_out, options, peer_options
 from bench.harness.rounds import Rounds, Sample, run_rounds
-from bench.harness.tables import Column, number, of_figures, ranged
+from bench.harness.tables import Column, Table, number, ranged, shown
 from bench.work.fio import INSTALL, SETTINGS, Fio, fio_version
 from bench.work.transfers import PATTERNS, HeteroTransfers, Shape, measured_file
 from offload.memory.sizes import format_bytes
@@ -35,45 +35,26 @@ DEEPSPEED_THREADS = {"deepspeed 1 thread": 1, "deepspeed 4 threads": 4}
 Sampler = Callable[[str], Sample]  # of a pattern
 
 
-OPTIONS = (
-    Option("--size", "2GiB", "of the file in each directory", SIZE),
-    Option("--block", "1MiB", "of one transfer", SIZE),
-    Option("--depth", "16", "blocks in flight", whole(0)),
-    Option("--sample", "4GiB", "least to move per turn, in whole passes over the file", SIZE),
-    Option("--rounds", "5", "after one of warm-up", whole()),
-    *peer_options(PEERS),
-)
-
-
-def _add_path(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--path",
-        action="append",
-        required=True,
-        metavar="DIR",
-        help="directory to measure in; several are measured one after the other",
-    )
+OPTIONS = options(
+    """
+    --path    DIR   .     directory to measure in
+    --size    SIZE  2GiB  of the file in each directory
+    --block   SIZE  1MiB  of one transfer
+    --depth   N>=0  16    blocks in flight
+    --sample  SIZE  4GiB  least to move per turn, in whole passes over the file
+    --rounds  N     5     after one of warm-up
+    """
+) + peer_options(PEERS)
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The result of the first directory, and under "paths" those of all of them.
+    """All patterns of all contenders in the directory.
 
     Raises ValueError or OSError for input that cannot be measured.
     """
+    path, peer_python = arguments.path, arguments.peer_python
     shape = Shape.of(arguments.size, arguments.block, arguments.depth, arguments.sample)
-    results = []
-    for path in dict.fromkeys(arguments.path):
-        print(f"{path}: writing {format_bytes(shape.size_bytes)}", file=sys.stderr, flush=True)
-        results.append(
-            measure_directory(path, shape, arguments.rounds, arguments.peers, arguments.peer_python)
-        )
-    return {**results[0], "paths": results}
-
-
-def measure_directory(
-    path: str, shape: Shape, rounds: int, peers: Sequence[str], peer_python: str
-) -> dict[str, Any]:
-    """All patterns of all contenders in one directory, as the JSON reports them."""
+    print(f"{path}: writing {format_bytes(shape.size_bytes)}", file=sys.stderr, flush=True)
     notes = [
         "mixed: each extent is read and written back; both directions are counted",
         "CPU: user and system time of the contender's process; for fio, of its job",
@@ -91,14 +72,14 @@ def measure_directory(
                 continue
             notes += hetero.notes
             samplers[f"hetero {kind}"] = hetero.sample
-        for peer in peers:
+        for peer in arguments.peers:
             samplers |= _peer_samplers(peer, file, shape, peer_python, stack, notes)
         by_pattern = {}
         failed: dict[str, str] = {}
         for pattern in PATTERNS:
             turns = {name: partial(sample, pattern) for name, sample in samplers.items()}
             print(f"{pattern}:", file=sys.stderr, flush=True)
-            by_pattern[pattern] = run_rounds(turns, rounds)
+            by_pattern[pattern] = run_rounds(turns, arguments.rounds)
             failed |= by_pattern[pattern].failed
             for name in by_pattern[pattern].failed:
                 del samplers[name]
@@ -116,7 +97,7 @@ def measure_directory(
         "request_bytes": shape.request_bytes,
         "requests_in_flight": shape.in_flight,
         "sample_bytes": {pattern: shape.moved_bytes(pattern) for pattern in PATTERNS},
-        "rounds": rounds,
+        "rounds": arguments.rounds,
         "notes": notes,
     }
 
@@ -137,28 +118,22 @@ def _peer_samplers(
             return {}
         notes.append(f"fio: {version}, io_uring, O_DIRECT, with its defaults, tuned, and batched")
         return {name: Fio(file, shape, settings).sample for name, settings in SETTINGS.items()}
-    setup: dict[str, Any] = {"path": file, "shape": shape.to_dict()}
+    made: dict[str, tuple[str, dict[str, Any], str]] = {
+        name: (peer_python, {"threads": threads}, DEEPSPEED_INSTALL)
+        for name, threads in DEEPSPEED_THREADS.items()
+    }
+    note = "deepspeed: libaio, O_DIRECT; a handle for each direction, each of --depth"
     if peer == "aiofiles":
-        notes.append("aiofiles: buffered; drops the file's pages before reads, fsync after writes")
-        command = (sys.executable, "-m", "bench.peers.io_aiofiles")
-        process = stack.enter_context(PeerProcess(command, setup, "pip install aiofiles"))
-        return {"aiofiles": partial(_peer_sample, process)}
-    notes.append("deepspeed: libaio, O_DIRECT; a handle for each direction, each of --depth")
+        note = "aiofiles: buffered; drops the file's pages before reads, fsync after writes"
+        made = {"aiofiles": (sys.executable, {}, "pip install aiofiles")}
+    notes.append(note)
     samplers: dict[str, Sampler] = {}
-    for name, threads in DEEPSPEED_THREADS.items():
-        process = stack.enter_context(
-            PeerProcess(
-                (peer_python, "-m", "bench.peers.io_deepspeed"),
-                setup | {"threads": threads},
-                DEEPSPEED_INSTALL,
-            )
-        )
-        samplers[name] = partial(_peer_sample, process)
+    for name, (python, more, install) in made.items():
+        setup = {"path": file, "shape": shape.to_dict(), **more}
+        command = (python, "-m", "bench.peers.io", peer)
+        process = stack.enter_context(PeerProcess(command, setup, install))
+        samplers[name] = lambda pattern, process=process: process.sample(pattern=pattern)  # type: ignore[misc]
     return samplers
-
-
-def _peer_sample(process: PeerProcess, pattern: str) -> Sample:
-    return process.sample(pattern=pattern)
 
 
 def summarize(by_pattern: Mapping[str, Rounds]) -> dict[str, Any]:
@@ -178,25 +153,23 @@ def summarize(by_pattern: Mapping[str, Rounds]) -> dict[str, Any]:
     return {"contenders": contenders, "share_of_fio": share}
 
 
-COLUMNS = (
-    *(Column(f"{pattern} GB/s", f"{pattern}_gbps", ranged()) for pattern in PATTERNS),
-    *(Column(f"{p} CPU s/GB", f"{p}_cpu_s_per_gb", number(3)) for p in PATTERNS),
+def _title(result: Mapping[str, Any]) -> str:
+    return (
+        f"bench.io {result['path']}: {format_bytes(result['size_bytes'])}, blocks of"
+        f" {format_bytes(result['block_bytes'])}, {result['depth']} in flight, median of"
+        f" {result['rounds']} (least-most)"
+    )
+
+
+TABLE = Table(
+    _title,
+    "contenders",
+    (
+        *(Column(f"{pattern} GB/s", f"{pattern}_gbps", ranged()) for pattern in PATTERNS),
+        *(Column(f"{p} CPU s/GB", f"{p}_cpu_s_per_gb", number(3)) for p in PATTERNS),
+    ),
 )
-
-
-def show(result: dict[str, Any]) -> Iterator[str]:
-    """One table per directory: rates with their ranges, CPU, and what was left out."""
-    for found in result["paths"]:
-        title = (
-            f"bench.io {found['path']}: {format_bytes(found['size_bytes'])}, blocks of"
-            f" {format_bytes(found['block_bytes'])}, {found['depth']} in flight, median of"
-            f" {found['rounds']} (least-most)"
-        )
-        yield of_figures(title, found["contenders"], COLUMNS)
-        yield from found["notes"]
-
-
-PROGRAM = Program("bench.io", __doc__, OPTIONS, run, show, _add_path)
+PROGRAM = Program("bench.io", __doc__, OPTIONS, run, shown(TABLE))
 main = PROGRAM.main
 
 if __name__ == "__main__":

@@ -36,22 +36,10 @@ import torch
 
 import hetero
 from bench.activations.training import CONTENDERS, TILE_TOKENS, Spec
-from bench.activations.trial import POLICIES, run_trial, tell
-from bench.harness.program import (
-    COUNT,
-    FOLDER,
-    SECONDS,
-    SIZE,
-    Option,
-    Program,
-    list_of,
-    one_of,
-    peer_python,
-    some_of,
-    whole,
-)
+from bench.activations.trial import POLICIES, tell, try_to_train
+from bench.harness.program import Program, options, peer_python
 from bench.harness.tables import Column, Table, number, shown, size
-from bench.work.gpt import VOCABULARY, Gpt, Shape
+from bench.work.gpt import Gpt, Shape
 from hetero.config import Config
 from hetero.planning.group_plans import arrange
 from offload.disk.directories import free_bytes
@@ -97,28 +85,31 @@ HOLE_BYTES = 16
 FLOOR_BYTES, BYTES_PER_PARAM = 1 << 30, 8
 
 OPTIONS = (
-    Option("--of", "model", "what is to be large", one_of(HETERO)),
-    Option("--budgets", "1GiB,2GiB,4GiB", "of a process", list_of(SIZE)),
-    Option(
-        "--contenders",
-        None,
-        f"of {', '.join(CONTENDERS)} (default: hetero)",
-        some_of(CONTENDERS),
-    ),
-    Option("--first", "1024", "tokens of a step in the first try", whole()),
-    Option("--most", None, "parameters, or tokens of a step (default: the disk's, 128 Ki)", COUNT),
-    Option("--tries", "6", "for a budget, at most", whole()),
-    Option("--steps", "2", "of a try; the last one is timed", whole()),
-    Option("--layers", "24", "of the model whose tokens are many", whole()),
-    Option("--width", "1024", "of that model", whole()),
-    Option("--heads", "16", "of that model", whole()),
-    Option("--seq-len", "128", "tokens of a sequence of the models", whole(2)),
-    Option("--batch-size", "1", "sequences of a step of the models", whole()),
-    Option("--vocabulary", str(VOCABULARY), "of all models", whole()),
-    Option("--policy", "nvme", "of hetero", one_of(POLICIES)),
-    Option("--timeout", "3600", "of a try", SECONDS),
-    Option("--path", ".", "a folder on NVMe", FOLDER),
-    peer_python(),
+    options(
+        """
+    --of          NAME     model           what is to be large
+    --budgets     SIZES    1GiB,2GiB,4GiB  of a process
+    --contenders  NAMES    -               of bench/activations/training.py (default: hetero)
+    --first       N        1024            tokens of a step in the first try
+    --most        COUNT    -               parameters, or tokens of a step (default: the disk's,
+                                           128 Ki)
+    --tries       N        6               for a budget, at most
+    --steps       N        2               of a try; the last one is timed
+    --layers      N        24              of the model whose tokens are many
+    --width       N        1024            of that model
+    --heads       N        16              of that model
+    --seq-len     N>=2     128             tokens of a sequence of the models
+    --batch-size  N        1               sequences of a step of the models
+    --vocabulary  N        50257           of all models
+    --policy      NAME     nvme            of hetero
+    --timeout     SECONDS  3600            of a try
+    --path        DIR      .               a folder on NVMe
+    """,
+        of=HETERO,
+        contenders=CONTENDERS,
+        policy=POLICIES,
+    )
+    + peer_python()
 )
 
 
@@ -267,32 +258,28 @@ class Search:
             tries[place] = self._try(place, budget)
             return bool(tries[place]["status"] == "trained")
 
-        of_tokens = self._arguments.of != "model"
-        stride = STEPS_PER_DOUBLING if of_tokens else 1
+        stride = 1 if self._arguments.of == "model" else STEPS_PER_DOUBLING
         guess = max(self._guess(budget), self._least)
         place = climb(len(self._row), guess, works, self._arguments.tries, stride)
-        beyond = min((n for n in tries if place is None or n > place), default=None)
-        limited_by = self._end if place == len(self._row) - 1 else "--tries"
-        if beyond is not None and beyond == (-1 if place is None else place) + 1:
-            limited_by = LIMITED_BY[tries[beyond]["status"]]
+        tried = sorted(tries.items())
+        found: dict[str, Any] = {
+            "budget_bytes": budget,
+            "not": [f"{self._about(n)}: {t['error']}" for n, t in tried if t["error"] is not None],
+            "tries": {self._about(n): t["status"] for n, t in tried},
+        }
         if place is None:
-            limited_by = LIMITED_BY[tries[max(tries)]["status"]]
-        refused = [
-            f"{self._about(n)}: {one['error']}"
-            for n, one in sorted(tries.items())
-            if one["status"] != "trained"
-        ]
-        found = {"budget_bytes": budget, "limited_by": limited_by, "not": refused}
-        found["tries"] = {self._about(n): one["status"] for n, one in sorted(tries.items())}
-        if place is None:
-            return found | {"is_lower_bound": False, "what": "none"}
+            limit = LIMITED_BY[tried[-1][1]["status"]]
+            return found | {"limited_by": limit, "is_lower_bound": False, "what": "none"}
+        limit = self._end if place == len(self._row) - 1 else "--tries"
+        if place + 1 in tries:
+            limit = LIMITED_BY[tries[place + 1]["status"]]
         self._least = place
-        shape, best = self._row[place], tries[place]
-        params = shape.params(self._arguments.vocabulary)
-        moved = best["bytes_per_step"]
+        shape, best, bound = self._row[place], tries[place], limit in LOWER_BOUNDS
+        params, moved = shape.params(self._arguments.vocabulary), best["bytes_per_step"]
         return found | {
-            "is_lower_bound": limited_by in LOWER_BOUNDS,
-            "what": (">= " if limited_by in LOWER_BOUNDS else "") + self._about(place),
+            "limited_by": limit,
+            "is_lower_bound": bound,
+            "what": (">= " if bound else "") + self._about(place),
             "shape": vars(shape),
             "params": params,
             "tokens": shape.tokens,
@@ -341,20 +328,17 @@ class Search:
         shape = self._row[place]
         found: dict[str, Any] = {}
         for _ in range(ATTEMPTS):
-            options: dict[str, Any] = {}
+            options: dict[str, Any] = {"placement_policy": self._arguments.policy}
             if self._contender == HETERO["model"]:
-                host = self._host_bytes(shape, budget)
+                options["host_memory"] = host = self._host_bytes(shape, budget)
                 if host <= 0:
                     error = f"the budget is {-host} bytes too small"
-                    found = found or {"status": "refused", "error": error, "peak_bytes": 0}
-                    break
-                options = {"host_memory": host}
+                    return found or {"status": "refused", "error": error, "peak_bytes": 0}
             elif self._contender.startswith("hetero"):
-                options = {"process_memory": budget}
-            if options:
-                options["placement_policy"] = self._arguments.policy
-            steps = self._arguments.steps
-            vocabulary = self._arguments.vocabulary
+                options["process_memory"] = budget
+            else:
+                options = {}
+            steps, vocabulary = self._arguments.steps, self._arguments.vocabulary
             spec = Spec(self._contender, vars(shape), vocabulary, options, {}, 1, steps, steps - 1)
             found = self._run(spec, self._arguments.timeout, budget)
             said = found["error"] or f"{found['steps_s'][-1]:.2f} s"
@@ -370,7 +354,7 @@ class Search:
     def _run(self, spec: Spec, timeout_s: float, budget: int | None) -> dict[str, Any]:
         is_peer = self._contender == "deepspeed"
         python = self._arguments.peer_python if is_peer else sys.executable
-        return run_trial(spec, self._folder, timeout_s, budget, python)
+        return try_to_train(spec, self._folder, timeout_s, budget, python)
 
 
 def outside_bytes(shape: Shape, vocabulary: int) -> int:

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from bench.harness.program import FILE, Option, Program, left_out, one_of, whole
+from bench.harness.program import Program, left_out, options
 from bench.harness.rounds import Rounds, Sample
 from bench.harness.tables import Column, Table, middle, number, shown, size
 from hetero.job.job import open_job
@@ -74,30 +74,25 @@ PHASES = {"forward": "forward", "backward": "backward", "optimizer": "update"}
 TRACED = "traced"
 
 
-OPTIONS = (
-    Option("--model", "gpt2-medium", "by name", one_of(MODEL_NAMES)),
-    Option("--config", None, "of a model, instead of a name", FILE),
-    Option("--vocab-size", None, "of the model (default: its own)", whole()),
-    Option("--dtype", "bf16", f"of {', '.join(STATE_BYTES)}", one_of(STATE_BYTES)),
-    Option("--seq-len", "256", "tokens per sequence", whole()),
-    Option("--batch-size", "1", "sequences per micro-batch", whole()),
-    Option("--steps", "6", "of a configuration, the first two not counted", whole()),
-    Option("--rounds", "3", "of all configurations, one after the other", whole()),
-    Option(
-        "--overlap-updates",
-        TrainOptions.overlap_updates,
-        "as of `hetero train`; with none bytes are predicted exactly",
-        one_of(OVERLAPS),
-    ),
-    Option("--data", None, "text to train on, as of `hetero train`", FILE),
-    Option("--profile", None, "of this machine (default: measured in each round)", FILE),
+OPTIONS = options(
+    """
+    --model            NAME   gpt2-medium  by name
+    --config           FILE   -            of a model, instead of a name
+    --vocab-size       N      -            of the model (default: its own)
+    --dtype            NAME   bf16         of computing
+    --seq-len          N      256          tokens per sequence
+    --batch-size       N      1            sequences per micro-batch
+    --steps            N      6            of a configuration, the first two not counted
+    --rounds           N      3            of all configurations, one after the other
+    --overlap-updates  NAME   auto         as of `hetero train`; with none bytes are exact
+    --data             FILE   -            text to train on, as of `hetero train`
+    --profile          FILE   -            of this machine (default: measured in each round)
+    --nvme-path        DIR    -            folder on NVMe (default: a temporary)
+    """,
+    model=MODEL_NAMES,
+    dtype=STATE_BYTES,
+    overlap_updates=OVERLAPS,
 )
-
-
-def _add_path(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--nvme-path", action="append", metavar="DIR", help="folder on NVMe (default: a temporary)"
-    )
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -105,7 +100,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.steps <= SKIPPED_STEPS:
         raise ValueError(f"--steps must be more than {SKIPPED_STEPS}, got {arguments.steps}")
     with tempfile.TemporaryDirectory(prefix="hetero-predict-") as folder:
-        paths = tuple(arguments.nvme_path or [folder])
+        paths = (arguments.nvme_path or folder,)
         options = TrainOptions(
             model=arguments.model,
             config=arguments.config,
@@ -294,7 +289,7 @@ TABLE = Table(
         ),
     ),
 )
-PROGRAM = Program("bench.predict", __doc__, OPTIONS, run, shown(TABLE), _add_path)
+PROGRAM = Program("bench.predict", __doc__, OPTIONS, run, shown(TABLE))
 main = PROGRAM.main
 
 if __name__ == "__main__":

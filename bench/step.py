@@ -22,40 +22,31 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from bench.harness.peer_process import DEEPSPEED_INSTALL, PeerProcess
-from bench.harness.program import (
-    COUNT,
-    FILE,
-    FOLDER,
-    SIZE,
-    Option,
-    Program,
-    left_out,
-    peer_options,
-    whole,
-)
+from bench.harness.peer_process import PeerProcess
+from bench.harness.program import Program, left_out, options, peer_options
 from bench.harness.rounds import Sample, run_rounds
 from bench.harness.tables import Column, Table, number, ranged, shown, size
 from bench.work.bandwidths import disk_alone, memory_alone
 from bench.work.curve import draw_curve, measure_curve
-from bench.work.step_model import UPDATE_BYTES, HeteroStep, Plan, make_plan
+from bench.work.step_model import UPDATE_BYTES, HeteroStep, make_plan
 from offload import _native
 
 PEERS = ("deepspeed",)
 DISK, MEMORY = "disk alone", "memory alone"
 
-OPTIONS = (
-    Option("--params", "500e6", "of the model", COUNT),
-    Option("--host-memory", "512MiB", "RAM for buffers", SIZE),
-    Option("--path", ".", "directory on NVMe", FOLDER),
-    Option("--rounds", "5", "after one of warm-up", whole()),
-    Option("--steps", "3", "per sample, one after the other", whole()),
-    Option("--chunk-numel", None, "elements per chunk (default: what hetero chooses)", whole()),
-    Option("--io-size", "1GiB", "of the file on which the disk alone is measured", SIZE),
-    *peer_options(PEERS, default="none"),
-    Option("--curve", False, "also measure and draw traffic against budgets"),
-    Option("--picture", "step-curve.png", "of the curve", FILE),
-)
+OPTIONS = options(
+    """
+    --params       COUNT  500e6           of the model
+    --host-memory  SIZE   512MiB          RAM for buffers
+    --path         DIR    .               directory on NVMe
+    --rounds       N      5               after one of warm-up
+    --steps        N      3               per sample, one after the other
+    --chunk-numel  N      -               elements per chunk (default: what hetero chooses)
+    --io-size      SIZE   1GiB            of the file on which the disk alone is measured
+    --curve        FLAG   -               also measure and draw traffic against budgets
+    --picture      FILE   step-curve.png  of the curve
+    """
+) + peer_options(PEERS, default="none")
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -74,12 +65,13 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             MEMORY: memory_alone(),
         }
         for peer in arguments.peers:
-            swap = stack.enter_context(_swap_folder(arguments.path))
+            swap = stack.enter_context(
+                tempfile.TemporaryDirectory(prefix="hetero-bench-swap-", dir=arguments.path)
+            )
             process = stack.enter_context(
                 PeerProcess(
                     (arguments.peer_python, "-m", f"bench.peers.{peer}_step"),
                     {"params": step.params, "swap_folder": swap, "threads": _native.threads()},
-                    DEEPSPEED_INSTALL,
                 )
             )
             contenders[peer] = partial(process.sample, steps=arguments.steps)
@@ -91,7 +83,12 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             "contenders": rounds.figures(),
             "peak_managed_bytes": step.peak_managed_bytes,
             "io_engine": step.io_engine,
-            **describe_plan(plan, budget),
+            "host_memory": budget,
+            "resident_bytes": plan.resident_bytes,
+            "buffers": plan.buffers,
+            "optim_states": plan.optim_states,
+            "optim_state_bytes": plan.optim_state_bytes,
+            "chunk_numel": plan.layout.slot_numel,
         }
     notes = [
         f"RAM: {size(result['peak_managed_bytes'])} of {size(budget)} for buffers,"
@@ -104,8 +101,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             numel, arguments.path, arguments.chunk_numel, arguments.steps
         )
         draw_curve(result["curve"], result["params"], arguments.picture)
-        result["picture"] = os.path.abspath(arguments.picture)
-        notes.append(result["picture"])
+        notes.append(os.path.abspath(arguments.picture))
     return result | {"steps": arguments.steps, "rounds": arguments.rounds, "notes": notes}
 
 
@@ -117,22 +113,6 @@ def of_bound(params: int, made: Mapping[str, Sample]) -> Sample:
     bound_s = max(disk_s, memory_s)
     share = bound_s / step["step_s"]
     return {"disk_s": disk_s, "memory_s": memory_s, "bound_s": bound_s, "share_of_bound": share}
-
-
-def describe_plan(plan: Plan, budget: int) -> dict[str, Any]:
-    """What the budget came to."""
-    return {
-        "host_memory": budget,
-        "resident_bytes": plan.resident_bytes,
-        "buffers": plan.buffers,
-        "optim_states": plan.optim_states,
-        "optim_state_bytes": plan.optim_state_bytes,
-        "chunk_numel": plan.arrangement.chunk_groups[0].layout.slot_numel,
-    }
-
-
-def _swap_folder(directory: str) -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="hetero-bench-swap-", dir=directory)
 
 
 def _title(result: Mapping[str, Any]) -> str:

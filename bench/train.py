@@ -20,7 +20,7 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -32,25 +32,15 @@ import torch
 from bench.harness.contenders import (
     PEERS,
     Contender,
-    Outcome,
     hetero_contender,
     peer_contenders,
     run_contender,
 )
 from bench.harness.hosts import Hosts, parse_rate
-from bench.harness.program import (
-    SECONDS,
-    Kind,
-    Option,
-    Program,
-    left_out,
-    names,
-    peer_options,
-    whole,
-)
-from bench.harness.rounds import ContenderError, Rounds, Sample, run_rounds
+from bench.harness.program import Kind, Program, left_out, names, options, peer_options
+from bench.harness.rounds import Rounds, Sample, run_rounds
 from bench.harness.tables import Column, Table, number, ranged, shown, size
-from bench.peers.training.workload import Workload
+from bench.peers.workload import Workload
 from hetero.job.data import load_corpus
 from hetero.job.models import model_config
 from hetero.job.optimization import ADAM_BETAS, lr_factor
@@ -72,26 +62,19 @@ DEFAULTS = {
 VOCAB_SIZE = 50257
 
 
-OPTIONS = (
-    Option("--rounds", "1", "runs of every contender, in turns", whole()),
-    Option("--ranks", "1", "processes of each contender; --threads is of each", whole()),
-    Option(
-        "--hosts",
-        None,
-        "network namespaces that share the ranks evenly (default: ranks of one machine)",
-        whole(),
-    ),
-    Option(
-        "--rate",
-        "1gbit",
-        "of each host's link: a number of mbit or gbit per second",
-        Kind("RATE", lambda option, text: parse_rate(text)),
-    ),
-    Option("--variants", None, "policies to run (default: --policy if given, else cpu,nvme)"),
-    *peer_options(PEERS, default="none"),
-    Option("--skip-steps", "2", "first steps left out of the medians", whole(0)),
-    Option("--timeout", "1800", "limit of one contender", SECONDS),
-)
+OPTIONS = options(
+    """
+    --rounds      N        1      runs of every contender, in turns
+    --ranks       N        1      processes of each contender; --threads is of each
+    --hosts       N        -      network namespaces that share the ranks evenly (default: ranks
+                                  of one machine)
+    --rate        RATE     1gbit  of each host's link: a number of mbit or gbit per second
+    --variants    TEXT     -      policies to run (default: --policy if given, else cpu,nvme)
+    --skip-steps  N>=0     2      first steps left out of the medians
+    --timeout     SECONDS  1800   limit of one contender
+    """,
+    rate=Kind("RATE", lambda option, text: parse_rate(text)),
+) + peer_options(PEERS, default="none")
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -105,23 +88,23 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     workload = folder / "workload.json"
     made = partial(_contenders, options, variants, arguments, workload)
     places = {contender.name: place for place, contender in enumerate(made(folder))}
-    outcomes: dict[str, list[Outcome]] = {name: [] for name in places}
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in places}
     with ExitStack() as stack:
         hosts = None
         if arguments.hosts is not None:
             hosts = stack.enter_context(Hosts(arguments.hosts, arguments.rate))
 
         def turn(name: str) -> Sample:
-            round_folder = folder / f"round-{len(outcomes[name]) + 1}"
+            round_folder = folder / f"round-{len(runs[name]) + 1}"
             round_folder.mkdir(exist_ok=True)
             contender = made(round_folder)[places[name]]
-            outcomes[name].append(run_contender(contender, arguments.timeout, hosts=hosts))
-            return sample_of(outcomes[name][-1], arguments.skip_steps)
+            runs[name].append(run_contender(contender, arguments.timeout, hosts=hosts))
+            return sample_of(runs[name][-1], arguments.skip_steps)
 
         write_workload(options, workload, arguments.ranks)
         turns = {name: partial(turn, name) for name in places}
         rounds = run_rounds(turns, arguments.rounds, warm_up=False)
-    summary = summarize(rounds, outcomes, f"hetero {options.policy}")
+    summary = summarize(rounds, runs, f"hetero {options.policy}")
     return {**summary, "rounds": arguments.rounds, "skipped_steps": arguments.skip_steps}
 
 
@@ -187,14 +170,8 @@ def write_workload(options: TrainOptions, path: Path, ranks: int = 1) -> None:
 PHASES = ("step_s", "forward_s", "backward_s", "optimizer_s")
 
 
-def sample_of(outcome: Outcome, skip_steps: int) -> Sample:
-    """The figures of a run; of seconds the medians of all steps but the first ones.
-
-    Raises ContenderError for one that has none.
-    """
-    if outcome.status != "finished":
-        raise ContenderError(outcome.error)
-    figures = outcome.figures
+def sample_of(figures: Mapping[str, Any], skip_steps: int) -> Sample:
+    """The figures of a run; of seconds the medians of all steps but the first ones."""
     # At least one step stays, however many are to be left out.
     counted = slice(min(skip_steps, len(figures["step_s"]) - 1), None)
     peaks, moved = figures["peak_rss_by_rank_bytes"], figures["bytes_per_step"]
@@ -218,7 +195,7 @@ EXCHANGED = ("sent_bytes_per_step", "received_bytes_per_step", "gather_wait_s_pe
 
 
 def summarize(
-    rounds: Rounds, outcomes: Mapping[str, list[Outcome]], main_name: str
+    rounds: Rounds, runs: Mapping[str, Sequence[Mapping[str, Any]]], main_name: str
 ) -> dict[str, Any]:
     """The keys of `hetero train --json` for the main variant, and every contender's figures.
 
@@ -229,22 +206,21 @@ def summarize(
     peers = [name for name in rounds.samples if not name.startswith("hetero ")]
     for peer in peers:
         rounds.compare(peer, "step_s", f"of {peer}")
-    measured = rounds.figures()
-    contenders: dict[str, dict[str, Any]] = {}
-    for name, runs in outcomes.items():
-        if name not in measured:
-            contenders[name] = {"status": runs[-1].status, "error": runs[-1].error}
-            continue
+    contenders: dict[str, dict[str, Any]] = {
+        name: {"status": "missing" if name in rounds.missing else "failed", "error": error}
+        for name, error in rounds.failed.items()
+    }
+    for name, own in rounds.figures().items():
         step_s = rounds.values(name, "step_s")
-        own = measured[name]
         contenders[name] = {
             "status": "finished",
             "error": None,
-            **runs[step_s.index(statistics.median_low(step_s))].figures,
+            **runs[name][step_s.index(statistics.median_low(step_s))],
             **{f"median_{phase}": own[phase]["median"] for phase in PHASES},
             "measured": own,
             "ratio_to": {peer: own[f"of {peer}"]["median"] for peer in peers if peer != name},
         }
+    contenders = {name: contenders[name] for name in runs}
     notes = left_out(rounds.failed)
     return {**contenders[main_name], "main": main_name, "contenders": contenders, "notes": notes}
 

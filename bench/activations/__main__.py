@@ -34,18 +34,8 @@ from functools import partial
 from typing import Any
 
 from bench.activations.training import Spec
-from bench.activations.trial import POLICIES, run_trial, tell
-from bench.harness.program import (
-    FOLDER,
-    SECONDS,
-    SIZE,
-    TEXT,
-    Option,
-    Program,
-    list_of,
-    one_of,
-    whole,
-)
+from bench.activations.trial import POLICIES, tell, try_to_train
+from bench.harness.program import TEXT, Program, list_of, options
 from bench.harness.rounds import Sample, run_rounds
 from bench.harness.tables import Column, number, of_figures, size
 from bench.work.bandwidths import disk_alone
@@ -136,36 +126,47 @@ COMPARISONS = {
 }
 
 
-def _by_comparison(name: str, text: str, kind: Any) -> Option:
-    """An option whose default depends on what is compared."""
-    key = name.removeprefix("--").replace("-", "_")
-    found = {c: each.defaults[key] for c, each in COMPARISONS.items() if key in each.defaults}
-    said = ", ".join(f"{value} for {each}" for each, value in found.items())
-    return Option(name, None, f"{text} (default: {said})", kind)
+def _defaults() -> str:
+    """The defaults that depend on what is compared, for the help."""
+    keys = dict.fromkeys(key for each in COMPARISONS.values() for key in each.defaults)
+    return "; ".join(
+        f"--{key.replace('_', '-')}: "
+        + ", ".join(
+            f"{c.defaults[key]} for {n}" for n, c in COMPARISONS.items() if key in c.defaults
+        )
+        for key in keys
+    )
 
 
-OPTIONS = (
-    Option("--compare", "ways", f"of {', '.join(COMPARISONS)}", one_of(COMPARISONS)),
-    Option("--contenders", None, "some of a comparison's (default: all)", list_of(TEXT)),
-    _by_comparison("--layers", "of the model", whole()),
-    _by_comparison("--width", "of the model", whole()),
-    _by_comparison("--heads", "of the model", whole()),
-    _by_comparison("--vocabulary", "of the model", whole()),
-    _by_comparison("--seq-len", "tokens of a sequence", whole(2)),
-    _by_comparison("--batch-size", "sequences of a step, or of a micro-batch", whole()),
-    Option("--factor", "8", "micro-batches of a step, of batches", whole(2)),
-    Option("--host-memory", "1GiB", "of ways and batches, activations included", SIZE),
-    _by_comparison("--activation-memory", "in bytes or as 256MiB", SIZE),
-    Option("--process-memory", "2560MiB", "of recompute", SIZE),
-    Option("--recompute", "auto", "of batches", one_of(("auto", "none", "all"))),
-    Option("--compute", "hetero", "who computes in memory", one_of(("hetero", "torch"))),
-    Option("--policy", "nvme", "of hetero", one_of(POLICIES)),
-    Option("--steps", "2", "that count, of each process", whole()),
-    _by_comparison("--skip-steps", "before them", whole(0)),
-    Option("--rounds", "1", "turns of each contender", whole()),
-    Option("--io-size", "1GiB", "of the file on which the disk alone is measured", SIZE),
-    Option("--timeout", "1800", "of a process", SECONDS),
-    Option("--path", None, "on the NVMe disk (default: a new folder)", FOLDER),
+OPTIONS = options(
+    f"""
+    --compare            NAME     ways     what is compared
+    --contenders         TEXTS    -        some of a comparison's (default: all)
+    --layers             N        -        of the model
+    --width              N        -        of the model
+    --heads              N        -        of the model
+    --vocabulary         N        -        of the model
+    --seq-len            N>=2     -        tokens of a sequence
+    --batch-size         N        -        sequences of a step, or of a micro-batch
+    --factor             N>=2     8        micro-batches of a step, of batches
+    --host-memory        SIZE     1GiB     of ways and batches, activations included
+    --activation-memory  SIZE     -        of ways and batches
+    --process-memory     SIZE     2560MiB  of recompute
+    --recompute          NAME     auto     of batches
+    --compute            NAME     hetero   who computes in memory
+    --policy             NAME     nvme     of hetero
+    --steps              N        2        that count, of each process
+    --skip-steps         N>=0     -        before them. Defaults by comparison: {_defaults()}
+    --rounds             N        1        turns of each contender
+    --io-size            SIZE     1GiB     of the file on which the disk alone is measured
+    --timeout            SECONDS  1800     of a process
+    --path               DIR      -        on the NVMe disk (default: a new folder)
+    """,
+    compare=COMPARISONS,
+    contenders=list_of(TEXT),
+    recompute=("auto", "none", "all"),
+    compute=("hetero", "torch"),
+    policy=POLICIES,
 )
 
 
@@ -216,7 +217,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _trained(name: str, spec: Spec, folder: str, timeout_s: float) -> dict[str, Any]:
-    found = run_trial(spec, folder, timeout_s)
+    found = try_to_train(spec, folder, timeout_s)
     if found["status"] != "trained":
         raise ValueError(f"{name}: {found['status']}: {found['error']}")
     tell(NAME, f"{name}: {found['seconds']:.0f} s; {found['explained']}")

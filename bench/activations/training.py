@@ -18,7 +18,10 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
+
+from bench.peers.timing import kernel_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -179,8 +182,8 @@ def _train(spec: Spec) -> dict[str, Any]:
         return {
             "losses": losses,
             "steps_s": seconds,
-            "step_s": _median(seconds[counted]),
-            "forward_s": _median(forward_s[counted]),
+            "step_s": median(seconds[counted]),
+            "forward_s": median(forward_s[counted]),
             "before_bytes": before_bytes,
             "made_s": made_s,
             "bytes_per_step": {name: (moved[name] - before.get(name, 0)) / steps for name in moved},
@@ -191,12 +194,6 @@ def _train(spec: Spec) -> dict[str, Any]:
         }
     finally:
         training.close()
-
-
-def _median(values: list[float]) -> float:
-    from statistics import median
-
-    return median(values)
 
 
 def _make_torch(spec: Spec) -> Training:
@@ -263,21 +260,36 @@ def _make_hetero(spec: Spec) -> Training:
 
 
 def _make_deepspeed(spec: Spec) -> Training:
-    from bench.activations.deepspeed_engine import make_engine
-
+    """ZeRO-3 on the CPU, parameters and optimizer on NVMe, checkpoints copied by DeepSpeed."""
     if spec.micro_batches != 1:
         raise ValueError(f"DeepSpeed takes the batch whole here, not {spec.micro_batches} parts")
-    engine = make_engine(spec.shape, spec.vocabulary, spec.options["nvme_path"], LR)
+    from bench.peers.world import deepspeed_engine, start_deepspeed, zero3_config
+    from bench.work.gpt import Gpt, Shape, checkpoint_blocks
+
+    deepspeed, shape = start_deepspeed(), Shape(**spec.shape)
+    # As what bench.train runs: pipelined, with buffers no larger than the largest tensor.
+    rows = max(spec.vocabulary, shape.seq_len, 4 * shape.width)
+    numel = rows * shape.width + (1 << 20)
+    config = zero3_config({"lr": LR}, shape.batch_size, spec.options["nvme_path"], numel)
+    config["activation_checkpointing"] = {"cpu_checkpointing": True}
+    checkpointing = deepspeed.checkpointing
+    checkpointing.configure(
+        None, partition_activations=False, checkpoint_in_cpu=True, num_checkpoints=shape.layers
+    )
+
+    engine, _ = deepspeed_engine(
+        deepspeed,
+        config,
+        lambda: Gpt(shape, spec.vocabulary),
+        lambda model: checkpoint_blocks(model, checkpointing.checkpoint),
+    )
     return Training(engine, engine.backward, engine.step)
 
 
 def memory_bytes() -> dict[str, int]:
     """What Linux counts of this process: address space, private writable memory, resident, and how
     much of that is of files ("VmPeak", "VmData", "VmHWM", "VmRSS", "RssFile")."""
-    names = ("VmPeak", "VmData", "VmHWM", "VmRSS", "RssFile")
-    lines = Path("/proc/self/status").read_text().splitlines()
-    found = dict(line.split(":", 1) for line in lines)
-    return {name: int(found[name].split()[0]) * 1024 for name in names if name in found}
+    return kernel_bytes("status", "VmPeak", "VmData", "VmHWM", "VmRSS", "RssFile")
 
 
 def _gpt(spec: Spec) -> Gpt:

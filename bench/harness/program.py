@@ -50,25 +50,58 @@ class Option:
     name: str
     default: str | bool | None
     help: str
-    kind: Kind | None = None
+    kind: Kind
 
     def add_to(self, parser: argparse._ActionsContainer) -> None:
         """Makes it an option of `parser`."""
         if self.default is False:
             parser.add_argument(self.name, action="store_true", help=self.help)
             return
-        kind = self.kind or TEXT
 
         def read(text: str) -> Any:
             try:
-                return kind.read(self.name, text)
+                return self.kind.read(self.name, text)
             except ValueError as error:
                 raise OptionError(str(error)) from None
 
         said = self.help if self.default is None else f"{self.help} (default: %(default)s)"
         parser.add_argument(
-            self.name, type=read, default=self.default, metavar=kind.metavar, help=said
+            self.name,
+            type=read,
+            default=self.default,
+            metavar=self.kind.metavar,
+            help=said,
         )
+
+
+def options(text: str, **known: Kind | Iterable[str]) -> tuple[Option, ...]:
+    """Options from a table: a line each, of name, kind, default and what it is.
+
+    Between them are two spaces or more; a line that has no name goes on with the one before.
+
+    Args:
+        text: the table. A kind is one of KINDS; a default of "-" is none.
+        known: the kinds of options that have one of their own, or the names that those of the kinds
+            NAME, NAMES and PEERS take, by the option's name.
+    """
+    lines: list[str] = []
+    for line in filter(None, map(str.strip, text.splitlines())):
+        if re.match(r"--[\w-]+ {2,}", line):
+            lines.append(line)
+        else:
+            lines[-1] += f" {line}"
+    made = []
+    for line in lines:
+        name, word, default, about = re.split(r" {2,}", line, maxsplit=3)
+        own = known.get(name.removeprefix("--").replace("-", "_"))
+        kind = KINDS.get(word, TEXT)
+        if isinstance(own, Kind):
+            kind = own
+        elif own is not None:
+            kind = NAMED_KINDS[word](own)
+        value = None if default == "-" else default
+        made.append(Option(name, False if word == "FLAG" else value, about, kind))
+    return tuple(made)
 
 
 class Program:
@@ -129,13 +162,12 @@ class Program:
         except (ValueError, HeteroError, OSError, MemoryError, OptionError) as error:
             print(f"{self.name}: error: {error}", file=sys.stderr)
             return 2
-        if arguments.json:
-            print(json.dumps(result))
-        else:
-            print(header(result["machine"], result["command"]))
-            for block in self._show(result):
-                print(block)
+        print(json.dumps(result) if arguments.json else self.text(result))
         return self._exit_code(result)
+
+    def text(self, result: dict[str, Any]) -> str:
+        """The result for people, below what it was measured on."""
+        return "\n".join([header(result["machine"], result["command"]), *self._show(result)])
 
 
 def program_parser(name: str, description: str | None) -> argparse.ArgumentParser:
@@ -225,16 +257,13 @@ def one_of(known: Iterable[str]) -> Kind:
     """One of these names."""
 
     def read(option: str, text: str) -> str:
-        if text not in known:
-            raise ValueError(f"unknown name {text!r} in {option}; known: {', '.join(known)}")
-        return text
+        if text in known:
+            return text
+        near = difflib.get_close_matches(text, known, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
+        raise ValueError(f"unknown name {text!r} in {option}; {hint}")
 
     return Kind("NAME", read)
-
-
-def some_of(known: Iterable[str]) -> Kind:
-    """A list of some of these names, one at least."""
-    return list_of(one_of(known))
 
 
 def list_of(kind: Kind) -> Kind:
@@ -249,44 +278,56 @@ def list_of(kind: Kind) -> Kind:
     return Kind("LIST", read)
 
 
+def some_of(known: Iterable[str]) -> Kind:
+    """A list of some of these names, one at least."""
+    return list_of(one_of(known))
+
+
 def peers_of(known: Sequence[str]) -> Kind:
     """A list of some of the peers `known`; "none" is no peer."""
+    some = some_of((*known, "none"))
 
     def read(option: str, text: str) -> list[str]:
-        chosen = names(text)
-        if chosen == ["none"]:
-            return []
-        for name in chosen:
-            if name not in known:
-                near = difflib.get_close_matches(name, (*known, "none"), n=1)
-                hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}, none"
-                raise ValueError(f"unknown peer {name!r} in {option}; {hint}")
-        return chosen
+        found: list[str] = some.read(option, text)
+        return [name for name in found if name != "none"]
 
     return Kind("LIST", read)
 
 
 TEXT = Kind("TEXT", lambda option, text: text)
-FILE = Kind("FILE", TEXT.read)
-FOLDER = Kind("DIR", TEXT.read)
-COUNT = Kind("N", parse_count)
 SIZE = Kind("SIZE", parse_size)
 SECONDS = Kind("SECONDS", _number)
+KINDS = {
+    "TEXT": TEXT,
+    "FLAG": TEXT,
+    "FILE": Kind("FILE", TEXT.read),
+    "DIR": Kind("DIR", TEXT.read),
+    "COUNT": Kind("N", parse_count),
+    "SIZE": SIZE,
+    "SIZES": list_of(SIZE),
+    "SECONDS": SECONDS,
+    "N": whole(),
+    "N>=0": whole(0),
+    "N>=2": whole(2),
+    "NUMBERS": list_of(whole()),
+}
+NAMED_KINDS: dict[str, Callable[[Any], Kind]] = {
+    "NAME": one_of,
+    "NAMES": some_of,
+    "PEERS": peers_of,
+}
 
 
-def peer_python() -> Option:
+def peer_python() -> tuple[Option]:
     """--peer-python."""
     python = os.environ.get("BENCH_PEER_PYTHON", sys.executable)
-    return Option("--peer-python", python, "Python that has DeepSpeed", FILE)
+    return (Option("--peer-python", python, "Python that has DeepSpeed", KINDS["FILE"]),)
 
 
 def peer_options(known: Sequence[str], default: str | None = None) -> tuple[Option, ...]:
     """--peers, by default all of them as far as they are installed, and --peer-python."""
-    peers = Option(
-        "--peers", default or ",".join(known), f"of {', '.join(known)}; or none",
-        peers_of(known),
-    )  # fmt: skip
-    return peers, peer_python()
+    about, default = f"of {', '.join(known)}; or none", default or ",".join(known)
+    return Option("--peers", default, about, peers_of(known)), *peer_python()
 
 
 def left_out(failed: Mapping[str, str]) -> list[str]:

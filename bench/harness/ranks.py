@@ -10,11 +10,13 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from bench.harness.hosts import INTERFACE, Hosts
+from bench.harness.machine import ROOT
 from bench.peers.world import free_port
 
 POLL_S = 0.02
@@ -39,11 +41,13 @@ def run_ranks(
     stdout_path: Path | None,
     timeout_s: float,
     hosts: Hosts | None = None,
+    watch: Callable[[int], object] = lambda pid: None,
 ) -> None:
     """Runs `command` as `ranks` processes until all have ended, as many on each of `hosts`.
 
     What they print goes to rank_log()s, what rank 0 prints on stdout to `stdout_path` if given.
-    A single rank is told nothing of ranks. Raises RankError, OSError if the program cannot start.
+    A single rank is told nothing of ranks. `watch` is called with each process's number all the
+    while; what it raises ends them. Raises RankError, OSError if the program cannot start.
     """
     processes: list[subprocess.Popen[bytes]] = []
     if hosts is not None and ranks % hosts.count:
@@ -72,7 +76,7 @@ def run_ranks(
                         start_new_session=True,
                     )
                 )
-        _wait(processes, log_path, timeout_s)
+        _wait(processes, log_path, timeout_s, watch)
     finally:
         for process in processes:
             if process.poll() is None:
@@ -105,7 +109,27 @@ def _rendezvous(ranks: int, local_ranks: int, hosts: Hosts | None) -> dict[str, 
     }
 
 
-def _wait(processes: Sequence[subprocess.Popen[bytes]], log_path: Path, timeout_s: float) -> None:
+def import_environment(program: str = sys.executable) -> dict[str, str]:
+    """An environment in which `program` imports bench, and hetero where it was built in place.
+
+    A folder called `bench` where the user is must not come first; Python 3.10 looks there anyway.
+    Tools installed next to the interpreter do: DeepSpeed builds with ninja.
+    """
+    inherited = os.environ.get("PYTHONPATH")
+    return {
+        **os.environ,
+        "PYTHONPATH": str(ROOT) if not inherited else f"{ROOT}{os.pathsep}{inherited}",
+        "PYTHONSAFEPATH": "1",
+        "PATH": f"{Path(program).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
+    }
+
+
+def _wait(
+    processes: Sequence[subprocess.Popen[bytes]],
+    log_path: Path,
+    timeout_s: float,
+    watch: Callable[[int], object],
+) -> None:
     """Until all have ended well. Raises RankError."""
     ranks = len(processes)
     deadline_s = time.monotonic() + timeout_s
@@ -115,8 +139,8 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], log_path: Path, timeout_
         if failed:
             # Several within one POLL_S: one brought the others down, and any may be the one.
             causes = [
-                f"{_name([rank], ranks)}{_how(codes[rank])}"
-                f" {_evidence(rank_log(log_path, rank, ranks))}"
+                f"{_name([rank], ranks)}{how_ended(codes[rank], rank_log(log_path, rank, ranks))}"
+                f" (all of it in {rank_log(log_path, rank, ranks)})"
                 for rank in failed
             ]
             raise RankError("; ".join(causes), codes[failed[0]])
@@ -125,6 +149,8 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], log_path: Path, timeout_
             return
         if time.monotonic() > deadline_s:
             raise RankError(f"{_name(running, ranks)}not done after {timeout_s:.0f} s")
+        for rank in running:
+            watch(processes[rank].pid)
         time.sleep(POLL_S)
 
 
@@ -132,11 +158,8 @@ def _name(chosen: Sequence[int], ranks: int) -> str:
     return "" if ranks == 1 else f"rank {', '.join(map(str, chosen))} of {ranks}: "
 
 
-def _how(code: int | None) -> str:
+def how_ended(code: int | None, log: Path) -> str:
+    """The signal or exit code that a process ended by, and the last line of its log."""
     if code is not None and code < 0:
-        return f"ended by {signal.Signals(-code).name}:"
-    return f"exit code {code}:"
-
-
-def _evidence(log: Path) -> str:
-    return f"{last_line(log)} (all of it in {log})"
+        return f"ended by {signal.Signals(-code).name}: {last_line(log)}"
+    return f"exit code {code}: {last_line(log)}"

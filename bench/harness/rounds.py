@@ -20,16 +20,22 @@ class ContenderError(Exception):
     """A contender cannot be measured; it is left out with this reason and the others go on."""
 
 
+class MissingError(ContenderError):
+    """A contender cannot be measured because it is not installed."""
+
+
 @dataclass
 class Rounds:
     """The samples of all contenders; index r of each list is the same round.
 
     `failed` has the reason of each contender that was left out; its samples are dropped, because
-    rounds in which it did not take part would not be comparable.
+    rounds in which it did not take part would not be comparable. `missing` are those of them that
+    are not installed.
     """
 
     samples: dict[str, list[Sample]] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
+    missing: set[str] = field(default_factory=set)
 
     def values(self, contender: str, metric: str) -> list[float]:
         """One value per round. Raises KeyError for an unknown contender or metric."""
@@ -101,6 +107,8 @@ def run_rounds(
                 sample = contenders[name]()
             except ContenderError as error:
                 result.failed[name] = str(error)
+                if isinstance(error, MissingError):
+                    result.missing.add(name)
                 del result.samples[name]
                 tell(f"{label}  {name}: left out: {error}")
                 continue

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bench.harness.program import COUNT, SIZE, Option, Program, list_of, one_of, whole
+from bench.harness.program import Program, options
 from bench.harness.rounds import Sample, run_rounds
 from bench.harness.tables import Column, number, of_figures, ranged
 from bench.kernels.collectives import measure_collectives
@@ -120,15 +120,18 @@ MEASURES = {
     "checksum": measure_checksum,
     "collectives": measure_collectives,
 }
-OPTIONS = (
-    Option("--of", "arrival", f"of {', '.join(MEASURES)}", one_of(MEASURES)),
-    Option("--rounds", "5", "turns of each; after one of warm-up but for collectives", whole()),
-    Option("--repeats", "3", "timed calls per turn, of arrival and collectives", whole()),
-    Option("--numel", "16Mi", "elements, of arrival", COUNT),
-    Option("--threads", None, "of hetero and torch in arrival (default: usable CPUs)", whole()),
-    Option("--sizes", "256KiB,256MiB", "of the buffers of checksum", list_of(SIZE)),
-    Option("--ranks", "2", "processes of collectives", whole(2)),
-    Option("--size", "64MiB", "of the whole tensor of collectives", SIZE),
+OPTIONS = options(
+    """
+    --of       NAME   arrival        what is measured
+    --rounds   N      5              turns of each; after one of warm-up but for collectives
+    --repeats  N      3              timed calls per turn, of arrival and collectives
+    --numel    COUNT  16Mi           elements, of arrival
+    --threads  N      -              of hetero and torch in arrival (default: usable CPUs)
+    --sizes    SIZES  256KiB,256MiB  of the buffers of checksum
+    --ranks    N>=2   2              processes of collectives
+    --size     SIZE   64MiB          of the whole tensor of collectives
+    """,
+    of=MEASURES,
 )
 COLUMNS = (
     Column("ms", "s", number(2, 1e3)),

@@ -8,11 +8,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from functools import partial
 
 import torch
 
-from bench.harness.rounds import Sample
-from bench.work.updates import Updates
 from offload._native import UpdateKind
 from offload.device.cuda_backend import CudaBackend
 from offload.device.cuda_runtime import CudaRuntime
@@ -20,6 +19,7 @@ from offload.device.grad_offload import BUFFERS, GradOffload, buffer_bytes
 from offload.memory.arena import HostArena
 from offload.memory.ledger import Ledger
 from offload.memory.tiers import Account
+from offload.profile.measure import UpdateArrays
 
 ROUNDS = 5
 CHUNK_BYTES = 32 << 20
@@ -49,7 +49,7 @@ def measure_copies(
         offload = GradOffload(backend, ledger, 1 << 62, buffers)
         with closing(offload):
             times_s: dict[str, list[float]] = {}
-            runs = _Copies(backend, offload, there, ram).runs()
+            runs = _runs(backend, offload, there, ram)
             for _ in range(ROUNDS + 1):
                 for name, run in runs.items():
                     backend.runtime.synchronize_all()
@@ -73,21 +73,21 @@ def measure_updates(
     is a loop that reads four fp32 arrays and writes three. "both" is what the copies move one way
     meanwhile, "both_alone" without the update.
     """
-    updates = Updates(numel, repeats=1)
-    update, stream = updates.update(UPDATE_KIND), updates.stream()
-    found = {"memory": _best(stream.sample), "update": _best(update.sample)}
+    arrays = UpdateArrays(numel)
+    update = partial(arrays.update, UPDATE_KIND)
+    found = {"memory": _best(arrays.stream), "update": _best(update)}
     with _copying(runtime or CudaRuntime(), copied_bytes) as copied:
         begin_s, before = time.perf_counter(), copied()
         time.sleep(1.0)
         found["both_alone"] = (copied() - before) / (time.perf_counter() - begin_s)
         begin_s, before = time.perf_counter(), copied()
-        found["update_beside"] = _best(update.sample)
+        found["update_beside"] = _best(update)
         found["both"] = (copied() - before) / (time.perf_counter() - begin_s)
     return found
 
 
-def _best(sample: Callable[[], Sample]) -> float:
-    return 1e9 * max(sample()["gbps"] for _ in range(3))
+def _best(rate: Callable[[], float]) -> float:
+    return max(rate() for _ in range(3))
 
 
 @contextmanager
@@ -120,43 +120,37 @@ def _copying(runtime: CudaRuntime, nbytes: int) -> Iterator[Callable[[], float]]
                 thread.join()
 
 
-class _Copies:
+def _runs(
+    backend: CudaBackend, offload: GradOffload, there: HostArena, ram: HostArena
+) -> dict[str, Callable[[], None]]:
     """What is measured, between all slots on the device and as many in RAM."""
+    whole, ram_whole = (arena.view(0, arena.slots, torch.uint8) for arena in (there, ram))
+    chunks = [
+        (there.view(slot, 1, torch.uint8), ram.view(slot, 1, torch.uint8))
+        for slot in range(ram.slots)
+    ]
+    stream = backend.runtime.new_stream()
 
-    def __init__(
-        self, backend: CudaBackend, offload: GradOffload, there: HostArena, ram: HostArena
-    ) -> None:
-        self._backend = backend
-        self._offload = offload
-        self._all = tuple(arena.view(0, arena.slots, torch.uint8) for arena in (there, ram))
-        self._chunks = [
-            (there.view(slot, 1, torch.uint8), ram.view(slot, 1, torch.uint8))
-            for slot in range(ram.slots)
-        ]
-        self._stream = backend.runtime.new_stream()
+    def alone(to: torch.Tensor, source: torch.Tensor) -> None:
+        backend.runtime.copy(to, source, stream)
+        backend.runtime.synchronize_all()
 
-    def runs(self) -> dict[str, Callable[[], None]]:
-        there, ram = self._all
-        return {
-            "h2d_alone": lambda: self._alone(there, ram),
-            "h2d": self._fetch,
-            "d2h_alone": lambda: self._alone(ram, there),
-            "d2h": lambda: self._bring(add=False),
-            "d2h_added": lambda: self._bring(add=True),
-        }
-
-    def _alone(self, to: torch.Tensor, source: torch.Tensor) -> None:
-        self._backend.runtime.copy(to, source, self._stream)
-        self._backend.runtime.synchronize_all()
-
-    def _fetch(self) -> None:
-        copies = [self._backend.fetch(there, ram) for there, ram in self._chunks]
+    def fetch() -> None:
+        copies = [backend.fetch(to, source) for to, source in chunks]
         for copy in copies:
             copy.wait()
 
-    def _bring(self, add: bool) -> None:
-        for owner, (there, ram) in enumerate(self._chunks):
-            kept = ram.view(torch.bfloat16)
-            self._offload.take(owner, "", there.view(torch.bfloat16), kept, add)
-        for owner in range(len(self._chunks)):
-            self._offload.wait(owner, "")
+    def bring(add: bool) -> None:
+        for owner, (source, to) in enumerate(chunks):
+            kept = to.view(torch.bfloat16)
+            offload.take(owner, "", source.view(torch.bfloat16), kept, add)
+        for owner in range(len(chunks)):
+            offload.wait(owner, "")
+
+    return {
+        "h2d_alone": partial(alone, whole, ram_whole),
+        "h2d": fetch,
+        "d2h_alone": partial(alone, ram_whole, whole),
+        "d2h": partial(bring, False),
+        "d2h_added": partial(bring, True),
+    }

@@ -10,15 +10,14 @@ for unscaling and clipping are not in it.
 
 from __future__ import annotations
 
-import importlib
-import os
 import sys
 from typing import Any
 
 import torch
 
-from bench.peers.adam_timing import huge_page_share, timed_rate
 from bench.peers.serve import serve
+from bench.peers.timing import huge_page_share, timed_rate
+from bench.peers.world import deepspeed_module
 
 
 class AdamPeer:
@@ -30,10 +29,8 @@ class AdamPeer:
         make: Any = torch.optim.AdamW
         options: dict[str, Any] = {"fused": True}
         if library == "deepspeed":
-            os.environ.setdefault("DS_ACCELERATOR", "cpu")
-            # By name, because type checking must not need it.
-            self.info["deepspeed"] = importlib.import_module("deepspeed").__version__
-            make = importlib.import_module("deepspeed.ops.adam").DeepSpeedCPUAdam
+            self.info["deepspeed"] = deepspeed_module().__version__
+            make = deepspeed_module("deepspeed.ops.adam").DeepSpeedCPUAdam
             options = {"adamw_mode": True, "fp32_optimizer_states": True}
         torch.set_num_threads(setup["threads"])
         torch.manual_seed(0)

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from bench.peers.deepspeed_world import start_world, zero3_config
 from bench.peers.serve import serve
+from bench.peers.world import deepspeed_engine, start_deepspeed, zero3_config
 
 # Parameters whose state is in RAM at a time. Its default of 1e9 would swap a model of this size in
 # one part, with nothing to overlap.
@@ -30,15 +30,15 @@ class DeepSpeedStep:
 
     def __init__(self, setup: dict[str, Any]) -> None:
         torch.set_num_threads(setup["threads"])
-        deepspeed = start_world()
+        deepspeed = start_deepspeed()
         width, layers = chain_shape(setup["params"])
-        config = step_config(setup["swap_folder"])
-        with deepspeed.zero.Init(config_dict_or_path=config):
-            model = torch.nn.Sequential(
+        sizes = {"buffer_count": BUFFER_COUNT, "sub_group_size": SUB_GROUP_NUMEL}
+        self._engine, _ = deepspeed_engine(
+            deepspeed,
+            zero3_config({"lr": 1e-4}, nvme_path=setup["swap_folder"], **sizes),
+            lambda: torch.nn.Sequential(
                 *(torch.nn.Linear(width, width, bias=False) for _ in range(layers))
-            )
-        self._engine, *_ = deepspeed.initialize(
-            model=model, config=config, model_parameters=model.parameters()
+            ),
         )
         self._row = torch.full((1, width), 1.0, dtype=torch.bfloat16)
         self.info: dict[str, Any] = {
@@ -64,12 +64,6 @@ def chain_shape(params: int) -> tuple[int, int]:
     while width > 64 and width * width * 16 > params:
         width //= 2
     return width, max(1, round(params / (width * width)))
-
-
-def step_config(swap_folder: str) -> dict[str, Any]:
-    """Parameters in RAM, and optimizer state in files."""
-    sizes = {"buffer_count": BUFFER_COUNT, "sub_group_size": SUB_GROUP_NUMEL}
-    return zero3_config({"lr": 1e-4}, nvme_path=swap_folder, **sizes)
 
 
 if __name__ == "__main__":

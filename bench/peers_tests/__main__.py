@@ -26,23 +26,20 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from bench.harness.machine import ROOT
 from bench.harness.program import program_parser
-from bench.peers_tests.peer import Peer
+from bench.peers_tests.peers import PEERS
 from bench.peers_tests.results import PEER, RESULTS, Outcome, Result
-from bench.peers_tests.table import PEERS
 
 # Python imports this at its start, so ranks that a test starts have the stand-ins, too.
 _AT_START = """import os
 from bench.peers_tests.stand_ins import install
-from bench.peers_tests.table import PEERS
+from bench.peers_tests.peers import PEERS
 install(PEERS[os.environ["{peer}"]])
 """
-_ROOT = Path(__file__).parents[2]
 
 
-def run(
-    peer: Peer, repo: Path, test: str, keyword: str | None, timeout_s: float
-) -> list[list[str]]:
+def run(peer: str, repo: Path, test: str, keyword: str | None, timeout_s: float) -> list[list[str]]:
     """Runs one file, or one test; a line for each test: those of Result, and the whole error."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "sitecustomize.py").write_text(_AT_START.format(peer=PEER))
@@ -52,9 +49,9 @@ def run(
             "OMP_NUM_THREADS": "1",
             "LOCAL_SIZE": "4",
             **os.environ,
-            PEER: peer.name,
+            PEER: peer,
             RESULTS: str(results),
-            "PYTHONPATH": os.pathsep.join([folder, str(_ROOT)]),
+            "PYTHONPATH": os.pathsep.join([folder, str(ROOT)]),
         }
         command = [sys.executable, "-m", "pytest", "-c", f"{folder}/pytest.ini", "--rootdir=."]
         command += ["-p", "bench.peers_tests.results", "-p", "no:cacheprovider", "-q", "--tb=short"]
@@ -63,7 +60,7 @@ def run(
         try:
             done = subprocess.run(
                 command,
-                cwd=repo / peer.folder,
+                cwd=repo / PEERS[peer].folder,
                 env=environment,
                 timeout=timeout_s,
                 stdout=subprocess.PIPE,
@@ -109,10 +106,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--timeout-s", type=float, default=1800.0)
     parser.add_argument("--json", type=Path)
     given = parser.parse_intermixed_args(argv)
-    peer = PEERS[given.peer]
     lines: list[list[str]] = []
-    for test in given.tests or peer.tests:
-        lines += run(peer, given.repo, test, given.keyword, given.timeout_s)
+    for test in given.tests or PEERS[given.peer].tests:
+        lines += run(given.peer, given.repo, test, given.keyword, given.timeout_s)
         if given.json is not None:
             given.json.write_text("".join(json.dumps(line) + "\n" for line in lines))
     results = [Result(*line[:3]) for line in lines]

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from bench.peers_tests.peer import Peer
+from bench.peers_tests.peers import PEERS, Peer
 
 PEER, RESULTS = "HETERO_PEER", "HETERO_PEER_RESULTS"  # the environment of a run
 
@@ -100,8 +100,6 @@ class _Recorder:
 
 def pytest_configure(config: Any) -> None:
     """Called by pytest, which has this module as its plugin."""
-    from bench.peers_tests.table import PEERS
-
     peer = PEERS[os.environ[PEER]]
     # Ranks come from a server that has the heavy modules already.
     multiprocessing.set_forkserver_preload(["torch", "hetero", *peer.stand_ins])

@@ -11,11 +11,9 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from bench.peers_tests.peer import Peer
-
-
-class NotThere(Exception):
-    """A test used a name of the project that hetero has not."""
+from bench.peers_tests.names import names_of
+from bench.peers_tests.overlays import NotThere
+from bench.peers_tests.peers import Peer
 
 
 class Missing(type):
@@ -58,9 +56,8 @@ class _Overlaid(importlib.abc.Loader):
     def __init__(self, loader: Any, change: Callable[[ModuleType], None]) -> None:
         self._loader, self._change = loader, change
 
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        made: ModuleType | None = self._loader.create_module(spec)
-        return made
+    def create_module(self, spec: ModuleSpec) -> Any:
+        return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
@@ -100,7 +97,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         found = self._of_hetero(module.__name__)
         vars(module)["__hetero__"] = found
         names = {key: value for key, value in vars(found).items() if not key.startswith("__")}
-        for name, value in {**names, **self._peer.names(module.__name__)}.items():
+        for name, value in {**names, **names_of(module.__name__)}.items():
             if getattr(value, "__package__", "").startswith("hetero.compat."):
                 # A module below this one, which tests may use without an import.
                 value = importlib.import_module(f"{module.__name__}.{name}")

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import torch
 
-from bench.scaling.simulation import DISK, DOWN, UP, Collective, Schedule, Use
+from bench.scaling.simulation import Collective, Schedule, Use
 from hetero.config import Config
 from hetero.job.job import arrange_shape
 from hetero.job.models import build_shape, model_config, wanted_vocab_size
@@ -19,7 +19,16 @@ from hetero.planning.belady import PREFETCH_CHUNKS, step_fetches
 from hetero.planning.collective_cost import CollectiveCost, Network, agreement_s, all_to_all
 from hetero.planning.placement import Placement, SlotBytes
 from hetero.planning.step_cost import CostModel, Plan, predict
-from hetero.planning.step_problem import CollectiveCosts, Problem, Work, disk_rates, use_order
+from hetero.planning.step_problem import (
+    D2H,
+    H2D,
+    NVME,
+    CollectiveCosts,
+    Problem,
+    Work,
+    disk_rates,
+    use_order,
+)
 from offload.memory.tiers import Tier
 from offload.profile.machine_profile import Profile
 
@@ -101,7 +110,7 @@ def schedule_of(problem: Problem, made: Placement) -> Schedule:
     step *= trace.micro_batches
     fetched = [chunk for chunk, _ in step if chunk in gathered]
     gathers: list[Collective] = []
-    of_use: dict[int, int] = {}
+    of_use: dict[int, int] = {}  # the gather of each use of a gathered chunk
     demanded: defaultdict[int, list[int]] = defaultdict(list)
     prefetched: defaultdict[int, list[int]] = defaultdict(list)
     begin = 0
@@ -117,21 +126,19 @@ def schedule_of(problem: Problem, made: Placement) -> Schedule:
     buckets: list[int] = []  # slots of each mean's gradient
     use = 0  # of a gathered chunk
     for chunk, backward in step:
-        mean = None
+        whole_s = trace.backward_s if backward else trace.forward_s
+        made_use = Use(whole_s * numel[chunk] / problem.layout.numel / trace.micro_batches)
         if backward and chunks[chunk].trainable:
-            mean = len(means)
+            made_use = made_use._replace(mean=len(means))
             buckets.append(chunks[chunk].slots)
             first = len(uses) < 2 * len(order)
-            made_mean = _mean(problem, made, chunk, buckets[-1], numel[chunk], first)
-            means.append(made_mean._replace(bucket=_bucket(buckets, made.bucket_slots)))
-        whole_s = trace.backward_s if backward else trace.forward_s
-        computing_s = whole_s * numel[chunk] / problem.layout.numel / trace.micro_batches
+            mean = _mean(problem, made, chunk, buckets[-1], numel[chunk], first)
+            means.append(mean._replace(bucket=_bucket(buckets, made.bucket_slots)))
         if chunk in gathered:
-            begins = tuple(demanded[use]), tuple(prefetched[use])
-            uses.append(Use(computing_s, of_use.get(use), *begins, mean))
+            begins, others = tuple(demanded[use]), tuple(prefetched[use])
+            made_use = made_use._replace(gather=of_use.get(use), demanded=begins, prefetched=others)
             use += 1
-        else:
-            uses.append(Use(computing_s, mean=mean))
+        uses.append(made_use)
     update_s = CostModel(replace(problem, network=None)).cost(made).phases[-1].seconds
     end_s = update_s + agreement_s(network)
     return Schedule(tuple(uses), tuple(gathers), tuple(means), shard.ranks, shard.replicas, end_s)
@@ -152,10 +159,10 @@ def _gather(problem: Problem, made: Placement, chunk: int, slots: int) -> Collec
     assert problem.network is not None
     slot, rates = SlotBytes.of(problem.layout, problem.dtypes), problem.profile
     home, first = made.param[chunk], problem.network.between_devices
-    disk = [(DISK, slots * slot.param / disk_rates(rates, False)[0])] * (home is Tier.DISK)
+    disk = [(NVME, slots * slot.param / disk_rates(rates, False)[0])] * (home is Tier.DISK)
     link = []
     if home is not Tier.DEVICE and rates.h2d_bytes_per_s is not None:
-        link = [(UP, slots * (slot.param if first else slot.gathered) / rates.h2d_bytes_per_s)]
+        link = [(H2D, slots * (slot.param if first else slot.gathered) / rates.h2d_bytes_per_s)]
     cost = CollectiveCosts(problem).gather(slots)
     return Collective(cost, tuple(disk + link * first), tuple(link * (not first)))
 
@@ -171,10 +178,10 @@ def _mean(
     link, disk = [], []
     if home is not Tier.DEVICE and rates.d2h_bytes_per_s is not None:
         nbytes = slots * slot.grad if last else numel * problem.dtypes.param_bytes
-        link = [(DOWN, nbytes / rates.d2h_bytes_per_s)]
+        link = [(D2H, nbytes / rates.d2h_bytes_per_s)]
     if home is Tier.DISK:
         reading, writing = disk_rates(rates, True)
-        disk = [(DISK, slots * slot.grad * (1 / writing + (0.0 if first else 1 / reading)))]
+        disk = [(NVME, slots * slot.grad * (1 / writing + (0.0 if first else 1 / reading)))]
     replicas_s = sum(each.seconds for each in over_replicas)
     return Collective(cost, tuple(link * (not last)), tuple(link * last + disk), replicas_s)
 

@@ -1,24 +1,21 @@
-"""A discrete-event simulation of one training step of many ranks, in the order that they agreed on.
+"""Simulates one training step of many ranks, in the order that they agreed on.
 
 Every rank computes one use after the other, and has a disk and a link of its own, which work on one
 transfer after the other. A collective begins when the last of its ranks has issued it and the one
 before it in its stream has ended; after its latency it moves its bytes. All-gathers and means of a
-shard group that move bytes at the same time get half of the bandwidth each. Means over replicas
-have other links, and begin when the last shard group is there.
+shard group share the links: who issued first moves first, and the other one whenever the links are
+free. Means over replicas have other links, and begin when the last shard group is there.
 
-Events are those of shard groups; what belongs to a rank is an array over the group's ranks. So a
-collective is a few operations of numpy, however many ranks there are. The cost model
+As all ranks issue collectives in one order, times follow from each other in that order, and no
+queue of events is needed; what belongs to a rank is an array over a group's ranks. The cost model
 (hetero/planning/step_problem.py) has the same seconds per transfer, and knows neither a rank that
 is late, nor how two streams share links from one moment to the next, nor that buckets run out.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections import defaultdict, deque
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -27,7 +24,6 @@ import numpy.typing as npt
 from hetero.planning.collective_cost import CollectiveCost
 
 Seconds = npt.NDArray[np.float64]
-UP, DOWN, DISK = "link to device", "link to RAM", "NVMe"
 
 
 class Collective(NamedTuple):
@@ -97,173 +93,74 @@ def disturbed_s(
 def simulate(schedule: Schedule, computing_s: Seconds | None = None) -> float:
     """Seconds of one step from its first use, its end included; by default nothing is disturbed."""
     computing_s = disturbed_s(schedule) if computing_s is None else computing_s
-    clock = _Clock()
-    arrived: defaultdict[int, int] = defaultdict(int)  # shard groups that have made a mean
-    count = schedule.shard_ranks
-
-    def meet(number: int) -> None:
-        """A shard group has its mean of that number: the last one begins that over replicas."""
-        arrived[number] += 1
-        if arrived[number] == len(groups):
+    groups = [_ShardGroup(schedule) for _ in range(schedule.replicas)]
+    averaged_s: list[float] = []  # by mean
+    for use, seconds in zip(schedule.uses, computing_s, strict=True):
+        for group, own_s in zip(groups, np.split(seconds, schedule.replicas), strict=True):
+            group.compute(use, own_s, averaged_s)
+        if use.mean is not None:
+            mean = schedule.means[use.mean]
+            averaged_s.append(max(group.average(mean) for group in groups) + mean.replicas_s)
             for group in groups:
-                clock.at(clock.now_s + schedule.means[number].replicas_s, group.end_mean, number)
-
-    groups = [
-        _ShardGroup(schedule, computing_s[:, first : first + count], clock, meet)
-        for first in range(0, count * schedule.replicas, count)
-    ]
-    for group in groups:
-        group.advance()
-    clock.run()
+                group.end_mean(mean, averaged_s[-1])
     return max(group.ended_s() for group in groups) + schedule.end_s
 
 
-class _Clock:
-    """What happens when, in order; of what happens at once, in the order in which it was told."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
-        self._count = 0
-
-    def at(self, time_s: float, action: Callable[..., None], *given: object) -> None:
-        self._count += 1
-        then: Callable[[], None] = partial(action, *given)
-        heapq.heappush(self._events, (max(time_s, self.now_s), self._count, then))
-
-    def run(self) -> None:
-        while self._events:
-            self.now_s, _, action = heapq.heappop(self._events)
-            action()
-
-
-class _Network:
-    """A shard group's streams of collectives, which share the links."""
-
-    def __init__(self, clock: _Clock) -> None:
-        self._clock = clock
-        self._waiting: defaultdict[str, deque[tuple[float, CollectiveCost, Callable[[], None]]]]
-        self._waiting = defaultdict(deque)
-        self._busy: set[str] = set()
-        self._carried: dict[str, tuple[float, Callable[[], None]]] = {}  # seconds left, then what
-        self._seen_s = 0.0
-        self._changes = 0
-
-    def issue(
-        self, stream: str, ready_s: float, cost: CollectiveCost, then: Callable[[], None]
-    ) -> None:
-        """Does `then` when a collective has ended, which all have issued at `ready_s`."""
-        self._waiting[stream].append((ready_s, cost, then))
-        self._next(stream)
-
-    def end(self, stream: str) -> None:
-        """The stream's next one can begin."""
-        self._busy.remove(stream)
-        self._next(stream)
-
-    def _next(self, stream: str) -> None:
-        if self._waiting[stream] and stream not in self._busy:
-            self._busy.add(stream)
-            ready_s, cost, then = self._waiting[stream].popleft()
-            begin_s = max(ready_s, self._clock.now_s) + cost.latency_s
-            self._clock.at(begin_s, self._carry, stream, cost.transfer_s, then)
-
-    def _carry(self, stream: str, seconds: float, then: Callable[[], None]) -> None:
-        self._catch_up()
-        self._carried[stream] = seconds, then
-        self._expect_end()
-
-    def _catch_up(self) -> None:
-        done_s = (self._clock.now_s - self._seen_s) / max(1, len(self._carried))
-        self._carried = {name: (s - done_s, then) for name, (s, then) in self._carried.items()}
-        self._seen_s = self._clock.now_s
-
-    def _expect_end(self) -> None:
-        self._changes += 1
-        if self._carried:
-            stream, (left_s, _) = min(self._carried.items(), key=lambda each: each[1][0])
-            at_s = self._clock.now_s + max(0.0, left_s) * len(self._carried)
-            self._clock.at(at_s, self._end, self._changes, stream)
-
-    def _end(self, change: int, stream: str) -> None:
-        if change != self._changes:  # another one has come meanwhile, so this is not the time
-            return
-        self._catch_up()
-        _, then = self._carried.pop(stream)
-        self._expect_end()
-        then()
-
-
 class _ShardGroup:
-    """The ranks that share chunks; all times are arrays over them."""
+    """The ranks that share chunks; times are arrays over them."""
 
-    def __init__(
-        self, schedule: Schedule, computing_s: Seconds, clock: _Clock, meet: Callable[[int], None]
-    ) -> None:
-        self._schedule, self._clock, self._meet = schedule, clock, meet
-        self._computing_s = computing_s
-        self._network = _Network(clock)
-        self._now_s = np.zeros(computing_s.shape[1])  # of compute
-        self._home_s = np.zeros_like(self._now_s)  # of gradients
-        self._free_s = {name: np.zeros_like(self._now_s) for name in (UP, DOWN, DISK)}
-        self._use = 0
-        self._demanded = -1
-        self._arrived_s: dict[int, Seconds] = {}  # gathers that are there and not yet used
-        self._averaged_s: list[float] = []  # by mean
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule = schedule
+        self._now_s = np.zeros(schedule.shard_ranks)  # of compute
+        self._free_s: defaultdict[str, Seconds]  # by resource
+        self._free_s = defaultdict(lambda: np.zeros(schedule.shard_ranks))
+        self._links_busy_s: list[tuple[float, float]] = []  # from and to, in order
+        self._gathers_end_s = self._means_end_s = 0.0  # of the streams' last
+        self._arrived_s: dict[int, Seconds] = {}  # gathers that are not yet used
+        self._on_their_way: deque[tuple[Collective, float]] = deque()  # means, and their ends
+        self._home_s = np.zeros(schedule.shard_ranks)  # of gradients
+
+    def compute(self, use: Use, seconds: Seconds, averaged_s: list[float]) -> None:
+        """Computes when its chunk has arrived and a bucket is free."""
+        for number in use.demanded:
+            self._gather(number)
+        if use.gather is not None:
+            self._now_s = np.maximum(self._now_s, self._arrived_s.pop(use.gather))
+        bucket = -1 if use.mean is None else self._schedule.means[use.mean].bucket
+        if bucket >= 0:
+            self._now_s = np.maximum(self._now_s, averaged_s[bucket])
+        for number in use.prefetched:
+            self._gather(number)
+        self._now_s = self._now_s + seconds
+
+    def _gather(self, number: int) -> None:
+        gather = self._schedule.gathers[number]
+        self._bring_home(float(self._now_s.max()))  # what comes first has the disk first
+        ready_s = float(self._move(gather.before, self._now_s).max())
+        self._gathers_end_s = self._carry(max(ready_s, self._gathers_end_s), gather.cost)
+        there_s = np.full_like(self._now_s, self._gathers_end_s)
+        self._arrived_s[number] = self._move(gather.after, there_s)
+
+    def average(self, mean: Collective) -> float:
+        """When the group's ranks have the mean of their shards."""
+        ready_s = float(self._move(mean.before, self._now_s).max())
+        return self._carry(max(ready_s, self._means_end_s), mean.cost)
+
+    def end_mean(self, mean: Collective, end_s: float) -> None:
+        """All replicas have the mean at `end_s`, and it goes home."""
+        self._means_end_s = end_s
+        self._on_their_way.append((mean, end_s))
 
     def ended_s(self) -> float:
         """When the last rank had computed, and its gradients were home."""
-        assert self._use == len(self._schedule.uses)
-        assert len(self._averaged_s) == len(self._schedule.means)
+        self._bring_home(np.inf)
         return float(np.maximum(self._now_s, self._home_s).max())
 
-    def advance(self) -> None:
-        """Computes as far as gathers have arrived and buckets are free."""
-        uses, means = self._schedule.uses, self._schedule.means
-        while self._use < len(uses):
-            use = uses[self._use]
-            if self._demanded < self._use:
-                self._demanded = self._use
-                for number in use.demanded:
-                    self._begin_gather(number)
-            if use.gather is not None and use.gather not in self._arrived_s:
-                return
-            bucket = -1 if use.mean is None else means[use.mean].bucket
-            if bucket >= len(self._averaged_s):
-                return
-            if use.gather is not None:
-                self._now_s = np.maximum(self._now_s, self._arrived_s.pop(use.gather))
-            if bucket >= 0:
-                self._now_s = np.maximum(self._now_s, self._averaged_s[bucket])
-            for number in use.prefetched:
-                self._begin_gather(number)
-            self._now_s = self._now_s + self._computing_s[self._use]
-            self._use += 1
-            if use.mean is not None:
-                mean = means[use.mean]
-                ready_s = self._move(mean.before, self._now_s).max()
-                then = self._meet if self._schedule.replicas > 1 else self.end_mean
-                self._network.issue("means", ready_s, mean.cost, partial(then, use.mean))
-
-    def _begin_gather(self, number: int) -> None:
-        gather = self._schedule.gathers[number]
-        ready_s = self._move(gather.before, self._now_s).max()
-        self._network.issue("gathers", ready_s, gather.cost, partial(self._end_gather, number))
-
-    def _end_gather(self, number: int) -> None:
-        self._network.end("gathers")
-        there_s = np.full_like(self._now_s, self._clock.now_s)
-        self._arrived_s[number] = self._move(self._schedule.gathers[number].after, there_s)
-        self.advance()
-
-    def end_mean(self, number: int) -> None:
-        """All ranks have the mean of their shards."""
-        self._averaged_s.append(self._clock.now_s)
-        there_s = np.full_like(self._now_s, self._clock.now_s)
-        home_s = self._move(self._schedule.means[number].after, there_s)
-        self._home_s = np.maximum(self._home_s, home_s)
-        self._network.end("means")
-        self.advance()
+    def _bring_home(self, until_s: float) -> None:
+        while self._on_their_way and self._on_their_way[0][1] <= until_s:
+            mean, end_s = self._on_their_way.popleft()
+            home_s = self._move(mean.after, np.full_like(self._now_s, end_s))
+            self._home_s = np.maximum(self._home_s, home_s)
 
     def _move(self, parts: tuple[tuple[str, float], ...], ready_s: Seconds) -> Seconds:
         """Keeps each rank's resources busy from when they are free and all is ready; the end."""
@@ -271,3 +168,19 @@ class _ShardGroup:
             ready_s = np.maximum(self._free_s[resource], ready_s) + seconds
             self._free_s[resource] = ready_s
         return ready_s
+
+    def _carry(self, begin_s: float, cost: CollectiveCost) -> float:
+        """Moves a collective's bytes after its latency, whenever the links are free; the end."""
+        begin_s += cost.latency_s
+        end_s, left_s = begin_s, cost.transfer_s
+        now_s = float(self._now_s.max())  # none begins earlier any more
+        known = [each for each in self._links_busy_s if each[1] > now_s]
+        before = [each for each in known if each[1] <= begin_s]
+        later = known[len(before) :]
+        while later and later[0][0] < end_s + left_s:
+            from_s, to_s = later.pop(0)
+            left_s -= max(0.0, from_s - end_s)
+            begin_s, end_s = min(begin_s, from_s), to_s
+        end_s += left_s
+        self._links_busy_s = [*before, (begin_s, end_s), *later]
+        return end_s

@@ -16,30 +16,35 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from bench.harness.peer_process import import_environment
-from bench.harness.program import FOLDER, Option, Program, one_of, some_of, whole
+from bench.harness.program import Program, options
 from bench.harness.rounds import ContenderError, Sample, run_rounds
 from bench.harness.tables import Column, Table, number, ranged, shown, size
-from bench.tiling.contenders import CONTENDERS, Sizes, arguments
+from bench.harness.trial import run_trial
+from bench.tiling.contenders import CONTENDERS, Sizes
 
-OPTIONS = (
-    Option("--parts", ",".join(CONTENDERS), "what is measured", some_of(CONTENDERS)),
-    Option("--tokens", str(Sizes.tokens), "tokens of a step", whole()),
-    Option("--vocabulary", str(Sizes.vocabulary), "rows of the head", whole()),
-    Option("--width", str(Sizes.width), "elements of a hidden state", whole()),
-    Option("--tiles", str(Sizes.tiles), "parts of the sequence, and of the linear layer", whole()),
-    Option("--rounds", "3", "turns of each contender, after one of warm-up", whole()),
-    Option("--tile-tokens", None, "of the losses (default: hetero's)", whole()),
-    Option("--dtype", Sizes.dtype, "bf16 or fp32", one_of(("bf16", "fp32"))),
-    Option("--threads", None, "of torch (default: its own number)", whole()),
-    Option("--path", ".", "a folder on NVMe", FOLDER),
+TIMEOUT_S = 3600.0
+KEYS = ("seconds", "cpu_seconds", "grown_bytes", "host_memory_bytes")
+OPTIONS = options(
+    """
+    --parts        NAMES  loss,tied,mlp,linear  what is measured
+    --tokens       N      4096                  tokens of a step
+    --vocabulary   N      50257                 rows of the head
+    --width        N      1024                  elements of a hidden state
+    --tiles        N      16                    parts of the sequence, and of the linear layer
+    --rounds       N      3                     turns of each contender, after one of warm-up
+    --tile-tokens  N      -                     of the losses (default: hetero's)
+    --dtype        NAME   bf16                  bf16 or fp32
+    --threads      N      -                     of torch (default: its own number)
+    --path         DIR    .                     a folder on NVMe
+    """,
+    parts=CONTENDERS,
+    dtype=("bf16", "fp32"),
 )
 
 
@@ -61,19 +66,13 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     return {"contenders": found, **given}
 
 
-def _turn(part: str, name: str, sizes: Sizes) -> dict[str, float]:
-    made = subprocess.run(
-        [sys.executable, *arguments(part, name, sizes)],
-        env=os.environ | import_environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if made.returncode:
-        last = made.stderr.strip().splitlines() or [f"exit code {made.returncode}"]
-        raise ContenderError(last[-1])
-    sample: dict[str, float] = json.loads(made.stdout)
-    return sample
+def _turn(part: str, name: str, sizes: Sizes) -> Sample:
+    given = json.dumps(asdict(sizes))
+    command = [sys.executable, "-m", "bench.tiling.contenders", part, name, given]
+    found = run_trial(command, TIMEOUT_S)
+    if found["status"] != "ended":
+        raise ContenderError(found["error"])
+    return {key: value for key, value in found.items() if key in KEYS and value is not None}
 
 
 TABLE = Table(

@@ -1,6 +1,6 @@
 """What is computed in one turn: a forward and a backward, in a process of its own.
 
-usage: python -m bench.tiling.contenders NAME SIZES, as bench.tiling calls it; one JSON object.
+usage: python -m bench.tiling.contenders PART NAME SIZES, as bench.tiling calls it; one JSON object.
 """
 
 from __future__ import annotations
@@ -17,14 +17,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 import hetero
-from bench.tiling.grads_in_forward import loss_with_grads
-from offload.memory.sizes import parse_bytes
+from bench.peers.timing import kernel_bytes
 
 
 @dataclass(frozen=True)
@@ -44,25 +42,30 @@ class Sizes:
     def torch_dtype(self) -> torch.dtype:
         return {"bf16": torch.bfloat16, "fp32": torch.float32}[self.dtype]
 
+    def ids(self) -> torch.Tensor:
+        """Of one sequence."""
+        return torch.randint(0, self.vocabulary, (1, self.tokens))
+
 
 Step = Callable[[], object]
 
 
-def _ids(sizes: Sizes) -> torch.Tensor:
-    return torch.randint(0, sizes.vocabulary, (1, sizes.tokens))
-
-
-def _loss(sizes: Sizes, compute: Callable[..., torch.Tensor]) -> Step:
+def _loss(tiled: bool, sizes: Sizes) -> Step:
     hidden = torch.randn(sizes.tokens, sizes.width, dtype=sizes.torch_dtype, requires_grad=True)
     weight = nn.Parameter(torch.randn(sizes.vocabulary, sizes.width, dtype=sizes.torch_dtype) / 32)
-    labels = _ids(sizes).flatten()
-    return lambda: compute(hidden, weight, labels).backward()
+    labels = sizes.ids().flatten()
 
+    def whole() -> torch.Tensor:
+        """As transformers computes it."""
+        logits = F.linear(hidden, weight)
+        return F.cross_entropy(logits.float().view(-1, sizes.vocabulary), labels)
 
-def _whole(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """As transformers computes it."""
-    logits = F.linear(hidden, weight)
-    return F.cross_entropy(logits.float().view(-1, weight.shape[0]), labels)
+    tiles = sizes.tile_tokens
+    if tiled:
+        return lambda: hetero.tiled_cross_entropy(
+            hidden, weight, labels, tile_tokens=tiles
+        ).backward()
+    return lambda: whole().backward()
 
 
 class _TiedModel(nn.Module):
@@ -87,27 +90,24 @@ class _TiedModel(nn.Module):
         return F.cross_entropy(logits.float().view(-1, logits.shape[-1]), ids.flatten())
 
 
-def _tied(sizes: Sizes, tiled: bool) -> Step:
-    model, ids = _TiedModel(sizes), _ids(sizes)
+def _tied(tiled: bool, sizes: Sizes) -> Step:
+    model, ids = _TiedModel(sizes), sizes.ids()
     if tiled:
         hetero.tile_heads(model, sizes.tile_tokens)
     return lambda: model(ids).backward()
 
 
-def _mlp(sizes: Sizes, tiled: bool) -> Step:
-    inner = (
-        nn.Linear(sizes.width, 4 * sizes.width),
-        nn.GELU(),
-        nn.Linear(4 * sizes.width, sizes.width),
-    )
+def _mlp(tiled: bool, sizes: Sizes) -> Step:
+    width = sizes.width
+    inner = nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
     mlp = nn.Sequential(*inner).to(sizes.torch_dtype)
     if tiled:
         hetero.tile_sequence(mlp, sizes.tiles)
-    x = torch.randn(1, sizes.tokens, sizes.width, dtype=sizes.torch_dtype, requires_grad=True)
+    x = torch.randn(1, sizes.tokens, width, dtype=sizes.torch_dtype, requires_grad=True)
     return lambda: mlp(x).sum().backward()
 
 
-def _linear(sizes: Sizes, tiled: bool) -> Step:
+def _linear(tiled: bool, sizes: Sizes) -> Step:
     """A layer of hetero's with its state on NVMe, in the least RAM that works."""
     assert sizes.path is not None
     folder = tempfile.mkdtemp(dir=sizes.path)
@@ -144,30 +144,13 @@ def _linear(sizes: Sizes, tiled: bool) -> Step:
 
 
 CONTENDERS: dict[str, dict[str, Callable[[Sizes], Step]]] = {
-    "loss": {
-        "whole logits": lambda sizes: _loss(sizes, _whole),
-        "tiled": lambda sizes: _loss(
-            sizes, partial(hetero.tiled_cross_entropy, tile_tokens=sizes.tile_tokens)
-        ),
-        "gradients in forward": lambda sizes: _loss(
-            sizes, partial(loss_with_grads, tile_tokens=sizes.tile_tokens, in_fp32=False)
-        ),
-        "gradients in forward, summed in fp32": lambda sizes: _loss(
-            sizes, partial(loss_with_grads, tile_tokens=sizes.tile_tokens, in_fp32=True)
-        ),
-    },
-    "tied": {
-        "plain": lambda sizes: _tied(sizes, False),
-        "tiled": lambda sizes: _tied(sizes, True),
-    },
-    "mlp": {
-        "plain": lambda sizes: _mlp(sizes, False),
-        "tiled": lambda sizes: _mlp(sizes, True),
-    },
-    "linear": {
-        "plain": lambda sizes: _linear(sizes, False),
-        "tiled": lambda sizes: _linear(sizes, True),
-    },
+    part: {name: partial(make, name == "tiled") for name in (whole, "tiled")}
+    for part, (whole, make) in {
+        "loss": ("whole logits", _loss),
+        "tied": ("plain", _tied),
+        "mlp": ("plain", _mlp),
+        "linear": ("plain", _linear),
+    }.items()
 }
 
 
@@ -181,22 +164,18 @@ def measure(make: Callable[[Sizes], Step], sizes: Sizes) -> dict[str, float]:
         torch.set_num_threads(sizes.threads)
     torch.manual_seed(0)
     tiny = dataclasses.replace(sizes, tokens=16, vocabulary=256, width=64, tiles=2)
-    for parts in (CONTENDERS["tied"], CONTENDERS["mlp"]):  # what is imported when it is first used
-        parts["tiled"](tiny)()
+    for part in ("tied", "mlp"):  # what is imported when it is first used
+        CONTENDERS[part]["tiled"](tiny)()
     step = make(sizes)
-    before = psutil.Process().memory_info().rss
+    before = kernel_bytes("status", "VmRSS")["VmRSS"]
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
     host_memory = step()
     seconds, cpu_s = time.perf_counter() - begin_s, time.process_time() - begin_cpu_s
-    peak = next(
-        line for line in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in line
-    )
-    peak_bytes = parse_bytes(peak.split()[1] + "KiB")
     return {
         "seconds": seconds,
         "cpu_seconds": cpu_s,
-        "grown_bytes": float(peak_bytes - before),
+        "grown_bytes": float(kernel_bytes("status", "VmHWM")["VmHWM"] - before),
         **({"host_memory_bytes": host_memory} if isinstance(host_memory, float) else {}),
     }
 
@@ -205,11 +184,6 @@ def main(argv: list[str]) -> int:
     part, name, sizes = argv
     print(json.dumps(measure(CONTENDERS[part][name], Sizes(**json.loads(sizes)))))
     return 0
-
-
-def arguments(part: str, name: str, sizes: Sizes) -> list[str]:
-    """The command line of this program, after the interpreter."""
-    return ["-m", "bench.tiling.contenders", part, name, json.dumps(dataclasses.asdict(sizes))]
 
 
 if __name__ == "__main__":

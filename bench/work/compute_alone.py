@@ -14,8 +14,6 @@ import copy
 import gc
 import statistics
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -95,8 +93,7 @@ def _plain_model(
     architecture = copy.deepcopy(architecture)
     architecture.num_hidden_layers = layers
     torch.manual_seed(0)
-    with _default_dtype(dtype):
-        model = build_model(architecture)
+    model = build_model(architecture).to(dtype)
     for param in model.parameters():
         param.register_post_accumulate_grad_hook(_free_grad)
     return model
@@ -115,13 +112,3 @@ def _timed_pass(model: torch.nn.Module, corpus: Corpus, batch_size: int) -> tupl
     loss.backward()
     end_s = time.perf_counter()
     return middle_s - begin_s, end_s - middle_s
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)

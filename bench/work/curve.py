@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.harness.pictures import Chart, Points, draw
 from bench.work.step_model import HeteroStep, curve_chunk_numel, make_plan
 
 POINTS = 8
@@ -21,8 +22,7 @@ def measure_curve(
     numel: int, directory: str, chunk_numel: int | None, steps: int
 ) -> list[dict[str, Any]]:
     """One point per budget, from a few buffers to one for each optimizer state; all with the same
-    chunks.
-    """
+    chunks."""
     chunk_numel = chunk_numel or curve_chunk_numel(numel)
     points = []
     # With a budget beyond any need the plan says how many optimizer states there are, and how
@@ -50,31 +50,21 @@ def buffer_counts(optim_states: int) -> list[int]:
 
 def draw_curve(points: Sequence[Mapping[str, Any]], params: int, path: str) -> None:
     """Writes the picture to `path`, in the format of its suffix."""
-    from hetero.reporting.drawing import new_figure, save, styled
     from hetero.reporting.palette import INK, QUIET
 
     budgets = [point["host_memory"] / 1e9 for point in points]
-    with styled():
-        figure = new_figure(7, 4.2)
-        axes = figure.add_subplot()
-        theory = [point["theory_bytes"] / 1e9 for point in points]
-        axes.plot(budgets, theory, color=QUIET, label="theory: state in no buffer, moved twice")
-        moved = [(point["read_bytes"] + point["written_bytes"]) / 1e9 for point in points]
-        axes.plot(
-            budgets,
-            moved,
-            "o",
-            color=INK,
-            markersize=7,
-            clip_on=False,
-            label="measured: read + written",
-        )
-        axes.set_title(f"Disk traffic of an optimizer step, {params / 1e6:.0f}M parameters")
-        axes.set_xlabel("RAM for optimizer state (GB)")
-        axes.set_ylabel("read and written per step (GB)")
-        axes.margins(x=0.04, y=0.08)
-        axes.set_xlim(left=0)
-        axes.set_ylim(bottom=0)
-        axes.grid()
-        axes.legend()
-        save(figure, Path(path))
+    theory = [point["theory_bytes"] / 1e9 for point in points]
+    moved = [(point["read_bytes"] + point["written_bytes"]) / 1e9 for point in points]
+    dots = {"marker": "o", "linestyle": "", "markersize": 7, "clip_on": False, "color": INK}
+    chart = Chart(
+        f"Disk traffic of an optimizer step, {params / 1e6:.0f}M parameters",
+        "RAM for optimizer state (GB)",
+        "read and written per step (GB)",
+        (
+            Points("theory: state in no buffer, moved twice", budgets, theory, {"color": QUIET}),
+            Points("measured: read + written", budgets, moved, dots),
+        ),
+        key=False,
+        change=lambda axes: (axes.set_xlim(left=0), axes.legend()),
+    )
+    draw(Path(path), (7.0, 4.2), {"curve": chart}, [["curve"]])

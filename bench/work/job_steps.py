@@ -6,15 +6,13 @@ import argparse
 import statistics
 import time
 from dataclasses import replace
-from typing import Any
 
-from bench.harness.program import FILE, TEXT, Kind, Option, one_of, whole
+from bench.harness.program import Option, options
 from hetero.job.job import Job
 from hetero.job.loop import one_step
 from hetero.job.models import wanted_vocab_size
 from hetero.job.options import TrainOptions
-from hetero.reporting.run_record import PARTS, StepPoint
-from offload.timeline import Timeline
+from hetero.reporting.run_record import StepPoint
 
 QUIET_S = 0.2
 # Norms that no gradient reaches, and that every one exceeds.
@@ -85,46 +83,19 @@ class JobSteps:
             time.sleep(QUIET_S)
 
 
-def overlap(timeline: Timeline) -> dict[str, Any]:
-    """Seconds in all, in which each lane was busy, and in which disk or link were beside compute.
-
-    Beside compute is: beside forward, backward, or a tile of the update.
-    """
-    computing = replace(
-        timeline, intervals=tuple(i for i in timeline.intervals if i.name != "optimizer")
-    )
-    return {
-        "seconds": timeline.seconds,
-        "busy_s": {lane: timeline.busy_s(lane) for lane in timeline.lanes},
-        "nvme_busy_s": timeline.busy_s("nvme_read", "nvme_write"),
-        "nvme_beside_compute_s": computing.both_s(
-            ("compute", "update"), ("nvme_read", "nvme_write")
-        ),
-        "link_busy_s": timeline.busy_s("h2d", "d2h"),
-        "link_beside_compute_s": computing.both_s(("compute", "update"), ("h2d", "d2h")),
-        "dropped": timeline.dropped,
-    }
-
-
 def job_options(model: str) -> tuple[Option, ...]:
     """The options that steady_options() takes; `model` is the default."""
-    return (
-        Option("--model", model, "as of hetero train, with its published vocabulary"),
-        Option("--config", None, "JSON file with a model's configuration, instead", FILE),
-        Option(
-            "--policy",
-            "nvme",
-            "where hetero's state is: nvme (in RAM and on NVMe), or cpu (all in RAM)",
-            one_of(("nvme", "cpu")),
-        ),
-        Option(
-            "--host-memory",
-            None,
-            "RAM budget of a job's state (default: with policy nvme a third of 16 bytes a"
-            " parameter, 256MiB at least; else no limit)",
-            Kind("SIZE", TEXT.read),
-        ),
-        Option("--seq-len", "128", "tokens of a step, which is one sequence", whole()),
+    return options(
+        f"""
+        --model        TEXT  {model}  as of hetero train, with its published vocabulary
+        --config       FILE  -     JSON file with a model's configuration, instead
+        --policy       NAME  nvme  where hetero's state is: nvme (in RAM and on NVMe), or cpu (all
+                                   in RAM)
+        --host-memory  TEXT  -     RAM budget of a job's state (default: with policy nvme a third of
+                                   16 bytes a parameter, 256MiB at least; else no limit)
+        --seq-len      N     128   tokens of a step, which is one sequence
+        """,
+        policy=("nvme", "cpu"),
     )
 
 

@@ -13,7 +13,7 @@ from math import ceil
 import torch
 
 import hetero
-from hetero.chunks.layout import ParamSpec, search_slot_numel
+from hetero.chunks.layout import Layout, ParamSpec, search_slot_numel
 from hetero.config import Config
 from hetero.planning.group_plans import Arrangement, arrange
 from offload.memory.sizes import format_bytes, round_up
@@ -26,9 +26,8 @@ LEAST_PARAMS = 128
 RESIDENT_BYTES = 4  # a bf16 parameter and its bf16 gradient, which are in RAM
 UPDATE_BYTES = 26  # read and written in RAM per parameter by the bf16 update: 12 states and their
 # remainder there and back, the parameter there and back, the gradient there
-CURVE_OPTIM_STATES = (
-    48  # at least so many optimizer states, for steps that the picture does not show
-)
+# At least so many optimizer states, for steps that the curve's picture does not show.
+CURVE_OPTIM_STATES = 48
 
 
 class Parameters(torch.nn.Module):
@@ -51,7 +50,7 @@ def tensor_shape(numel: int) -> tuple[int, int]:
 
 
 def curve_chunk_numel(numel: int) -> int:
-    """A chunk size that cuts a model of `numel` parameters into CURVE_RECORDS chunks or more."""
+    """A chunk size that cuts a model of `numel` parameters into CURVE_OPTIM_STATES or more."""
     each, count = tensor_shape(numel)
     specs = [ParamSpec(i, str(i), each, True) for i in range(count)]
     return search_slot_numel(specs, max(each, each * count // CURVE_OPTIM_STATES))
@@ -65,24 +64,29 @@ class Plan:
     arrangement: Arrangement
 
     @property
+    def layout(self) -> Layout:
+        """Of the only chunk group."""
+        return self.arrangement.chunk_groups[0].layout
+
+    @property
     def optim_state_bytes(self) -> int:
         """Of one optimizer state, which is also what a buffer has."""
-        slot_numel = self.arrangement.chunk_groups[0].layout.slot_numel
-        return self.config.dtypes.optim_state_bytes(slot_numel)
+        return self.config.dtypes.optim_state_bytes(self.layout.slot_numel)
 
     @property
     def optim_states(self) -> int:
-        return self.arrangement.chunk_groups[0].layout.slot_count
+        """All of them, in buffers or not."""
+        return self.layout.slot_count
 
     @property
     def buffers(self) -> int:
+        """Of an optimizer state each."""
         return self.arrangement.chunk_groups[0].placement.buffers
 
     @property
     def resident_bytes(self) -> int:
         """Parameters and gradients, padding included."""
-        layout = self.arrangement.chunk_groups[0].layout
-        return layout.slot_count * layout.slot_numel * RESIDENT_BYTES
+        return self.layout.slot_count * self.layout.slot_numel * RESIDENT_BYTES
 
     @property
     def streamed_bytes(self) -> int:
@@ -112,7 +116,7 @@ def make_plan(numel: int, buffer_budget: int, directory: str, chunk_numel: int |
             model, config, config.dtypes, config.host_bytes(), config.disk_bytes()
         )
         plan = Plan(config, arrangement)
-        resident, chunk_numel = plan.resident_bytes, arrangement.chunk_groups[0].layout.slot_numel
+        resident, chunk_numel = plan.resident_bytes, plan.layout.slot_numel
     placement = arrangement.chunk_groups[0].placement
     if Tier.DISK in placement.param or Tier.DISK in placement.grad:
         raise ValueError(
@@ -124,7 +128,7 @@ def make_plan(numel: int, buffer_budget: int, directory: str, chunk_numel: int |
 
 
 class HeteroStep:
-    """The optimizer step of a model with this plan. Close it after use (a context manager)."""
+    """The optimizer step of a model with this plan. A context manager."""
 
     def __init__(self, numel: int, plan: Plan) -> None:
         self.plan = plan
@@ -142,10 +146,7 @@ class HeteroStep:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Frees memory and file; idempotent."""
+        """Frees memory and file."""
         self._engine.close()
 
     @property
@@ -167,20 +168,17 @@ class HeteroStep:
 
     def sample(self, steps: int) -> dict[str, float]:
         """Means of `steps` steps in a row, the last one's writes included; bytes are exact."""
-        traffic, stats = self._engine.traffic, self._engine.chunk_groups[0].pipeline.stats
+        before = self._moved()
         begin_s = time.perf_counter()
         for _ in range(steps):
             self._optimizer.step()
         self._engine.synchronize()
-        seconds = time.perf_counter() - begin_s
-        traffic_after, stats_after = (
-            self._engine.traffic,
-            self._engine.chunk_groups[0].pipeline.stats,
-        )
-        timers = ("compute_s", "read_wait_s", "write_wait_s")
-        return {
-            "step_s": seconds / steps,
-            "read_bytes": (traffic_after.disk_read - traffic.disk_read) / steps,
-            "written_bytes": (traffic_after.disk_write - traffic.disk_write) / steps,
-            **{name: (stats_after[name] - stats[name]) / steps for name in timers},
-        }
+        seconds, after = time.perf_counter() - begin_s, self._moved()
+        moved = {name: (after[name] - before[name]) / steps for name in after}
+        return {"step_s": seconds / steps, **moved}
+
+    def _moved(self) -> dict[str, float]:
+        """Bytes, and seconds of the pipeline, so far."""
+        traffic, stats = self._engine.traffic, self._engine.chunk_groups[0].pipeline.stats
+        timers = {name: stats[name] for name in ("compute_s", "read_wait_s", "write_wait_s")}
+        return {"read_bytes": traffic.disk_read, "written_bytes": traffic.disk_write, **timers}

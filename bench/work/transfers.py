@@ -12,14 +12,14 @@ import errno
 import os
 import tempfile
 import time
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
-
 from bench.peers.serve import process_cpu_s
 from offload._native import Arena, IoEngine, IoOp
+from offload.disk.bandwidth import fill_randomly, transfer
 from offload.disk.directories import free_bytes
 from offload.memory.sizes import PAGE_BYTES, format_bytes
 
@@ -110,16 +110,23 @@ def measured_file(directory: str, size_bytes: int) -> Iterator[str]:
     try:
         with os.fdopen(fd, "wb", buffering=0):
             os.posix_fallocate(fd, 0, size_bytes)
-            # Incompressible, and no two tiles of the file alike for what stores blocks only once.
+            # Incompressible, and no two pages of the file alike for what stores blocks only once.
             tile = bytearray(os.urandom(min(size_bytes, 1 << 20)))
             for offset in range(0, size_bytes, len(tile)):
-                tile[:8] = os.urandom(8)
-                for at in range(PAGE_BYTES, len(tile), PAGE_BYTES):
+                for at in range(0, len(tile), PAGE_BYTES):
                     tile[at : at + 8] = (offset + at).to_bytes(8, "little")
                 _write_all(fd, memoryview(tile)[: size_bytes - offset], offset)
             os.fsync(fd)
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        _check_direct(path)
+        try:
+            os.close(os.open(path, os.O_RDWR | os.O_DIRECT))
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            raise ValueError(
+                f"--path {directory}: the filesystem has no O_DIRECT, so the page cache would be"
+                f" measured; choose another"
+            ) from error
         yield path
     finally:
         os.unlink(path)
@@ -131,18 +138,6 @@ def _write_all(fd: int, data: memoryview, offset: int) -> None:
         data, offset = data[written:], offset + written
 
 
-def _check_direct(path: str) -> None:
-    try:
-        os.close(os.open(path, os.O_RDWR | os.O_DIRECT))
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        raise ValueError(
-            f"--path {os.path.dirname(path)}: the filesystem has no O_DIRECT, so the page cache"
-            f" would be measured; choose another"
-        ) from error
-
-
 class HeteroTransfers:
     """One engine on one file, with one registered arena for its requests.
 
@@ -152,8 +147,7 @@ class HeteroTransfers:
     def __init__(self, kind: str, path: str, shape: Shape) -> None:
         self.shape = shape
         self.arena = Arena(shape.in_flight * shape.request_bytes)
-        memory: torch.Tensor = torch.from_dlpack(self.arena.export(0, self.arena.nbytes))  # type: ignore[attr-defined]
-        memory.random_()
+        fill_randomly(self.arena)
         self.engine = IoEngine(kind, shape.depth, shape.block_bytes)
         fd = os.open(path, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
         try:
@@ -182,55 +176,35 @@ class HeteroTransfers:
             if pattern == "mixed":
                 self._update_pass()
             else:
-                self._pass(pattern)
+                ops = (self._start(pattern, number) for number in range(self._requests))
+                transfer(ops, self.shape.request_bytes, self.shape.in_flight)
         seconds = time.perf_counter() - begin_s
         cpu_s = process_cpu_s() - cpu_s
         return {"gbps": moved_gb / seconds, "cpu_s_per_gb": cpu_s / moved_gb}
 
-    def _pass(self, pattern: str) -> None:
-        submit = self.engine.read if pattern == "read" else self.engine.write
-        shape = self.shape
-        flying: list[IoOp | None] = [None] * shape.in_flight
-        for number, offset in enumerate(range(0, shape.size_bytes, shape.request_bytes)):
-            buffer = number % shape.in_flight
-            _wait(flying[buffer])
-            flying[buffer] = submit(self._file, self._address(buffer), shape.request_bytes, offset)
-        for op in flying:
-            _wait(op)
+    @property
+    def _requests(self) -> int:
+        return self.shape.size_bytes // self.shape.request_bytes
+
+    def _start(self, verb: str, number: int) -> IoOp:
+        """Starts the request of that number, with the buffer whose turn it is."""
+        nbytes = self.shape.request_bytes
+        address = self.arena.address + number % self.shape.in_flight * nbytes
+        submit = self.engine.read if verb == "read" else self.engine.write
+        return submit(self._file, address, nbytes, number * nbytes)
 
     def _update_pass(self) -> None:
         """Half of the buffers are being read into while the other half is written from."""
-        shape = self.shape
-        ahead = shape.in_flight // 2
-        reads: list[IoOp | None] = [None] * shape.in_flight
-        writes: list[IoOp | None] = [None] * shape.in_flight
-        requests = shape.size_bytes // shape.request_bytes
-        for number in range(requests + ahead):
-            if number < requests:
-                buffer = number % shape.in_flight
-                _wait(writes[buffer])
-                reads[buffer] = self.engine.read(
-                    self._file,
-                    self._address(buffer),
-                    shape.request_bytes,
-                    number * shape.request_bytes,
-                )
+        ahead = self.shape.in_flight // 2
+        reads: deque[IoOp] = deque()
+        writes: deque[IoOp] = deque()
+        for number in range(self._requests + ahead):
+            if number < self._requests:
+                if number >= self.shape.in_flight:  # its buffer is free
+                    writes.popleft().wait()
+                reads.append(self._start("read", number))
             if number >= ahead:
-                buffer = (number - ahead) % shape.in_flight
-                _wait(reads[buffer])
-                writes[buffer] = self.engine.write(
-                    self._file,
-                    self._address(buffer),
-                    shape.request_bytes,
-                    (number - ahead) * shape.request_bytes,
-                )
+                reads.popleft().wait()
+                writes.append(self._start("write", number - ahead))
         for op in writes:
-            _wait(op)
-
-    def _address(self, buffer: int) -> int:
-        return self.arena.address + buffer * self.shape.request_bytes
-
-
-def _wait(op: IoOp | None) -> None:
-    if op is not None:
-        op.wait()
+            op.wait()

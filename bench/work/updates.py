@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from bench.harness.rounds import Sample
-from bench.peers.adam_timing import timed_rate
+from bench.peers.timing import timed_rate
 from offload import _native
 from offload._native import Arena, Hyper, UpdateKind
 from offload.memory.sizes import round_up
+from offload.profile.measure_cuda import TORCH_DTYPES
 
 if TYPE_CHECKING:
     from offload._native import DtypeName, RuleName, StateDtypeName
@@ -29,8 +31,6 @@ DTYPES: tuple[tuple[DtypeName, DtypeName], ...] = (
     ("fp32", "fp32"),
 )
 NORM_DTYPES: tuple[DtypeName, ...] = ("bf16", "fp16", "fp32")
-
-TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 HUGE_PAGE_BYTES = 2 << 20
 PARTS = ("param", "grad", "master", "state 0", "state 1")
@@ -53,11 +53,6 @@ class Variant:
     name: str
     bytes_per_param: float
     sample: Callable[[], Sample]  # {"params_per_s", "gbps", "bytes_per_param"}
-
-
-def update_name(kind: UpdateKind) -> str:
-    """E.g. "adam bf16/bf16, states fp32": parameter and gradient, then states."""
-    return f"{kind.rule} {kind.dtype}/{kind.grad_dtype}, states {kind.state_dtype}"
 
 
 class Updates:
@@ -90,36 +85,40 @@ class Updates:
 
     def stream(self) -> Variant:
         """The yardstick: what memory gives to 4 reads and 3 writes of fp32 and nearly no work."""
-        return self._variant("stream", 28, self._fill_stream, self._stream)
+        parts = ("param", "grad", "state 0", "state 1")
+
+        def fill() -> None:
+            for part in parts:
+                self._put(part, torch.float32, self._grads)
+
+        param, grad, exp_avg, exp_avg_sq = map(self._address, parts)
+        stream = partial(_native.stream, param, grad, exp_avg, exp_avg_sq, self.numel)
+        return self._variant("stream", 28, fill, stream)
 
     def updates(self) -> list[Variant]:
         """Every kernel, in every sensible combination of dtypes."""
-        kinds = (
-            UpdateKind(dtype, grad_dtype, rule, state_dtype)
-            for rule, (dtype, grad_dtype), state_dtype in itertools.product(
-                RULES, DTYPES, STATE_DTYPES
-            )
-        )
-        return [self.update(kind) for kind in kinds]
+        return [
+            self.update(UpdateKind(dtype, grad_dtype, rule, state_dtype))
+            for rule, (dtype, grad_dtype), state_dtype in product(RULES, DTYPES, STATE_DTYPES)
+        ]
 
     def update(self, kind: UpdateKind) -> Variant:
-        return self._variant(
-            update_name(kind),
-            kind.bytes_moved(TILE) / TILE,
-            lambda: self.fill(kind),
-            lambda: self.run(kind),
-        )
+        """E.g. "adam bf16/bf16, states fp32": parameter and gradient, then states."""
+        name = f"{kind.rule} {kind.dtype}/{kind.grad_dtype}, states {kind.state_dtype}"
+        moved = kind.bytes_moved(TILE) / TILE
+        return self._variant(name, moved, partial(self.fill, kind), partial(self.run, kind))
 
     def norms(self) -> list[Variant]:
-        return [self._norm(dtype) for dtype in NORM_DTYPES]
-
-    def _norm(self, dtype: DtypeName) -> Variant:
-        return self._variant(
-            f"sum_of_squares {dtype}",
-            TORCH_DTYPES[dtype].itemsize,
-            lambda: self._put("grad", TORCH_DTYPES[dtype], self._grads),
-            lambda: _native.sum_of_squares(dtype, self._address("grad"), self.numel),
-        )
+        """The sum of the squares of a gradient, of each dtype."""
+        return [
+            self._variant(
+                f"sum_of_squares {dtype}",
+                TORCH_DTYPES[dtype].itemsize,
+                partial(self._put, "grad", TORCH_DTYPES[dtype], self._grads),
+                partial(_native.sum_of_squares, dtype, self._address("grad"), self.numel),
+            )
+            for dtype in NORM_DTYPES
+        ]
 
     def writes(self, source_dtype: DtypeName, dtype: DtypeName) -> list[Variant]:
         """A gradient is copied or added to where it is kept: by torch; by torch, and summed by a
@@ -134,21 +133,16 @@ class Updates:
         def variants(
             verb: str, torch_does: Callable[..., object], summed: Callable[..., float], reads: int
         ) -> list[Variant]:
-            def sum_of_squares() -> None:
-                _native.sum_of_squares(dtype, kept.data_ptr(), self.numel)
-
             def then_sum() -> None:
                 torch_does(kept, source)
-                sum_of_squares()
+                _native.sum_of_squares(dtype, kept.data_ptr(), self.numel)
 
-            def with_sum() -> None:
-                summed(source_dtype, source.data_ptr(), dtype, kept.data_ptr(), self.numel)
-
+            places = (source_dtype, source.data_ptr(), dtype, kept.data_ptr(), self.numel)
             moved = source.itemsize + reads * kept.itemsize
             return [
-                self._variant(f"{verb}", moved, fill, lambda: torch_does(kept, source)),
+                self._variant(verb, moved, fill, partial(torch_does, kept, source)),
                 self._variant(f"{verb}, then sum", moved + kept.itemsize, fill, then_sum),
-                self._variant(f"{verb} and sum", moved, fill, with_sum),
+                self._variant(f"{verb} and sum", moved, fill, partial(summed, *places)),
             ]
 
         return [
@@ -198,22 +192,17 @@ class Updates:
             _HYPERS[kind.rule],
         )
 
-    def _fill_stream(self) -> None:
-        for part in ("param", "grad", "state 0", "state 1"):
-            self._put(part, torch.float32, self._grads)
-
-    def _stream(self) -> None:
-        parts = ("param", "grad", "state 0", "state 1")
-        param, grad, exp_avg, exp_avg_sq = (self._address(part) for part in parts)
-        _native.stream(param, grad, exp_avg, exp_avg_sq, self.numel)
-
     def tensor(self, part: str, dtype: torch.dtype) -> torch.Tensor:
         """The first `numel` elements of a part."""
         begin = PARTS.index(part) * self._part_bytes
         return self._memory[begin : begin + self.numel * dtype.itemsize].view(dtype)
 
     def _put(self, part: str, dtype: torch.dtype, tile: torch.Tensor) -> None:
-        _repeat(self.tensor(part, dtype), tile.to(dtype))
+        """Fills the part with one `tile` after the other."""
+        target, tile = self.tensor(part, dtype), tile.to(dtype)
+        whole = target.numel() - target.numel() % tile.numel()
+        target[:whole].view(-1, tile.numel()).copy_(tile.expand(whole // tile.numel(), -1))
+        target[whole:].copy_(tile[: target.numel() - whole])
 
     def _put_state(self, kind: UpdateKind, state: int, tile: torch.Tensor) -> None:
         part = f"state {state}"
@@ -237,10 +226,3 @@ class Updates:
 
     def _address(self, part: str) -> int:
         return self._arena.address + PARTS.index(part) * self._part_bytes
-
-
-def _repeat(target: torch.Tensor, tile: torch.Tensor) -> None:
-    """Fills `target` with one `tile` after the other."""
-    whole = target.numel() - target.numel() % tile.numel()
-    target[:whole].view(-1, tile.numel()).copy_(tile.expand(whole // tile.numel(), -1))
-    target[whole:].copy_(tile[: target.numel() - whole])

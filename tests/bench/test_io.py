@@ -1,25 +1,25 @@
-"""bench.io: what is moved, fio's output, peers in processes, the summary, exit codes."""
+"""bench.io: what is moved, fio's output, peers in processes, the summary."""
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import json
 import os
 import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench import io as bench_io
 from bench.harness.peer_process import PeerProcess
 from bench.harness.rounds import ContenderError, Rounds
-from bench.io import main, summarize
-from bench.peers.io_aiofiles import AiofilesPeer
+from bench.io import summarize
 from bench.work.fio import FIO_PATTERN, SETTINGS, Fio, figures, fio_version
 from bench.work.transfers import (
     IN_FLIGHT,
@@ -32,8 +32,6 @@ from bench.work.transfers import (
 KIB = 1 << 10
 MIB = 1 << 20
 SMALL = Shape.of(4 * MIB, 64 * KIB, 4)
-
-SMALL_OPTIONS = ["--size", "4MiB", "--block", "64KiB", "--depth", "4", "--sample", "4MiB"]
 
 
 @pytest.fixture
@@ -127,20 +125,9 @@ def test_hetero_moves_every_byte_of_the_file(directory: Path, kind: str, pattern
         assert before == after
 
 
-class LazyOp:
-    """A transfer that happens when it is waited for, as late as an engine may make it."""
-
-    def __init__(self, transfer: Callable[[], None]) -> None:
-        self._transfer: Callable[[], None] | None = transfer
-
-    def wait(self) -> None:
-        if self._transfer is not None:
-            self._transfer()
-            self._transfer = None
-
-
 class LazyEngine:
-    """An engine whose operations of one kind are late and those of the other at once."""
+    """An engine whose operations of one kind are as late as an engine may make them, when they are
+    waited for, and those of the other at once."""
 
     notes: tuple[str, ...] = ()
 
@@ -157,25 +144,27 @@ class LazyEngine:
     def close(self) -> None:
         os.close(self._fd)
 
-    def read(self, file: int, address: int, nbytes: int, offset: int) -> LazyOp:
+    def read(self, file: int, address: int, nbytes: int, offset: int) -> SimpleNamespace:
         def transfer() -> None:
             ctypes.memmove(address, os.pread(self._fd, nbytes, offset), nbytes)
-            self.done.append(("read", offset))
 
-        return self._start("read", transfer)
+        return self._start("read", offset, transfer)
 
-    def write(self, file: int, address: int, nbytes: int, offset: int) -> LazyOp:
+    def write(self, file: int, address: int, nbytes: int, offset: int) -> SimpleNamespace:
         def transfer() -> None:
             os.pwrite(self._fd, ctypes.string_at(address, nbytes), offset)
-            self.done.append(("write", offset))
 
-        return self._start("write", transfer)
+        return self._start("write", offset, transfer)
 
-    def _start(self, op: str, transfer: Callable[[], None]) -> LazyOp:
-        started = LazyOp(transfer)
+    def _start(self, op: str, offset: int, transfer: Callable[[], None]) -> SimpleNamespace:
+        @functools.cache
+        def wait() -> None:
+            transfer()
+            self.done.append((op, offset))
+
         if op != self._late:
-            started.wait()
-        return started
+            wait()
+        return SimpleNamespace(wait=wait)
 
 
 @pytest.mark.parametrize("late", ["read", "write"])
@@ -250,31 +239,20 @@ def test_fio_runs_on_the_same_file(directory: Path, settings: tuple[str, ...]) -
         assert os.path.getsize(path) == SMALL.size_bytes
 
 
-def test_aiofiles_moves_every_byte(tmp_path: Path) -> None:
-    pytest.importorskip("aiofiles")
-    path = tmp_path / "file"
-    before = os.urandom(SMALL.size_bytes)
-    path.write_bytes(before)
-    setup = {"path": str(path), "shape": SMALL.to_dict()}
-    reader, writer = AiofilesPeer(setup), AiofilesPeer(setup)
-    for pattern in ("read", "mixed"):
-        assert reader.sample({"pattern": pattern})["gbps"] > 0
-        assert path.read_bytes() == before
-    writer.sample({"pattern": "write"})
-    after = path.read_bytes()
-    assert len(after) == len(before)
-    for at in range(0, SMALL.size_bytes, SMALL.request_bytes):
-        assert after[at : at + 64] != before[at : at + 64]
-
-
-@pytest.mark.skipif("BENCH_PEER_PYTHON" not in os.environ, reason="names no Python with DeepSpeed")
-@pytest.mark.parametrize("threads", [1, 4])
-def test_deepspeed_moves_every_byte(directory: Path, threads: int) -> None:
+@pytest.mark.parametrize("peer", ["aiofiles", "1 thread", "4 threads"])
+def test_a_peer_moves_every_byte(directory: Path, peer: str) -> None:
+    setup: dict[str, Any] = {"path": str(directory / "file"), "shape": SMALL.to_dict()}
+    command = (sys.executable, "-m", "bench.peers.io", "aiofiles")
+    if peer == "aiofiles":
+        pytest.importorskip("aiofiles")
+    elif python := os.environ.get("BENCH_PEER_PYTHON"):
+        setup["threads"] = int(peer[0])
+        command = (python, "-m", "bench.peers.io", "deepspeed")
+    else:
+        pytest.skip("BENCH_PEER_PYTHON names no Python with DeepSpeed")
     path = directory / "file"
     before = os.urandom(SMALL.size_bytes)
     path.write_bytes(before)
-    setup = {"path": str(path), "shape": SMALL.to_dict(), "threads": threads}
-    command = (os.environ["BENCH_PEER_PYTHON"], "-m", "bench.peers.io_deepspeed")
     with PeerProcess(command, setup, "") as reader, PeerProcess(command, setup, "") as writer:
         for pattern in ("read", "mixed"):
             assert reader.sample(pattern=pattern)["gbps"] > 0
@@ -380,89 +358,7 @@ def test_the_better_fio_counts_for_each_pattern() -> None:
 METRICS = ("gbps", "cpu_s_per_gb")
 
 
-def check_result(result: dict[str, Any], directory: Path) -> None:
-    assert "hetero threads" in result["contenders"]
-    for found in result["contenders"].values():
-        for pattern in PATTERNS:
-            assert found[f"{pattern}_gbps"]["min"] > 0
-            assert found[f"{pattern}_cpu_s_per_gb"]["min"] >= 0
-    assert result["path"] == str(directory)
-    assert (result["block_bytes"], result["depth"], result["size_bytes"]) == (64 * KIB, 4, 4 * MIB)
-    assert result["machine"]["cores"] > 0
-    assert "python -m bench.io --path" in result["command"]
-
-
-def test_end_to_end(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--path", str(directory), *SMALL_OPTIONS, "--rounds", "1"]
-    assert main([*arguments, "--json", "--peers", "fio,aiofiles"]) == 0
-    out, err = capsys.readouterr()
-    assert out.count("\n") == 1
-    assert "warm-up" in err
-    check_result(json.loads(out), directory)
-    assert not list(directory.iterdir())
-
-
-def test_several_directories_and_the_table(
-    directory: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    paths = [directory / "a", directory / "b"]
-    for path in paths:
-        path.mkdir()
-    arguments = [part for path in paths for part in ("--path", str(path))]
-    arguments += [*SMALL_OPTIONS, "--rounds", "1", "--peers", "none"]
-    assert main([*arguments, "--json"]) == 0
-    result = json.loads(capsys.readouterr().out)
-    check_result(result, paths[0])
-    for path, of_path in zip(paths, result["paths"], strict=True):
-        check_result(result | of_path, path)
-    assert main(arguments) == 0
-    out = capsys.readouterr().out
-    assert out.count("hetero threads") == 2
-    assert "fio default" not in out
-
-
-def test_a_peer_that_is_missing_is_left_out_and_said(
-    directory: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(bench_io, "fio_version", lambda: None)
-    arguments = ["--path", str(directory), *SMALL_OPTIONS, "--rounds", "1"]
-    python = str(directory / "no-python")
-    assert main([*arguments, "--peers", "fio,deepspeed", "--peer-python", python, "--json"]) == 0
-    result = json.loads(capsys.readouterr().out)
-    notes = "\n".join(result["notes"])
-    assert "fio: left out: it is not installed; install fio" in notes
-    assert "deepspeed 1 thread: left out: cannot start" in notes
-    assert result["share_of_fio"] == {}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--size", "many"], "--size: cannot read 'many' as a size"),
-        (["--block", "1000"], "--block must be a multiple of 4096 bytes, got 1000"),
-        (["--depth", "0"], "--depth must be from 1 to 4096, got 0"),
-        (["--rounds", "0"], "--rounds must be 1 or more, got 0"),
-        (["--peers", "foi"], "unknown peer 'foi' in --peers; did you mean fio?"),
-    ],
-)
-def test_bad_options_are_one_line(
-    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["--path", str(tmp_path), *SMALL_OPTIONS, *arguments]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith(f"bench.io: error: {message}")
-    assert err.count("\n") == 1
-
-
-def test_bad_directories(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    none = tmp_path / "none"
-    for path, message in (
-        (none, f"--path {none} is not a directory; make it first"),
-        (Path(__file__), f"--path {__file__} is not a directory; make it first"),
-    ):
-        assert main(["--path", str(path), *SMALL_OPTIONS]) == 2
-        assert capsys.readouterr().err.splitlines()[-1] == f"bench.io: error: {message}"
+def test_a_disk_that_is_too_small(tmp_path: Path) -> None:
     too_much = measured_file(str(tmp_path), 1 << 60)
     with pytest.raises(ValueError, match="are free; free space or lower --size"), too_much:
         pass

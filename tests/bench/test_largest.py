@@ -79,7 +79,7 @@ class Machine:
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     """Small shapes on a disk of 1 GiB."""
     machine = Machine()
-    monkeypatch.setattr(program, "run_trial", machine)
+    monkeypatch.setattr(program, "try_to_train", machine)
     monkeypatch.setattr(program, "MOST_WIDTH", 512)
     monkeypatch.setattr(program, "MOST_LAYERS", 8)
     monkeypatch.setattr(program, "LEAST_GROWTH", 1.1)
@@ -237,7 +237,9 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
     for a thousand; PyTorch does not train below 2 GiB."""
     made: list[tuple[str, int, int]] = []
 
-    def run_trial(spec: Spec, _: str, timeout_s: float, budget: int, python: str) -> dict[str, Any]:
+    def try_to_train(
+        spec: Spec, _: str, timeout_s: float, budget: int, python: str
+    ) -> dict[str, Any]:
         made.append((spec.contender, spec.tokens, budget))
         assert ("process_memory" in spec.options) == (spec.contender == "hetero")
         peak = 2 * FLOOR + PER_TOKEN * spec.tokens
@@ -252,7 +254,7 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
         trained = {"steps_s": [9.0, seconds], "bytes_per_step": {}}
         return {**about, **trained, "status": "trained", "error": None}
 
-    monkeypatch.setattr(program, "run_trial", run_trial)
+    monkeypatch.setattr(program, "try_to_train", try_to_train)
     return made
 
 
@@ -282,47 +284,3 @@ def test_batches_are_of_128_tokens(
     assert main([*TINY, *more]) == 0
     assert ">= 2,560 tokens" in capsys.readouterr().out
     assert all(tokens % 128 == 0 for _, tokens, _ in tried)
-
-
-@pytest.mark.extra
-def test_small_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    contenders = "torch-checkpoints,torch-checkpoints-tiled-loss,torch-checkpoints-on-cpu,hetero"
-    more = ("--of", "batch", "--budgets", "800MiB", "--contenders", contenders)
-    sizes = ("--first", "128", "--most", "128", "--path", str(tmp_path))
-    for row in run_json(capsys, *TINY, *more, *sizes).values():
-        assert (row["tokens"], row["limited_by"]) == (128, "--most")
-        assert 0 < row["peak_bytes"] <= 800 << 20
-        assert row["step_s"] > 0
-
-
-def test_a_small_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    argv = models(tmp_path, "--budgets", "1GiB", "--most", "4e5", "--tries", "1")
-    (found,) = run_json(capsys, *argv).values()
-    assert found["limited_by"] == "--most"
-    assert 0 < found["peak_bytes"] <= 1 << 30
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("more", "fact"),
-    [
-        (("--contenders", "torsh"), "unknown name 'torsh' in --contenders"),
-        (("--of", "sentence"), "unknown name 'sentence' in --of"),
-        (("--budgets", "lots"), "--budgets: cannot read 'lots'"),
-        (("--steps", "0"), "--steps must be 1 or more"),
-        (("--of", "batch", "--width", "63"), "a width of 63 is no multiple of 16 heads"),
-        (("--path", "/dev/null/nowhere"), "not a folder"),
-    ],
-)
-def test_bad_input_is_one_line(
-    tried: list[tuple[str, int, int]],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    more: tuple[str, ...],
-    fact: str,
-) -> None:
-    assert main(["--path", str(tmp_path), *more]) == 2
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith("bench.largest: error: ")
-    assert fact in error
-    assert tried == []

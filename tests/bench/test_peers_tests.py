@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from bench.peers_tests.__main__ import main
+from bench.peers_tests.peers import PEERS
 from bench.peers_tests.results import Outcome, told
-from bench.peers_tests.table import PEERS
 
 TESTS = """
 import deepspeed

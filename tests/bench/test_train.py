@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,12 @@ import pytest
 import torch
 
 from bench import train as bench_train
-from bench.harness.contenders import Contender, Outcome, peer_contenders, run_contender
+from bench.harness.contenders import Contender, peer_contenders, run_contender
 from bench.harness.hosts import Hosts
-from bench.harness.rounds import ContenderError, Rounds
+from bench.harness.rounds import ContenderError, MissingError, Sample, run_rounds
 from bench.peers.serve import EXIT_MISSING
-from bench.peers.training.deepspeed_train import deepspeed_config
-from bench.peers.training.workload import Workload
+from bench.peers.train import deepspeed_config
+from bench.peers.workload import Workload
 from bench.train import main, sample_of, summarize, write_workload
 from hetero.job.data import load_corpus
 from hetero.job.options import TrainOptions
@@ -56,28 +57,34 @@ def figures(step_s: list[float], loss: float = 1.0, ranks: int = 1) -> dict[str,
     }
 
 
-OUTCOMES = [
-    Outcome("hetero cpu", "finished", figures([9.0, 9.0, 2.0, 2.0])),
-    Outcome("hetero nvme", "finished", figures([9.0, 9.0, 3.0, 5.0])),
-    Outcome("torch bf16", "finished", figures([8.0, 8.0, 1.0, 1.0])),
-    Outcome("deepspeed cpu", "missing", {}, "No module named 'deepspeed'; install: how"),
-]
+MISSING = MissingError("No module named 'deepspeed'; install: how")
+RUNS: dict[str, Any] = {
+    "hetero cpu": figures([9.0, 9.0, 2.0, 2.0]),
+    "hetero nvme": figures([9.0, 9.0, 3.0, 5.0]),
+    "torch bf16": figures([8.0, 8.0, 1.0, 1.0]),
+    "deepspeed cpu": MISSING,
+}
 
 
-def summary_of(*rounds_of: Sequence[Outcome], skip_steps: int = 0) -> dict[str, Any]:
-    outcomes = {runs[0].name: list(runs) for runs in zip(*rounds_of, strict=True)}
-    rounds = Rounds()
-    for name, runs in outcomes.items():
-        try:
-            rounds.samples[name] = [sample_of(run, skip_steps) for run in runs]
-        except ContenderError as error:
-            rounds.failed[name] = str(error)
+def summary_of(*rounds_of: Mapping[str, Any], skip_steps: int = 0) -> dict[str, Any]:
+    """Of rounds, each of which has a contender's figures or its error."""
+    runs: dict[str, list[Any]] = {name: [] for name in rounds_of[0]}
+
+    def turn(name: str) -> Sample:
+        found = rounds_of[len(runs[name])][name]
+        if isinstance(found, Exception):
+            raise found
+        runs[name].append(found)
+        return sample_of(found, skip_steps)
+
+    turns = {name: partial(turn, name) for name in runs}
+    rounds = run_rounds(turns, len(rounds_of), lambda _: None, warm_up=False)
     main_name = max(name for name in rounds.samples if name.startswith("hetero"))
-    return {**summarize(rounds, outcomes, main_name), "rounds": len(rounds_of)}
+    return {**summarize(rounds, runs, main_name), "rounds": len(rounds_of)}
 
 
 def test_summary_has_medians_without_the_first_steps_and_ratios() -> None:
-    summary = summary_of(OUTCOMES, skip_steps=2)
+    summary = summary_of(RUNS, skip_steps=2)
     assert summary["main"] == "hetero nvme"
     assert summary["median_step_s"] == 4.0
     assert summary["step_s"] == [9.0, 9.0, 3.0, 5.0]
@@ -89,27 +96,25 @@ def test_summary_has_medians_without_the_first_steps_and_ratios() -> None:
 
 
 def test_one_step_is_left_however_many_are_skipped() -> None:
-    assert summary_of(OUTCOMES[:1], skip_steps=99)["median_step_s"] == 2.0
+    assert summary_of({"hetero cpu": RUNS["hetero cpu"]}, skip_steps=99)["median_step_s"] == 2.0
 
 
 def test_table_shows_all_and_says_what_is_missing() -> None:
-    out = "\n".join(bench_train.show(summary_of(OUTCOMES, skip_steps=2)))
-    for outcome in OUTCOMES:
-        assert outcome.name in out
+    out = "\n".join(bench_train.show(summary_of(RUNS, skip_steps=2)))
+    for name in RUNS:
+        assert name in out
     assert "install: how" in out
     assert "ranks" not in out
 
 
 def test_ratios_are_of_runs_in_the_same_round() -> None:
-    def outcomes(own_s: float, peer_s: float, other: str = "finished") -> list[Outcome]:
-        return [
-            Outcome("hetero cpu", "finished", figures([own_s])),
-            Outcome("torch bf16", "finished", figures([peer_s], loss=peer_s)),
-            Outcome("torch autocast", other, figures([1.0]), None if other == "finished" else "x"),
-        ]
+    def runs(own_s: float, peer_s: float, other: Any) -> dict[str, Any]:
+        peer = figures([peer_s], loss=peer_s)
+        return {"hetero cpu": figures([own_s]), "torch bf16": peer, "torch autocast": other}
 
     # The machine was slow in the second round; the last contender failed in the third.
-    rounds = [outcomes(1.0, 2.0), outcomes(30.0, 40.0), outcomes(2.0, 3.0, "failed")]
+    one = figures([1.0])
+    rounds = [runs(1, 2, one), runs(30, 40, one), runs(2, 3, ContenderError("x"))]
     summary = summary_of(*rounds)
     contenders = summary["contenders"]
     assert contenders["hetero cpu"]["ratio_to"] == {"torch bf16": 2.0 / 3.0}
@@ -127,12 +132,12 @@ def test_every_round_begins_with_another_contender_and_leaves_out_who_failed(
 ) -> None:
     turns = []
 
-    def run_contender(contender: Contender, timeout_s: float, hosts: Hosts | None) -> Outcome:
+    def run_contender(contender: Contender, timeout_s: float, hosts: Hosts | None) -> Any:
         assert contender.log_path.parent.is_dir()
         turns.append((contender.log_path.parent.name, contender.name))
         if contender.name == "torch bf16":
-            return Outcome(contender.name, "failed", {}, "too big")
-        return Outcome(contender.name, "finished", figures([1.0]))
+            raise ContenderError("too big")
+        return figures([1.0])
 
     monkeypatch.setattr(bench_train, "run_contender", run_contender)
     assert main([*inputs, "--json", "--policy", "cpu", "--peers", "torch", "--rounds", "2"]) == 1
@@ -150,8 +155,7 @@ def test_every_round_begins_with_another_contender_and_leaves_out_who_failed(
 
 
 def test_several_ranks_have_a_table_of_their_own() -> None:
-    outcomes = [Outcome("hetero nvme", "finished", figures([1.0], ranks=2)), OUTCOMES[-1]]
-    summary = summary_of(outcomes)
+    summary = summary_of({"hetero nvme": figures([1.0], ranks=2), "deepspeed cpu": MISSING})
     assert summary["measured"]["peak_rss_max_bytes"]["median"] == 2 << 30
     assert summary["measured"]["peak_rss_sum_bytes"]["median"] == 3 << 30
     out = "\n".join(bench_train.show(summary))
@@ -193,7 +197,7 @@ def test_peers_get_the_batches_and_rates_of_hetero_train(tmp_path: Path) -> None
         assert len(step) == 2
         for micro_batch in step:
             assert torch.equal(micro_batch, corpus.batch(2))
-    assert workload.make_model_config().n_embd == 1024
+    assert workload.model_config["n_embd"] == 1024
 
 
 def test_deepspeed_gets_a_buffer_that_holds_the_largest_tensor(tmp_path: Path) -> None:
@@ -203,7 +207,7 @@ def test_deepspeed_gets_a_buffer_that_holds_the_largest_tensor(tmp_path: Path) -
         model="gpt2-xl", vocab_size=100_000, data=str(tmp_path / "text"), steps=1, seq_len=8
     )
     write_workload(options, path)
-    config = deepspeed_config(Workload.read(path), "nvme", tmp_path)
+    config = deepspeed_config(Workload.read(path), "nvme", str(tmp_path))
     assert config["zero_optimization"]["offload_param"]["buffer_size"] > 100_000 * 1600
     assert config["train_micro_batch_size_per_gpu"] == options.batch_size
 
@@ -226,30 +230,6 @@ def test_variants_and_the_main_one(
     assert (options.model, options.vocab_size, options.seq_len) == ("gpt2-medium", 50257, 256)
 
 
-def test_hetero_beside_torch_end_to_end(
-    inputs: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([*inputs, "--json", "--policy", "nvme", "--peers", "torch"]) == 0
-    out = capsys.readouterr().out
-    assert out.count("\n") == 1
-    summary = json.loads(out)
-    contenders = summary["contenders"]
-    assert list(contenders) == ["hetero nvme", "torch bf16", "torch autocast"]
-    assert summary["policy"] == "nvme"
-    assert summary["losses"] == contenders["hetero nvme"]["losses"]
-    keys = ("params", "losses", "step_s", "forward_s", "backward_s", "optimizer_s",
-            "tokens_per_s", "peak_rss_bytes", "bytes_per_step")  # fmt: skip
-    for contender in contenders.values():
-        for key in keys:
-            assert key in contender
-        assert contender["params"] == summary["params"]
-        assert contender["threads"] == 1
-        # The same weights and batches; what differs is rounding.
-        assert contender["losses"] == pytest.approx(summary["losses"], rel=0.02)
-    for key in ("budget_bytes", "peak_managed_bytes", "engine", "isa"):
-        assert key in summary
-
-
 @pytest.mark.extra
 def test_two_ranks_train_as_one_with_twice_the_micro_batches(
     inputs: list[str], tmp_path: Path
@@ -261,13 +241,12 @@ def test_two_ranks_train_as_one_with_twice_the_micro_batches(
         path = tmp_path / f"workload{ranks}.json"
         write_workload(replace(options, accumulate=4 // ranks), path, ranks)
         # The last of them all keeps fp32 weights and computes in bf16.
-        contender = peer_contenders(peer, path, tmp_path, sys.executable, ranks)[-1]
-        outcome = run_contender(contender, timeout_s=300)
-        assert outcome.error is None
-        losses[peer] = outcome.figures["losses"]
-        assert (outcome.figures["ranks"], outcome.figures["threads"]) == (ranks, 1)
-        assert len(outcome.figures["peak_rss_by_rank_bytes"]) == ranks
-        assert outcome.figures["sent_bytes_per_step"] == (0 if ranks == 1 else None)
+        contender = list(peer_contenders(peer, path, tmp_path, sys.executable, ranks))[-1]
+        found = run_contender(contender, timeout_s=300)
+        losses[peer] = found["losses"]
+        assert (found["ranks"], found["threads"]) == (ranks, 1)
+        assert len(found["peak_rss_by_rank_bytes"]) == ranks
+        assert found["sent_bytes_per_step"] == (0 if ranks == 1 else None)
     # Rounding differs; other batches, or gradients of one rank alone, would show.
     assert losses["ddp"] == pytest.approx(losses["torch"], rel=2e-3)
     assert losses["fsdp2"] == pytest.approx(losses["torch"], rel=2e-3)
@@ -276,27 +255,8 @@ def test_two_ranks_train_as_one_with_twice_the_micro_batches(
 @pytest.mark.parametrize("peer", ["ddp", "fsdp2"])
 def test_peers_compute_in_fp32_if_hetero_is_asked_to(peer: str, tmp_path: Path) -> None:
     """Where the CPU has no bf16, computing in it takes many times as long."""
-    contenders = peer_contenders(peer, tmp_path, tmp_path, "python", 2, "fp32")
+    contenders = list(peer_contenders(peer, tmp_path, tmp_path, "python", 2, "fp32"))
     assert [contender.command[-1] for contender in contenders] == ["fp32"]
-
-
-def test_bad_options_are_one_line(inputs: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments, message in (
-        (["--peers", "torhc"], "unknown peer 'torhc' in --peers; did you mean torch?"),
-        (["--skip-steps", "-1"], "--skip-steps must be 0 or more, got -1"),
-        (["--variants", ","], "--variants names no policy"),
-        (["--ranks", "0"], "--ranks must be 1 or more, got 0"),
-        (["--rounds", "0"], "--rounds must be 1 or more, got 0"),
-        (
-            ["--ranks", "2", "--peers", "torch"],
-            "--peers torch is one process, but --ranks is 2; name ddp or fsdp2",
-        ),
-        (["--peers", "ddp"], "--peers ddp needs --ranks 2 or more; for one rank name torch"),
-    ):
-        assert main([*inputs, *arguments]) == 2
-        out, err = capsys.readouterr()
-        assert out == ""
-        assert err == f"bench.train: error: {message}\n"
 
 
 def contender(tmp_path: Path, code: str, result: bool = True) -> Contender:
@@ -306,21 +266,19 @@ def contender(tmp_path: Path, code: str, result: bool = True) -> Contender:
 
 def test_a_missing_peer_says_how_to_install_it(tmp_path: Path) -> None:
     code = f"import sys; print('No module named deepspeed'); sys.exit({EXIT_MISSING})"
-    outcome = run_contender(contender(tmp_path, code), timeout_s=300)
-    assert outcome.status == "missing"
-    assert outcome.error is not None
-    assert outcome.error.startswith("No module named deepspeed; install: ")
-    assert "deepspeed" in outcome.error
+    with pytest.raises(MissingError, match="No module named deepspeed; install: .*deepspeed"):
+        run_contender(contender(tmp_path, code), timeout_s=300)
 
 
 def test_failures_are_told(tmp_path: Path) -> None:
-    outcome = run_contender(contender(tmp_path, "raise MemoryError('too big')"), timeout_s=300)
-    assert outcome.status == "failed"
-    assert "exit code 1: MemoryError: too big" in (outcome.error or "")
-    slow = contender(tmp_path, "import time; time.sleep(60)")
-    assert run_contender(slow, timeout_s=0.5).error == "not done after 0 s"
     none = Contender("peer x", (str(tmp_path / "none"),), None, tmp_path / "log")
-    assert "cannot start" in (run_contender(none, timeout_s=300).error or "")
+    for failing, timeout_s, why in (
+        (contender(tmp_path, "raise MemoryError('too big')"), 300, "exit code 1: .* too big"),
+        (contender(tmp_path, "import time; time.sleep(60)"), 0.5, "not done after 0 s"),
+        (none, 300, "cannot start"),
+    ):
+        with pytest.raises(ContenderError, match=why):
+            run_contender(failing, timeout_s)
 
 
 def test_the_swap_folder_goes_away(tmp_path: Path) -> None:
@@ -329,17 +287,9 @@ def test_the_swap_folder_goes_away(tmp_path: Path) -> None:
     (swap / "state").write_bytes(b"x")
     code = "import json, sys; print(json.dumps({'params': 1}))"
     command = (sys.executable, "-c", code)
-    outcome = run_contender(Contender("p", command, None, tmp_path / "log", swap), timeout_s=300)
-    assert outcome.figures == {"params": 1}
+    found = run_contender(Contender("p", command, None, tmp_path / "log", swap), timeout_s=300)
+    assert found == {"params": 1}
     assert not swap.exists()
-
-
-def test_deepspeed_peer_end_to_end(inputs: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("deepspeed")
-    assert main([*inputs, "--json", "--policy", "cpu", "--peers", "deepspeed"]) == 0
-    contenders = json.loads(capsys.readouterr().out)["contenders"]
-    for name in ("deepspeed cpu", "deepspeed nvme"):
-        assert contenders[name]["params"] == contenders["hetero cpu"]["params"]
 
 
 def test_peer_contenders_of_a_name(tmp_path: Path) -> None:

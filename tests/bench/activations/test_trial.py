@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from bench.activations.training import Spec
-from bench.activations.trial import run_trial
+from bench.activations.trial import try_to_train
 
 SHAPE = {"layers": 2, "width": 64, "heads": 2, "seq_len": 16, "batch_size": 1}
 SPEC = Spec("torch-checkpoints", SHAPE, 256)
@@ -27,7 +27,7 @@ def fake(folder: Path, body: str) -> str:
 def run(tmp_path: Path, body: str, budget: int | None = None, timeout_s: float = 600) -> dict:
     nvme = tmp_path / "nvme"
     nvme.mkdir()
-    found = run_trial(SPEC, str(nvme), timeout_s, budget, fake(tmp_path, body))
+    found = try_to_train(SPEC, str(nvme), timeout_s, budget, fake(tmp_path, body))
     assert list(nvme.iterdir()) == []
     return found
 
@@ -51,7 +51,7 @@ def test_one_that_takes_too_long_is_ended(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("body", "status", "error"),
     [
-        ("os.kill(os.getpid(), 6)", "failed", "SIGABRT: it printed nothing"),
+        ("os.kill(os.getpid(), 6)", "failed", "ended by SIGABRT: it printed nothing"),
         ("sys.exit('a bug')", "broken", "exit code 1: a bug"),
     ],
 )

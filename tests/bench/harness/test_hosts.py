@@ -14,19 +14,13 @@ import pytest
 from bench.harness.hosts import INTERFACE, Hosts, parse_rate, why_no_hosts
 from bench.harness.ranks import run_ranks
 from hetero.job.options import TrainOptions, to_arguments
+from tests.support.training.loops import SMALLEST_MODEL
 from tests.support.waiting import until
 
 WHY_NOT = why_no_hosts()
 needs_hosts = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 GIGABIT, SLOW = 125e6, 12.5e6  # bytes per second
-CONFIG = {
-    "model_type": "gpt2",
-    "n_layer": 2,
-    "n_head": 2,
-    "n_embd": 64,
-    "n_positions": 64,
-    "vocab_size": 256,
-}
+CONFIG = {**SMALLEST_MODEL, "n_layer": 2, "n_embd": 64, "n_positions": 64}
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ import pytest
 
 from bench.harness.contenders import Contender, run_contender
 from bench.harness.ranks import RankError, rank_log, run_ranks
+from bench.harness.rounds import MissingError
 from bench.peers.serve import EXIT_MISSING
 from tests.support.waiting import until
 
@@ -183,10 +184,9 @@ def test_contenders_of_several_ranks(tmp_path: Path) -> None:
     code = "import json, os; print(json.dumps({'rank': int(os.environ['RANK'])}))"
     log = tmp_path / "log"
     command = (sys.executable, "-c", code)
-    outcome = run_contender(Contender("x", command, None, log, ranks=2), timeout_s=300)
-    assert outcome.figures == {"rank": 0}
+    found = run_contender(Contender("x", command, None, log, ranks=2), timeout_s=300)
+    assert found == {"rank": 0}
     code = f"import sys; print('No module named deepspeed'); sys.exit({EXIT_MISSING})"
     missing = Contender("x", (sys.executable, "-c", code), tmp_path / "result", log, ranks=2)
-    outcome = run_contender(missing, timeout_s=300)
-    assert outcome.status == "missing"
-    assert "install: " in (outcome.error or "")
+    with pytest.raises(MissingError, match="install: "):
+        run_contender(missing, timeout_s=300)

@@ -18,11 +18,11 @@ from bench.harness.program import (
     SECONDS,
     SIZE,
     Kind,
-    Option,
     Program,
     command_line,
     list_of,
     names,
+    options,
     peers_of,
     some_of,
     whole,
@@ -204,8 +204,26 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"x": arguments.size}
 
 
-OPTIONS = (Option("--size", "1KiB", "of it", SIZE), Option("--fast", False, "a flag"))
+OPTIONS = options(
+    """
+    --size    SIZE   1KiB  of it, which
+                           is long
+    --fast    FLAG   -     a flag
+    --kind    NAME   b     --of it
+    --own     MINE   -     read by itself
+    """,
+    kind="abc",
+    own=Kind("MINE", lambda option, text: text.upper()),
+)
 PROGRAM = Program("bench.x", "About it.", OPTIONS, measure, show, exit_code=lambda r: r["x"] % 7)
+
+
+def test_options_are_a_table() -> None:
+    found = PROGRAM.parse(["--fast", "--own", "x"])
+    assert (found.size, found.fast, found.kind, found.own) == (1024, True, "b", "X")
+    assert PROGRAM.parse([]).own is None
+    assert OPTIONS[0].help == "of it, which is long"
+    assert [each.kind.metavar for each in OPTIONS[2:]] == ["NAME", "MINE"]
 
 
 def test_a_program_prints_a_table_or_one_object(capsys: pytest.CaptureFixture[str]) -> None:
@@ -249,7 +267,7 @@ def test_bad_input_is_one_line_and_exit_2(
         (list_of(SIZE), "1KiB,2", [1024, 2]),
         (list_of(SIZE), ",", "--x must name one at least"),
         (peers_of(("fio", "torch")), "none", []),
-        (peers_of(("fio", "torch")), "foi", "unknown peer 'foi' in --x; did you mean fio?"),
+        (peers_of(("fio", "torch")), "foi", "unknown name 'foi' in --x; did you mean fio?"),
     ],
 )
 def test_kinds(kind: Kind, text: str, found: object) -> None:

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.harness.peer_process import import_environment
-from bench.harness.ranks import RankError, rank_log, run_ranks
+from bench.harness.ranks import RankError, import_environment, rank_log, run_ranks
 from hetero.cli.main import main
 from hetero.cli.observers import SilentObserver, make_observer
 from hetero.job.job import memory_config

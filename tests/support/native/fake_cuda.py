@@ -76,7 +76,6 @@ class FakeRuntime:
         self.compute = FakeStream(eager)
         self.streams = [self.compute]
         self.failure: str | None = None  # of every copy from now on
-        self.memory_node: int | None = None  # that it is attached to
         self.captures = False  # whether a graph is being captured
         self.freed: dict[int, torch.Tensor] = {}  # by bytes, the memory that was freed last
         self.lock = threading.RLock()

@@ -92,6 +92,7 @@ class ThreadWork:
     into: torch.Tensor
     source: torch.Tensor
     make: Callable[[list[ThreadWork]], Sequence[torch.Tensor]]
+    lengths: Sequence[int] = ()  # of an all-to-all: bytes for each rank
     is_made: bool = False
     has_failed: bool = False
 
@@ -112,8 +113,10 @@ class ThreadGroup:
         self._network, self._name, self._rank, self._size = network, name, rank, size
         self._numbers = itertools.count()
 
-    def _post(self, into: torch.Tensor, source: torch.Tensor, make: Any) -> ThreadWork:
-        work = ThreadWork(self._network, self._rank, into, source, make)
+    def _post(
+        self, into: torch.Tensor, source: torch.Tensor, make: Any, lengths: Sequence[int] = ()
+    ) -> ThreadWork:
+        work = ThreadWork(self._network, self._rank, into, source, make, lengths)
         return self._network.post((self._name, next(self._numbers)), self._size, work)
 
     def allreduce(self, tensors: list[torch.Tensor], options: Any) -> ThreadWork:
@@ -134,18 +137,16 @@ class ThreadGroup:
         return self._post(into, part, joined)
 
     def alltoall_base(
-        self, into: torch.Tensor, parts: torch.Tensor, *lengths: list[int]
+        self, into: torch.Tensor, parts: torch.Tensor, _: list[int], sent: list[int]
     ) -> ThreadWork:
-        assert lengths == ([], [])
-
         def dealt(works: list[ThreadWork]) -> list[torch.Tensor]:
-            table = [each.snapshot.reshape(self._size, -1) for each in works]
+            table = [each.snapshot.split(list(each.lengths)) for each in works]
             return [
                 torch.cat([row[peer] for row in table]).view(works[peer].into.shape)
                 for peer in range(self._size)
             ]
 
-        return self._post(into, parts, dealt)
+        return self._post(into, parts, dealt, sent)
 
     def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
         raise RuntimeError("timed out")  # by which connections are broken off
@@ -162,10 +163,10 @@ class ThreadCommunicator(Communicator):
     def _world_rank(self) -> int:
         return self._me
 
-    def _connect(self, look: Any) -> dict[Channel, Any]:
+    def _connect(self, channels: Iterable[Channel], suffix: str, _: Any) -> dict[Channel, Any]:
         return {
-            channel: ThreadGroup(self._network, (self._name, channel), self.rank, self.size)
-            for channel in Channel
+            channel: ThreadGroup(self._network, (self._name, channel, suffix), self.rank, self.size)
+            for channel in channels
         }
 
 

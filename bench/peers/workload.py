@@ -51,8 +51,10 @@ class Workload:
         for step in tokens[:, :, rank]:
             yield [micro_batch.long() for micro_batch in step]
 
-    def make_model_config(self) -> Any:
-        """The transformers configuration."""
-        from transformers import AutoConfig
+    def make_model(self) -> Any:
+        """The transformers model in fp32, with the weights that all contenders begin with."""
+        from transformers import AutoConfig, AutoModelForCausalLM
 
-        return AutoConfig.for_model(**self.model_config)
+        torch.manual_seed(self.seed)
+        config = AutoConfig.for_model(**self.model_config)
+        return AutoModelForCausalLM.from_config(config).train()

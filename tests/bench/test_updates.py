@@ -1,33 +1,19 @@
-"""bench.adam: the arrays it times, traffic, the summary, peers, exit codes."""
+"""bench/work/updates.py and the peers of bench.adam: arrays, traffic, kernels of arrival."""
 
 from __future__ import annotations
 
-import json
-import math
-import os
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from bench import adam as bench_adam
-from bench.adam import PEER_KINDS, main
-from bench.harness.program import parse_count, peers_of
+from bench.harness.program import parse_count
+from bench.kernels import __main__ as program
 from bench.peers.adam import AdamPeer
-from bench.peers.adam_timing import timed_rate
-from bench.work.updates import (
-    DTYPES,
-    NORM_DTYPES,
-    RULES,
-    STATE_DTYPES,
-    TORCH_DTYPES,
-    Updates,
-)
+from bench.peers.timing import timed_rate
+from bench.work.updates import DTYPES, NORM_DTYPES, RULES, STATE_DTYPES, TORCH_DTYPES, Updates
 from offload import _native
 from offload._native import UpdateKind
-
-SMALL = ["--numel", "4Ki", "--rounds", "1", "--repeats", "1", "--threads", "1"]
 
 KINDS = [
     UpdateKind(dtype, grad_dtype, rule, state_dtype)
@@ -158,24 +144,6 @@ def test_torch_peer_updates() -> None:
             assert array.dtype == TORCH_DTYPES[kind]
 
 
-@pytest.mark.skipif("BENCH_PEER_PYTHON" not in os.environ, reason="names no Python with DeepSpeed")
-def test_deepspeed_peers(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*SMALL, "--peers", "deepspeed", "--json"]) == 0
-    result = json.loads(capsys.readouterr().out)
-    assert {kind.name for kind in PEER_KINDS["deepspeed"]} < set(result["updates"])
-    assert result["updates"][MAIN]["of_deepspeed_step"]["median"] > 0
-
-
-MAIN = "adam bf16/bf16, states fp32"
-
-
-def test_peers_of_a_name() -> None:
-    peers = peers_of(bench_adam.PEERS)
-    assert peers.read("--peers", "torch, deepspeed") == ["torch", "deepspeed"]
-    assert peers.read("--peers", "none") == []
-    assert set(PEER_KINDS) == set(bench_adam.PEERS)
-
-
 @pytest.mark.parametrize(
     ("text", "count"),
     [("64Mi", 64 << 20), ("500e6", 500_000_000), ("1.5K", 1500), ("1.5 ki", 1536), ("7", 7)],
@@ -190,57 +158,25 @@ def test_what_is_no_count(text: str) -> None:
         parse_count("--numel", text)
 
 
-def test_end_to_end(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*SMALL, "--peers", "torch", "--json"]) == 0
-    out, err = capsys.readouterr()
-    assert out.count("\n") == 1
-    assert "warm-up  stream:" in err
-    result = json.loads(out)
-    updates = result["updates"]
-    peers = {kind.name for kind in PEER_KINDS["torch"]}
-    assert len(updates) == 1 + 93 + len(peers)
-    assert peers < set(updates)
-    for figures in updates.values():
-        assert set(figures) == {"params_per_s", "gbps", "bytes_per_param", "of_stream"}
-        for spread in figures.values():
-            assert spread["min"] > 0
-            assert math.isfinite(spread["max"])
-        rate = figures["params_per_s"]["median"] * figures["bytes_per_param"]["median"]
-        assert figures["gbps"]["median"] == pytest.approx(rate / 1e9)
-    assert updates["stream"]["of_stream"]["median"] == 1.0
-    assert updates[MAIN]["bytes_per_param"]["median"] == 26
-    assert (result["numel"], result["threads"], result["isa"]) == (4096, 1, _native.isa())
-    assert "python -m bench.adam --numel 4Ki" in result["command"]
-    assert result["machine"]["cpu"]
+@pytest.mark.parametrize(("source_dtype", "dtype"), [("bf16", "bf16"), ("bf16", "fp32")])
+def test_a_gradient_arrives_in_all_ways_alike(source_dtype: str, dtype: str) -> None:
+    updates = Updates(5000, repeats=1)
+    found: dict[str, list[torch.Tensor]] = {"copy": [], "add": []}
+    for variant in updates.writes(source_dtype, dtype):
+        variant.sample()
+        kept = updates.tensor("grad", TORCH_DTYPES[dtype]).clone()
+        found[variant.name.split()[0].rstrip(",")].append(kept)
+    for kept in found.values():
+        assert len(kept) == 3
+        assert all(one.equal(kept[0]) for one in kept)
+    assert not found["copy"][0].equal(found["add"][0])
 
 
-def test_a_peer_that_is_missing_is_left_out_and_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_turn_goes_through_the_buffer_as_often_as_makes_its_bytes(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    python = str(tmp_path / "no-python")
-    assert main([*SMALL, "--peers", "deepspeed", "--peer-python", python]) == 0
-    out = capsys.readouterr().out
-    assert MAIN in out
-    for kind in PEER_KINDS["deepspeed"]:
-        assert f"{kind.name}: left out: cannot start {python}" in out.replace("\n", " ")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--numel", "lots"], "--numel: cannot read 'lots' as a count; write e.g. 500e6 or 64Mi"),
-        (["--numel", "1e14"], "--numel 100000000000000 needs 1819.0 TiB with these peers, but"),
-        (["--threads", "0"], "--threads must be 1 or more, got 0"),
-        (["--rounds", "0"], "--rounds must be 1 or more, got 0"),
-        (["--repeats", "0"], "--repeats must be 1 or more, got 0"),
-        (["--peers", "tortch"], "unknown peer 'tortch' in --peers; did you mean torch?"),
-    ],
-)
-def test_bad_options_are_one_line(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([*SMALL, "--peers", "none", *arguments]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.count("\n") == 1
-    assert err.startswith(f"bench.adam: error: {message}")
+    monkeypatch.setattr(program, "TURN_BYTES", 10_000)
+    for nbytes, passes in ((4096, 3), (10_000, 1), (20_000, 1)):
+        calls: list[int] = []
+        program._passes(lambda calls=calls: calls.append(1), nbytes)
+        assert len(calls) == passes

@@ -1,4 +1,4 @@
-"""How saves and loads are timed in bench.checkpoint: the same for hetero's and for every peer's."""
+"""How what contenders do is timed, and their memory read: the same for hetero and every peer."""
 
 from __future__ import annotations
 
@@ -10,8 +10,37 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
-from bench.peers.training.measure import peak_rss_bytes
+
+def timed_rate(update: Callable[[], Any], numel: int, repeats: int) -> dict[str, float]:
+    """{"params_per_s"} over `repeats` updates, after one that wakes threads and faults pages in."""
+    update()
+    begin_s = time.perf_counter()
+    for _ in range(repeats):
+        update()
+    return {"params_per_s": numel * repeats / (time.perf_counter() - begin_s)}
+
+
+def kernel_bytes(file: str, *names: str) -> dict[str, int]:
+    """Bytes that Linux counts of this process, by their names in /proc/self/`file`."""
+    lines = Path("/proc/self", file).read_text().splitlines()
+    found = dict(line.split(":", 1) for line in lines if ":" in line)
+    return {name: int(found[name].split()[0]) * 1024 for name in names if name in found}
+
+
+def huge_page_share() -> float:
+    """How much of this process's anonymous memory is in transparent huge pages, from 0 to 1."""
+    try:
+        found = kernel_bytes("smaps_rollup", "AnonHugePages", "Anonymous")
+    except OSError:
+        return 0.0
+    return found["AnonHugePages"] / max(found["Anonymous"], 1)
+
+
+def peak_rss_bytes() -> int:
+    """The most resident memory of this program; ru_maxrss would include its parent's."""
+    return kernel_bytes("status", "VmHWM")["VmHWM"]
 
 
 class MemoryAbove:
@@ -55,11 +84,16 @@ def steps_beside(
     `begin` kept training; "save_s", until the end; "steps" that began before the end; "step_s",
     their mean; "above_bytes"}. Raises what the save has met.
     """
+
+    def time_after(wait: Callable[[], object]) -> float:
+        wait()
+        return time.perf_counter()
+
     with ThreadPoolExecutor(1) as watcher, MemoryAbove() as above:
         begin_s = time.perf_counter()
         wait = begin()
         begun_s = time.perf_counter()
-        ended = watcher.submit(_time_after, wait)
+        ended = watcher.submit(time_after, wait)
         steps = 0
         while steps == 0 or not ended.done():
             step()
@@ -75,14 +109,10 @@ def steps_beside(
     }
 
 
-def _time_after(wait: Callable[[], object]) -> float:
-    wait()
-    return time.perf_counter()
-
-
-def files_bytes(folder: Path) -> int:
-    """The bytes of all files in a folder and below."""
-    return sum(path.stat().st_size for path in _files(folder))
+def with_rate(figures: dict[str, float], folder: Path) -> dict[str, float]:
+    """The figures of a save or load of all files in a folder and below, with their bytes."""
+    nbytes = sum(path.stat().st_size for path in _files(folder))
+    return {**figures, "bytes": nbytes, "gbps": nbytes / figures["s"] / 1e9}
 
 
 def drop_pages(folder: Path) -> None:

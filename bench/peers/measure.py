@@ -11,7 +11,8 @@ from typing import Any, Protocol
 import psutil
 import torch
 
-from bench.peers.training.workload import Workload
+from bench.peers.timing import peak_rss_bytes
+from bench.peers.workload import Workload
 from bench.peers.world import gathered, rank
 
 
@@ -25,14 +26,6 @@ class Peer(Protocol):
 
     def step(self, lr: float, last: bool) -> None:
         """Called after every micro-batch; the update is due after the `last` of a step."""
-
-
-def peak_rss_bytes() -> int:
-    """The most resident memory of this program; ru_maxrss would include its parent's."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError("/proc/self/status has no VmHWM")
 
 
 def measure(peer: Peer, workload: Workload) -> dict[str, Any]:

@@ -1,0 +1,82 @@
+"""One try in a process of its own: started, watched, and ended where it is decided."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.harness.ranks import RankError, how_ended, import_environment, last_line, run_ranks
+from offload.memory.sizes import format_bytes
+
+_LOG_CHARACTERS = 4000  # that are kept of one that failed
+
+
+class _OverBudget(Exception):
+    """The process holds more than it may."""
+
+
+def run_trial(
+    command: Sequence[str],
+    timeout_s: float,
+    budget_bytes: int | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """What a program prints on stdout as its last line, a JSON object, and what became of it.
+
+    Args:
+        command: of the program, its interpreter first.
+        timeout_s: after so many seconds the process is ended.
+        budget_bytes: the kernel's peak of its resident memory, beyond which it is ended at once.
+        environment: beside what lets it import bench.
+
+    Returns:
+        "status": the program's own, or "ended", "over" (beyond the budget), "late" (out of time),
+        "failed" (by a signal: libraries abort where there is no memory) or "broken" (by an exit
+        code); "error", or None; "seconds" of the process; "peak_bytes", resident; "log", the end of
+        what one printed that failed.
+    """
+    peak = 0
+
+    def watch(pid: int) -> None:
+        nonlocal peak
+        peak = _peak_bytes(pid) or peak
+        if budget_bytes is not None and peak > budget_bytes:
+            raise _OverBudget
+
+    with tempfile.TemporaryDirectory(prefix="hetero-trial-") as folder:
+        log, out = Path(folder, "log"), Path(folder, "out")
+        found: dict[str, Any] = {"status": "ended", "error": None}
+        begin_s = time.perf_counter()
+        try:
+            own = {**import_environment(command[0]), **(environment or {})}
+            run_ranks(command, 1, own, log, out, timeout_s, watch=watch)
+            found |= json.loads(out.read_text().splitlines()[-1])
+        except _OverBudget:
+            seconds = time.perf_counter() - begin_s
+            why = f"more than {format_bytes(peak)} resident after {seconds:.0f} s"
+            found = {"status": "over", "error": f"{why}; {last_line(log)} was the last it said"}
+        except RankError as error:
+            code = error.exit_code
+            if code is None:
+                found = {
+                    "status": "late",
+                    "error": f"{error}; {last_line(log)} was the last it said",
+                }
+            else:
+                status = "failed" if code < 0 else "broken"
+                found = {"status": status, "error": how_ended(code, log)}
+            found["log"] = log.read_text(errors="replace")[-_LOG_CHARACTERS:]
+        return {"seconds": time.perf_counter() - begin_s, "peak_bytes": peak, **found}
+
+
+def _peak_bytes(pid: int) -> int:
+    """VmHWM of a process; 0 once it has no memory any more."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:")), 0)
