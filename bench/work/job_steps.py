@@ -12,7 +12,7 @@ from hetero.job.job import Job
 from hetero.job.loop import one_step
 from hetero.job.models import wanted_vocab_size
 from hetero.job.options import TrainOptions
-from hetero.reporting.run_record import StepPoint
+from hetero.reporting.run_record import PARTS, StepPoint
 
 QUIET_S = 0.2
 # Norms that no gradient reaches, and that every one exceeds.
