@@ -14,6 +14,7 @@ import os
 import runpy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from os import PathLike
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ParamSpec, cast
 
@@ -400,6 +401,19 @@ class DistributedLogger(logging.LoggerAdapter):  # type: ignore[type-arg]
             super().log(level, msg, *args, **more)
 
     set_level = logging.LoggerAdapter.setLevel
+
+    def log_to_file(
+        self, path: str | Path, mode: str = "a", level: str = "INFO", suffix: str | None = None
+    ) -> None:
+        """Messages of `level` also go to a file of this rank in the folder `path`, which is made.
+
+        The file's name ends with `suffix`, and it is opened with `mode`.
+        """
+        Path(path).mkdir(parents=True, exist_ok=True)
+        name = f"rank_{places.rank()}{'' if suffix is None else '_' + suffix}.log"
+        handler = logging.FileHandler(Path(path) / name, mode)
+        handler.setLevel(level)
+        self.logger.addHandler(handler)
 
 
 @functools.cache

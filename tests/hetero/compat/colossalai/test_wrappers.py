@@ -389,9 +389,10 @@ def test_the_seed_and_dtype_of_construction() -> None:
     assert torch.equal(model.weight.detach().clone(), nn.Linear(2, 2, dtype=torch.float64).weight)
 
 
-def test_loggers(caplog: pytest.LogCaptureFixture) -> None:
+def test_loggers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     logger = get_dist_logger("of this test")
     assert get_dist_logger("of this test") is logger
+    logger.log_to_file(tmp_path, suffix="a")
     with caplog.at_level(logging.INFO, "of this test"):
         logger.info("said", ranks=[0])
         logger.info("not said", ranks=[1])
@@ -401,6 +402,7 @@ def test_loggers(caplog: pytest.LogCaptureFixture) -> None:
         logger.error("enough")
         logger.debug("too little")
     assert caplog.messages == ["said", "to all", "enough"]
+    assert (tmp_path / "rank_0_a.log").read_text().split() == ["said", "to", "all", "enough"]
     other = logging.getLogger("another of this test")
     disable_existing_loggers(include=["another of this test"])
     assert other.level == logging.ERROR
