@@ -222,6 +222,7 @@ class HeteroCheckpoint(StoredCheckpoint):
 
     def close(self) -> None:
         """See StoredCheckpoint: waits for what is under way, and closes all files."""
+        self._cache.clear()
         reader = self.__dict__.pop("_reader", None)
         if reader is not None:
             reader.close()

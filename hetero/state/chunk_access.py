@@ -79,7 +79,6 @@ class ChunkAccess:
         self._gathering, self.agreed_gathers = gathering, agreed_gathers
         self._prefetch = prefetch
         self._chunk_of_slot: dict[int, Chunk] = {}
-        self._in_place: bool | None = None  # of `packs`; None: homes have moved
         # Several threads may run forwards and backwards at once.
         self._lock = threading.RLock() if agreed_gathers is None else agreed_gathers.lock
 
@@ -89,21 +88,6 @@ class ChunkAccess:
         return self.copies.arena.slots > 0
 
     @property
-    def packs(self) -> bool:
-        """Whether pack() must see what autograd saves.
-
-        Parameters are gathered; or updated in place during backward, which a parameter that
-        autograd has saved forbids: an alias of it pins the home, the parameter itself does not.
-        """
-        if self._in_place is None:
-            can_leave = self._updates.versions.can_leave
-            chunks = [state.chunk for state in self._chunks if state.chunk.trainable]
-            self._in_place = self._updates.overlap.in_backward and any(
-                self.is_resident(chunk) and can_leave(chunk) for chunk in chunks
-            )
-        return self.gathers or self._in_place
-
-    @property
     def wait_s(self) -> float:
         """Seconds for which compute has waited for gathered copies."""
         return self.copies.cache.wait_s
@@ -111,7 +95,18 @@ class ChunkAccess:
     def may_be_absent(self, chunk: Chunk) -> bool:
         """Whether its parameters are not always where compute uses them: they are gathered, or
         may be under way in an update."""
-        return not self.is_resident(chunk) or self._updates.goes_on(chunk)
+        in_update = self._updates.goes_on(chunk) or self.may_change_in_backward(chunk)
+        return in_update or not self.is_resident(chunk)
+
+    def may_change_in_backward(self, chunk: Chunk) -> bool:
+        """Whether a speculative update may change its parameters in place.
+
+        A parameter that autograd has saved forbids that, as an alias, which pins the home; the
+        parameter itself does not.
+        """
+        updates = self._updates
+        in_backward = updates.overlap.in_backward and chunk.trainable
+        return in_backward and self.is_resident(chunk) and updates.versions.can_leave(chunk)
 
     def has_room(self, chunk: Chunk) -> bool:
         """Whether flat() finds room now, without more RAM than the plan has for gathered copies.
@@ -188,11 +183,6 @@ class ChunkAccess:
             if not used.params:
                 state.used = None
             return managed.part_of(used.copy) if changed else None
-
-    def guard(self, managed: ManagedParam, guarded: bool) -> None:
-        """managed.guard(), while no other thread acquires or releases the parameter."""
-        with self._lock:
-            managed.guard(guarded)
 
     def fill(self, chunk: Chunk) -> AbstractContextManager[torch.Tensor]:
         """Flat memory, inside the block, for the first values of this rank's shard.
@@ -292,7 +282,6 @@ class ChunkAccess:
         free.
         """
         assert not any(state.used for state in self._chunks)
-        self._in_place = None
         self.copies.refit(gathered_slots)
         self._chunk_of_slot.clear()
         chunks = (state.chunk for state in self._chunks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,6 +17,9 @@ from hetero.stand_ins.parameter_classes import become
 from offload.errors import HeteroError
 
 _CPU = torch.device("cpu")
+# Held for a moment, by whoever gives a parameter other memory or another class. (Reentrant: memory
+# that is freed may end objects that do so, too.)
+_CHANGING = threading.RLock()
 Range = slice  # in ManagedParam that is the name of a field
 
 
@@ -119,17 +123,18 @@ class ManagedParam:
     # Transitions
 
     def _become(self, state: ParamState, data: torch.Tensor, *allowed: ParamState) -> None:
-        assert self.state in allowed, f"{self.name}: {self.state.name} to {state.name}"
-        self.state, self._address = state, data.data_ptr()
-        become(self.param, data, absent=self._guarded or data is self.stand_in)
+        with _CHANGING:
+            assert self.state in allowed, f"{self.name}: {self.state.name} to {state.name}"
+            self.state, self._address = state, data.data_ptr()
+            become(self.param, data, absent=self._guarded or data is self.stand_in)
 
     def guard(self, guarded: bool) -> None:
         """While it is guarded it has the class of absent parameters, also if it has its values."""
-        with torch._C.DisableTorchFunction():
+        with _CHANGING, torch._C.DisableTorchFunction():
             data = torch.Tensor.data.__get__(self.param)  # type: ignore[attr-defined]
             is_absent = self.param.data_ptr() == self.stand_in.data_ptr()
-        self._guarded = guarded
-        become(self.param, data, absent=guarded or is_absent)
+            self._guarded = guarded
+            become(self.param, data, absent=guarded or is_absent)
 
     def unload(self) -> None:
         """UNPLACED: the chunk has the first values, so the memory that had them can be freed.

@@ -21,7 +21,7 @@ from hetero.activations.store import ActivationStore, SavedActivation, has_plain
 from hetero.runtime.modules.call_stack import is_in_checkpoint, is_recomputing
 from hetero.runtime.modules.param_registry import ParamRegistry
 from hetero.stand_ins.offloaded_tensor import OffloadedTensor
-from hetero.stand_ins.parameter_classes import AbsentParameter, PresentParameter, memory_in
+from hetero.stand_ins.parameter_classes import AbsentParameter, memory_in
 from hetero.state.chunk_access import SavedView
 from offload.errors import HeteroError, StaleGraphError
 from offload.interrupts import uninterrupted
@@ -51,7 +51,11 @@ class SavedTensors:
     @property
     def needed(self) -> bool:
         """Whether pack() and unpack() must see what autograd saves."""
-        return self._activations is not None or self._params.packs
+        return self._must_see or self._params.any_may_change_in_backward()
+
+    @property
+    def _must_see(self) -> bool:
+        return self._activations is not None or self._params.gathers
 
     def pack(self, tensor: torch.Tensor) -> SavedTensor | SavedView | SavedActivation:
         """What autograd keeps for `tensor`: for a view of a gathered copy, how to make it again.
@@ -65,7 +69,16 @@ class SavedTensors:
             saved = self._activations.pack(tensor)
             if saved is not None:
                 return saved
-        return SavedTensor(_without_graph(_pinning(tensor)), tensor._version)
+        return SavedTensor(_without_graph(self.pinning(tensor)), tensor._version)
+
+    def pinning(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor; of a parameter that may change in place in backward an alias, which pins its
+        home: no such update begins."""
+        managed = self._params.known(tensor) if isinstance(tensor, torch.nn.Parameter) else None
+        if managed is None:
+            return tensor
+        access = self._params.group(managed.chunk).params
+        return memory_in(tensor) if access.may_change_in_backward(managed.chunk) else tensor
 
     def pack_view(self, tensor: torch.Tensor) -> SavedView | None:
         """How to make `tensor` again if it is a view of a gathered copy, or a parameter that is
@@ -127,6 +140,8 @@ class SavedTensors:
         Raises HeteroError where torch allows no such hooks: under torch.func.grad(), say.
         """
         refusal = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
+        if refusal is not None and not self._must_see:
+            return None
         if refusal is not None:
             raise HeteroError(
                 f"the forward of a managed model keeps what backward needs by saved-tensor hooks, "
@@ -156,12 +171,6 @@ def _without_graph(tensor: torch.Tensor) -> torch.Tensor:
     gives what is unpacked its node again.)
     """
     return tensor if tensor.grad_fn is None else tensor.detach()
-
-
-def _pinning(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor; of a parameter, whose memory changes, an alias of what it has now, which pins its
-    home: no speculative update begins that would change it."""
-    return memory_in(tensor) if isinstance(tensor, PresentParameter) else tensor
 
 
 @dataclass(frozen=True)
@@ -202,7 +211,7 @@ class _OverOthers:
         """What is kept for `tensor`."""
         view = self.saved_tensors.pack_view(tensor)
         if view is None:
-            return _Packed(self._pack_other(_pinning(tensor)), None)
+            return _Packed(self._pack_other(self.saved_tensors.pinning(tensor)), None)
         if not self._is_checkpoint:
             return view
         if self._had_values():

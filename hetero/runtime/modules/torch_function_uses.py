@@ -257,7 +257,7 @@ class TorchFunctionUses:
             # A call that finds the class without this flag would come back here without end.
             self._several_threads = True
             for managed in list(self._params.managed.values()):
-                self._params.group(managed.chunk).params.guard(managed, several)
+                managed.guard(several)
             self._several_threads = several
 
 

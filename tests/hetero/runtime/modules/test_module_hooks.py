@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import hetero
-from hetero.state.chunk_access import ChunkAccess
+from hetero.state import managed_param
 from hetero.state.managed_param import ManagedParam, ParamState
 from offload.memory.tiers import Tier
 from tests.support.training.loops import build
@@ -168,7 +168,7 @@ def test_a_use_while_parameters_become_one_threads_again(
     inside, changing, used = threading.Event(), threading.Event(), threading.Event()
     main = threading.current_thread()
     found: list[torch.Tensor | Exception] = []
-    guard = ChunkAccess.guard
+    guard = ManagedParam.guard
 
     def stop(*_: object) -> None:
         if threading.current_thread() is not main:
@@ -180,11 +180,11 @@ def test_a_use_while_parameters_become_one_threads_again(
                 found.append(error)
             used.set()
 
-    def pause(self: ChunkAccess, managed: ManagedParam, guarded: bool) -> None:
+    def pause(self: ManagedParam, guarded: bool) -> None:
         if not guarded:
             changing.set()
             assert used.wait(60)
-        guard(self, managed, guarded)
+        guard(self, guarded)
 
     def forward() -> None:
         with torch.no_grad():
@@ -194,7 +194,7 @@ def test_a_use_while_parameters_become_one_threads_again(
     thread = threading.Thread(target=forward)
     thread.start()
     assert inside.wait(60)
-    monkeypatch.setattr(ChunkAccess, "guard", pause)
+    monkeypatch.setattr(ManagedParam, "guard", pause)
     with torch.no_grad():
         model(x)
     thread.join()
@@ -204,26 +204,26 @@ def test_a_use_while_parameters_become_one_threads_again(
     optimizer.engine.close()
 
 
-def test_classes_change_while_no_other_thread_moves_a_parameter(
+def test_one_thread_at_a_time_changes_parameters(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Their memory and their class: neither thread puts back what another one has changed."""
     model, optimizer = on_disk(tmp_path)
     inside, go_on = threading.Event(), threading.Event()
     main = threading.current_thread()
     held: list[bool] = []
-    guard = ManagedParam.guard
+    become = managed_param.become
 
     def stop(*_: object) -> None:
         if threading.current_thread() is not main:
             inside.set()
             assert go_on.wait(60)
 
-    def noted(self: ManagedParam, guarded: bool) -> None:
-        (group,) = optimizer.engine.chunk_groups
-        held.append(group.params._lock._is_owned())  # type: ignore[attr-defined]
-        guard(self, guarded)
+    def noted(param: nn.Parameter, data: torch.Tensor, absent: bool) -> None:
+        held.append(managed_param._CHANGING._is_owned())  # type: ignore[attr-defined]
+        become(param, data, absent)
 
-    monkeypatch.setattr(ManagedParam, "guard", noted)
+    monkeypatch.setattr(managed_param, "become", noted)
     handle = model.first.register_forward_pre_hook(stop)
     thread = threading.Thread(target=model, args=(inputs(),))
     thread.start()
@@ -233,6 +233,7 @@ def test_classes_change_while_no_other_thread_moves_a_parameter(
     go_on.set()
     thread.join()
     handle.remove()
+    train_a_step(model, optimizer)
     assert held
     assert all(held)
     optimizer.engine.close()

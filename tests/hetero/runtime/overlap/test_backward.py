@@ -139,26 +139,49 @@ def test_steps_of_different_lengths(tmp_path: Path) -> None:
     assert_same_bits(tmp_path, "optim_states", ["backward"], loop)
 
 
+class OwnParameter(nn.Parameter):
+    """A class of the user's."""
+
+
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("hooked", [False, True])
-def test_two_graphs_at_once(tmp_path: Path, place: str, hooked: bool) -> None:
+@pytest.mark.parametrize("how", ["plain", "hooked", "own class", "parts"])
+def test_two_graphs_at_once(tmp_path: Path, place: str, how: str) -> None:
     """The second backward needs parameters whose gradients seemed to be final after the first.
 
-    `hooked`: the loop has hooks of its own that keep what autograd saves as it is.
+    `how`: "hooked": the loop has hooks of its own that keep what autograd saves as it is;
+    "parts": it calls the model's modules, and not the model.
     """
 
+    def make() -> Net:
+        model = Net()
+        if how == "own class":
+            for block in model.blocks:
+                block.norm.weight = OwnParameter(block.norm.weight.detach())
+        return model
+
     def loop(model: nn.Module, optimizer: Any, overlap: str) -> Seen:
-        hooks = saved_tensors_hooks(lambda t: t, lambda t: t) if hooked else nullcontext()
+        hooks = saved_tensors_hooks(lambda t: t, lambda t: t) if how == "hooked" else nullcontext()
+        called: Any = (lambda x: model.forward(x.bfloat16())) if how == "parts" else model
         for step in range(STEPS):
             with hooks:
-                graphs = [loss_of(model, 10 * step + n) for n in range(2 if step >= 2 else 1)]
+                graphs = [loss_of(called, 10 * step + n) for n in range(2 if step >= 2 else 1)]
             for loss in graphs:
                 loss.backward()
             optimizer.step()
             optimizer.zero_grad()
         return []
 
-    assert_same_bits(tmp_path, place, ["backward", "both"], loop)
+    assert_same_bits(tmp_path, place, ["backward", "both"], loop, make)
+
+
+def test_torch_func_where_nothing_is_gathered(tmp_path: Path) -> None:
+    """It allows no hooks of saved tensors, and none is needed."""
+    model, optimizer = build(Net, tmp_path, "optim_states", "both")
+    x = torch.randn(8, WIDTH, requires_grad=True)
+    (expected,) = torch.autograd.grad(model(x).float().square().sum(), x)
+    found = torch.func.grad(lambda y: model(y).float().square().sum())(x.detach())
+    assert torch.equal(found, expected)
+    optimizer.engine.close()
 
 
 def test_a_step_that_is_left_out(tmp_path: Path) -> None:
