@@ -61,7 +61,7 @@ OPTIONS = options(
     --contenders  NAMES    25,100,10,torch,fsdp2,deepspeed,50,80gb  some of these, the most telling
                            ones first
     --nvme        DIR      -  a directory on NVMe for scratch files (default: none)
-    --minutes     SECONDS  8  for everything
+    --minutes     MINUTES  8  for everything
     --rows        FILE     -  a file that gets each row as a line of JSON at once
     """,
     models=SHAPES,

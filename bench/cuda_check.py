@@ -125,18 +125,19 @@ def _has(name: str) -> bool:
 def _facts(save: Path) -> None:
     """Why the rest behaves as it does: what `hetero doctor` finds, and the GPU's driver and link.
 
-    Of a tree that cannot be built there is the reason alone.
+    What they say beside it, as why a tree cannot be built, is in a log of the same name.
     """
     smi = ["nvidia-smi", "--query-gpu=driver_version,pcie.link.gen.max,pcie.link.width.max"]
     for name, command in {
         "facts.json": [sys.executable, "-m", "hetero.cli", "doctor", "--json", "--no-disk-speed"],
         "driver.txt": [*smi, "--format=csv,noheader"],
     }.items():
+        log = (save / name).with_suffix(".log")
         try:
-            with open(save / name, "wb") as file:
-                subprocess.run(command, cwd=ROOT, stdout=file, stderr=file, timeout=60)
+            with open(save / name, "wb") as file, open(log, "wb") as errors:
+                subprocess.run(command, cwd=ROOT, stdout=file, stderr=errors, timeout=60)
         except (OSError, subprocess.TimeoutExpired) as error:
-            (save / name).write_text(str(error))
+            log.write_text(str(error))
 
 
 def _build(save: Path, deadline_s: float) -> bool:

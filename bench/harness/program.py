@@ -297,6 +297,7 @@ def peers_of(known: Sequence[str]) -> Kind:
 TEXT = Kind("TEXT", lambda option, text: text)
 SIZE = Kind("SIZE", parse_size)
 SECONDS = Kind("SECONDS", _number)
+MINUTES = Kind("MINUTES", _number)
 KINDS = {
     "TEXT": TEXT,
     "FLAG": TEXT,
@@ -306,6 +307,7 @@ KINDS = {
     "SIZE": SIZE,
     "SIZES": list_of(SIZE),
     "SECONDS": SECONDS,
+    "MINUTES": MINUTES,
     "N": whole(),
     "N>=0": whole(0),
     "N>=2": whole(2),

@@ -242,7 +242,9 @@ class Movement:
 
         RAM behind a link stays page-locked, and the device's slots as one piece.
         """
-        self.settle()
+        self._ram.settle()
+        if self._devices is not None:
+            self._devices.settle()
         self._limits.lent_bytes = 0
         self._ram.pool.shrink()
 

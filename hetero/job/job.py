@@ -302,8 +302,8 @@ def _predicted(
     """What a step is predicted to take by the saved profile of this machine, or else by the rates
     of the steps that were made.
 
-    `notes` gets the reason if the profile that there is says nothing. None if nothing is known yet,
-    or with several ranks: what the others do at the same time is not predicted.
+    `notes` gets the reason if the profile that there is says nothing. None then, if nothing is
+    known yet, or with several ranks; the recorder has what the engine learns from its steps.
     """
     if engine.world.size > 1:
         return None
@@ -322,7 +322,7 @@ def _predicted(
                 grad_factors=clips,
             )
     except ValueError as error:  # of another version, or without what this run uses
-        notes.append(f"no step time is predicted: {error}")
+        notes.append(f"the saved profile predicts nothing: {error}")
         return None
     return figures(plans) if plans else None
 

@@ -174,7 +174,7 @@ def wait_for_job(
         raise
     if job.failure is not None:
         # A copy: what is raised has the caller's frames, and with them tensors.
-        raise copy.copy(job.failure)
+        raise copy.copy(job.failure) from job.failure.__cause__
 
 
 def wait_interruptibly(

@@ -60,29 +60,27 @@ class TiledWeight(torch.nn.Module):
         places = list(self._places())
         height, width = places[-1][1].stop, places[-1][2].stop
         numel = max(1, _PIECE_NUMEL // width // 16) * 16 * width  # (whole rows, for tiles())
-        added = 0
-        for piece in tiles(height * width, numel):
-            begin, end = piece.start // width, piece.stop // width
-            values: torch.Tensor | None = None
-            if device.type == "cpu":
-                values = torch.empty((end - begin, width), dtype=dtype)
-                draw(values)
-            for number, (name, rows, columns) in enumerate(places):
-                first, last = max(rows.start, begin), min(rows.stop, end)
+        pieces = [slice(p.start // width, p.stop // width) for p in tiles(height * width, numel)]
+        begins: dict[int, torch.Tensor] = {}  # states of the generator, by a piece's first row
+        for name, rows, columns in places:
+            add(rows, columns)
+            weight: Any = self.get_submodule(name).weight
+            if device.type != "cpu":
+                if device.type != "meta":
+                    draw(weight)
+                continue
+            # One tile after another: all of a row of tiles may not fit. Its pieces come again.
+            for piece in pieces:
+                first, last = max(rows.start, piece.start), min(rows.stop, piece.stop)
                 if first >= last:
                     continue
-                is_new = number == added
-                if is_new:
-                    add(rows, columns)
-                    added += 1
-                weight: Any = self.get_submodule(name).weight
+                torch.set_rng_state(begins.setdefault(piece.start, torch.get_rng_state()))
+                values = torch.empty((piece.stop - piece.start, width), dtype=dtype)
+                draw(values)
                 with torch.no_grad():
-                    if values is not None:
-                        weight[first - rows.start : last - rows.start] = values[
-                            first - begin : last - begin, columns
-                        ]
-                    elif is_new and device.type != "meta":
-                        draw(weight)
+                    weight[first - rows.start : last - rows.start] = values[
+                        first - piece.start : last - piece.start, columns
+                    ]
 
     def _take(self, weight: torch.Tensor) -> None:
         """Gives the tiles the values of a whole weight, which may be larger than the budget."""

@@ -169,8 +169,11 @@ class FetchQueue:
             fetch.in_ram, fetch.state = in_ram, FetchState.STAGING
             if in_ram.op is None:
                 self._copy(fetch, in_ram)
-            else:
+                continue
+            try:
                 self._staging.do(partial(self._stage, fetch, in_ram))
+            except RuntimeError as error:  # its thread cannot start
+                self._end(fetch, error)
 
     def _is_common(self, fetch: ChunkFetch) -> bool:
         return self._common is not None and self._common.is_common(fetch.chunk)
@@ -200,7 +203,11 @@ class FetchQueue:
                 return
             fetch.copying, fetch.state = op, FetchState.COPYING
             self._changed.notify_all()
-        self._copying.do(partial(self._wait_copied, fetch, op))
+        try:
+            self._copying.do(partial(self._wait_copied, fetch, op))
+        except RuntimeError as error:  # its thread cannot start
+            wait_quietly(op)
+            self._end(fetch, error)
 
     def _wait_copied(self, fetch: ChunkFetch, op: Operation) -> None:
         """In another thread."""

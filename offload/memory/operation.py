@@ -6,13 +6,14 @@ import contextlib
 import errno
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
 THREAD_PREFIX = "hetero-"  # of the names of all threads of this project
-_END_S = 5.0  # for what a worker is at when the program ends
+_END_S = 5.0  # for what workers are at when the program ends
 
 
 class Operation(Protocol):
@@ -108,8 +109,9 @@ def _end_workers() -> None:
     A thread that is in the core when the interpreter ends would come back to one that is gone, by
     which Python (before 3.14) ends the process with SIGABRT.
     """
+    until = time.monotonic() + _END_S
     for worker in list(_workers):
-        worker.close(_END_S)
+        worker.close(max(0.0, until - time.monotonic()))
 
 
 # Python calls finalizers in the reverse order of their making: this one after those of engines.

@@ -80,8 +80,11 @@ def fine_tune(
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers|trl")
     if options.save_every or options.early_stopping_patience:
         folder.require_shared("--save-every" if options.save_every else "--early-stopping-patience")
-    for name in {"tensorboard", "wandb"}.intersection(options.report_to.split(",")):
-        if importlib.util.find_spec(name) is None:
+    for name, modules in {
+        "tensorboard": ("tensorboard", "tensorboardX"),
+        "wandb": ("wandb",),
+    }.items():
+        if name in options.report_to.split(",") and not any(map(importlib.util.find_spec, modules)):
             raise ValueError(f"--report-to {name}: it is not installed; pip install {name}")
     source = FolderModel(options)
     tokenizer = source.tokenizer
