@@ -245,10 +245,9 @@ def train(
             }
         steps = [one_step(job, step) for step in range(1, options.steps + 1)]
     steady = steps[SKIPPED_STEPS:]
-    measured = {
-        name: float(statistics.median(getattr(step, name) for step in steady))
-        for name in ("step_s", *(f"{phase}_s" for phase in PHASES))
-    }
+    measured = {"step_s": statistics.median(step.seconds for step in steady)}
+    for name in PHASES:
+        measured[f"{name}_s"] = statistics.median(step.parts_s[name] for step in steady)
     for key, link in MOVED.items():
         measured[key] = statistics.mean(step.traffic_bytes[link] for step in steady)
     if predicted:
