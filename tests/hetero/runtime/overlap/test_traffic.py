@@ -134,14 +134,14 @@ class GradReads:
     def __init__(self, grads: Grads, tile_bytes: int) -> None:
         """Counts from now on."""
         self.nbytes = 0
-        locate = grads.location
+        locate = grads.locations
 
-        def watched(chunk: Chunk, tile: int, speculative: bool = False) -> Location:
+        def watched(chunk: Chunk, speculative: bool = False) -> list[Location]:
             if chunk not in grads.homes and not grads.slots.cache.holds(chunk.id):
-                self.nbytes += tile_bytes
-            return locate(chunk, tile, speculative)
+                self.nbytes += chunk.slots * tile_bytes
+            return locate(chunk, speculative)
 
-        grads.location = watched  # type: ignore[method-assign]
+        grads.locations = watched  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("wrong", [False, True])
