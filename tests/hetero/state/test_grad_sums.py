@@ -236,7 +236,7 @@ def test_every_gradient_is_written_as_torch_does(what: str, change: Any, accumul
     grad, kept = change(torch.randn(40, 50)), torch.randn(40, 50)
     expected = kept.clone()
     expected = expected.add_(grad) if accumulate else expected.copy_(grad)
-    sums.note(managed, 1.0)
+    sums[managed] = 1.0
     sums.put(managed, grad, kept, accumulate)
     assert kept.equal(expected)
     assert (managed in sums) == (what == "plain")
