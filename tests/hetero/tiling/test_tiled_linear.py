@@ -15,6 +15,7 @@ from torch import nn
 
 import hetero
 from hetero import TiledLinear
+from hetero.setup.construction_store import ConstructionParam
 from hetero.tiling import tiled_weight
 from tests.support.training.loops import batches, build, tiny_gpt2, train
 from tests.support.training.smallest import smallest_host_memory
@@ -248,6 +249,24 @@ def trained(tiled: bool, **options: Any) -> tuple[list[float], Any]:
     weight = model.up.weight.detach().clone()
     optimizer.engine.close()
     return losses, (optimizer.engine, weight)
+
+
+def test_each_tile_is_brought_in_once_as_it_is_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a row of tiles that do not fit the budget together."""
+    moved: list[ConstructionParam] = []
+    move_out = ConstructionParam.move_out
+
+    def noted(self: ConstructionParam) -> None:
+        moved.append(self)
+        move_out(self)
+
+    monkeypatch.setattr(ConstructionParam, "move_out", noted)
+    options: dict[str, Any] = {"host_memory": "6MiB", "nvme_path": str(tmp_path)}
+    with hetero.ZeroInitContext(dtype="fp32", placement_policy="nvme", **options):
+        TiledLinear(2048, 2048, bias=False, in_splits=4)  # of 4 MiB each
+    assert len(moved) == 3
 
 
 def test_a_layer_trains_in_less_memory_than_it_has(tmp_path: Path, nothing_left: None) -> None:
