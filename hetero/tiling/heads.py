@@ -372,6 +372,8 @@ def _of_tokens(logits: DeferredLogits) -> tuple[torch.Tensor, tuple[Elementwise,
             hidden = hidden.reshape(*meta.shape[:-1], hidden.shape[-1])
         elif view.func in _SLICES and _dimension(view) % before.dim() != before.dim() - 1:
             hidden = view.of(hidden)
+        elif view.func in _SLICES and before.shape == meta.shape:
+            pass  # all of the vocabulary, as torch 2.6 slices it for `logits[..., :-1, :]`
         else:
             return None
     return hidden, elementwise
