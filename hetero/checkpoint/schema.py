@@ -51,7 +51,7 @@ def parse_json(content: bytes, path: str) -> dict[str, Any]:
         )
     try:
         found = json.loads(
-            content.decode("utf-8-sig"),
+            content.decode(),
             object_pairs_hook=_without_duplicates,
             parse_int=_whole,
             parse_constant=_no_constant,
