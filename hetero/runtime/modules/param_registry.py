@@ -92,14 +92,6 @@ class ParamRegistry:
         """Whether some parameters are gathered."""
         return any(chunk_group.params.gathers for chunk_group in self.chunk_groups)
 
-    def any_may_change_in_backward(self) -> bool:
-        """Whether a speculative update may change some parameters in place."""
-        return any(
-            chunk_group.params.may_change_in_backward(chunk)
-            for chunk_group in self.chunk_groups
-            for chunk in chunk_group.layout.chunks
-        )
-
     def is_resident(self, chunk: Chunk) -> bool:
         """Whether the whole chunk's home is where compute happens, which uses it in place."""
         return self.group(chunk).params.is_resident(chunk)

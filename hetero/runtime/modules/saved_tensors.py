@@ -51,7 +51,11 @@ class SavedTensors:
     @property
     def needed(self) -> bool:
         """Whether pack() and unpack() must see what autograd saves."""
-        return self._must_see or self._params.any_may_change_in_backward()
+        return self._must_see or any(
+            chunk_group.params.may_change_in_backward(chunk)
+            for chunk_group in self._params.chunk_groups
+            for chunk in chunk_group.layout.chunks
+        )
 
     @property
     def _must_see(self) -> bool:
