@@ -288,6 +288,22 @@ def test_a_chunk_dropped_while_it_is_read_can_be_fetched_again(rig):
         r.cache.drop(0)
 
 
+@pytest.mark.parametrize("worker", ["_staging", "_copying"])
+def test_a_thread_that_cannot_start_ends_the_fetch(rig, monkeypatch, worker):
+    r = rig(2, 1, [1, 1])
+
+    def refuse(job: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(getattr(r.fetches, worker), "do", refuse)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            r.use(0)
+    r.fetches.clear()  # waits for what is under way
+    assert r.staged() == 0
+    assert torch.equal(r.use(0), r.want(0))
+
+
 def test_no_room_in_ram_is_an_error_with_numbers(rig):
     r = rig(2, 1, [1, 1])
     no_room = "no room for chunk 1: it needs 1 .* 1 of 1 are held"
