@@ -19,7 +19,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import hetero
 from hetero.tiling.heads import DeferredLogits
 from tests.support.tiling.live_bytes import LiveBytes
-from tests.support.tiling.tiled_models import qwen2_plain
+from tests.support.tiling.tiled_models import TOKENS, qwen2_plain, step
 from tests.zoo import pretrained
 
 MODELS: dict[str, Callable[[], Any]] = {
@@ -34,17 +34,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "bert": pretrained.bert,
     "lora": pretrained.lora,
 }
-TOKENS = torch.randint(1, 101, (2, 12), generator=torch.Generator().manual_seed(0))
 pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
-
-
-def step(model: Any, **options: Any) -> tuple[Any, dict[str, torch.Tensor]]:
-    """The output and the gradients of one forward and backward."""
-    torch.manual_seed(1)
-    model.zero_grad()
-    output = model(input_ids=TOKENS, labels=TOKENS, **options)
-    output.loss.backward()
-    return output, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -17,7 +17,7 @@ import hetero
 from hetero import TiledEmbedding, TiledHead
 from hetero.tiling.heads import DeferredLogits
 from tests.support.tiling.live_bytes import LiveBytes
-from tests.support.tiling.tiled_models import qwen2_plain
+from tests.support.tiling.tiled_models import TOKENS, qwen2_plain, step
 from tests.zoo import pretrained
 
 MODELS: dict[str, Callable[[], Any]] = {
@@ -30,17 +30,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "t5": pretrained.t5,
     "bert": pretrained.bert,
 }
-TOKENS = torch.randint(1, 101, (2, 12), generator=torch.Generator().manual_seed(0))
 pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
-
-
-def step(model: Any) -> tuple[Any, dict[str, torch.Tensor]]:
-    """The output and the gradients of one forward and backward."""
-    torch.manual_seed(1)
-    model.zero_grad()
-    output = model(input_ids=TOKENS, labels=TOKENS)
-    output.loss.backward()
-    return output, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
 def whole(grads: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import transformers as hf
 from torch import nn
 
@@ -74,3 +77,14 @@ CASES = [
     Case("tiled-embedding-untied", untied_tiles, labelled, own_loss),
     Case("tiled-linears", ballasted(Linears), vectors, mean_square),
 ]
+
+TOKENS = torch.randint(1, 101, (2, 12), generator=torch.Generator().manual_seed(0))
+
+
+def step(model: Any, **options: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+    """The output and the gradients of one forward and backward over TOKENS."""
+    torch.manual_seed(1)
+    model.zero_grad()
+    output = model(input_ids=TOKENS, labels=TOKENS, **options)
+    output.loss.backward()
+    return output, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
