@@ -229,7 +229,7 @@ def train(
         if profile is not None and computing is not None:
             batches = options.accumulate
             plans = predict(
-                job.engine.budget_moves.group_plans(),
+                job.engine.watch.budget_moves.group_plans(),
                 profile,
                 Work(options.batch_size * options.seq_len, batches),
                 Computing(computing.forward_s * batches, computing.backward_s * batches),

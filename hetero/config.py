@@ -107,12 +107,6 @@ class Config:
             twice the memory, and are a chunk group of their own.
         chunk_numel: elements per slot, the unit of placement and of transfers. Default: the size
             that wastes least. Smaller ones fit tighter budgets, larger ones move faster.
-        undoable_steps: optimizer.undo_last_step() can bring back what the last step has changed.
-            Default: False. True needs nvme_path, where the state from before a step is kept: in
-            bf16 with Adam 12 bytes per trained element. A step writes as many, instead of 10 where
-            optimizer state streams from NVMe, 12 where parameters do, too, and none where all is in
-            RAM. Not for Muon's updates, nor, with a device that has memory of its own, for the
-            policies "auto" and "cuda".
         durable: what step() has made survives a crash, or a loss of power: the state stays in files
             in the folder "hetero-state" of nvme_path, which this training has for itself, and
             hetero.initialize() goes on from the last commit there, with any number of ranks,
@@ -165,7 +159,6 @@ class Config:
     grad_dtype: str | None = None
     keep_fp32: Sequence[str] = ()
     chunk_numel: int | None = None
-    undoable_steps: bool = False
     durable: bool = False
     commit_every: int = 1
     discard_state: bool = False
@@ -236,7 +229,7 @@ class Config:
                 f"not {scale!r}"
             )
         check_integer("commit_every", self.commit_every, at_least=0)
-        for name in ("undoable_steps", "durable", "discard_state", "verify_reads"):
+        for name in ("durable", "discard_state", "verify_reads"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, not {getattr(self, name)!r}")
         self._check_backend()
@@ -255,20 +248,6 @@ class Config:
         elif self.durable:
             raise ValueError(
                 "durable=True needs nvme_path, a directory on the NVMe disk, where the state stays"
-            )
-        elif self.undoable_steps:
-            raise ValueError(
-                "undoable_steps=True needs nvme_path, a directory on the NVMe disk: the state from "
-                "before a step is kept there"
-            )
-        if (
-            self.undoable_steps
-            and self.backend != "cpu"
-            and self.placement_policy not in ("cpu", "nvme")
-        ):
-            raise ValueError(
-                f"undoable_steps=True keeps no state that has its home on the device; use "
-                f"placement_policy='cpu' or 'nvme' instead of {self.placement_policy!r}"
             )
 
     def _check_files_in_ram(self) -> None:

@@ -36,7 +36,7 @@ def engine_of(params: Parameters) -> Engine:
             f"of one model that went through hetero.initialize()"
         )
     engine: Engine = next(iter(engines.values()))
-    engine.unwind()
+    engine.lifetime.unwind()
     return engine
 
 
@@ -188,7 +188,7 @@ def grads(params: Parameters) -> list[torch.Tensor | None]:
     if not listed:
         return []
     engine = engine_of(listed)
-    found = {id(m.param): engine.grad_factors.read(m) for m in engine.with_grads(listed)}
+    found = {id(m.param): engine.steps.grad_factors.read(m) for m in engine.with_grads(listed)}
     return [found.get(id(p)) for p in listed]
 
 
@@ -227,7 +227,7 @@ def clip_grad_norm_(
         raise ValueError(f"max_norm must be positive, not {max_norm}")
     listed = _listed(parameters)
     engine = engine_of(listed)
-    norm = engine.grad_factors.clip_norm(
+    norm = engine.steps.grad_factors.clip_norm(
         engine.with_grads(listed), max_norm, norm_type, error_if_nonfinite
     )
     return torch.tensor(norm, dtype=torch.float32)
@@ -253,7 +253,7 @@ def clip_grad_value_(parameters: Parameters, clip_value: float) -> None:
         raise ValueError(f"clip_value must be 0 or more, not {clip_value}")
     listed = _listed(parameters)
     engine = engine_of(listed)
-    engine.grad_factors.clamp(engine.with_grads(listed), -clip_value, clip_value)
+    engine.steps.grad_factors.clamp(engine.with_grads(listed), -clip_value, clip_value)
 
 
 def no_sync(model: torch.nn.Module) -> AbstractContextManager[None]:
@@ -271,4 +271,4 @@ def no_sync(model: torch.nn.Module) -> AbstractContextManager[None]:
         UnmanagedParameterError: the model has no managed parameters.
         BudgetError: in backward, if there is no room for whole gradients.
     """
-    return Uninterrupted(engine_of(model.parameters()).grad_intake.no_sync())
+    return Uninterrupted(engine_of(model.parameters()).steps.grad_intake.no_sync())

@@ -34,7 +34,7 @@ class StateDictHooks(ModelHooks):
     """
 
     def __init__(self, model: torch.nn.Module, engine: Engine) -> None:
-        super().__init__(engine.hooks, EnteredCalls())
+        super().__init__(engine.lifetime.hooks, EnteredCalls())
         self._engine = engine
         self._hooked: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._tied: set[ManagedParam] = set()  # have several names
@@ -62,8 +62,8 @@ class StateDictHooks(ModelHooks):
         @uninterrupted
         def fill(module: Any, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
             self._engine.params.check_open()
-            self._engine.unwind()
-            self._engine.schedule.revoke_all()
+            self._engine.lifetime.unwind()
+            self._engine.steps.schedule.revoke_all()
             for name, managed in self._own(module).items():
                 found = state_dict.get(prefix + name)
                 if found is not None and found is not managed.param:  # as with keep_vars
@@ -141,4 +141,4 @@ class StateDictHooks(ModelHooks):
                 yield
             finally:
                 for managed in members:
-                    managed.note_change()
+                    managed.writes.note()

@@ -36,7 +36,7 @@ def offload_activations(model: torch.nn.Module) -> AbstractContextManager[None]:
 def _offloading(model: torch.nn.Module) -> Iterator[None]:
     engine = engine_of(model.parameters())
     engine.check_usable()
-    if engine.activations is None:
+    if engine.watch.activations is None:
         raise ValueError(
             "offload_activations() needs memory that is left to activations: give "
             "activation_memory, a number of bytes or 'auto', to ZeroInitContext or initialize()"

@@ -113,26 +113,19 @@ class HybridOptimizer(torch.optim.Optimizer):
         """The dtypes of `config` and of this optimizer's state.
 
         Raises:
-            ValueError: the policy keeps all state on DEVICE, where this optimizer cannot update it;
-                or steps are to be undoable, and this optimizer's are not.
+            ValueError: the policy keeps all state on DEVICE, where this optimizer cannot update it.
         """
         if config.placement_policy == "cuda" and not self.device_updates:
             raise ValueError(
                 f"placement_policy='cuda' updates all parameters on DEVICE, and "
                 f"{type(self).__name__} updates on the CPU; use HybridAdam, or another policy"
             )
-        dtypes = replace(
+        return replace(
             config.dtypes,
             rule=self.rule,
             state=self.state_dtype,
             device_updates=self.device_updates,
         )
-        if config.undoable_steps and len(dtypes.passes) > 1:
-            raise ValueError(
-                f"undoable_steps=True needs updates of one pass, and {type(self).__name__}'s have "
-                f"{len(dtypes.passes)}; use another optimizer, or leave undoable_steps out"
-            )
-        return dtypes
 
     @uninterrupted
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -159,7 +152,8 @@ class HybridOptimizer(torch.optim.Optimizer):
         if self._engine is None:
             return
         try:
-            self._engine.added_params.admit(self.param_groups[-1]["params"])
+            self._engine.check_usable()
+            self._engine.steps.added_params.admit(self.param_groups[-1]["params"])
         except BaseException:
             self.param_groups.pop()
             raise
@@ -272,31 +266,6 @@ class HybridOptimizer(torch.optim.Optimizer):
         engine = self.engine  # or the error that there is none
         engine.step(self._view)
 
-    @uninterrupted
-    @torch.no_grad()
-    def undo_last_step(self) -> None:
-        """Brings back all that the last step() has changed, bit for bit; all ranks must call it.
-
-        Parameters, masters, optimizer state, the numbers of updates and fp16's loss scale are as
-        before the step; what comes then is as if it had not been made. It works between a step()
-        of this optimizer and whatever needs the old state's place, or changes the new one: the next
-        gradient that a backward brings, the next step() of any optimizer, loading and writing,
-        homes that move. Evaluation may come in between. Of a step that changed nothing (no
-        gradient; fp16 gradients overflowed) it brings back the loss scale.
-
-        Gradients are as step() has left them: those that zero_grad() has not cleared may be stepped
-        with again. Schedulers and torch's GradScaler have states of their own, and param groups
-        their options, which stay. For graphs it is a write: their backwards raise StaleGraphError.
-
-        Raises:
-            HeteroError: the old state was not kept, because undoable_steps is not set; or it is
-                gone, or a parameter is in use; it says why. Nothing is changed, on all ranks.
-            NativeIoError: the old state cannot be read. The engine refuses further steps.
-        """
-        engine = self.engine
-        engine.check_usable()
-        engine.last_step.undo(self._view)
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients, as torch.nn.Module.zero_grad() does.
 
@@ -307,7 +276,7 @@ class HybridOptimizer(torch.optim.Optimizer):
 
         """
         if self._engine is not None:
-            self._engine.schedule.revoke_all()
+            self._engine.steps.schedule.revoke_all()
         for param in self._all_params():
             if set_to_none:
                 param.grad = None
@@ -361,57 +330,31 @@ class HybridOptimizer(torch.optim.Optimizer):
             ValueError: it does not fit this optimizer, or has values that no training gives, such
                 as NaN or a negative exp_avg_sq. Nothing is changed.
         """
-        refuse_other_rules(state_dict["param_groups"])
+        groups = self.options_of(state_dict["param_groups"])
         if self._engine is None:
-            groups = self._check_groups(state_dict["param_groups"])
             super().load_state_dict({"state": {}, "param_groups": groups})
             self._early_state = state_dict if state_dict["state"] else None
             return
-        self.engine.added_params.take_in_unfrozen()
-        groups = self._check_groups(state_dict["param_groups"])
+        self.engine.check_usable()
+        self.engine.steps.added_params.take_in_unfrozen()
         from_torch = is_from_torch(state_dict["param_groups"])
         states = {
             param: in_own_state(state, param, self.state_names, from_torch)
-            for param, state in self._states_by_param(state_dict).items()
+            for param, state in _states_by_param(state_dict, self._all_params()).items()
         }
         for param, state in states.items():
             check_state(self.engine.find(param), state, self.state_names, type(self).__name__)
-        self.engine.schedule.revoke_all()
+        self.engine.steps.schedule.revoke_all()
         super().load_state_dict({"state": {}, "param_groups": groups})
         import_states(self.engine, states, self.state_names)
-
-    def _states_by_param(self, state_dict: Mapping[str, Any]) -> dict[torch.Tensor, Any]:
-        """The states by parameter: the state's groups name theirs, in this optimizer's order.
-
-        The names are numbers, or those of the model (torch.distributed.checkpoint's functions).
-        """
-        params = self._all_params()
-        names = [name for group in state_dict["param_groups"] for name in group["params"]]
-        of = dict(zip(names, params, strict=False))
-        for name in state_dict["state"]:
-            if name not in of:
-                raise ValueError(
-                    f"the state has one of parameter {name!r}, and this optimizer has "
-                    f"{len(params)} parameters, which the state calls "
-                    f"{', '.join(map(str, names[:3]))}{', ...' if len(names) > 3 else ''}"
-                )
-        # (torch also updates parameters without elements.)
-        return {of[name]: state for name, state in state_dict["state"].items() if of[name].numel()}
 
     def options_of(self, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """This optimizer's options from param groups of a state, its own or of torch's optimizers.
 
-        Raises ValueError unless they fit.
-        """
-        refuse_other_rules(groups)
-        return self._check_groups(groups)
-
-    def _check_groups(self, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """The state's param groups with this optimizer's options.
-
         Raises ValueError unless they fit. torch's own load_state_dict() would refuse other counts
         and lengths too, but in other words.
         """
+        refuse_other_rules(groups)
         if len(groups) != len(self.param_groups):
             raise ValueError(
                 f"the state has {len(groups)} param groups, and this optimizer has "
@@ -456,3 +399,23 @@ class KeptState(defaultdict[Any, Any]):
 
     __getitem__ = __setitem__ = __delitem__ = __contains__ = _refuse
     get = pop = popitem = setdefault = update = clear = _refuse
+
+
+def _states_by_param(
+    state_dict: Mapping[str, Any], params: Sequence[torch.Tensor]
+) -> dict[torch.Tensor, Any]:
+    """The states by parameter: the state's groups name theirs, in the order of `params`.
+
+    The names are numbers, or those of the model (torch.distributed.checkpoint's functions).
+    """
+    names = [name for group in state_dict["param_groups"] for name in group["params"]]
+    of = dict(zip(names, params, strict=False))
+    for name in state_dict["state"]:
+        if name not in of:
+            raise ValueError(
+                f"the state has one of parameter {name!r}, and this optimizer has "
+                f"{len(params)} parameters, which the state calls "
+                f"{', '.join(map(str, names[:3]))}{', ...' if len(names) > 3 else ''}"
+            )
+    # (torch also updates parameters without elements.)
+    return {of[name]: state for name, state in state_dict["state"].items() if of[name].numel()}

@@ -11,7 +11,6 @@ import torch
 
 from hetero.chunk_groups.chunk_group import ChunkGroup
 from hetero.runtime.engine import Engine
-from hetero.runtime.last_step import OldState
 from hetero.state.managed_param import ManagedParam
 from hetero.state.optimizer_state import OptimizerState, TilePart, TileState, parts_of
 
@@ -65,7 +64,7 @@ def read_parts(engine: Engine, managed: Iterable[ManagedParam], visit: Visit) ->
 
     The other ranks need not call it. The optimizer state of each tile is brought in once.
     """
-    engine.schedule.revoke_all()
+    engine.steps.schedule.revoke_all()
     managed = list(managed)
     engine.params.take_in_written(managed)
     for members in _by_chunk(managed):
@@ -93,7 +92,7 @@ def read_own_parts(
 
     `states`: False: pieces have values alone, and no optimizer state is brought in for them.
     """
-    engine.schedule.revoke_all()
+    engine.steps.schedule.revoke_all()
     managed = list(managed)
     engine.params.take_in_written(managed)
     for members in _by_chunk(managed):
@@ -124,8 +123,7 @@ def write_parts(
     All ranks must call it. `replaces`: `visit` sets masters and states of all parameters in the
     chunks of `managed`, so that what there was is not read.
     """
-    engine.schedule.revoke_all()
-    engine.last_step.forget(OldState.WRITTEN)
+    engine.steps.schedule.revoke_all()
     managed = list(managed)
     engine.params.take_in_written(managed)
     for members in _by_chunk(managed):
@@ -156,7 +154,7 @@ def fill_parts(
 def _write_chunk(engine: Engine, members: list[ManagedParam], visit: Visit, replaces: bool) -> None:
     chunk, chunk_group = members[0].chunk, engine.params.group(members[0].chunk)
     optim_states = chunk_group.optim_states
-    engine.meet(f"changing {chunk.name}")
+    engine.steps.meet(f"changing {chunk.name}")
     with chunk_group.params.shard(chunk) as shard:
         for tile, parts in parts_by_tile(chunk_group, members):
             with optim_states.open(chunk, tile, write=True, fresh=replaces) as optim_state:
@@ -166,7 +164,7 @@ def _write_chunk(engine: Engine, members: list[ManagedParam], visit: Visit, repl
         chunk_group.params.filled(chunk)
     for m in members:
         torch.autograd.graph.increment_version(m.param)
-        m.note_change()
+        m.writes.note()
 
 
 def _of_tile(shard: torch.Tensor, chunk_group: ChunkGroup, tile: int) -> torch.Tensor:

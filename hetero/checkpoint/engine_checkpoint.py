@@ -159,7 +159,7 @@ class EngineCheckpoint(StoredCheckpoint):
             name: ParamRecord(model.aliases[name], m.chunk.trainable, m.step)
             for name, m in model.params.items()
         }
-        scale = engine.loss_scale
+        scale = engine.shared.loss_scale
         self.manifest = Manifest(
             step=max((param.step for param in params.values()), default=0),
             files={},
@@ -209,8 +209,8 @@ class EngineCheckpoint(StoredCheckpoint):
 
 def finish_updates(engine: Engine) -> None:
     """Waits for the updates under way, and takes over what user code has written."""
-    engine.schedule.revoke_all()
-    engine.schedule.wait_all()
+    engine.steps.schedule.revoke_all()
+    engine.steps.schedule.wait_all()
     engine.params.take_in_written(engine.params.managed.values())
 
 

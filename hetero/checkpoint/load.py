@@ -146,7 +146,7 @@ class _Loading:
         self._engine, self._optimizers, self._objects = engine, optimizers, extra
         self._what, self._stored = what, stored
         self._manifest = manifest = stored.manifest
-        engine.added_params.take_in_unfrozen()
+        engine.steps.added_params.take_in_unfrozen()
         self._model = ModelTensors.of(engine)
         with_states = bool(optimizers and manifest.optimizers)
         self._stored_names = self._check_model(with_states)
@@ -312,9 +312,9 @@ class _Loading:
             for m, name in names.items():
                 if m.chunk.trainable:
                     m.step = manifest.params[name].step
-            if manifest.loss_scale is not None and engine.loss_scale.dynamic:
+            if manifest.loss_scale is not None and engine.shared.loss_scale.dynamic:
                 for field_name, value in manifest.loss_scale.items():
-                    setattr(engine.loss_scale, field_name, value)
+                    setattr(engine.shared.loss_scale, field_name, value)
         engine.params.end_loading()
 
     def _load_params(self) -> None:

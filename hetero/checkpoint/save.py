@@ -104,7 +104,7 @@ def engine_of_model(model: torch.nn.Module) -> Engine:
     """The engine that manages the model. Raises HeteroError if there is none."""
     for param in model.parameters():
         engine: Engine | None = getattr(param, "_hetero_engine", None)
-        if engine is not None and engine.is_of(model):
+        if engine is not None and engine.lifetime.is_of(model):
             return engine
     raise HeteroError(
         "this model has no engine of its own; give the one that hetero.initialize() was given, "
@@ -121,10 +121,11 @@ def listed(optimizer: Optimizers) -> list[HybridOptimizer]:
 
 def check_optimizers(engine: Engine, optimizers: Sequence[HybridOptimizer]) -> None:
     """Raises ValueError unless they are all of the engine's optimizers, or none."""
-    if optimizers and len(optimizers) != len(engine.optimizers):
+    known = len(engine.steps.optimizers)
+    if optimizers and len(optimizers) != known:
         raise ValueError(
-            f"{len(optimizers)} optimizers are given, and the model has {len(engine.optimizers)}; "
-            f"give all, in the order of hetero.initialize()"
+            f"{len(optimizers)} optimizers are given, and the model has {known}; give all, in the "
+            f"order of hetero.initialize()"
         )
     for optimizer in optimizers:
         if optimizer.engine is not engine:
@@ -192,8 +193,8 @@ class StateJobs:
         self.world = engine.world
         if engine.world.everyone is not None:
             self.world = engine.world.duplicate()
-            engine.before_close.callback(self.world.close)
-        engine.before_close.callback(self.finish)
+            engine.lifetime.before_close.callback(self.world.close)
+        engine.lifetime.before_close.callback(self.finish)
 
     @property
     def engine(self) -> Engine:

@@ -17,7 +17,7 @@ from hetero.chunk_groups.build_reducer import GradReducerBuilder
 from hetero.chunk_groups.chunk_group import ChunkGroup, DeviceParts, RankParts, StateMemory
 from hetero.chunk_groups.muon_directions import MuonDirections
 from hetero.chunk_groups.shared import Shared
-from hetero.chunk_groups.update_tasks import UpdateTasks
+from hetero.chunk_groups.update_tasks import UpdatePass, UpdateTasks
 from hetero.planning.group_plans import ChunkGroupPlan
 from hetero.planning.placement import link_bytes
 from hetero.ranks.communicator import Communicator
@@ -124,8 +124,8 @@ class _ChunkGroupBuilder:
             committed = CommittedState(self._layout, self._dtypes, homes, file, chunks)
             committed.reserve_copies()
         versions = ChunkVersions(self._layout, self._dtypes, homes, file, arenas, chunks, committed)
-        if file.is_durable or self.shared.config.undoable_steps:
-            versions.reserve_all("durable=True" if file.is_durable else "undoable_steps=True")
+        if file.is_durable:
+            versions.reserve_all()
         updates = ChunkUpdates(chunks, homes, arenas, versions, overlap)
         optim_states = OptimizerState(
             self._layout.tile_numel,
@@ -179,11 +179,8 @@ class _ChunkGroupBuilder:
         if len(self._dtypes.passes) > 1:
             shard = self.world.shard
             directions = MuonDirections(self._layout, shard, self._backend.device)
-        made = (self._updater(kind) for kind in self._dtypes.passes)
-        updaters = [updater for updater in made if updater is not None]
-        return UpdateTasks(
-            self._layout, homes, grads, updates, first_number, self._dtypes, updaters, directions
-        )
+        passes = [UpdatePass(kind, self._updater(kind)) for kind in self._dtypes.passes]
+        return UpdateTasks(self._layout, homes, grads, updates, first_number, passes, directions)
 
     def _updater(self, kind: UpdateKind) -> Updater | None:
         """Of what is at home on a DEVICE, unless the CPU can update that."""

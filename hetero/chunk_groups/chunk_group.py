@@ -125,7 +125,7 @@ class ChunkGroup:
     def wait_s(self) -> float:
         """Seconds for which compute has waited for transfers so far."""
         waited = self.params.wait_s + self.grads.wait_s + self.update_wait_s
-        return waited if self.ranks is None else waited + self.ranks.grad_reducer.wait_s
+        return waited if self.ranks is None else waited + self.ranks.grad_reducer.means.wait_s
 
     @property
     def update_wait_s(self) -> float:
@@ -158,7 +158,7 @@ class ChunkGroup:
             placement = self.placement_if_reducing_at_end()
             more_slots = placement.bucket_slots - self.placement.bucket_slots
             if self.ranks is not None:
-                self.ranks.grad_reducer.reserve(more_slots)
+                self.ranks.grad_reducer.means.reserve(more_slots)
             self.placement, self.reduce_at_end = placement, True
             self.resources.enter_context(self.no_sync())
 
@@ -190,7 +190,7 @@ class ChunkGroup:
         if self.dtypes.compute == "fp16" and managed.chunk.trainable:
             with self.params.shard(managed.chunk) as shard:
                 self._write_masters(managed, shard)
-        managed.note_change()
+        managed.writes.note()
 
     def _write_masters(self, managed: ManagedParam, shard: torch.Tensor) -> None:
         for part in parts_of(managed, self.layout):

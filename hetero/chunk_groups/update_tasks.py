@@ -10,7 +10,7 @@ last.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import torch
 
 from hetero.chunk_groups.muon_directions import MuonDirections
-from hetero.chunks.dtypes import Dtypes
 from hetero.chunks.layout import Chunk, Layout
 from hetero.overlap import STREAMING_BUFFERS
 from hetero.state.chunk_updates import ChunkUpdates
@@ -29,7 +28,7 @@ from hetero.state.grads import Grads
 from hetero.state.managed_param import ManagedParam
 from hetero.state.memory.homes import Homes
 from hetero.state.optimizer_state import parts_of
-from offload._native import Hyper, Location, StepTask
+from offload._native import Hyper, Location, StepTask, UpdateKind
 from offload.device.updater import DeviceTask, Updater
 from offload.memory.tiers import StateKind
 
@@ -118,16 +117,90 @@ class HyperTable:
         return [self.hypers[self.index_of[m]] for m in members]
 
 
-class UpdateTasks:
-    """Makes the tasks of updates, in the order in which tiles are to be updated, and submits them.
+class UpdateOrder:
+    """The order in which the tiles of a chunk group are updated, from step to step.
 
-    The order, by `overlap_updates`:
+    By `overlap_updates`:
         none: the layout's, reversed from step to step (zig-zag). What the last step left in the
             buffers is what this one needs first.
         backward: the layout's reversed, in each step, also of what backward leaves to step().
         forward, both: that in which forward will wait for chunks (priority()); during
             backward chunks come first whose gradients hold slots that backward needs.
+
+    Attributes:
+        is_ascending: tiles go in the layout's order.
     """
+
+    def __init__(self, updates: ChunkUpdates, grads: Homes) -> None:
+        """No step was made. `grads` are the homes of GRAD."""
+        self._updates, self._grads, self._overlap = updates, grads, updates.overlap
+        self.is_ascending = not self._overlap.in_backward
+        # Tiles that were updated in this step, and in the last step that updated any.
+        self._updated: list[Tile] = []
+        trained = [state.chunk for state in updates.chunks if state.chunk.trainable]
+        self._last = [(chunk.id, tile) for chunk in trained for tile in range(chunk.slots)]
+        self._last.sort(reverse=not self.is_ascending)
+        self._speculated = self._overlap.in_backward  # as the next step is expected to do
+        self._has_speculated = False  # in this step
+
+    def sort(self, numbers: Iterable[int]) -> list[int]:
+        """Chunks by their ids, or the tiles of one chunk, in the order of their updates."""
+        return sorted(numbers, reverse=not self.is_ascending)
+
+    def priority(self, chunk: Chunk, in_backward: bool) -> int:
+        """When something will wait for the chunk's update: the smallest number is made first.
+
+        That is at once where step() waits for it, and, if it is submitted `in_backward`, where its
+        gradient holds slots, which backward needs before any forward.
+        """
+        backward_waits = in_backward and chunk not in self._grads
+        if backward_waits or not self._updates.goes_on(chunk):
+            return 0
+        first_use = self._updates.chunks[chunk.id].first_use
+        return 1 + (_NOT_USED_YET + chunk.id if first_use is None else first_use)
+
+    def expected(self) -> Iterator[tuple[Chunk, list[int], int]]:
+        """The chunks of the next step, each with its tiles and its priority."""
+        order = self._last
+        if not self._overlap.repeats:
+            order = sorted(order, reverse=not self.is_ascending)
+        for chunk_id, tiles in groupby(order, key=itemgetter(0)):
+            chunk = self._updates.chunks[chunk_id].chunk
+            yield chunk, [tile for _, tile in tiles], self.priority(chunk, self._speculated)
+
+    def note(self, chunk: Chunk, tiles: Iterable[int]) -> None:
+        """The pipeline was given updates of these tiles."""
+        self._updated += [(chunk.id, tile) for tile in tiles]
+
+    def note_speculation(self) -> None:
+        """Updates were submitted before step()."""
+        self._has_speculated = True
+
+    def end_step(self) -> None:
+        """All updates of the step are submitted."""
+        if self._updated:
+            # (What was taken back, or is made again, comes where it was submitted last.)
+            self._last = list(dict.fromkeys(reversed(self._updated)))[::-1]
+            self._updated = []
+        self._speculated, self._has_speculated = self._has_speculated, False
+        if not self._overlap.repeats:
+            self.is_ascending = not self.is_ascending
+
+
+class UpdatePass(NamedTuple):
+    """One pass of an update over its tiles, in the pipeline.
+
+    Attributes:
+        kind: which update it is.
+        updater: updates what is at home on DEVICE, if the pipeline cannot.
+    """
+
+    kind: UpdateKind
+    updater: Updater | None = None
+
+
+class UpdateTasks:
+    """Makes the tasks of updates, in the order of UpdateOrder, and submits them."""
 
     def __init__(
         self,
@@ -136,8 +209,7 @@ class UpdateTasks:
         grads: Grads,
         updates: ChunkUpdates,
         first_number: Mapping[int, int],
-        dtypes: Dtypes,
-        updaters: Sequence[Updater] = (),
+        passes: Sequence[UpdatePass],
         directions: MuonDirections | None = None,
     ) -> None:
         """Nothing is submitted yet.
@@ -149,16 +221,15 @@ class UpdateTasks:
             updates: the states of the chunks, and the pipeline.
             first_number: by a parameter's index, that of its first element in the model. So random
                 bits are the same for every chunk size.
-            dtypes: of the chunk group, with the passes of an update.
-            updaters: one for each pass, if the pipeline cannot update what is at home on DEVICE.
+            passes: of an update.
             directions: what comes between the passes, if there are two.
         """
         self._layout = layout
         self._params, self._optim_states = homes[StateKind.PARAM], homes[StateKind.OPTIM_STATE]
         self._grad_homes, self._grads = homes[StateKind.GRAD], grads
         self._updates = updates
-        self._passes = dtypes.passes
-        self._updaters = updaters
+        self._order = UpdateOrder(updates, self._grad_homes)
+        self._passes = passes
         self._directions = directions
         self._in_use: torch.Tensor | None = None  # Muon's directions
         self._pieces: dict[ManagedParam, list[TilePiece]] = {
@@ -171,14 +242,6 @@ class UpdateTasks:
             for m in state.members
             for number in (first_number[m.slice.param.index],)
         }
-        self._ascending = not updates.overlap.in_backward  # whether tiles go in the layout's order
-        # Tiles that were updated in this step, and in the last step that updated any.
-        self._updated: list[Tile] = []
-        trained = [chunk for chunk in layout.chunks if chunk.trainable]
-        self._last = [(chunk.id, tile) for chunk in trained for tile in range(chunk.slots)]
-        self._last.sort(reverse=not self._ascending)
-        self._speculated = updates.overlap.in_backward  # as the next step is expected to do
-        self._has_speculated = False  # in this step
 
     @property
     def can_speculate(self) -> bool:
@@ -195,19 +258,14 @@ class UpdateTasks:
         """
         if self._updates.arenas.is_reading_ahead:
             return
-        order = self._last
-        if not self._updates.overlap.repeats:
-            order = sorted(order, reverse=not self._ascending)
         expected: list[tuple[int, Location, Location, int]] = []
-        for c, tiles in groupby(order, key=itemgetter(0)):
-            chunk, first_key = self._layout.chunks[c], self._updates.chunks[c].first_key
+        for chunk, tiles, priority in self._order.expected():
             if chunk not in self._params or chunk not in self._optim_states:
                 params = self._params.locations(chunk)
                 optim_states = self._optim_states.locations(chunk)
-                priority = self.priority(chunk, self._speculated)
+                first_key = self._updates.chunks[chunk.id].first_key
                 expected += [
-                    (first_key + tile, params[tile], optim_states[tile], priority)
-                    for _, tile in tiles
+                    (first_key + tile, params[tile], optim_states[tile], priority) for tile in tiles
                 ]
         streaming = STREAMING_BUFFERS if self._updates.overlap.repeats else 0
         self._updates.arenas.expect(expected, streaming)
@@ -222,21 +280,20 @@ class UpdateTasks:
             for m in some:
                 by_chunk.setdefault(m.chunk.id, []).append(m)
         chunks = []
-        for chunk_id in sorted(by_chunk, reverse=not self._ascending):
+        for chunk_id in self._order.sort(by_chunk):
             chunk = self._layout.chunks[chunk_id]
             members = sorted(by_chunk[chunk_id], key=attrgetter("slice.offset"))
             grads = None
             if not self._on_device(chunk):
                 grads = self._grads.locations(chunk, speculative)
-            priority = self.priority(chunk, speculative)
+            priority = self._order.priority(chunk, speculative)
             segments = _segments([(m, self._pieces[m]) for m in members], table)
-            if self._updates.chunks[chunk_id].versions.holder is not None:
+            if self._updates.chunks[chunk_id].versions.leaves_commit:
                 # What has no gradient goes with the rest of the chunk to where that is written.
                 for m in self._grads.members(chunk):
                     for tile, *_ in self._pieces[m]:
                         segments.setdefault(tile, [])
-            order = sorted(segments, reverse=not self._ascending)
-            tiles = {tile: segments[tile] for tile in order}
+            tiles = {tile: segments[tile] for tile in self._order.sort(segments)}
             chunks.append(ChunkUpdate(chunk, members, tiles, grads, priority))
         chunks.sort(key=attrgetter("priority"))
         options = {m: options for options, some in groups for m in some}
@@ -254,7 +311,7 @@ class UpdateTasks:
             if self._updates.arenas.is_reading_ahead:
                 self._updates.arenas.expect([], 0)  # all that comes is here
         else:
-            self._has_speculated = True
+            self._order.note_speculation()
         if self._directions is None:
             self._submit_pass(0, update.chunks, update.hypers)
         if last:
@@ -262,41 +319,20 @@ class UpdateTasks:
             self._updates.versions.note_submitted()
         for each in update.chunks:
             if each.grads is not None:
-                self._updated += [(each.chunk.id, tile) for tile in each.tiles]
+                self._order.note(each.chunk, each.tiles)
             if last:
                 for m in each.members:
                     m.step += 1
         if last:
-            self._end_step()
-
-    def _end_step(self) -> None:
-        if self._updated:
-            # (What was taken back, or is made again, comes where it was submitted last.)
-            self._last = list(dict.fromkeys(reversed(self._updated)))[::-1]
-            self._updated = []
-        self._speculated, self._has_speculated = self._has_speculated, False
-        if not self._updates.overlap.repeats:
-            self._ascending = not self._ascending
-        if self._updates.overlap.in_forward:
-            # The next step's is read as soon as nothing waits, in forward's last part.
-            with suppress(RuntimeError, OSError):  # a failed pipeline says so to who waits for it
-                self.read_ahead()
-
-    def priority(self, chunk: Chunk, in_backward: bool) -> int:
-        """When something will wait for the chunk's update: the smallest number is made first.
-
-        That is at once where step() waits for it, and, if it is submitted `in_backward`, where its
-        gradient holds slots, which backward needs before any forward.
-        """
-        backward_waits = in_backward and chunk not in self._grad_homes
-        if backward_waits or not self._updates.goes_on(chunk):
-            return 0
-        first_use = self._updates.chunks[chunk.id].first_use
-        return 1 + (_NOT_USED_YET + chunk.id if first_use is None else first_use)
+            self._order.end_step()
+            if self._updates.overlap.in_forward:
+                # The next step's is read as soon as nothing waits, in forward's last part.
+                with suppress(RuntimeError, OSError):  # a failed pipeline says so to who waits
+                    self.read_ahead()
 
     def _on_device(self, chunk: Chunk) -> bool:
         """Whether an updater of the device updates it, and not the pipeline."""
-        return bool(self._updaters) and self._params.on_device(chunk)
+        return self._passes[0].updater is not None and self._params.on_device(chunk)
 
     def _submit_pass(
         self,
@@ -342,9 +378,11 @@ class UpdateTasks:
                 param, grad = places[0][tile], places[1][tile]
                 key = state.first_key + tile
                 tasks.append(StepTask(key, param, grad, optim_state, segments, priority, *to))
+        kind, updater = self._passes[number]
         if device_tasks:
-            self._updaters[number].update(device_tasks, hypers)
-        self._updates.arenas.pipeline.submit(tasks, hypers, self._passes[number])
+            assert updater is not None
+            updater.update(device_tasks, hypers)
+        self._updates.arenas.pipeline.submit(tasks, hypers, kind)
 
     def _submit_by_chunk(self, update: Update, muon: MuonDirections) -> None:
         """Makes Muon's update: the directions of one chunk are in memory at a time.
@@ -354,7 +392,9 @@ class UpdateTasks:
         """
         order = update.chunks
         if muon.needs_order:
-            order = sorted(order, key=lambda each: each.chunk.id, reverse=not self._ascending)
+            order = sorted(
+                order, key=lambda each: each.chunk.id, reverse=not self._order.is_ascending
+            )
         try:
             for each in order:
                 matrices = [(m, update.options[m]) for m in each.members]

@@ -88,7 +88,7 @@ class GradScale:
         """
         if self._policy is None:
             return False
-        return engine.grad_factors.unscale(engine.with_grads(params), 1.0 / self.value)
+        return engine.steps.grad_factors.unscale(engine.with_grads(params), 1.0 / self.value)
 
     def update(self, overflow: bool) -> None:
         """Follows one step, made or left out.

@@ -99,7 +99,7 @@ class _GroupCommit:
         for op in ops:
             op.wait()
         for m, writes in self.writes.get(each.chunk, ()):
-            if m.writes != writes:
+            if m.writes.count != writes:
                 raise CheckpointError(
                     f"{m.name} was written to while it was committed; write to parameters before "
                     f"the commit, which hetero.commit() makes where a loop wants it "
@@ -152,7 +152,7 @@ class Committer(StateJobs):
 
     Attributes:
         number: of the last commit that was begun.
-        steps: that were made, or undone, since the start.
+        steps: that were made since the start.
         goes_on_from: what the loop has not asked for yet (hetero.resume()).
     """
 
@@ -169,13 +169,13 @@ class Committer(StateJobs):
         self.goes_on_from: Checkpoint | None = None
         self._folder = folder
         self._records = RecordFiles(folder.files)
-        engine.before_close.callback(folder.close)
-        engine.before_close.callback(self._records.close)
+        engine.lifetime.before_close.callback(folder.close)
+        engine.lifetime.before_close.callback(self._records.close)
         super().__init__(engine, "commit")
         self.number = 0
         self._snapshot = Snapshot(())
         self._under_way: list[_GroupCommit] = []
-        engine.last_step.listeners.append(self._after_step)
+        engine.watch.listeners.append(self._after_step)
 
     def optimizers(self) -> list[HybridOptimizer]:
         """Those of the model that are still there."""
@@ -216,7 +216,7 @@ class Committer(StateJobs):
         self._snapshot = snapshot = Snapshot(())
         self.number += 1
         try:
-            engine.schedule.revoke_all()
+            engine.steps.schedule.revoke_all()
             record, names = self._facts(engine, extra)
             by_group = [
                 (group, group.updates.versions.committed.begin_commit())
@@ -317,5 +317,5 @@ def _writes(
     found: dict[Chunk, list[tuple[ManagedParam, Any]]] = {chunk: [] for chunk in copied}
     for m in group.members:
         if m.chunk in copied:
-            found[m.chunk].append((m, m.writes))
+            found[m.chunk].append((m, m.writes.count))
     return found

@@ -28,7 +28,7 @@ def step_figures(engine: Engine, prefix: str = "hetero/") -> dict[str, float]:
     found |= {f"{tier}_peak_gib": n / GIB for tier, n in ledger.peak_bytes.items()}
     found = {name: n for name, n in found.items() if ledger.peak_bytes[name.split("_")[0]]}
     found |= {f"{link}_gib": n / GIB for link, n in asdict(engine.traffic).items() if n}
-    found["update_wait_s"] = engine.update_wait_s
+    found["update_wait_s"] = engine.seconds.update_wait_s
     if engine.world.size > 1:
-        found["gather_wait_s"] = engine.gather_wait_s
+        found["gather_wait_s"] = engine.seconds.gather_wait_s
     return {f"{prefix}{name}": value for name, value in found.items()}

@@ -91,7 +91,7 @@ class ManagedRun:
         engine = self.engine
         result.placement = _chunk_counts(engine)
         result.predicted = _predicted(self.options, engine, [])
-        notes = (*result.notes, *engine.notes, engine.recompute.words())
+        notes = (*result.notes, *engine.notes, engine.watch.recompute.words())
         result.notes = tuple(dict.fromkeys(filter(None, notes)))
         result.peak_rss_by_rank_bytes = [int(n) for n in ranks.gather(peak_resident_bytes())]
 
@@ -311,10 +311,10 @@ def _predicted(
     try:
         profile = saved_profile(config, threads=options.threads)
         if profile is None:
-            plans = engine.predictions.plans(grad_factors=clips)
+            plans = engine.watch.predictions.plans(grad_factors=clips)
         else:
             plans = predict(
-                engine.budget_moves.group_plans(),
+                engine.watch.budget_moves.group_plans(),
                 profile,
                 Work(options.batch_size * options.seq_len, options.accumulate),
                 prefetch=config.debugging.prefetch,

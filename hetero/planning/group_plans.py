@@ -407,7 +407,7 @@ def file_checksums(config: Config, held_bytes: int = 0) -> FileChecksums | None:
     """What the plan of a chunk group must know of its file's checksums, of which it has some."""
     if not config.has_checksums:
         return None
-    return FileChecksums(config.durable, config.durable or config.undoable_steps, held_bytes)
+    return FileChecksums(config.durable, held_bytes)
 
 
 def _layouts(

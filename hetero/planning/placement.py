@@ -111,14 +111,13 @@ class FileChecksums:
     """What decides how many pages the file of a chunk group has, whose checksums are in RAM."""
 
     is_durable: bool  # commits copy what is in memory to one of two extents
-    keeps_old: bool  # there are spare extents whatever is in the file (durable, undoable_steps)
     held_bytes: int = 0  # that a file has already, which does not shrink
 
     def most_bytes(self, in_file: int, in_memory: int, trained: int) -> int:
         """RAM for them, of state of so many bytes in the file and elsewhere; `trained` is that of
         trained chunks without gradients, wherever it is."""
         file_bytes = in_file
-        if in_file or self.keeps_old:
+        if in_file or self.is_durable:
             file_bytes += trained
         if self.is_durable:
             file_bytes += 2 * in_memory

@@ -288,10 +288,7 @@ class CostModel:
         read = round((optim_states * slot.optim_state + params * slot.param) * missed)
         read += grads * slot.grad
         written = round(optim_states * slot.optim_state * missed) + params * slot.param
-        if problem.undoable_steps:  # new state of what is on NVMe, old state of what is in RAM
-            written = sum(self.slots[c] for c in self.trained - on_device)
-            written *= slot.optim_state + slot.param
-        elif self._is_early(made):
+        if self._is_early(made):
             both = zip(made.optim_state, made.param, strict=True)
             old = {c for c, homes in enumerate(both) if homes == (Tier.DISK, Tier.HOST)}
             written += round(sum(self.slots[c] for c in self.trained & old) * slot.param * missed)
@@ -299,7 +296,7 @@ class CostModel:
         seconds = max(host_s, nvme_s)
         # Beside forward and backward the CPU takes twice as long, which few buffers do not hide.
         alone_s = 2 * host_s if problem.overlap.repeats else host_s
-        if made.buffers == 1 or (problem.undoable_steps and not made.buffers):
+        if made.buffers == 1:
             seconds = alone_s + nvme_s
         elif made.buffers == 2:
             seconds += min(alone_s, nvme_s) / 2
@@ -432,7 +429,6 @@ def predict(
     grad_factors: bool = False,
     network: Network | None = None,
     network_bytes_per_s: float | None = None,
-    undoable_steps: bool = False,
 ) -> list[Plan]:
     """What a step of chunk groups takes on one rank.
 
@@ -442,7 +438,7 @@ def predict(
         work: what it computes in a step.
         computing: seconds that computing takes, which are divided by numbers of elements; None:
             estimated from `work` and the profile's rate of products of matrices.
-        prefetch, overlap, grad_factors, network, undoable_steps: as `Problem` has them.
+        prefetch, overlap, grad_factors, network: as `Problem` has them.
         network_bytes_per_s: what a rank sends to any others, where no more is known of a network.
 
     Returns:
@@ -474,7 +470,6 @@ def predict(
             overlap=overlap,
             grad_factors=grad_factors,
             network=network,
-            undoable_steps=undoable_steps,
         )
         cost = CostModel(problem).cost(group.placement)
         moved = cost.traffic["nvme_read"] + cost.traffic["nvme_written"]

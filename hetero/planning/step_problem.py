@@ -127,7 +127,6 @@ class Problem:
     overlap: OverlapUpdates = OverlapUpdates.NONE  # what updates overlap with
     grad_factors: bool = False  # the norm of all gradients is taken before the update
     network: Network | None = None  # of all ranks; None: not known, and its time not counted
-    undoable_steps: bool = False  # what updates change is kept on NVMe until the next step
 
     def __post_init__(self) -> None:
         shard = self.layout.shard

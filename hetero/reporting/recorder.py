@@ -69,8 +69,8 @@ class Recorder:
         self._made = 0
         self._homes = _HomesOnDisk(engine)
         self.begin()
-        engine.tracer.step_clock.listeners.append(self._phase_changes)
-        engine.last_step.listeners.append(self._note_update)
+        engine.watch.tracer.step_clock.listeners.append(self._phase_changes)
+        engine.watch.listeners.append(self._note_update)
 
     def begin(self) -> None:
         """The first step begins now: what came before, as the load of a checkpoint, is none."""
@@ -80,10 +80,10 @@ class Recorder:
 
     def close(self) -> None:
         """Ends the listening; idempotent."""
-        listeners = self._engine.tracer.step_clock.listeners
+        listeners = self._engine.watch.tracer.step_clock.listeners
         if self._phase_changes in listeners:
             listeners.remove(self._phase_changes)
-            self._engine.last_step.listeners.remove(self._note_update)
+            self._engine.watch.listeners.remove(self._note_update)
         if os.getpid() == self._process:
             self._resident.close()
 
@@ -120,9 +120,9 @@ class Recorder:
         moved = asdict(engine.traffic)
         return {
             **{link: moved[link] for link in LINKS},
-            "gather_wait_s": engine.gather_wait_s,
-            "update_s": engine.update_s,
-            "update_wait_s": engine.update_wait_s,
+            "gather_wait_s": engine.seconds.gather_wait_s,
+            "update_s": engine.seconds.update_s,
+            "update_wait_s": engine.seconds.update_wait_s,
         }
 
     def begin_step(self) -> None:

@@ -202,7 +202,7 @@ def report(
         file = file / FILE_NAME
     engine = engine_of(list(model.parameters()))
     file.parent.mkdir(parents=True, exist_ok=True)
-    params = sum(m.numel for m in engine.managed_params())
+    params = sum(m.numel for m in engine.params.in_order())
     return Report(
         file, engine, title or f"{type(model).__name__}, {params:,} parameters", tokens_per_step
     )

@@ -18,9 +18,7 @@ from hetero.chunks.layout import Layout
 from hetero.planning.placement import Placement
 from hetero.planning.step_cost import Plan
 from hetero.ranks.process_groups import ProcessGroups
-from hetero.runtime.gradients.grad_factors import GradFactors
-from hetero.runtime.gradients.grad_intake import GradHook, GradIntake
-from hetero.runtime.last_step import LastStep, OldState
+from hetero.runtime.gradients.grad_intake import GradHook
 from hetero.runtime.modules.call_stack import EnteredCalls
 from hetero.runtime.modules.module_hooks import ModelHooks, ModuleHooks, refuse_use
 from hetero.runtime.modules.param_registry import AddsParams, ParamRegistry
@@ -30,17 +28,148 @@ from hetero.runtime.relocation.budget_moves import BudgetMoves
 from hetero.runtime.relocation.memory_limit import BesideMemory
 from hetero.runtime.relocation.migration import InUseError
 from hetero.runtime.relocation.relocate import Change, Relocation
-from hetero.runtime.step import check_factors, check_left_out, check_updatable, meet_with_same
+from hetero.runtime.step import OptimizerSteps, StepWatch
 from hetero.runtime.step_predictions import StepPredictions
 from hetero.runtime.step_tracer import StepTracer
 from hetero.runtime.to_device import move_rest
-from hetero.runtime.traffic import Traffic, traffic_of
-from hetero.runtime.update_schedule import OptimizerView, UpdateSchedule
+from hetero.runtime.traffic import Seconds, Traffic, seconds_of, traffic_of
+from hetero.runtime.update_schedule import OptimizerView
 from hetero.state.managed_param import ManagedParam, can_train
-from offload.errors import ClosedError, NonFiniteError, UnmanagedParameterError
+from offload.errors import ClosedError, UnmanagedParameterError
 from offload.interrupts import uninterrupted
 from offload.memory.operation import THREAD_PREFIX, in_background
 from offload.memory.tiers import StateKind
+
+
+class Lifetime:
+    """From the making of an engine until close(), the end of its model, or that of the program.
+
+    Attributes:
+        hooks: removes all hooks of the model.
+        before_close: ends what goes on beside training.
+        is_closed: close() has begun.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        params: ParamRegistry,
+        shared: Shared,
+        activations: ActivationStore | None,
+    ) -> None:
+        """Nothing is freed before begin(), but abort() takes the hooks off."""
+        self.hooks, self.before_close = ExitStack(), ExitStack()
+        self.is_closed = False
+        self._params, self._shared, self._activations = params, shared, activations
+        self._model = weakref.ref(model)
+        self._model_hooks: list[ModelHooks] = []
+        self._process = os.getpid()
+        self._finalizer: weakref.finalize[..., Any] | None = None
+
+    def begin(self) -> None:
+        """The engine is made. It lives as long as the model; without close() it ends with it."""
+        self._finalizer = weakref.finalize(self.model, self._outlive)
+
+    def abort(self) -> None:
+        """The engine could not be made."""
+        self._detach_params()
+        self.hooks.close()
+
+    def is_of(self, model: torch.nn.Module) -> bool:
+        """Whether the engine manages the model."""
+        return self._model() is model
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """The model that the engine manages, without keeping it alive."""
+        model = self._model()
+        assert model is not None
+        return model
+
+    # Hooks on the whole model
+
+    def add(self, model_hooks: ModelHooks) -> None:
+        """Adds hooks, to be unwound and to cover what is added to the model."""
+        self._model_hooks.append(model_hooks)
+
+    def cover(self) -> None:
+        """Hooks all modules, also new ones."""
+        for model_hooks in self._model_hooks:
+            model_hooks.cover(self.model)
+
+    def unwind(self) -> None:
+        """Ends forwards and loads of the model that an exception has interrupted."""
+        for model_hooks in self._model_hooks:
+            model_hooks.unwind()
+
+    # End
+
+    def check_usable(self) -> None:
+        """As Engine.check_usable()."""
+        if self.is_closed:
+            raise ClosedError("this model's engine was closed; build the model again to continue")
+        self._params.check_open()
+        self.unwind()
+
+    def close(self) -> None:
+        """As Engine.close()."""
+        if self.is_closed:
+            return
+        self.unwind()
+        try:
+            self._end()
+        finally:
+            if self._finalizer is not None:
+                self._finalizer.detach()
+            model = self._model()
+            if model is not None:
+                refuse_use(model, (m.param for m in self._params.managed.values()))
+            self._detach_params()
+            self._free()
+
+    def _detach_params(self) -> None:
+        self._params.close()
+        for m in self._params.managed.values():
+            m.close()
+
+    def _outlive(self) -> None:
+        """Frees everything when the model is gone, or the program ends."""
+        # The garbage collector runs in any thread, also in one for whose end _free() waits.
+        self.unwind()
+        if in_background():
+            threading.Thread(target=self._free, name=f"{THREAD_PREFIX}closing").start()
+            return
+        try:
+            self._free()
+        except KeyboardInterrupt:
+            self._free()  # which waits for no other rank now
+            raise
+
+    def _end(self) -> None:
+        """Ends what goes on beside training, and leaves the other ranks; once."""
+        closed, self.is_closed = self.is_closed, True
+        if closed or os.getpid() != self._process:
+            return
+        try:
+            self.before_close.close()
+        finally:
+            self._params.leave()
+
+    def _free(self) -> None:
+        if os.getpid() != self._process:  # threads, locks and connections are the parent's
+            return
+        try:
+            self._end()
+        finally:
+            self._params.close()
+            self.hooks.close()
+            if self._activations is not None:
+                self._activations.close()
+            for chunk_group in reversed(self._params.chunk_groups):
+                chunk_group.close()
+                chunk_group.world.close()
+            self._shared.unmanaged.close()
+            self._shared.backend.close()
 
 
 class Engine:
@@ -71,74 +200,58 @@ class Engine:
         """
         self.shared = shared
         self.config, self.backend = shared.config, shared.backend
-        self.ledger, self.notes, self.loss_scale = shared.ledger, shared.notes, shared.loss_scale
-        self.first_number = dict(first_number)
+        self.ledger, self.notes = shared.ledger, shared.notes
         self.world: ProcessGroups = chunk_groups[0].world
-        self.params = ParamRegistry()
+        self.params = ParamRegistry(first_number)
         self.chunk_groups = self.params.chunk_groups
-        self.schedule = UpdateSchedule(self.params, self.config, shared.loss_scale, optimizers)
-        self.last_step = LastStep(self.params, self.schedule, shared, self.world)
-        self.grad_intake = GradIntake(
-            self.params, self.loss_scale, self.schedule, self._note_backward
-        )
-        self.grad_factors = GradFactors(
-            self.params, self.grad_intake, shared, self.world.shard, lambda: self.tracer.forget()
-        )
-        calls = EnteredCalls()
-        self.activations = activations
+        self.lifetime = Lifetime(model, self.params, shared, activations)
+        hooks, calls = self.lifetime.hooks, EnteredCalls()
         self.torch_function_uses = TorchFunctionUses(self.params, calls, activations)
-        self._model = weakref.ref(model)
-        self.optimizers = optimizers
-        self._added_params: AddsParams | None = None
-        self.hooks = ExitStack()  # removes all hooks
-        self.before_close = ExitStack()  # ends what goes on beside training
-        self._model_hooks: list[ModelHooks] = []
-        self._closed = False
-        self._process = os.getpid()
+        self.steps = OptimizerSteps(
+            self.params, shared, self.world.shard, optimizers, lambda: self.watch.tracer
+        )
         beside = BesideMemory(self.ledger, self.backend)
         try:
             for chunk_group in chunk_groups:
                 self._take_over(chunk_group)
-            self._module_hooks = ModuleHooks(
+            module_hooks = ModuleHooks(
                 model,
                 self.params,
                 self.torch_function_uses,
                 calls,
                 shared,
                 self._before_forward,
-                self.hooks,
+                hooks,
             )
-            self._model_hooks.append(self._module_hooks)
-            self.tracer = StepTracer(
-                model, self.chunk_groups, beside, self.params.note_forward, self.hooks
-            )
-            self.hooks.callback(beside.close)
+            self.lifetime.add(module_hooks)
+            tracer = StepTracer(model, self.chunk_groups, beside, self.params.note_forward, hooks)
+            hooks.callback(beside.close)
             uses = self.torch_function_uses.saved_tensors
-            self.recompute = Recompute(model, self.params, shared, uses, activations)
-            self.hooks.callback(self.recompute.close)
-            relocation = Relocation(self.params, shared, self._pause, self.homes_moved)
-            self.budget_moves = BudgetMoves(relocation, beside, activations)
-            self.predictions = StepPredictions(
-                self.chunk_groups, shared, self.budget_moves.group_plans, self.tracer, activations
+            recompute = Recompute(model, self.params, shared, uses, activations)
+            hooks.callback(recompute.close)
+
+            def pause() -> None:
+                if module_hooks.running:
+                    raise InUseError(
+                        "homes cannot move while a forward is running; call it between steps"
+                    )
+                self.steps.pause()
+
+            relocation = Relocation(self.params, shared, pause, self.homes_moved)
+            budget_moves = BudgetMoves(relocation, beside, activations)
+            predictions = StepPredictions(
+                self.chunk_groups, shared, budget_moves.group_plans, tracer, activations
             )
         except BaseException:
-            self._detach_params()
-            self.hooks.close()
+            self.lifetime.abort()
             raise
-        # The engine lives as long as the model; without close() it ends with it, or at exit.
-        self._finalizer = weakref.finalize(model, self._outlive)
+        self.watch = StepWatch(tracer, predictions, recompute, budget_moves, activations)
+        self.lifetime.begin()
 
     def attach(self, model_hooks: ModelHooks, added_params: AddsParams) -> None:
         """Adds hooks on the model, and what gives parameters a place later; called once."""
-        self._model_hooks.append(model_hooks)
-        self._added_params = added_params
-
-    @property
-    def added_params(self) -> AddsParams:
-        """What gives parameters a place after initialize()."""
-        self.check_usable()
-        assert self._added_params is not None
-        return self._added_params
+        self.lifetime.add(model_hooks)
+        self.steps.attach(added_params)
 
     def take_over(self, chunk_groups: Sequence[ChunkGroup]) -> None:
         """Manages further chunk groups, whose values are there: their parameters move to them."""
@@ -150,35 +263,29 @@ class Engine:
 
     def _take_over(self, chunk_group: ChunkGroup) -> None:
         self.chunk_groups.append(chunk_group)
-        self.grad_intake.take_over(chunk_group)
+        self.steps.grad_intake.take_over(chunk_group)
         for m in chunk_group.members:
             m.param._hetero_engine = self  # type: ignore[attr-defined]
             m.param._hetero_owner = self.torch_function_uses  # type: ignore[attr-defined]
             old = self.params.known(m.param)
             if old is not None:
                 old.retire()
-            m.place(chunk_group.memory.homes[StateKind.PARAM].resident(m.chunk))
+            home = chunk_group.memory.homes[StateKind.PARAM].resident(m.chunk)
+            m.place(home, self.steps.grad_factors)
             self.params.managed[id(m.param)] = m
             if m.chunk.trainable:
-                m.let_change_grad(self.grad_factors)
-                self.hooks.callback(GradHook(m, self.grad_intake).remove)
+                self.lifetime.hooks.callback(GradHook(m, self.steps.grad_intake).remove)
 
     def homes_moved(self) -> None:
         """Takes account of homes that have moved, or of parameters that were added."""
-        for model_hooks in self._model_hooks:
-            model_hooks.cover(self.model)
-        self.predictions.learned.restart()  # what was learned so far was of other placements
-
-    def is_of(self, model: torch.nn.Module) -> bool:
-        """Whether this engine manages the model."""
-        return self._model() is model
+        self.lifetime.cover()
+        # What was learned so far was of other placements.
+        self.watch.predictions.learned.restart()
 
     @property
     def model(self) -> torch.nn.Module:
         """The model that this engine manages."""
-        model = self._model()
-        assert model is not None
-        return model
+        return self.lifetime.model
 
     @property
     def layout(self) -> Layout:
@@ -217,24 +324,17 @@ class Engine:
                 if p.numel() and can_train(p)
             ]
 
-    def optimizer_of(self, param: torch.Tensor) -> OptimizerView | None:
-        """The optimizer that has the parameter; None if none has."""
-        for optimizer in self.optimizers:
-            if any(p is param for group in optimizer.param_groups() for p in group["params"]):
-                return optimizer
-        return None
-
     # Gradients
 
     def backward(self, loss: torch.Tensor, **options: Any) -> None:
         """loss.backward(**options), with the loss times the loss scale under fp16."""
         self.check_usable()
-        self.grad_intake.backward(loss, **options)
+        self.steps.grad_intake.backward(loss, **options)
 
     @uninterrupted
     def with_grads(self, params: Iterable[torch.Tensor]) -> list[ManagedParam]:
         """Those of `params` that have gradients, after taking in assigned ones."""
-        return self.grad_intake.of(self.find_all(params))
+        return self.steps.grad_intake.of(self.find_all(params))
 
     @uninterrupted
     def grad_norm(self, params: Iterable[torch.Tensor]) -> float:
@@ -242,11 +342,7 @@ class Engine:
 
         Summed in double in a fixed order: the same bits for every placement and chunk size.
         """
-        return self.grad_factors.total_norm(self.with_grads(params))
-
-    def _note_backward(self) -> None:
-        self.tracer.gradient()
-        self.last_step.forget(OldState.BACKWARD)
+        return self.steps.grad_factors.total_norm(self.with_grads(params))
 
     # Steps
 
@@ -264,75 +360,22 @@ class Engine:
             NativeIoError, PeerError: a transfer, or a rank, failed.
         """
         self.check_usable()
-        self.schedule.wait_all()
-        self.added_params.take_in_unfrozen()
-        self.grad_intake.average(force=True)
-        managed = self.params.managed.values()
-        listed = [(g, self.find_all(g["params"])) for g in optimizer.param_groups()]
-        given = dict.fromkeys(m for _, members in listed for m in members)
-        check_left_out(managed, self.optimizer_of)
-        self.params.take_in_written(given)
-        for m in given:
-            check_updatable(m)
-        groups = [(options, self.grad_intake.of(members)) for options, members in listed]
-        members = [m for _, some in groups for m in some]
-        overflow = self.loss_scale.dynamic and self.grad_factors.any_non_finite(members)
-        self.params.finish_transfers("optimizer.step()", ends_step=True)
-        meet_with_same(groups, managed, optimizer.options, optimizer.lr_scale_of, self.world)
-        if overflow and self.loss_scale.value <= 1:
-            raise NonFiniteError(
-                "fp16 gradients overflow although the loss scale is down to 1; use dtype='bf16' or "
-                "'fp32', whose range is wider"
-            )
-        if members and not overflow:
-            check_factors(members)
-            self.last_step.begin(optimizer, members)
-            self.schedule.step(groups, optimizer)
-        else:
-            self.last_step.begin(optimizer, [])
-            self.schedule.revoke_all()
-        if members:
-            self.loss_scale.update(overflow)
-        self.last_step.end()
-        self._end_step()
-
-    def _end_step(self) -> None:
-        """Looks at the step that was made: its seconds, its rates and its memory."""
-        self.schedule.end_step()
-        host_bytes, device_bytes = self.tracer.end_step()
-        for chunk_group in self.chunk_groups:
-            chunk_group.order.end_step()
-        self.predictions.end_step()
-        self.recompute.end_step(self.tracer.latest, self.predictions.learned.per_step)
-        self.budget_moves.end_step(host_bytes, device_bytes)
-        self.last_step.tell()
-
-    def meet(self, what: str) -> None:
-        """Waits for all ranks, so that none of them still reads values that are about to change.
-
-        Raises PeerError if a rank does not come; `what` says what they are about to do.
-        """
-        self.schedule.wait_all()
-        self.params.finish_transfers(what)
-        self.world.meet(what)
-
-    # Calls of the model
-
-    def unwind(self) -> None:
-        """Ends forwards and loads of the model that an exception has interrupted."""
-        for model_hooks in self._model_hooks:
-            model_hooks.unwind()
+        self.steps.begin()
+        self.steps.make(
+            [(g, self.find_all(g["params"])) for g in optimizer.param_groups()], optimizer
+        )
+        self.watch.end_step(self.chunk_groups)
 
     def _before_forward(self) -> None:
-        if self._closed:
+        if self.lifetime.is_closed:
             return
         self.check_usable()
-        self.schedule.finish_awaited()  # of a step() that an error ended
-        self.recompute.begin_forward()
+        self.steps.schedule.finish_awaited()  # of a step() that an error ended
+        self.watch.recompute.begin_forward()
         if torch.is_grad_enabled():
             self.backend.check_not_capturing()  # hooks take gradients; a replay does not run them
             # By all ranks together, so not in evaluation, which may be one rank's alone.
-            self.added_params.take_in_unfrozen()
+            self.steps.added_params.take_in_unfrozen()
 
     @uninterrupted
     def synchronize(self) -> None:
@@ -342,7 +385,7 @@ class Engine:
         buffers keep for the next step are not written by this.
         """
         self.check_usable()
-        self.schedule.wait_all()
+        self.steps.schedule.wait_all()
         for chunk_group in self.chunk_groups:
             chunk_group.pipeline.wait_written()
 
@@ -363,30 +406,18 @@ class Engine:
         is changed. After a failed read what could not be read stays on NVMe.
         """
         self.check_usable()
-        self.budget_moves.set_budget(host_memory, device_memory)
-
-    def _pause(self) -> None:
-        """Until no update is under way, so that homes can move."""
-        if self._module_hooks.running:
-            raise InUseError("homes cannot move while a forward is running; call it between steps")
-        self.schedule.revoke_all()
-        self.schedule.wait_all()
-        self.schedule.wait_copied()
-        self.last_step.forget(OldState.MOVED)
-        for chunk_group in self.chunk_groups:
-            chunk_group.updates.versions.free_all()
-        self.params.take_in_written(self.params.managed.values())
+        self.watch.budget_moves.set_budget(host_memory, device_memory)
 
     @property
     def changes(self) -> list[Change]:
         """The moves of homes so far, each with its step, its bytes and its reason."""
-        return list(self.budget_moves.changes)
+        return list(self.watch.budget_moves.changes)
 
     @property
     def plans(self) -> list[Plan]:
         """The placement of each chunk group, the main one first, and the step it is predicted to
         take; empty until a saved profile or two steps say how fast anything is."""
-        return self.predictions.plans()
+        return self.watch.predictions.plans()
 
     def explain(self) -> str:
         """A table for people of where state is, what a step is expected to take, what bounds it,
@@ -395,39 +426,26 @@ class Engine:
         Seconds are those of the saved profile of this machine (hetero profile), or of this
         training's own steps. Bytes are of this rank. Takes a few placements' time.
         """
-        return "\n\n".join(filter(None, (self.predictions.explain(), self.recompute.words())))
+        return "\n\n".join(
+            filter(None, (self.watch.predictions.explain(), self.watch.recompute.words()))
+        )
 
     # Facts
 
     @property
     def traffic(self) -> Traffic:
         """Bytes moved so far; between DEVICE and HOST none if they are the same memory."""
-        return traffic_of(self.chunk_groups, self.backend, self.activations)
+        return traffic_of(self.chunk_groups, self.backend, self.watch.activations)
 
     @property
-    def gather_wait_s(self) -> float:
-        """Seconds that compute waited for chunks from other ranks: what prefetch did not hide."""
-        ranks = (each.ranks for each in self.chunk_groups if each.ranks is not None)
-        return sum(each.gathering.wait_s for each in ranks if each.gathering is not None)
-
-    @property
-    def update_s(self) -> float:
-        """Seconds during which updates were being made, by the pipelines that exist now."""
-        return sum(float(each.pipeline.stats["busy_s"]) for each in self.chunk_groups)
-
-    @property
-    def update_wait_s(self) -> float:
-        """Seconds that step(), or a use of a parameter, waited for updates."""
-        return sum(chunk_group.update_wait_s for chunk_group in self.chunk_groups)
+    def seconds(self) -> Seconds:
+        """Seconds of updates, and of waits for them and for other ranks, so far."""
+        return seconds_of(self.chunk_groups)
 
     @property
     def io_engine(self) -> str | None:
         """ "io_uring" or "threads"; None if nothing is homed on DISK."""
         return next((g.disk.io.kind for g in self.chunk_groups if g.disk is not None), None)
-
-    def managed_params(self) -> list[ManagedParam]:
-        """All managed parameters, in the model's order."""
-        return sorted(self.params.managed.values(), key=lambda m: m.slice.param.index)
 
     # End
 
@@ -438,10 +456,7 @@ class Engine:
             ClosedError: the engine was closed.
             HeteroError: an interruption has left values half changed.
         """
-        if self._closed:
-            raise ClosedError("this model's engine was closed; build the model again to continue")
-        self.params.check_open()
-        self.unwind()
+        self.lifetime.check_usable()
 
     @uninterrupted
     def close(self) -> None:
@@ -450,59 +465,4 @@ class Engine:
         With several ranks all should call it: each answers the others until they do, too. When all
         is freed it raises what a save or commit beside training met, if nobody was told of it.
         """
-        if self._closed:
-            return
-        self.unwind()
-        try:
-            self._end()
-        finally:
-            self._finalizer.detach()
-            model = self._model()
-            if model is not None:
-                refuse_use(model, (m.param for m in self.params.managed.values()))
-            self._detach_params()
-            self._free()
-
-    def _detach_params(self) -> None:
-        self.params.close()
-        for m in self.params.managed.values():
-            m.close()
-
-    def _outlive(self) -> None:
-        """Frees everything when the model is gone, or the program ends."""
-        # The garbage collector runs in any thread, also in one for whose end _free() waits.
-        self.unwind()
-        if in_background():
-            threading.Thread(target=self._free, name=f"{THREAD_PREFIX}closing").start()
-            return
-        try:
-            self._free()
-        except KeyboardInterrupt:
-            self._free()  # which waits for no other rank now
-            raise
-
-    def _end(self) -> None:
-        """Ends what goes on beside training, and leaves the other ranks; once."""
-        closed, self._closed = self._closed, True
-        if closed or os.getpid() != self._process:
-            return
-        try:
-            self.before_close.close()
-        finally:
-            self.params.leave(self.world)
-
-    def _free(self) -> None:
-        if os.getpid() != self._process:  # threads, locks and connections are the parent's
-            return
-        try:
-            self._end()
-        finally:
-            self.params.close()
-            self.hooks.close()
-            if self.activations is not None:
-                self.activations.close()
-            for chunk_group in reversed(self.chunk_groups):
-                chunk_group.close()
-                chunk_group.world.close()
-            self.shared.unmanaged.close()
-            self.backend.close()
+        self.lifetime.close()

@@ -1,4 +1,4 @@
-"""What is checked, and agreed by all ranks, before an optimizer step changes anything.
+"""A step of an optimizer: what is checked, and agreed by all ranks, before it changes anything.
 
 Each rank updates its own shards, so ranks that differ would train the shards differently. When all
 have come and are the same, no rank reads values that are about to change. (An update that began
@@ -9,17 +9,170 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 
+from hetero.activations.store import ActivationStore
+from hetero.chunk_groups.chunk_group import ChunkGroup
+from hetero.chunk_groups.shared import Shared
 from hetero.chunk_groups.update_tasks import Groups, LrScaleOf
+from hetero.ranks.communicator import Communicator
 from hetero.ranks.process_groups import ProcessGroups
+from hetero.runtime.gradients.grad_factors import GradFactors
+from hetero.runtime.gradients.grad_intake import GradIntake
+from hetero.runtime.modules.param_registry import AddsParams, ParamRegistry
 from hetero.runtime.options import numbers_of
-from hetero.state.managed_param import ManagedParam
+from hetero.runtime.recompute.recompute import Recompute
+from hetero.runtime.relocation.budget_moves import BudgetMoves
+from hetero.runtime.step_predictions import StepPredictions
+from hetero.runtime.step_tracer import StepTracer
+from hetero.runtime.update_schedule import OptimizerView, UpdateSchedule
+from hetero.state.managed_param import ManagedParam, ParamState
 from offload.errors import HeteroError, NonFiniteError
 
 
-def check_left_out(
+class OptimizerSteps:
+    """Makes the steps of an engine's optimizers: takes in gradients, and has parameters updated.
+
+    Attributes:
+        optimizers: as initialize() was given them.
+        schedule: when chunks are updated.
+        grad_intake, grad_factors: what comes from backward, and what is done to it.
+    """
+
+    def __init__(
+        self,
+        params: ParamRegistry,
+        shared: Shared,
+        shard: Communicator | None,
+        optimizers: Sequence[OptimizerView],
+        tracer: Callable[[], StepTracer],
+    ) -> None:
+        """No step was made. `shard`: the ranks that share gradients. `tracer` gives what follows
+        backwards, which exists by the first one."""
+        self._params, self._loss_scale = params, shared.loss_scale
+        self.optimizers = optimizers
+        self.schedule = UpdateSchedule(params, shared.config, shared.loss_scale, optimizers)
+        self.grad_intake = GradIntake(
+            params, shared.loss_scale, self.schedule, lambda: tracer().gradient()
+        )
+        self.grad_factors = GradFactors(
+            params, self.grad_intake, shared, shard, lambda: tracer().forget()
+        )
+        self._added_params: AddsParams | None = None
+
+    def attach(self, added_params: AddsParams) -> None:
+        """Gets what gives parameters a place later; called once."""
+        self._added_params = added_params
+
+    @property
+    def added_params(self) -> AddsParams:
+        """What gives parameters a place after initialize()."""
+        assert self._added_params is not None
+        return self._added_params
+
+    def optimizer_of(self, param: torch.Tensor) -> OptimizerView | None:
+        """The optimizer that has the parameter; None if none has."""
+        for optimizer in self.optimizers:
+            if any(p is param for group in optimizer.param_groups() for p in group["params"]):
+                return optimizer
+        return None
+
+    def begin(self) -> None:
+        """All updates are made, all parameters have a place, and all gradients are means."""
+        self.schedule.wait_all()
+        self.added_params.take_in_unfrozen()
+        self.grad_intake.average(force=True)
+
+    def make(
+        self,
+        listed: Sequence[tuple[dict[str, Any], list[ManagedParam]]],
+        optimizer: OptimizerView,
+    ) -> None:
+        """Makes one update, as Engine.step() says, of the parameters in `listed`, the optimizer's
+        param groups, that have gradients; begin() was called."""
+        managed = self._params.managed.values()
+        given = dict.fromkeys(m for _, members in listed for m in members)
+        _check_left_out(managed, self.optimizer_of)
+        self._params.take_in_written(given)
+        for m in given:
+            _check_updatable(m)
+        groups = [(options, self.grad_intake.of(members)) for options, members in listed]
+        members = [m for _, some in groups for m in some]
+        overflow = self._loss_scale.dynamic and self.grad_factors.any_non_finite(members)
+        self._params.finish_transfers("optimizer.step()", ends_step=True)
+        world = self._params.chunk_groups[0].world
+        _meet_with_same(groups, managed, optimizer.options, optimizer.lr_scale_of, world)
+        if overflow and self._loss_scale.value <= 1:
+            raise NonFiniteError(
+                "fp16 gradients overflow although the loss scale is down to 1; use dtype='bf16' or "
+                "'fp32', whose range is wider"
+            )
+        if members and not overflow:
+            _check_factors(members)
+            self.schedule.step(groups, optimizer)
+        else:
+            self.schedule.revoke_all()
+        if members:
+            self._loss_scale.update(overflow)
+        self.schedule.end_step()
+
+    def pause(self) -> None:
+        """Until no update is under way, so that homes can move."""
+        self.schedule.revoke_all()
+        self.schedule.wait_all()
+        self.schedule.wait_copied()
+        for chunk_group in self._params.chunk_groups:
+            chunk_group.updates.versions.free_all()
+        self._params.take_in_written(self._params.managed.values())
+
+    def meet(self, what: str) -> None:
+        """Waits for all ranks, so that none of them still reads values that are about to change.
+
+        Raises PeerError if a rank does not come; `what` says what they are about to do.
+        """
+        self.schedule.wait_all()
+        self._params.finish_transfers(what)
+        self._params.chunk_groups[0].world.meet(what)
+
+
+class StepWatch:
+    """Looks at each step that was made: its seconds, its rates and its memory; homes may move.
+
+    Attributes:
+        tracer: follows forwards and backwards.
+        predictions, recompute, budget_moves: learn from steps what to expect of the next ones.
+        activations: what autograd saves, if that is not left to it.
+        listeners: are called when a step was made, to its end.
+    """
+
+    def __init__(
+        self,
+        tracer: StepTracer,
+        predictions: StepPredictions,
+        recompute: Recompute,
+        budget_moves: BudgetMoves,
+        activations: ActivationStore | None,
+    ) -> None:
+        self.tracer, self.predictions = tracer, predictions
+        self.recompute, self.budget_moves = recompute, budget_moves
+        self.activations = activations
+        self.listeners: list[Callable[[], None]] = []
+
+    def end_step(self, chunk_groups: Iterable[ChunkGroup]) -> None:
+        """A step was made. Raises as BudgetMoves.end_step()."""
+        host_bytes, device_bytes = self.tracer.end_step()
+        for chunk_group in chunk_groups:
+            chunk_group.order.end_step()
+        self.predictions.end_step()
+        self.recompute.end_step(self.tracer.latest, self.predictions.learned.per_step)
+        self.budget_moves.end_step(host_bytes, device_bytes)
+        for listener in self.listeners:
+            listener()
+
+
+def _check_left_out(
     managed: Iterable[ManagedParam], optimized: Callable[[torch.Tensor], object]
 ) -> None:
     """Raises HeteroError for a gradient of what was frozen and is in no param group.
@@ -35,15 +188,16 @@ def check_left_out(
             )
 
 
-def check_updatable(managed: ManagedParam) -> None:
+def _check_updatable(managed: ManagedParam) -> None:
     """Raises HeteroError if an update of the parameter, or a change of it, would be lost."""
-    if not managed.is_in_place:
+    is_at_home = managed.is_at_home or managed.state is ParamState.UPDATING
+    if not is_at_home or managed.is_moved:
         raise HeteroError(
             f"{managed.name} was moved or converted after hetero.initialize() (model.to(), "
             f".half(), an assignment to .data), or step() runs inside hetero.gathered(); its "
             f"update would be lost"
         )
-    if managed.changed_unnoticed:
+    if managed.writes.are_unnoticed:
         raise HeteroError(
             f"{managed.name} was changed in place outside hetero.gathered(..., "
             f"modifier_rank=0); its master would not follow"
@@ -56,7 +210,7 @@ def check_updatable(managed: ManagedParam) -> None:
         )
 
 
-def meet_with_same(
+def _meet_with_same(
     groups: Groups,
     managed: Iterable[ManagedParam],
     options: Sequence[str],
@@ -158,7 +312,7 @@ def _labels(groups: Groups, options: Sequence[str]) -> list[str]:
     ]
 
 
-def check_factors(members: Iterable[ManagedParam]) -> None:
+def _check_factors(members: Iterable[ManagedParam]) -> None:
     """Raises NonFiniteError for a gradient that would be multiplied by what is not finite."""
     for m in members:
         if not math.isfinite(m.grad_factor):

@@ -127,7 +127,6 @@ class StepPredictions:
             overlap=config.debugging.overlap,
             grad_factors=grad_factors,
             network_bytes_per_s=network,
-            undoable_steps=config.undoable_steps,
         )
 
     def _saved_profile(self) -> Profile | None:

@@ -1,4 +1,4 @@
-"""What was moved."""
+"""What was moved, and what took time."""
 
 from __future__ import annotations
 
@@ -48,3 +48,28 @@ def traffic_of(
         read, written = read + own_read, written + own_written
     moved = backend.h2d_bytes, backend.d2h_bytes, read, written, sent, received
     return Traffic(*moved, *of_activations)
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Seconds since the engine was made.
+
+    Attributes:
+        gather_wait_s: compute waited for chunks from other ranks: what prefetch did not hide.
+        update_s: updates were being made, by the pipelines that exist now.
+        update_wait_s: step(), or a use of a parameter, waited for updates.
+    """
+
+    gather_wait_s: float
+    update_s: float
+    update_wait_s: float
+
+
+def seconds_of(chunk_groups: Sequence[ChunkGroup]) -> Seconds:
+    """Of all chunk groups."""
+    ranks = (each.ranks for each in chunk_groups if each.ranks is not None)
+    return Seconds(
+        sum(each.gathering.wait_s for each in ranks if each.gathering is not None),
+        sum(float(each.pipeline.stats["busy_s"]) for each in chunk_groups),
+        sum(each.update_wait_s for each in chunk_groups),
+    )

@@ -110,9 +110,7 @@ class UpdateSchedule:
             return
         chunk_group, arrived = self._params.group(managed.chunk), [managed.chunk]
         if chunk_group.ranks is not None:
-            grad_reducer = chunk_group.ranks.grad_reducer
-            grad_reducer.finish_means()
-            arrived, grad_reducer.new_means = grad_reducer.new_means, []
+            arrived = chunk_group.ranks.grad_reducer.means.take_new()
         chunk_group.params.updates.finish(arrived)  # of the last step
         for chunk in arrived:
             self._note_final(chunk)
@@ -132,7 +130,7 @@ class UpdateSchedule:
         chunk_group = self._params.group(chunk)
         final = self._counts.are_final(chunk_group.grads.members(chunk))
         if chunk_group.ranks is not None:
-            final = final and chunk_group.ranks.grad_reducer.has_mean(chunk)
+            final = final and chunk_group.ranks.grad_reducer.means.has_mean(chunk)
         chunk_group.updates.set_final(chunk, final)
         return final
 
@@ -214,7 +212,7 @@ class UpdateSchedule:
         for chunk_group in self._params.chunk_groups:
             chunk_group.updates.end_step()
             if chunk_group.ranks is not None:
-                chunk_group.ranks.grad_reducer.new_means.clear()
+                chunk_group.ranks.grad_reducer.means.new.clear()
         self.finish_awaited()
 
     def _note_factor(self, members: Iterable[ManagedParam]) -> None:
@@ -246,7 +244,7 @@ class UpdateSchedule:
                     pass  # nothing of it was made
                 else:
                     is_right = table.hypers_of(members) == update.hypers
-                    if is_right or state.versions.holder is None:
+                    if is_right or not state.versions.leaves_commit:
                         params.updates.decide(chunk, is_right)
                     else:
                         # Made again by the pipeline alone, it would overwrite the old state.
@@ -311,7 +309,7 @@ class UpdateSchedule:
 
 def is_free(managed: ManagedParam) -> bool:
     """Whether nothing uses the parameter or has changed it, so that it can be updated or moved."""
-    return managed.uses == 0 and managed.is_at_home and not managed.changed_unnoticed
+    return managed.uses == 0 and managed.is_at_home and not managed.writes.are_unnoticed
 
 
 class GradCounts:

@@ -54,7 +54,7 @@ class AddedParams:
         self._find_frozen()
 
     def _find_frozen(self) -> None:
-        managed = self._engine.managed_params()
+        managed = self._engine.params.in_order()
         self._frozen = [m for m in managed if not m.chunk.trainable]
 
     def take_in_unfrozen(self) -> None:
@@ -65,7 +65,7 @@ class AddedParams:
         waiting = [m for m in self._frozen if m.param.requires_grad and is_free(m)]
         if not waiting:
             return
-        found = [m.param for m in waiting if self._engine.optimizer_of(m.param) is not None]
+        found = [m.param for m in waiting if self._engine.steps.optimizer_of(m.param) is not None]
         if found:
             self._add(found)
 
@@ -77,7 +77,7 @@ class AddedParams:
             HeteroError: ranks differ, or a parameter is in use.
             StoreError, NativeIoError: the file cannot be used. Nothing is changed in any case.
         """
-        self._engine.schedule.revoke_all()
+        self._engine.steps.schedule.revoke_all()
         wanted = [p for p in params if p.numel() and can_train(p)]
         names = {id(p): name for name, p in self._engine.model.named_parameters()}
         facts = {
@@ -101,11 +101,11 @@ class AddedParams:
 
     def _add(self, params: Sequence[torch.nn.Parameter]) -> None:
         engine = self._engine
-        engine.schedule.wait_all()
-        engine.schedule.wait_copied()
+        engine.steps.schedule.wait_all()
+        engine.steps.schedule.wait_copied()
         _on_all_ranks(engine.world, "make room for", self._charge_unmanaged)
-        for optimizer in engine.optimizers:
-            mine = [p for p in params if engine.optimizer_of(p) is optimizer]
+        for optimizer in engine.steps.optimizers:
+            mine = [p for p in params if engine.steps.optimizer_of(p) is optimizer]
             if mine:
                 groups = _make_chunk_groups(engine, engine.model, mine, optimizer.dtypes)
                 engine.take_over(groups)
@@ -135,11 +135,11 @@ def _make_chunk_groups(
     by_index = {s.index: p for s, p in specs}
     facts = {s.name: f"{tuple(p.shape)}, requires_grad={p.requires_grad}" for s, p in specs}
     engine.world.require_equal(facts, "the parameters that come to the optimizer")
-    if engine.loss_scale.dynamic:
+    if engine.shared.loss_scale.dynamic:
         _refuse_scaled(specs)
     # A number for each element, of the new ones after all others.
-    first_number = dict(engine.first_number)
-    end = max(first_number[m.slice.param.index] + m.numel for m in engine.managed_params())
+    first_number = dict(engine.params.first_number)
+    end = max(first_number[m.slice.param.index] + m.numel for m in engine.params.in_order())
     for spec, _ in specs:
         if spec.index not in first_number:
             first_number[spec.index] = end
@@ -166,11 +166,11 @@ def _make_chunk_groups(
         ]
         if early is not None:
             # What is under way in one chunk group must not meet another one's backward.
-            engine.grad_intake.average(force=True)
+            engine.steps.grad_intake.average(force=True)
             for chunk_group in engine.chunk_groups:
                 chunk_group.begin_reducing_at_end()
         resources.pop_all()
-    engine.first_number.update(first_number)
+    engine.params.first_number.update(first_number)
     return chunk_groups
 
 
@@ -251,7 +251,7 @@ def _specs(
     names = {id(p): name for name, p in model.named_parameters()}
     group_of = groups_of(model, engine.config.debugging.shard_strategy)
     found = []
-    next_index = len(engine.first_number)
+    next_index = len(engine.params.first_number)
     for param in dict.fromkeys(params):
         known = engine.params.known(param)
         group = group_of.get(id(param))

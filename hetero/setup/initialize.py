@@ -213,7 +213,7 @@ def _check_commits(config: Config, optimizers: Sequence[HybridOptimizer]) -> Non
 def _are_initialized(model: torch.nn.Module, optimizers: Sequence[object]) -> bool:
     """Whether all are connected to the model's engine already."""
     engines = [each._engine for each in optimizers if isinstance(each, HybridOptimizer)]
-    found = [engine for engine in engines if engine is not None and engine.is_of(model)]
+    found = [engine for engine in engines if engine is not None and engine.lifetime.is_of(model)]
     return len(found) == len(optimizers) > 0
 
 

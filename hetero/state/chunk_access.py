@@ -22,7 +22,7 @@ from hetero.state.managed_param import ManagedParam, ParamState
 from hetero.state.memory.homes import Homes
 from hetero.state.param_updates import ParamUpdates
 from offload import timeline
-from offload.errors import StaleGraphError
+from offload.errors import HeteroError, StaleGraphError
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class ChunkAccess:
         assert slot is not None
         self._chunk_of_slot[slot] = chunk
         copy = self.copies.cache.tensor(chunk.id, self.copies.dtype)
-        if self._prefetch and not (agreed is not None and agreed.leads):
+        if self._prefetch and not (agreed is not None and agreed.uses.leads):
             # Not chunks whose update is not written yet: starting to read one waits until it is.
             self.copies.cache.prefetch(PREFETCH_CHUNKS, self._is_being_updated)
         return copy
@@ -158,7 +158,7 @@ class ChunkAccess:
                     self._wait_usable(managed.chunk)
                 else:
                     copy = self.flat(managed.chunk)
-                    managed.require_unwritten()
+                    _require_unwritten(managed)
             managed.begin_use(copy)
             if copy is not None:
                 state = self._chunks[managed.chunk.id]
@@ -297,3 +297,17 @@ class ChunkAccess:
         """Drops the pins on gathered copies; the engine is closing."""
         for state in self._chunks:
             state.used = None
+
+
+def _require_unwritten(managed: ManagedParam) -> None:
+    """Raises HeteroError, once, if something was written while the values were not here.
+
+    That was a view, with a gradient, of a copy of the parameter.
+    """
+    if managed.writes.are_unnoticed:
+        managed.writes.note()
+        raise HeteroError(
+            f"{managed.name} was written to through a view that had been taken while its values "
+            f"were not in memory; that write is lost: write to the parameter itself, or to a view "
+            f"of {managed.name}.data"
+        )

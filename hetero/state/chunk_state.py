@@ -19,7 +19,6 @@ be made. A chunk also has *versions* of its state in the scratch file (chunk_ver
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -69,32 +68,23 @@ class Done:
     is_awaited: bool
 
 
-class Holder(enum.Enum):
-    """Who needs the state that the next update of a chunk reads, so that it must leave it."""
-
-    COMMIT = "the last commit has it"
-    UNDO = "optimizer.undo_last_step() brings it back"
-
-
 @dataclass(eq=False)
 class FileVersions:
     """What the scratch file has of a chunk beside the extents in use.
 
     Attributes:
         spare: by kind the second extent, which updates write that leave what they read.
-        holder: who needs what the next update reads; None: nobody.
+        leaves_commit: the last commit has what the next update reads, so that must leave it.
         changed: whether the state in use is another one than the last commit has.
         copies: by kind, of what has its home in memory, the offsets of two extents; the last commit
             has the first one, unless none has `copied` it since it has its home in memory.
-        committed_at: by kind, where the last commit has what had its home in the file.
     """
 
     spare: dict[StateKind, Extent] = field(default_factory=dict)
-    holder: Holder | None = None
+    leaves_commit: bool = False
     changed: bool = True
     copies: dict[StateKind, tuple[int, int]] = field(default_factory=dict)
     copied: set[StateKind] = field(default_factory=set)
-    committed_at: dict[StateKind, int] = field(default_factory=dict)
 
 
 @dataclass

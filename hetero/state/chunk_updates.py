@@ -152,7 +152,7 @@ class ChunkUpdates:
             state.versions.changed = True
             if confirmed:
                 self.versions.swap(chunk)
-                state.versions.holder = None
+                state.versions.leaves_commit = False
             state.update = Submitted(members, is_awaited, is_remade=not confirmed)
 
     def take_back(self, chunk: Chunk) -> bool:

@@ -1,14 +1,15 @@
 """The versions of chunks' state in the scratch file: the one in use, and one that somebody needs.
 
 An update that must leave what it reads writes to the chunk's spare extents, and these are in use
-from then on. So a speculative update can be taken back, the last commit stays as it is, and a step
-can be undone. There are two extents of each kind and chunk, so one of these at a time.
+from then on. So a speculative update can be taken back, and the last commit stays as it is. There
+are two extents of each kind and chunk, so one of these at a time.
 
 A speculative update (bf16, Adam) writes 12 bytes an element in place of 10: parameters in RAM
-change in place, and their old bits go to the spare extent. With undoable_steps each step writes
-optimizer state and parameters of all chunks that it updates exactly once, also what buffers or RAM
-would keep unwritten from step to step; reads stay as they are. Optimizer state in RAM is written
-before it is updated in place, and step() waits for that.
+change in place, and their old bits go to the spare extent. So whoever reads values in RAM takes the
+update back (ChunkUpdates.revoke()), while the file has both versions. A second version in RAM would
+cost 2 bytes an element of all chunks, on which budgets do not count, and would be in vain: tensors
+of the user's that alias a resident parameter view its home, and must see the step that is
+confirmed, so it is the home that has to change. And few read between a gradient and its step.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import NamedTuple
 
 from hetero.chunks.dtypes import Dtypes
 from hetero.chunks.layout import Chunk, Layout
-from hetero.state.chunk_state import ChunkState, Holder, Speculative, Submitted
+from hetero.state.chunk_state import ChunkState, Speculative, Submitted
 from hetero.state.committed import CommittedState
 from hetero.state.memory.file_layout import extent_size, name_of
 from hetero.state.memory.homes import Homes
@@ -51,9 +52,8 @@ class ChunkVersions:
     """For each chunk a second extent of OPTIM_STATE and one of PARAM, beside those in use.
 
     swap() makes the spare extents those in use. Of what is in RAM, which an update changes in
-    place, the spare extents have the old bits: those of parameters are written with the update, and
-    _save() writes all where optimizer state is in RAM, too. Extents are allocated when a chunk
-    first needs them, and kept.
+    place, the spare extents have the old bits, which are written with the update. Extents are
+    allocated when a chunk first needs them, and kept.
 
     Attributes:
         committed: what commits have, of a durable state; else None.
@@ -87,8 +87,8 @@ class ChunkVersions:
         is in the file, and its parameters are there or in RAM."""
         return chunk not in self._optim_states and not self._params.on_device(chunk)
 
-    def reserve_all(self, option: str) -> None:
-        """Allocates the extents of all chunks that are trained, which `option` needs.
+    def reserve_all(self) -> None:
+        """Allocates the extents of all chunks that are trained, which a durable state needs.
 
         Raises BudgetError, with nothing allocated, if there is no room for them.
         """
@@ -102,8 +102,8 @@ class ChunkVersions:
             self._file.reserve(nbytes)
         except (BudgetError, StoreError, NativeIoError) as error:
             raise BudgetError(
-                f"{option} needs another {format_bytes(nbytes)} on NVMe, for the state from before "
-                f"a step, and there is no room: {error}"
+                f"durable=True needs another {format_bytes(nbytes)} on NVMe, for the state from "
+                f"before a step, and there is no room: {error}"
             ) from None
         for chunk in trained:
             self._spare(chunk).update(self._allocate(chunk))
@@ -123,9 +123,9 @@ class ChunkVersions:
             self._is_full = True
             self._file.note(
                 [
-                    f"updates of some chunks wait for optimizer.step(), and steps cannot be undone "
-                    f"that change them: either needs a second place on NVMe for their state, and "
-                    f"there is no room: {error}"
+                    f"updates of some chunks wait for optimizer.step(), because during backward "
+                    f"they need a second place on NVMe for their state, and there is no room: "
+                    f"{error}"
                 ]
             )
             return False
@@ -157,18 +157,6 @@ class ChunkVersions:
             state.versions.spare.clear()
         self._is_full = False
 
-    def _save(self, chunk: Chunk) -> None:
-        """Writes parameters and optimizer state that are in RAM, before an update changes them.
-
-        Raises NativeIoError.
-        """
-        writes = [
-            self._file.write(homes.address(chunk, 0), nbytes, offset)
-            for homes, nbytes, offset in self._in_ram(chunk)
-        ]
-        for write in writes:
-            write.wait()
-
     def _in_ram(self, chunk: Chunk) -> list[tuple[Homes, int, int]]:
         """Of each kind that is in RAM its homes, its bytes, and where the spare extent begins."""
         return [
@@ -180,14 +168,14 @@ class ChunkVersions:
     def offsets(self, state: ChunkState) -> list[TileOffsets]:
         """Where the update of each tile that is about to be submitted writes, and reads, in the
         file beside the extents in use."""
-        chunk, update, holder = state.chunk, state.update, state.versions.holder
+        chunk, update = state.chunk, state.update
         is_guess = isinstance(update, Speculative)
         is_remade = isinstance(update, Submitted) and update.is_remade
-        leaves = is_guess or holder is not None
+        leaves = is_guess or state.versions.leaves_commit
         if not (leaves or is_remade):
             return [TileOffsets()] * chunk.slots
         in_ram = chunk in self._params
-        is_saved = in_ram and (is_guess or is_remade or holder is Holder.UNDO)
+        is_saved = in_ram and (is_guess or is_remade)
         param_to, state_to = (
             [self._spare(chunk)[kind].offset + tile * nbytes for tile in range(chunk.slots)]
             for kind, nbytes in self._tile_bytes.items()
@@ -272,8 +260,7 @@ class ChunkVersions:
         Raises BudgetError if there is no room for what it writes, and what a commit has met.
         """
         if self._begin_leaving_commit(chunk):
-            versions = self._chunks[chunk.id].versions
-            versions.holder = versions.holder or Holder.COMMIT
+            self._chunks[chunk.id].versions.leaves_commit = True
 
     def _begin_leaving_commit(self, chunk: Chunk) -> bool:
         """Whether the last commit has extents in use; the spare ones are reserved then."""
@@ -303,41 +290,9 @@ class ChunkVersions:
             self.swap(chunk)
         state.versions.changed = True
 
-    def keep_old_state(self, chunk: Chunk) -> bool:
-        """Keeps what the next update of the chunk changes in the spare extents; returns whether
-        there is room for it.
-
-        Optimizer state in the file is left by the update. What is in RAM is written now, unless the
-        update does that. Raises NativeIoError.
-        """
-        leaves = self.can_leave(chunk)
-        in_ram = chunk in self._params and not self._params.on_device(chunk)
-        if not (leaves or in_ram) or not self._reserve(chunk):
-            return False
-        if not leaves:
-            self._save(chunk)
-        elif self._commit_has_spare(chunk):
-            return False
-        else:
-            self._chunks[chunk.id].versions.holder = Holder.UNDO
-        return True
-
     def note_submitted(self) -> None:
         """The step's last updates are submitted: what they leave is not in use any more."""
         for state in self._chunks:
-            if state.versions.holder is not None:
+            if state.versions.leaves_commit:
                 self.swap(state.chunk)
-                state.versions.holder = None
-
-    def forget_old_state(self) -> None:
-        """The next updates need not leave anything."""
-        for state in self._chunks:
-            state.versions.holder = None
-
-    def bring_old_state(self, chunk: Chunk) -> None:
-        """What the chunk's last update has changed is again as it was before; it is finished, and
-        buffers keep nothing of it. Raises NativeIoError."""
-        self.swap(chunk)
-        self.restore(chunk)
-        if self.committed is not None:
-            self.committed.note_undone(chunk)
+                state.versions.leaves_commit = False

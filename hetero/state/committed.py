@@ -56,18 +56,6 @@ class CommittedState:
         self._layout, self._dtypes, self._homes, self._file = layout, dtypes, homes, file
         self._chunks = chunks
 
-    def note_undone(self, chunk: Chunk) -> None:
-        """A step of the chunk was undone: the extents in use are those from before it.
-
-        If they are the last commit's, that is what the chunk has, and they must not be written to.
-        """
-        versions = self._chunks[chunk.id].versions
-        in_file = [kind for kind in self._kinds(chunk) if chunk not in self._homes[kind]]
-        versions.changed = not in_file or any(
-            self._homes[kind].extents[chunk.id].offset != versions.committed_at.get(kind)
-            for kind in in_file
-        )
-
     def is_in_file(self, chunk: Chunk) -> bool:
         """Whether some of what commits have of the chunk has its home in the file."""
         return any(chunk not in self._homes[kind] for kind in self._kinds(chunk))
@@ -123,13 +111,11 @@ class CommittedState:
         found = []
         for state in self._chunks:
             chunk, versions = state.chunk, state.versions
-            versions.committed_at.clear()
             offsets: dict[StateKind, int] = {}
             copied = []
             for kind in self._kinds(chunk):
                 if chunk not in self._homes[kind]:
                     offsets[kind] = self._homes[kind].extents[chunk.id].offset
-                    versions.committed_at[kind] = offsets[kind]
                     continue
                 last, other = versions.copies[kind]
                 if versions.changed or kind not in versions.copied:

@@ -28,11 +28,6 @@ class LossScale:
         """What the gradients that backward gives are to be multiplied by."""
         return 1.0 / self.value
 
-    def restore(self, before: LossScale) -> None:
-        """Undoes update(): all is as in `before`, a copy."""
-        self.value, self.good_steps = before.value, before.good_steps
-        self.skipped_steps = before.skipped_steps
-
     def update(self, overflow: bool) -> None:
         """Follows one step."""
         if not self.dynamic:

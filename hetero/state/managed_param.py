@@ -61,6 +61,50 @@ def refuse_managed(param: torch.Tensor, name: str) -> None:
         )
 
 
+class ParamWrites:
+    """Counts the changes of a parameter by torch's version counter, which autograd compares."""
+
+    def __init__(self, param: torch.nn.Parameter) -> None:
+        """No change is known."""
+        self._param = param
+        self._known = 0  # the counter when the parameter was last changed by the engine
+        self._own = 0  # changes that are no writes: updates and moves
+        self._before: Any = None  # brings back the counter from before a revocable change
+
+    @property
+    def count(self) -> int:
+        """How often the parameter was written to in place, but for updates and moves."""
+        with torch._C.DisableTorchFunction():  # which a parameter's class is asked by
+            return self._param._version - self._own
+
+    @property
+    def are_unnoticed(self) -> bool:
+        """Whether user code has written to the parameter in place outside gathered()."""
+        with torch._C.DisableTorchFunction():
+            return self._param._version != self._known
+
+    def note(self) -> None:
+        """The parameter was changed in a way that has reached its home, or will."""
+        with torch._C.DisableTorchFunction():
+            self._known = self._param._version
+
+    def end_graphs(self, revocable: bool = False) -> None:
+        """A backward that has saved the parameter itself, and no view of it, fails from here on;
+        if that is `revocable`, until revoke()."""
+        if revocable:
+            keep = torch.autograd._unsafe_preserve_version_counter  # type: ignore[attr-defined]
+            self._before = keep(self._param)
+        torch.autograd.graph.increment_version(self._param)
+        self._own += 1
+
+    def revoke(self) -> None:
+        """Such a backward may go on: the values are as before end_graphs()."""
+        self._before.__exit__()
+        self._before = None
+        self._own -= 1
+        self.note()
+
+
 @dataclass(eq=False)
 class ManagedParam:
     """A parameter, its place in a chunk, and its state; nothing else assigns `param.data`.
@@ -80,6 +124,7 @@ class ManagedParam:
     stand_in: torch.Tensor = field(init=False)
     was_frozen: bool = field(init=False)  # needed no gradient when it got its place
     absent_grad: GradPlaceholder = field(init=False)
+    writes: ParamWrites = field(init=False, repr=False)
     grad_factor: float = 1.0
     grad_ops: GradOps | None = field(default=None, repr=False)
     # What `param.data` is, unless user code has pointed it elsewhere (see is_at_home).
@@ -87,11 +132,7 @@ class ManagedParam:
     # Modules, torch functions and gathered() blocks that use the values now.
     uses: int = field(init=False, default=0)
     _address: int = field(init=False, default=0)  # of what the last transition made param.data
-    _version: int = field(init=False, default=0)  # of the parameter, when it was last changed here
     _guarded: bool = field(init=False, default=False)  # every use counts for itself
-    _own_changes: int = field(init=False, default=0)  # of the version: updates and moves
-    # What brings the version back that the parameter had before the update.
-    _version_before: Any = field(init=False, default=None, repr=False)
 
     def __post_init__(self) -> None:
         shape, self.numel = self.param.shape, self.slice.param.numel
@@ -99,6 +140,7 @@ class ManagedParam:
         self.stand_in = nan.expand(shape)
         self.was_frozen = not self.param.requires_grad
         self.absent_grad = GradPlaceholder.of(self, self.dtype, self.device)
+        self.writes = ParamWrites(self.param)
 
     @property
     def name(self) -> str:
@@ -115,10 +157,6 @@ class ManagedParam:
         """The chunk holds a gradient of it from now on."""
         with torch._C.DisableTorchFunction():
             self.param.grad = self.absent_grad
-
-    def let_change_grad(self, ops: GradOps) -> None:
-        """What user code does to the gradient's placeholder goes to `ops`; called once."""
-        self.grad_ops = ops
 
     # Transitions
 
@@ -141,16 +179,18 @@ class ManagedParam:
 
         A backward that was recorded before fails from here on.
         """
-        self._end_graphs()
+        self.writes.end_graphs()
         self._become(ParamState.UNPLACED, self.stand_in, ParamState.UNPLACED)
 
-    def place(self, home: torch.Tensor | None) -> None:
+    def place(self, home: torch.Tensor | None, grad_ops: GradOps) -> None:
         """UNPLACED -> RESIDENT or OFFLOADED: the parameter has got a home.
 
-        `home` is the whole chunk's, flat, if it is where compute happens; else None.
+        `home` is the whole chunk's, flat, if it is where compute happens; else None. What user code
+        does to the gradient's placeholder goes to `grad_ops`.
         """
+        self.grad_ops = grad_ops
         self._go_home(home, ParamState.UNPLACED)
-        self.note_change()
+        self.writes.note()
 
     def _go_home(self, home: torch.Tensor | None, *allowed: ParamState) -> None:
         if home is None:
@@ -169,19 +209,6 @@ class ManagedParam:
             self._become(ParamState.GATHERED, self.part_of(copy), ParamState.OFFLOADED)
         self.uses += 1
 
-    def require_unwritten(self) -> None:
-        """Raises HeteroError, once, if something was written while the values were not here.
-
-        That was a view, with a gradient, of a copy of the parameter.
-        """
-        if self.changed_unnoticed:
-            self.note_change()
-            raise HeteroError(
-                f"{self.name} was written to through a view that had been taken while its values "
-                f"were not in memory; that write is lost: write to the parameter itself, or to a "
-                f"view of {self.name}.data"
-            )
-
     def end_use(self) -> bool:
         """Undoes one begin_use(); GATHERED -> OFFLOADED with the last one.
 
@@ -193,8 +220,8 @@ class ManagedParam:
         if self.uses or self.state is not ParamState.GATHERED:
             return False
         self._become(ParamState.OFFLOADED, self.stand_in, ParamState.GATHERED)
-        changed = self.changed_unnoticed
-        self.note_change()
+        changed = self.writes.are_unnoticed
+        self.writes.note()
         return changed
 
     @contextmanager
@@ -215,20 +242,15 @@ class ManagedParam:
         finally:
             if self.state is ParamState.COPIED:  # (the engine may have been closed in the block)
                 self._become(state, before, ParamState.COPIED)
-                self.note_change()
+                self.writes.note()
 
     def note_update(self) -> None:
         """RESIDENT or OFFLOADED: an update changes the home, and step() waits for it.
 
         A backward over the old values fails from here on, as after an update in place.
         """
-        self._end_graphs()
-        self.note_change()
-
-    def _end_graphs(self) -> None:
-        """A backward that has saved the parameter itself, and no view of it, fails from here on."""
-        torch.autograd.graph.increment_version(self.param)
-        self._own_changes += 1
+        self.writes.end_graphs()
+        self.writes.note()
 
     def begin_update(self, revocable: bool = False) -> None:
         """RESIDENT or OFFLOADED -> UPDATING: its values must not be read until end_update().
@@ -237,12 +259,9 @@ class ManagedParam:
         follow instead.
         """
         assert self.uses == 0, self.name
-        if revocable:
-            keep = torch.autograd._unsafe_preserve_version_counter  # type: ignore[attr-defined]
-            self._version_before = keep(self.param)
-        self._end_graphs()
+        self.writes.end_graphs(revocable)
         self._become(ParamState.UPDATING, self.stand_in, ParamState.RESIDENT, ParamState.OFFLOADED)
-        self.note_change()
+        self.writes.note()
 
     def end_update(self, home: torch.Tensor | None) -> None:
         """UPDATING -> RESIDENT or OFFLOADED: the update is made. Idempotent; `home` as in place().
@@ -251,7 +270,7 @@ class ManagedParam:
         """
         if self.state is ParamState.UPDATING:
             self._go_home(home, ParamState.UPDATING)
-            self.note_change()
+            self.writes.note()
 
     def revoke_update(self, home: torch.Tensor | None) -> None:
         """UPDATING -> RESIDENT or OFFLOADED: its home has the values from before begin_update().
@@ -259,19 +278,7 @@ class ManagedParam:
         So a backward that has saved the parameter may go on. `home` as in place().
         """
         self._go_home(home, ParamState.UPDATING)
-        self._version_before.__exit__()
-        self._version_before = None
-        self._own_changes -= 1
-        self.note_change()
-
-    def undo_update(self) -> None:
-        """RESIDENT or OFFLOADED: its home has the values from before its last update again.
-
-        It counts as a write, because the update's number, which tells graphs apart, comes again.
-        """
-        torch.autograd.graph.increment_version(self.param)
-        self.note_change()
-        self.step -= 1
+        self.writes.revoke()
 
     def begin_move(self) -> None:
         """RESIDENT -> MOVING, so that the home's pins show whether another tensor views it."""
@@ -286,8 +293,8 @@ class ManagedParam:
         """
         self._go_home(home, ParamState.MOVING, ParamState.OFFLOADED)
         if moved:
-            self._end_graphs()
-            self.note_change()
+            self.writes.end_graphs()
+            self.writes.note()
 
     def retire(self) -> None:
         """The parameter has moved to another chunk group, which has a ManagedParam of its own."""
@@ -307,38 +314,15 @@ class ManagedParam:
         return at_home and not self.is_moved
 
     @property
-    def is_in_place(self) -> bool:
-        """Whether it is at home or UPDATING, and user code has not pointed it elsewhere."""
-        at_home = self.state in (ParamState.RESIDENT, ParamState.OFFLOADED, ParamState.UPDATING)
-        return at_home and not self.is_moved
-
-    @property
     def is_moved(self) -> bool:
         """Whether user code has pointed `param.data` elsewhere, as model.to() does."""
         with torch._C.DisableTorchFunction():
             return self.param.data_ptr() != self._address
 
-    def note_change(self) -> None:
-        """The parameter was changed in a way that has reached its home, or will."""
-        with torch._C.DisableTorchFunction():
-            self._version = self.param._version
-
     @property
     def version(self) -> tuple[int, int]:
         """Differs after every change of the values."""
-        return self.step, self.writes
-
-    @property
-    def writes(self) -> int:
-        """How often it was written to in place, but for updates."""
-        with torch._C.DisableTorchFunction():
-            return self.param._version - self._own_changes
-
-    @property
-    def changed_unnoticed(self) -> bool:
-        """Whether user code has written to the parameter in place outside gathered()."""
-        with torch._C.DisableTorchFunction():
-            return self.param._version != self._version
+        return self.step, self.writes.count
 
     # Its elements
 

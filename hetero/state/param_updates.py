@@ -103,20 +103,6 @@ class ParamUpdates:
                     m.end_update(home)
                 self._updates.finish(chunk)  # last, so that all of it is done again after Ctrl-C
 
-    def undo(self, chunk: Chunk, members: Sequence[ManagedParam]) -> None:
-        """The chunk's last update, of `members`, is undone: its old state comes back.
-
-        It is finished, and nobody uses the parameters. For those who have values or graphs this is
-        a write. Then all ranks call gather(). Raises NativeIoError.
-        """
-        self._updates.versions.snapshots.wait(chunk)
-        self.versions.change(chunk)
-        self._copies.discard(chunk)
-        self._updates.versions.bring_old_state(chunk)
-        for m in members:
-            m.undo_update()
-        self.versions.publish(chunk)
-
     # Where homes are whole
 
     def begin_gathers(self, chunks: Iterable[Chunk]) -> None:

@@ -132,8 +132,6 @@ def test_bad_chunk_sizes_come_with_one_that_works(bad):
         ("prefetch", "no"),
         ("prefetch", "false"),
         ("prefetch", None),
-        ("undoable_steps", 1),
-        ("undoable_steps", "yes"),
         ("nvme_path", 5),
         ("nvme_path", []),
         ("nvme_path", ["a", 5]),
@@ -317,17 +315,3 @@ class TestMake:
         with pytest.raises(ValueError, match="known: ") as refusal:
             Config.make(zzz=1)
         assert all(field.name in str(refusal.value) for field in dataclasses.fields(Config))
-
-
-def test_steps_can_be_undone_only_where_old_state_can_be_kept(tmp_path):
-    with pytest.raises(ValueError, match="undoable_steps=True needs nvme_path"):
-        Config(undoable_steps=True, placement_policy="cpu")
-    device = {"backend": "emulated", "device_memory": "1GiB"}
-    for policy in ("auto", "cuda", "nvme", "cpu"):
-        options = {"undoable_steps": True, "placement_policy": policy, "nvme_path": str(tmp_path)}
-        if policy in ("auto", "cuda"):
-            with pytest.raises(ValueError, match=r"home on the device.* instead of '" + policy):
-                Config(**options, **device)
-        else:
-            assert Config(**options, **device).undoable_steps
-    assert Config(undoable_steps=True, nvme_path=str(tmp_path)).undoable_steps

@@ -13,7 +13,7 @@ from offload import _native
 
 def with_grads(engine: Engine) -> list[ManagedParam]:
     """The parameters that have gradients, in the model's order."""
-    return [m for m in engine.managed_params() if m.has_grad]
+    return [m for m in engine.params.in_order() if m.has_grad]
 
 
 def fresh_sum(engine: Engine, managed: ManagedParam) -> float:

@@ -54,7 +54,7 @@ class Stack(nn.Module):
 
 def latest(engine: hetero.Engine) -> Forward:
     """The last forward whose calls have been made."""
-    calls: Any = engine.recompute._calls
+    calls: Any = engine.watch.recompute._calls
     assert calls is not None
     return calls._forward if calls._forward.costs else calls.latest
 
@@ -89,8 +89,8 @@ def recomputing_steps(
         if optimizer.engine.config.recompute != "none":
             again.append(list(latest(optimizer.engine).recomputed))
         gathers = optimizer.engine.chunk_groups[0].params.agreed_gathers
-        if gathers is not None and gathers._progress is not None:
-            deviations.append(gathers._progress.deviations)
+        if gathers is not None and gathers.uses.progress is not None:
+            deviations.append(gathers.uses.progress.deviations)
         optimizer.step()
         optimizer.zero_grad()
     found += hetero.masters(model.parameters())

@@ -74,7 +74,7 @@ def test_masters_equal_the_documented_adam_exactly(
         param.register_hook(lambda grad, index=index: gradients.__setitem__(index, grad.clone()))
 
     for tokens in batches(4):
-        scale = optimizer.engine.loss_scale.value
+        scale = optimizer.engine.shared.loss_scale.value
         optimizer.backward(model(input_ids=tokens, labels=tokens).loss)
         norm = optimizer.engine.grad_norm(params)
         clip = min(1.0, 0.5 / (norm + 1e-6))

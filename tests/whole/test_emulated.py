@@ -324,7 +324,7 @@ def test_parameters_are_absent_unless_on_the_device(tmp_path: Path) -> None:
         **emulated(tmp_path, {"placement_policy": "auto", "device_memory": "1200KiB"}), dtype="bf16"
     )
     engine = optimizer.engine
-    for m in engine.managed_params():
+    for m in engine.params.in_order():
         on_device = engine.placement.param[m.chunk.id] is Tier.DEVICE
         assert engine.params.is_resident(m.chunk) == on_device
         assert isinstance(m.param, AbsentParameter) == (not on_device)

@@ -117,8 +117,8 @@ def test_a_step_without_gradients_changes_nothing(net: Callable) -> None:
     optimizer.zero_grad()
     optimizer.step(lambda: 0.0)
     assert all(map(torch.equal, hetero.masters(model.parameters()), before))
-    assert optimizer.engine.loss_scale.good_steps == 0
-    assert optimizer.engine.loss_scale.value == 65536.0
+    assert optimizer.engine.shared.loss_scale.good_steps == 0
+    assert optimizer.engine.shared.loss_scale.value == 65536.0
     optimizer.engine.close()
 
 
@@ -176,7 +176,7 @@ def test_interruption_of_a_forward_is_unwound(net: Callable) -> None:
     loss_of(model).backward()
     optimizer.step()
     assert torch._C._len_torch_function_stack() == 0
-    assert optimizer.engine.params.pinned_copies() == 0
+    assert sum(g.params.copies.pinned() for g in optimizer.engine.chunk_groups) == 0
     optimizer.engine.close()
 
 

@@ -66,7 +66,7 @@ def test_frozen_parameters_have_no_record_and_keep_their_values(tmp_path: Path) 
     with hetero.ZeroInitContext(placement_policy="nvme", dtype="bf16", nvme_path=str(tmp_path)):
         model = Frozen()
     model, optimizer = hetero.initialize(model, hetero.HybridAdam(model.parameters()))
-    frozen = [m for m in optimizer.engine.managed_params() if not m.chunk.trainable]
+    frozen = [m for m in optimizer.engine.params.in_order() if not m.chunk.trainable]
     assert [m.name for m in frozen] == ["base.weight", "base.bias"]
     assert all(optimizer.engine.placement.optim_state[m.chunk.id] is None for m in frozen)
     before = model.base.weight.clone()
@@ -144,7 +144,7 @@ def test_checkpoints_with_a_torch_that_cannot_tell_about_hooks(
             model = Checkpointed(reentrant)
         model, optimizer = hetero.initialize(model, hetero.HybridAdam(model.parameters()))
         assert not all(
-            optimizer.engine.params.is_resident(m.chunk) for m in optimizer.engine.managed_params()
+            optimizer.engine.params.is_resident(m.chunk) for m in optimizer.engine.params.in_order()
         )
         (model(torch.linspace(-1, 1, 128).view(2, 64)) ** 3).sum().backward()
         optimizer.step()

@@ -58,7 +58,7 @@ def managed(policy: str, tmp_path: Path) -> Made:
         least = smallest_host_memory(lambda: attempt(96 << 10)) if policy == "nvme" else None
         model, optimizer = attempt(None if least is None else least + more_bytes)
         engine = optimizer.engine
-        absent = [m for m in engine.managed_params() if not engine.params.is_resident(m.chunk)]
+        absent = [m for m in engine.params.in_order() if not engine.params.is_resident(m.chunk)]
         assert bool(absent) == (policy == "nvme")
         return model, optimizer
 
@@ -289,7 +289,7 @@ def test_half_precision_skips_steps_that_overflow(managed: Made) -> None:
             optimizer.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
-        found = hetero.masters(model.parameters()), optimizer.engine.loss_scale.value
+        found = hetero.masters(model.parameters()), optimizer.engine.shared.loss_scale.value
         optimizer.engine.close()
         return found
 

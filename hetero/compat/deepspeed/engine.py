@@ -348,7 +348,7 @@ class DeepSpeedEngine(torch.nn.Module):
         self._check_managed("coalesce_grad_reduction")
         with self.no_sync():
             yield
-        self._optimizer.engine.grad_intake.average(force=True)
+        self._optimizer.engine.steps.grad_intake.average(force=True)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients; step() does that, too."""

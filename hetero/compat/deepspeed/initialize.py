@@ -104,7 +104,7 @@ def initialize(
 
 def _begin_rounded(engine: Engine) -> None:
     """Masters begin as the parameters do, in fp16 or bf16, with which DeepSpeed begins."""
-    trained = [m for m in engine.managed_params() if m.chunk.trainable]
+    trained = [m for m in engine.params.in_order() if m.chunk.trainable]
     write_parts(engine, trained, lambda piece: piece.set_master(piece.values.float()))
 
 

@@ -97,7 +97,7 @@ def safe_get_full_grad(param: torch.Tensor) -> Found:
     if engine is None:
         return param.grad
     found = grads(param)[0]
-    optimizer = engine.optimizer_of(param)
+    optimizer = engine.steps.optimizer_of(param)
     return found if found is None or optimizer is None else found.to(optimizer.dtypes.torch_grad)
 
 
@@ -107,7 +107,7 @@ def safe_set_full_grad(param: torch.Tensor, value: torch.Tensor) -> None:
     if engine is None:
         param.grad = value
     else:
-        engine.grad_factors.replace(engine.find(param), value.to(param.dtype))
+        engine.steps.grad_factors.replace(engine.find(param), value.to(param.dtype))
 
 
 def safe_update_full_grad_vectorized(

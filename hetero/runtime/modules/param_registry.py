@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_iter
 
 from hetero.chunk_groups.chunk_group import ChunkGroup
 from hetero.chunks.layout import Chunk
-from hetero.ranks.process_groups import ProcessGroups, error_that_ends_this_rank
+from hetero.ranks.process_groups import error_that_ends_this_rank
 from hetero.state.gathering.agreed_gathers import AgreedGathers, agree_on_gathers, begin_gathers
 from hetero.state.managed_param import ManagedParam, ParamState
 from offload.errors import ClosedError, HeteroError
@@ -31,12 +31,17 @@ class AddsParams(Protocol):
 
 
 class ParamRegistry:
-    """The managed parameters of an engine and the chunk groups that have them; more may come."""
+    """The managed parameters of an engine and the chunk groups that have them; more may come.
 
-    def __init__(self) -> None:
+    Attributes:
+        managed: by id() of the parameter.
+        first_number: by a parameter's index, the number of its first element in the model.
+    """
+
+    def __init__(self, first_number: Mapping[int, int]) -> None:
+        self.first_number = dict(first_number)
         self.chunk_groups: list[ChunkGroup] = []
-        self.managed: dict[int, ManagedParam] = {}  # by id() of the parameter
-
+        self.managed: dict[int, ManagedParam] = {}
         self.is_open = True
         self._damage = Damage()
         self._half_loaded = ""  # the checkpoint whose loading has begun and not ended
@@ -78,6 +83,10 @@ class ParamRegistry:
     def end_loading(self) -> None:
         """All values are of one checkpoint."""
         self._half_loaded = ""
+
+    def in_order(self) -> list[ManagedParam]:
+        """All managed parameters, in the model's order."""
+        return sorted(self.managed.values(), key=lambda m: m.slice.param.index)
 
     def known(self, param: torch.Tensor) -> ManagedParam | None:
         """The ManagedParam of a tensor; None if it is not managed."""
@@ -158,7 +167,7 @@ class ParamRegistry:
         tensors = (each for each in tree_iter(operands) if isinstance(each, torch.Tensor))
         stay = {*members, *map(self.known, tensors)}
         for managed, count in list(uses.items()):
-            gathered = managed.state is ParamState.GATHERED and not managed.changed_unnoticed
+            gathered = managed.state is ParamState.GATHERED and not managed.writes.are_unnoticed
             if gathered and managed.uses == count and managed not in stay:
                 aside[managed] = uses.pop(managed)
                 for _ in range(count):
@@ -206,7 +215,7 @@ class ParamRegistry:
         for managed in members:
             chunk_group = self.group(managed.chunk)
             resident = managed.state is ParamState.RESIDENT and not managed.is_moved
-            if resident and managed.changed_unnoticed and chunk_group.world.everyone is None:
+            if resident and managed.writes.are_unnoticed and chunk_group.world.everyone is None:
                 chunk_group.keep_written(managed, None)
 
     def finish_transfers(self, what: str, ends_step: bool = False) -> None:
@@ -226,8 +235,9 @@ class ParamRegistry:
         for chunk_group in self.chunk_groups:
             chunk_group.params.finish_transfers()
 
-    def leave(self, world: ProcessGroups) -> None:
+    def leave(self) -> None:
         """This rank makes nothing more with the others, but answers them until they leave, too."""
+        world = self.chunk_groups[0].world
         if world.everyone is None:
             return
         error = error_that_ends_this_rank()
@@ -266,10 +276,6 @@ class ParamRegistry:
         agreed = [g for group in found if (g := group.params.agreed_gathers) is not None]
         if shard is not None and agreed:
             begin_gathers(agreed, shard)
-
-    def pinned_copies(self) -> int:
-        """Gathered copies that some tensor views now."""
-        return sum(chunk_group.params.copies.pinned() for chunk_group in self.chunk_groups)
 
 
 def _refuse_recordings(managed: ManagedParam) -> None:

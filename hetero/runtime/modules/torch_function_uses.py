@@ -237,7 +237,7 @@ class TorchFunctionUses:
                 contexts.enter_context(m.as_copy(values))
             yield
             for m in members:
-                if m.changed_unnoticed:
+                if m.writes.are_unnoticed:
                     changed[m] = torch.Tensor.detach(m.param)
         for m, values in changed.items():
             self._params.keep_written(m, values)

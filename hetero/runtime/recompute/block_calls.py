@@ -34,6 +34,44 @@ _Key = tuple[int, Hashable]  # a block's kind, and its calls' kind
 _DIFFERED = "they have saved other values when they were"
 
 
+class CallKinds:
+    """What calls of each kind have shown: their costs, and which must not be made again.
+
+    Attributes:
+        seen: by kind, the latest that was seen of a call that was not to be computed again.
+    """
+
+    def __init__(self, notes: list[str]) -> None:
+        """None was seen. `notes` are lines for the user, to append to."""
+        self.seen: dict[_Key, CallCost] = {}
+        self._never: set[_Key] = set()  # kinds that change something when they are computed again
+        self._notes = notes
+
+    def may_repeat(self, key: _Key) -> bool:
+        """Whether no call of this kind has changed something."""
+        return key not in self._never
+
+    def keep_from_now_on(self, block: Block, key: _Key, why: str) -> None:
+        """No call like this one of the block is computed again, because of `why`."""
+        self._never.add(key)
+        self._note(f"{block.name} and blocks like it are not computed again in backward: {why}")
+
+    def note_odd(self, block: Block, arguments: Arguments, expected: Expected, room: int) -> None:
+        """Says why a call cannot be made again, where that would save something."""
+        odd = arguments.odd_one
+        if odd is not None and sum(cost.saved_bytes for cost in expected.costs) > room:
+            self._note(
+                f"{block.name} and blocks like it are not computed again in backward, because they "
+                f"are given a {type(odd).__name__}, which may have changed by then; for a cache of "
+                f"transformers, set model.config.use_cache = False"
+            )
+
+    def _note(self, line: str) -> None:
+        # Once, and not for each block: the name comes first.
+        if not any(line.split(" ", 1)[1] in other for other in self._notes):
+            self._notes.append(line)
+
+
 class BlockCalls:
     """Makes the calls of blocks, as decided for each, and knows what they have cost.
 
@@ -69,10 +107,7 @@ class BlockCalls:
         self._activations = activations
         self._policy = policy
         self._waits_s = waits_s
-        self._notes = notes
-        # By kind, the latest that was seen of a call that was not to be computed again.
-        self._seen: dict[_Key, CallCost] = {}
-        self._never: set[_Key] = set()  # kinds that change something when they are computed again
+        self._kinds = CallKinds(notes)
         self._generators: dict[str, list[Any]] = {}  # by block, those of random numbers
         self._steps = 0  # of the optimizer
         self._forward = Forward()
@@ -111,7 +146,7 @@ class BlockCalls:
         latest, made = self.latest, self._forward
         if latest.costs:
             return Expected(latest.costs, latest.other_bytes, made.held_bytes)
-        by_kind = {kind: cost for (kind, _), cost in self._seen.items()}
+        by_kind = {kind: cost for (kind, _), cost in self._kinds.seen.items()}
         later = [by_kind[b.kind] for b in self.blocks[len(made.costs) :] if b.kind in by_kind]
         return Expected(made.costs + later, None, made.held_bytes)
 
@@ -130,8 +165,8 @@ class BlockCalls:
         ):
             return plain(*args, **kwargs)
         forward, key = self._forward, (block.kind, state.kind)
-        seen, size_bytes = self._seen.get(key), arguments.size_bytes
-        is_repeatable = key not in self._never and arguments.odd_one is None
+        seen, size_bytes = self._kinds.seen.get(key), arguments.size_bytes
+        is_repeatable = self._kinds.may_repeat(key) and arguments.odd_one is None
         again, reach = False, None
         if seen is None or block.name not in self._generators:
             reach = Reach(module)
@@ -141,7 +176,8 @@ class BlockCalls:
             again = is_repeatable and self._policy.recomputes(
                 len(forward.costs), size_bytes, expected
             )
-            self._note_odd(block, arguments, expected)
+            room = self._activations.keepable_bytes
+            self._kinds.note_odd(block, arguments, expected, room)
         saved_bytes, waited_s = self._activations.counts.saved_bytes, self._waits_s()
         unchanged = _Unchanged(module, arguments)
         surroundings = call = None
@@ -157,13 +193,13 @@ class BlockCalls:
             forward_s = time.perf_counter() - began_s - (self._waits_s() - waited_s)
             if surroundings is not None:
                 surroundings.settle(module)
-            if key not in self._never:
+            if self._kinds.may_repeat(key):
                 why = self._changed(module, state, unchanged, reach)
                 if why is None and call is not None and not again and is_repeatable:
                     why = self._tried(block, call)
                 if why is not None:
                     is_repeatable = False
-                    self._keep_from_now_on(block, key, why)
+                    self._kinds.keep_from_now_on(block, key, why)
                     if again:
                         raise HeteroError(
                             f"{block.name} was to be computed again in backward (option "
@@ -181,7 +217,7 @@ class BlockCalls:
             share = size_bytes / seen.size_bytes if seen.size_bytes else 1.0
             cost = replace(seen.times(share), forward_s=forward_s, is_repeatable=is_repeatable)
         else:
-            self._seen[key] = cost
+            self._kinds.seen[key] = cost
         if forward is self._forward:
             forward.add(cost, again, saved_bytes)
         return output
@@ -204,7 +240,7 @@ class BlockCalls:
                 state.check(block.name, module, self._params.known, self._steps)
 
         def differed() -> HeteroError:
-            self._keep_from_now_on(block, (block.kind, state.kind), _DIFFERED)
+            self._kinds.keep_from_now_on(block, (block.kind, state.kind), _DIFFERED)
             return HeteroError(
                 f"{block.name} was computed again in backward (option recompute), and saves other "
                 f"values than it did in forward: it depends on something that is another one by "
@@ -254,10 +290,6 @@ class BlockCalls:
             )
         return _DIFFERED
 
-    def _keep_from_now_on(self, block: Block, key: _Key, why: str) -> None:
-        self._never.add(key)
-        self._note(f"{block.name} and blocks like it are not computed again in backward: {why}")
-
     def _is_ours(self) -> bool:
         return (
             torch.is_grad_enabled()
@@ -266,22 +298,6 @@ class BlockCalls:
             and torch._C._functorch.peek_interpreter_stack() is None
             and self._saved_tensors.are_alone
         )
-
-    def _note_odd(self, block: Block, arguments: Arguments, expected: Expected) -> None:
-        """Says why a call cannot be made again, where that would save something."""
-        odd = arguments.odd_one
-        saved_bytes = sum(cost.saved_bytes for cost in expected.costs)
-        if odd is not None and saved_bytes > self._activations.keepable_bytes:
-            self._note(
-                f"{block.name} and blocks like it are not computed again in backward, because they "
-                f"are given a {type(odd).__name__}, which may have changed by then; for a cache of "
-                f"transformers, set model.config.use_cache = False"
-            )
-
-    def _note(self, line: str) -> None:
-        # Once, and not for each block: the name comes first.
-        if not any(line.split(" ", 1)[1] in other for other in self._notes):
-            self._notes.append(line)
 
 
 class _Unchanged:

@@ -5,7 +5,7 @@ Of several ranks all do so together.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -27,6 +27,65 @@ _FIRST_STEPS = 2  # the first one does things that no other does
 _NO_LIMIT = (1 << 63) - 1  # bytes
 
 
+class ActivationShare:
+    """The RAM of saved tensors that nobody has chosen, because activation_memory is "auto".
+
+    They give back what steps do not need, and get what a step lacked, if model state can give way.
+
+    Attributes:
+        store: has the saved tensors.
+        given_back_bytes: by activations, until budgets are raised.
+    """
+
+    def __init__(self, store: ActivationStore, agree: Callable[..., int]) -> None:
+        """`agree` finds one number for all ranks."""
+        self.store = store
+        self._agree = agree
+        self._first_bytes = store.limits.host_bytes
+        self.given_back_bytes = 0
+        self._refused_bytes = 0  # that activations need, and for which there is no placement
+
+    def take_back(self) -> None:
+        """Activations give back what steps have not needed of the RAM that was left for them."""
+        limits = self.store.limits
+        wanted = self._agree(self.store.wanted_host_bytes, max, "activation_memory")
+        self.given_back_bytes += max(0, limits.host_bytes - wanted)
+        limits.host_bytes = min(limits.host_bytes, wanted)
+
+    def place_with_less(
+        self, refusal: PlacementError, left: int, place: Callable[[], list[Placement]]
+    ) -> list[Placement]:
+        """What `place` gives if activations have less, so that `left` bytes suffice for all.
+
+        Raises `refusal`, or another one, if even the least that they need is too much.
+        """
+        limits = self.store.limits
+        before = limits.host_bytes
+        least = self._agree(self.store.least_host_bytes, max, "activation_memory")
+        fits = left - (refusal.smallest_host_bytes - before)
+        if not least <= fits < before:
+            raise refusal
+        limits.host_bytes = fits
+        try:
+            return place()
+        except PlacementError:
+            limits.host_bytes = before
+            raise
+
+    def lacking(self) -> list[int]:
+        """Bytes that activations should have to be counted, if one was not for want of room, the
+        best first: steps have become larger."""
+        least = self._agree(self.store.counts.refused_host_bytes, max, "activation_memory")
+        wanted = self._agree(self.store.wanted_host_bytes, max, "activation_memory")
+        if least <= max(self.store.limits.host_bytes, self._refused_bytes):
+            return []
+        return [max(least, min(wanted, self._first_bytes)), least]
+
+    def note_refused(self, nbytes: int) -> None:
+        """There is no placement beside so many bytes; 0: there may be one again."""
+        self._refused_bytes = nbytes
+
+
 class BudgetMoves:
     """Chooses placements for other budgets, and moves homes there."""
 
@@ -39,34 +98,30 @@ class BudgetMoves:
         """Nothing has moved yet; `beside` measures what a process and a device hold beside model
         state, of which `activations` have a part that nobody chose if activation_memory is "auto".
         """
-        self._activations = activations
-        is_auto = relocation.shared.config.activation_limit == "auto"
-        self._adjustable = activations if is_auto else None
-        self._first_activation_bytes = 0 if activations is None else activations.limits.host_bytes
-        self._given_back_bytes = 0  # by activations, until budgets are raised
-        self._not_given_bytes = 0  # that activations need, and for which there is no placement
-        self._relocation = relocation
+        self._relocation, self._beside = relocation, beside
         self._chunk_groups, self._shared = relocation.chunk_groups, relocation.shared
-        self._config, self._ledger = self._shared.config, self._shared.ledger
         self._agree = relocation.world.agree
-        self._beside = beside
+        self._activations = activations
+        self._share: ActivationShare | None = None
+        if activations is not None and self._shared.config.activation_limit == "auto":
+            self._share = ActivationShare(activations, self._agree)
         self._first_chunk_groups = len(self._chunk_groups)
         self.changes: list[Change] = []
         self._steps = 0
         # Optimizer states are kept in RAM that the user has given.
-        self._keeps_optim_states = self._config.host_memory is not None
+        self._keeps_optim_states = self._shared.config.host_memory is not None
         self.limits = self._make_limits()
 
     def _make_limits(self) -> dict[Tier, MemoryLimit]:
         """All ranks have the same limits, or none: they ask each other when they have one."""
         found = {}
         for tier, own in (
-            (Tier.HOST, self._config.process_bytes(self._relocation.world.local_ranks)),
+            (Tier.HOST, self._shared.config.process_bytes(self._relocation.world.local_ranks)),
             (Tier.DEVICE, usable_device_bytes(self._shared.backend)),
         ):
             limit = self._agree(_NO_LIMIT if own is None else own, min, "a limit")
             if limit != _NO_LIMIT:
-                wanted = self._config.budget(tier) or limit
+                wanted = self._shared.config.budget(tier) or limit
                 found[tier] = MemoryLimit(tier, limit, wanted, self._beside)
         return found
 
@@ -115,14 +170,17 @@ class BudgetMoves:
         # What is charged may differ between ranks.
         promised = 0
         if tier is Tier.HOST and self._activations is not None:
-            self._take_back()
+            if self._share is not None:
+                self._share.take_back()
             limits = self._activations.limits
-            promised = max(0, limits.host_bytes - self._ledger.used(tier, Account.ACTIVATION))
+            promised = max(
+                0, limits.host_bytes - self._shared.ledger.used(tier, Account.ACTIVATION)
+            )
         if not agree(int(limit.passed(needed, peak, promised)), max, "a limit"):
             return None
         if tier is Tier.HOST:
             trim_heap()  # what the allocator keeps counts, too
-        before = self._ledger.budget_bytes[tier.value] or 0
+        before = self._shared.ledger.budget_bytes[tier.value] or 0
         refused: BudgetError | None = None
         for margin in (True, False):  # rather without one than not at all
             left = agree(limit.state_bytes(needed, margin), min, "a budget")
@@ -142,43 +200,20 @@ class BudgetMoves:
         try:
             return self._place(self._budgets({tier: left}))
         except PlacementError as refusal:
-            store = self._adjustable
-            if tier is not Tier.HOST or store is None:
+            if tier is not Tier.HOST or self._share is None:
                 raise
-            before = store.limits.host_bytes
-            least = self._agree(store.least_host_bytes, max, "activation_memory")
-            fits = left - (refusal.smallest_host_bytes - before)
-            if not least <= fits < before:
-                raise
-            store.limits.host_bytes = fits
-            try:
-                return self._place(self._budgets({tier: left}))
-            except PlacementError:
-                store.limits.host_bytes = before
-                raise
-
-    def _take_back(self) -> None:
-        """Activations give back what steps have not needed of the RAM that was left for them."""
-        if self._adjustable is None:
-            return
-        limits = self._adjustable.limits
-        wanted = self._agree(self._adjustable.wanted_host_bytes, max, "activation_memory")
-        self._given_back_bytes += max(0, limits.host_bytes - wanted)
-        limits.host_bytes = min(limits.host_bytes, wanted)
+            place = lambda: self._place(self._budgets({tier: left}))  # noqa: E731
+            return self._share.place_with_less(refusal, left, place)
 
     def _give_more(self) -> None:
-        """Activations get what they need to be counted, if one was not for want of room: steps
-        have become larger. Model state gives way, if it has a placement then."""
-        store = self._adjustable
-        if store is None or self._shared.backend.separate:  # there the device has no room
+        """Activations get what they lack. Model state gives way, if it has a placement then."""
+        share = self._share
+        if share is None or self._shared.backend.separate:  # there the device has no room
             return
-        least = self._agree(store.counts.refused_host_bytes, max, "activation_memory")
-        wanted = self._agree(store.wanted_host_bytes, max, "activation_memory")
-        before = store.limits.host_bytes
-        if least <= max(before, self._not_given_bytes):
-            return
-        for nbytes in (max(least, min(wanted, self._first_activation_bytes)), least):
-            store.limits.host_bytes = nbytes
+        limits = share.store.limits
+        before, lacking = limits.host_bytes, share.lacking()
+        for nbytes in lacking:
+            limits.host_bytes = nbytes
             try:
                 placements = self._place(self._budgets({}))
             except PlacementError:
@@ -186,21 +221,22 @@ class BudgetMoves:
             why = f"saved tensors need {format_bytes(nbytes)}, and had {format_bytes(before)}"
             stays = all(map(same, self._placements(), placements))
             if not stays and self._change(placements, {}, why) is not None:
-                store.limits.host_bytes = before  # the next step tries again
+                limits.host_bytes = before  # the next step tries again
             return
-        store.limits.host_bytes = before
-        self._not_given_bytes = least
+        limits.host_bytes = before
+        if lacking:
+            share.note_refused(lacking[-1])
 
     def _raise_once(self) -> None:
         """Budgets of which a part was left for what steps need become what steps have shown."""
         for tier, limit in self.limits.items():
             if limit.was_raised:
                 continue
-            before = self._ledger.budget_bytes[tier.value] or 0
+            before = self._shared.ledger.budget_bytes[tier.value] or 0
             allowed = self._agree(limit.state_bytes(limit.peak_bytes), min, "a budget")
             limit.was_raised = True
-            given_back = self._given_back_bytes if tier is Tier.HOST else 0
-            if allowed <= before and not given_back:
+            gave_back = tier is Tier.HOST and self._share and self._share.given_back_bytes
+            if allowed <= before and not gave_back:
                 continue
             allowed = max(allowed, before)
             try:
@@ -264,9 +300,10 @@ class BudgetMoves:
         try:
             placements = self._place(budgets)
         except PlacementError as refusal:
-            policy = self._config.placement_policy
+            policy = self._shared.config.placement_policy
             raise BudgetError(cannot_become(wanted, budgets, policy, refusal)) from None
-        self._not_given_bytes = 0
+        if self._share is not None:
+            self._share.note_refused(0)
         words = [f"{t.value}_memory={format_bytes(nbytes)}" for t, nbytes in wanted.items()]
         self._go_over(placements, wanted, f"set_budget({', '.join(words)})")
         self._keeps_optim_states = keeps
@@ -302,19 +339,23 @@ class BudgetMoves:
         spec = GroupSpec(
             chunk_group.layout,
             chunk_group.dtypes,
-            self._config.placement_policy,
+            self._shared.config.placement_policy,
             budgets,
             chunk_group.plan.spec.min_gathered_slots,
             reduce_at_end=chunk_group.reduce_at_end,
-            overlaps_updates=self._config.debugging.overlap.repeats,
-            checksums=file_checksums(self._config, chunk_group.memory.scratch_space.checksum_bytes),
+            overlaps_updates=self._shared.config.debugging.overlap.repeats,
+            checksums=file_checksums(
+                self._shared.config, chunk_group.memory.scratch_space.checksum_bytes
+            ),
         )
         return [spec]
 
     def _budgets(self, wanted: Mapping[Tier, int]) -> Budgets:
         """The engine's budgets, but for those that are `wanted`."""
         later = self._chunk_groups[self._first_chunk_groups :]
-        reserved = self._config.reserve_bytes - sum(group.placement.host_bytes for group in later)
+        reserved = self._shared.config.reserve_bytes - sum(
+            group.placement.host_bytes for group in later
+        )
         return replace(
             budgets_of(self._shared, wanted),
             keep_optim_states=self._keeps_optim_states,

@@ -133,7 +133,7 @@ class Migration:
         why = None
         if any(m.uses for m in chunk_group.members) or chunk_group.params.copies.pinned():
             why = "parameters are gathered"
-        elif self._grad_reducer is not None and not self._grad_reducer.is_idle:
+        elif self._grad_reducer is not None and not self._grad_reducer.means.is_idle:
             why = "gradients wait to be averaged over the ranks"
         if why is not None:
             raise InUseError(
@@ -144,7 +144,7 @@ class Migration:
     def _require_unchanged(self, chunk: Chunk) -> None:
         """Raises InUseError if user code has put other values where the chunk's belong."""
         for m in self._members[chunk.id]:
-            if m.changed_unnoticed or not m.is_at_home:
+            if m.writes.are_unnoticed or not m.is_at_home:
                 raise InUseError(
                     f"{m.name} cannot get another home: it was moved, or changed in place, outside "
                     f"of hetero.gathered(..., modifier_rank=0)"
@@ -177,7 +177,7 @@ class Migration:
         chunk_group.params.copies.clear()
         chunk_group.grads.slots.flush()
         if self._grad_reducer is not None:
-            self._grad_reducer.release_views()
+            self._grad_reducer.means.release_views()
         if chunk_group.device is not None:
             chunk_group.device.backend.synchronize()
 
@@ -307,7 +307,7 @@ class Migration:
                     self._give_back(move, move.homes.extents.pop(move.chunk.id))
         self._arenas.free()
         if self._grad_reducer is not None:
-            self._grad_reducer.resize(0, 0)
+            self._grad_reducer.means.resize(0, 0)
 
     def arrive(self, spare_bytes: int) -> BaseException | None:
         """Reads what comes to RAM, and allocates slots; returns the first error, or None.
@@ -327,7 +327,7 @@ class Migration:
         try:
             self._arenas.allocate(made, spare_bytes)
             if self._grad_reducer is not None:
-                self._grad_reducer.resize(made.bucket_slots, made.receive_slots)
+                self._grad_reducer.means.resize(made.bucket_slots, made.receive_slots)
         except BaseException as failure:
             error = error or failure
         if chunk_group.device is not None:

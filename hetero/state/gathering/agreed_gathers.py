@@ -18,7 +18,7 @@ that all ranks have made the same gathers.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,19 +31,15 @@ from hetero.state.gathering.agreed_order import (
     AgreedOrder,
     ChunkUse,
     CommonFetch,
-    Progress,
+    StepUses,
     fingerprint,
     from_bytes,
     merge,
     to_bytes,
-    without_repeats,
 )
 from hetero.state.gathering.all_gather import Gathering
 from offload.cache.slot_cache import SlotCache
 from offload.errors import BudgetError, HeteroError
-
-_MOST_ORDERS = 8  # of which it is remembered which one followed
-_MOST_USES = 1 << 14  # of one step; steps with more gather one-sided
 
 
 @dataclass(frozen=True)
@@ -70,6 +66,9 @@ class AgreedGathers:
     """This rank's part in the all-gathers of one chunk group.
 
     Callers hold `lock`, which is that of the chunk group's ChunkAccess; so does help().
+
+    Attributes:
+        uses: of this rank's step, beside the order that all ranks know.
     """
 
     def __init__(
@@ -97,20 +96,12 @@ class AgreedGathers:
         self._news = news
         self.lock = threading.RLock()
         self._ahead = PREFETCH_CHUNKS if prefetch else 0
-        self._slots = 0  # that every rank has at least
-        self._kept: Collection[int] = frozenset(c.id for c in layout.chunks if not c.trainable)
-        self._slots_of: Mapping[int, int] = {c.id: c.slots for c in layout.chunks}
-        self._progress: Progress | None = None
+        kept = frozenset(c.id for c in layout.chunks if not c.trainable)
+        self.uses = StepUses({c.id: c.slots for c in layout.chunks}, kept)
         self._first = 0  # the stream's number of the step's first all-gather
         self._started = 0  # in this step
-        self._record: list[ChunkUse] = []
-        self._last_order: AgreedOrder | None = None  # of the step before this one
-        self._next: dict[tuple[ChunkUse, ...], AgreedOrder] = {}  # which step has followed which
         self._in_forward = False
         self._is_starting = False
-        # Whether the last use was expected, so that the order, and not this rank alone, says what
-        # is gathered ahead of its use.
-        self.leads = False
 
     # Uses
 
@@ -125,21 +116,12 @@ class AgreedGathers:
         """
         in_backward = torch._C._current_graph_task_id() != -1
         if not in_backward and not self._in_forward:
-            self.leads = False
-            return
-        use = ChunkUse(chunk.id, in_backward)
-        if self._record and self._record[-1] == use:
-            return
-        if len(self._record) < _MOST_USES:
-            self._record.append(use)
-        progress = self._progress
-        self.leads = (
-            progress is not None
-            # If the others do not come, what is started only takes slots.
-            and not self.gathering.stream.is_stalled
-            and progress.note(use)
-        )
-        if progress is not None and self.leads:
+            self.uses.leads = False
+        elif self.uses.note(
+            ChunkUse(chunk.id, in_backward), not self.gathering.stream.counts.is_stalled
+        ):
+            progress = self.uses.progress
+            assert progress is not None
             self._start_up_to(progress.order, progress.passed - 1)
 
     def _start_up_to(self, order: AgreedOrder, place: int) -> None:
@@ -154,7 +136,8 @@ class AgreedGathers:
                 return
 
     def _next_gather(self) -> CommonFetch | None:
-        return None if self._progress is None else self._progress.order.gather(self._started)
+        progress = self.uses.progress
+        return None if progress is None else progress.order.gather(self._started)
 
     def _start(self, gather: CommonFetch, must: bool) -> bool:
         """Starts the next all-gather. Returns False if that is not a `must` and there is no room.
@@ -195,7 +178,7 @@ class AgreedGathers:
 
         Returns whether there were any.
         """
-        started = self.gathering.stream.started
+        started = self.gathering.stream.counts.started
         if self._news.wanted <= started or self._is_starting:
             return False
         if self.cache.is_making_room or not self.lock.acquire(blocking=False):
@@ -204,7 +187,7 @@ class AgreedGathers:
             self._catch_up(self._news.wanted - self._first)
         finally:
             self.lock.release()
-        return self.gathering.stream.started > started
+        return self.gathering.stream.counts.started > started
 
     def _catch_up(self, started: int) -> None:
         """Starts all-gathers until so many of the step's are started."""
@@ -213,10 +196,7 @@ class AgreedGathers:
 
     def step_record(self) -> StepRecord:
         """What this rank tells the others now."""
-        progress, uses = self._progress, without_repeats(self._record)
-        if progress is not None and (progress.is_as_expected or not uses):
-            uses = progress.order.uses
-        return StepRecord(self._started, uses, self.cache.slots)
+        return StepRecord(self._started, self.uses.proposed(), self.cache.slots)
 
     def level(self, started: int) -> None:
         """Starts what another rank has started, and waits for all; all ranks then have the same.
@@ -234,31 +214,10 @@ class AgreedGathers:
             records: those of all ranks, in their order; those that are the same may be one.
             slots: every rank has at least so many.
         """
-        made = self._make_order(merge(list(records)), slots)
-        self._progress = None
-        if made is not None:
-            if self._last_order is not None:
-                self._next[self._last_order.uses] = made
-                while len(self._next) > _MOST_ORDERS:
-                    del self._next[next(iter(self._next))]
-            self._last_order = made
-            self._progress = Progress(self._next.get(made.uses, made))
-        self._slots = slots
-        self._record.clear()
+        self.uses.end_step(merge(list(records)), slots)
         self._first += self._started
         self._started = 0
-        self._in_forward = self.leads = False
-
-    def _make_order(self, uses: tuple[ChunkUse, ...], slots: int) -> AgreedOrder | None:
-        """The order of these uses; None if nothing was used, or it cannot be followed."""
-        if not uses or len(uses) >= _MOST_USES:
-            return None
-        if slots != self._slots:
-            self._next.clear()
-            self._last_order = None
-        elif self._progress is not None and uses == self._progress.order.uses:
-            return self._progress.order
-        return AgreedOrder(uses, self._slots_of, slots, self._kept)
+        self._in_forward = False
 
     def begin(self, slots: int, all_in_ram: bool) -> None:
         """Expects chunks in the order of registration, and back: all that ranks know at first.
@@ -268,13 +227,7 @@ class AgreedGathers:
         """
         self.forget()
         self.gathering.stream.note_homes(all_in_ram)
-        gathered = [c for c in self._layout.chunks if not self._is_resident(c)]
-        forward = [ChunkUse(chunk.id, False) for chunk in gathered]
-        backward = [ChunkUse(chunk.id, True) for chunk in reversed(gathered)]
-        self._slots = slots
-        if gathered and len(gathered) < _MOST_USES // 2:
-            order = AgreedOrder(forward + backward, self._slots_of, slots, self._kept)
-            self._progress = Progress(order)
+        self.uses.begin([c.id for c in self._layout.chunks if not self._is_resident(c)], slots)
 
     def forget(self) -> None:
         """Slots are about to change: nothing is gathered together until begin(), or a step's end.
@@ -282,9 +235,7 @@ class AgreedGathers:
         All ranks call it.
         """
         self.gathering.stream.note_homes(all_in_ram=False)
-        self._progress = self._last_order = None
-        self._next.clear()
-        self._record.clear()
+        self.uses.forget()
         self._first += self._started
         self._started = 0
 

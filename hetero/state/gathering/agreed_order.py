@@ -21,6 +21,8 @@ from hetero.planning.belady import ahead_slots, rounds
 # case; nor are those that have little in common, whose union would grow from step to step.
 _MOST_MERGED = 1 << 13
 _MOST_GROWTH = 4
+_MOST_ORDERS = 8  # of which it is remembered which one followed
+_MOST_USES = 1 << 14  # of one step; steps with more gather one-sided
 
 
 class ChunkUse(NamedTuple):
@@ -145,6 +147,87 @@ class Progress:
     def is_as_expected(self) -> bool:
         """Whether all uses were expected, and none of the order's phases is missing."""
         return not self.deviations and self._phase == self.order.phases[-1]
+
+
+class StepUses:
+    """The uses that this rank's step has made, beside the order that all ranks know.
+
+    Attributes:
+        progress: how far this rank is in the order; None: nothing is gathered together.
+        leads: whether the last use was expected, so that the order, and not this rank alone, says
+            what is gathered ahead of its use.
+    """
+
+    def __init__(self, slots_of: Mapping[int, int], kept: Collection[int]) -> None:
+        """Nothing is agreed on. Arguments as AgreedOrder()."""
+        self._slots_of, self._kept = slots_of, kept
+        self._slots = 0  # that every rank has at least
+        self.progress: Progress | None = None
+        self.leads = False
+        self._made: list[ChunkUse] = []
+        self._last: AgreedOrder | None = None  # the order of the step before this one
+        self._next: dict[tuple[ChunkUse, ...], AgreedOrder] = {}  # which step has followed which
+
+    def note(self, use: ChunkUse, others_come: bool) -> bool:
+        """Follows a use; returns whether it is another one than the last, and expected.
+
+        `others_come`: else what is gathered together only takes slots.
+        """
+        if self._made and self._made[-1] == use:
+            return False
+        if len(self._made) < _MOST_USES:
+            self._made.append(use)
+        self.leads = self.progress is not None and others_come and self.progress.note(use)
+        return self.leads
+
+    def proposed(self) -> tuple[ChunkUse, ...]:
+        """The order of uses that this rank proposes for the next step like this one."""
+        progress, uses = self.progress, without_repeats(self._made)
+        if progress is not None and (progress.is_as_expected or not uses):
+            return progress.order.uses
+        return uses
+
+    def end_step(self, uses: tuple[ChunkUse, ...], slots: int) -> None:
+        """All ranks say that the step has made these uses; each has at least so many slots."""
+        made = self._make_order(uses, slots)
+        self.progress = None
+        if made is not None:
+            if self._last is not None:
+                self._next[self._last.uses] = made
+                while len(self._next) > _MOST_ORDERS:
+                    del self._next[next(iter(self._next))]
+            self._last = made
+            self.progress = Progress(self._next.get(made.uses, made))
+        self._slots = slots
+        self._made.clear()
+        self.leads = False
+
+    def _make_order(self, uses: tuple[ChunkUse, ...], slots: int) -> AgreedOrder | None:
+        """The order of these uses; None if nothing was used, or it cannot be followed."""
+        if not uses or len(uses) >= _MOST_USES:
+            return None
+        if slots != self._slots:
+            self._next.clear()
+            self._last = None
+        elif self.progress is not None and uses == self.progress.order.uses:
+            return self.progress.order
+        return AgreedOrder(uses, self._slots_of, slots, self._kept)
+
+    def begin(self, chunks: Sequence[int], slots: int) -> None:
+        """Expects a forward over `chunks`, and back; every rank has at least so many slots."""
+        self.forget()
+        self._slots = slots
+        if chunks and len(chunks) < _MOST_USES // 2:
+            forward = [ChunkUse(chunk, False) for chunk in chunks]
+            backward = [ChunkUse(chunk, True) for chunk in reversed(chunks)]
+            order = AgreedOrder(forward + backward, self._slots_of, slots, self._kept)
+            self.progress = Progress(order)
+
+    def forget(self) -> None:
+        """Nothing is agreed on any more."""
+        self.progress = self._last = None
+        self._next.clear()
+        self._made.clear()
 
 
 def fingerprint(uses: Sequence[ChunkUse]) -> int:

@@ -115,6 +115,70 @@ class CommonGather:
         self._is_kept = False
 
 
+class GatherCounts:
+    """How many gathers of a stream are started, and how many are made: they end in their order.
+
+    Attributes:
+        started: by this rank.
+        made: of those, by all ranks.
+        closed: no more are made, because a rank has left; None: they are.
+    """
+
+    def __init__(self) -> None:
+        """None is started."""
+        self.started = self.made = 0
+        self.closed: PeerClosedError | None = None
+        self._prepared = 0  # of those that were started this rank has values, or has told why not
+        self._stalled_at = -1  # how many were made when this rank gave up waiting
+        self._changed = threading.Condition()
+
+    def start(self) -> int:
+        """The number of a gather that is started now."""
+        self.started += 1
+        return self.started - 1
+
+    def prepared(self, number: int) -> None:
+        """This rank has values for the gather, or has told why not."""
+        with self._changed:
+            self._prepared = number + 1
+            self._changed.notify_all()
+
+    def end(self, number: int, closed: PeerClosedError | None) -> None:
+        """The gather is made, or has failed; or it is not, because a rank has `closed`."""
+        with self._changed:
+            self.closed = closed
+            if closed is None:
+                self.made = number + 1
+            self._changed.notify_all()
+
+    def wait_made(self, number: int, patience_s: float) -> bool:
+        """Waits for a moment; returns whether the gather is made."""
+        with self._changed:
+            is_known = lambda: self.made > number or self.closed is not None  # noqa: E731
+            if self._changed.wait_for(is_known, patience_s):
+                return self.made > number
+        deliver_signals()
+        return False
+
+    def wait_prepared(self, patience_s: float) -> None:
+        """Waits until this rank has said of the gather under way whether it has values for it."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: max(self.made, self._prepared) > min(self.made, self.started - 1),
+                patience_s,
+            )
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether this rank waits for others no more, because none has come since it gave up, or
+        because one has closed its engine."""
+        return self.closed is not None or self._stalled_at == self.made < self.started
+
+    def give_up(self) -> None:
+        """This rank waits no more until another gather is made."""
+        self._stalled_at = self.made
+
+
 class GatherStream:
     """Makes all-gathers in the order in which they are started, the same on all ranks."""
 
@@ -144,13 +208,8 @@ class GatherStream:
         self._news = news
         self.transport = transport
         self._worker = Worker("gathers")
-        self.started = 0
-        self.made = 0  # of those; they end in their order
-        self._has_made = threading.Condition()
-        self._prepared = 0  # of those that were started this rank has values, or has told why not
+        self.counts = GatherCounts()
         self._told = -_OFTEN_TOLD  # the others were told that so many were started
-        self._stalled_at = -1  # how many were made when this rank gave up waiting
-        self._closed: PeerClosedError | None = None  # no more are made, because a rank has left
         self.wait_s = 0.0  # seconds of waiting for them
         self._digest = blake2b(digest_size=7)
         self._all_in_ram = False
@@ -177,8 +236,7 @@ class GatherStream:
         Without `whole` this rank takes part for the others alone. `read` brings the chunk there
         one-sided, if others do not come.
         """
-        gather = CommonGather(self, self.started, chunk, whole, read, self._all_in_ram)
-        self.started += 1
+        gather = CommonGather(self, self.counts.start(), chunk, whole, read, self._all_in_ram)
         version = self._versions[chunk]
         self._digest.update(f"{chunk.id} {version};".encode())
         self._worker.do(lambda: self._make(gather))
@@ -190,18 +248,14 @@ class GatherStream:
 
     def _make(self, gather: CommonGather) -> None:
         """In the worker's thread."""
-        if self._closed is not None:
+        if self.counts.closed is not None:
             return
         closed: PeerClosedError | None = None
         try:
             gather.end(self._gather(gather))
         except PeerClosedError as error:
             closed = error.with_traceback(None)
-        with self._has_made:
-            self._closed = closed
-            if closed is None:
-                self.made = gather.number + 1
-            self._has_made.notify_all()
+        self.counts.end(gather.number, closed)
 
     def _gather(self, gather: CommonGather) -> BaseException | None:
         """Returns what went wrong. Raises PeerClosedError."""
@@ -240,9 +294,7 @@ class GatherStream:
         except Exception as failure:
             return self._tell_failure(gather, failure)
         finally:
-            with self._has_made:
-                self._prepared = gather.number + 1
-                self._has_made.notify_all()
+            self.counts.prepared(gather.number)
         return None
 
     def _tell_failure(self, gather: CommonGather, failure: Exception) -> BaseException:
@@ -254,40 +306,29 @@ class GatherStream:
         """For CommonGather: until it is made. Returns False if the others do not come."""
         began_s = time.monotonic()
         while not self._is_made_soon(gather.number):
-            if self._closed is not None:
+            if self.counts.closed is not None:
                 return False
             self._tell_wanted()
-            if self.is_stalled or time.monotonic() - began_s > STALL_S:
-                self._stalled_at = self.made
+            if self.counts.is_stalled or time.monotonic() - began_s > STALL_S:
+                self.counts.give_up()
                 return False
         return True
 
     def check_comes(self, gather: CommonGather) -> None:
         """Raises PeerError if the gather is not made, and will not be."""
-        if self._closed is not None and gather.number >= self.made:
-            raise copy.copy(self._closed)
-
-    @property
-    def is_stalled(self) -> bool:
-        """Whether this rank waits for others no more, because none has come since it gave up, or
-        because one has closed its engine."""
-        return self._closed is not None or self._stalled_at == self.made < self.started
+        if self.counts.closed is not None and gather.number >= self.counts.made:
+            raise copy.copy(self.counts.closed)
 
     def _is_made_soon(self, number: int) -> bool:
         """Waits for a moment: a short one if other ranks had to be told a moment ago."""
-        patience_s = SOON_S if self.started - self._told < _OFTEN_TOLD else LOOK_S
-        with self._has_made:
-            is_known = lambda: self.made > number or self._closed is not None  # noqa: E731
-            if self._has_made.wait_for(is_known, patience_s):
-                return self.made > number
-        deliver_signals()
-        return False
+        often_told = self.counts.started - self._told < _OFTEN_TOLD
+        return self.counts.wait_made(number, SOON_S if often_told else LOOK_S)
 
     def _tell_wanted(self) -> None:
         """Tells the other ranks, once, that this one waits for what it has started."""
-        if self._told < self.started:
-            self._told = self.started
-            self._server.tell_wanted(self.started)
+        if self._told < self.counts.started:
+            self._told = self.counts.started
+            self._server.tell_wanted(self.counts.started)
 
     def wait_for(self, number: int) -> None:
         """Until the gather of this number is made by all ranks, or has failed.
@@ -295,9 +336,9 @@ class GatherStream:
         Raises PeerError if another rank did not come in time, or has closed its engine.
         """
         began_s = time.monotonic()
-        while number < self.started and not self._is_made_soon(number):
-            if self._closed is not None:
-                raise copy.copy(self._closed)
+        while number < self.counts.started and not self._is_made_soon(number):
+            if self.counts.closed is not None:
+                raise copy.copy(self.counts.closed)
             self._tell_wanted()
             waited_s = time.monotonic() - began_s
             if waited_s > self._peers.timeout_s:
@@ -307,7 +348,7 @@ class GatherStream:
 
     def wait_all(self) -> None:
         """Until all that were started are made, by devices, too. Raises PeerError."""
-        self.wait_for(self.started - 1)
+        self.wait_for(self.counts.started - 1)
         self.transport.finish()
 
     def abandon(self) -> None:
@@ -315,11 +356,8 @@ class GatherStream:
 
         If this rank has no values for one, the others are told that first.
         """
-        with self._has_made:
-            self._has_made.wait_for(
-                lambda: max(self.made, self._prepared) > min(self.made, self.started - 1), _END_S
-            )
-        if self.made < self.started:
+        self.counts.wait_prepared(_END_S)
+        if self.counts.made < self.counts.started:
             self._peers.break_off(Channel.GATHERS)
 
     def close(self) -> None:

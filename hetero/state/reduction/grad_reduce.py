@@ -15,7 +15,7 @@ on all ranks.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -35,7 +35,7 @@ from hetero.state.reduction.rounds import RoundBegin, RoundEnd, SendOrder
 from offload.device.grad_offload import GradOffload
 from offload.errors import BudgetError, HeteroError
 
-# Means that finish_means() leaves under way: one that is sent while the next chunk's gradients
+# Means that take_new() leaves under way: one that is sent while the next chunk's gradients
 # come, and one that other ranks may not have come to yet.
 _UNDER_WAY = 2
 
@@ -70,48 +70,41 @@ class _Round:
     sent: set[ManagedParam] = field(default_factory=set)
 
 
-class GradReducer:
-    """Takes gradients of whole chunks and hands this rank's shard of their mean to `grads`.
+class ChunkMeans:
+    """Gradients of whole chunks that wait to be averaged, in buckets, and the means under way.
 
-    With sharded gradients (stages 2 and 3) chunks are averaged during backward, in buckets that are
-    used again and again; in stage 1, and inside no_sync(), once, when reduce_all() is called, from
-    buckets that stay.
+    Attributes:
+        wait_s: seconds for which other ranks' gradients were waited for.
+        new: whose means have come to this rank's GRAD homes since take_new().
     """
 
     def __init__(
         self,
         layout: Layout,
-        members: Sequence[ManagedParam],
         world: ProcessGroups,
         buffers: ReduceBuffers,
         grads: Grads,
         loss_scale: LossScale,
-        grad_offload: GradOffload | None = None,
+        grad_offload: GradOffload | None,
     ) -> None:
-        """Makes a reducer without gradients.
-
-        `members` are the trainable parameters, in the same order on all ranks, of which there are
-        two or more. `loss_scale` gives the factor of gradients that arrive on other ranks only.
-        """
-        assert world.everyone is not None
-        self.wait_s = 0.0  # seconds for which other ranks' gradients were waited for
-        # Whose means have come to this rank's GRAD homes since somebody looked.
-        self.new_means: list[Chunk] = []
-        self.changes = 0  # how often means have changed: the same number on all ranks
-        self._layout = layout
-        self._members = members
-        self._everyone: Communicator = world.everyone
-        self._world = world
-        self._memory = buffers
-        self._grads = grads
-        self._grad_offload = grad_offload
-        self._order = SendOrder([chunk for chunk in layout.chunks if chunk.trainable])
+        """No gradient waits. Arguments as GradReducer()."""
+        self.wait_s = 0.0
+        self.new: list[Chunk] = []
+        self._layout, self._world, self._memory = layout, world, buffers
+        self._grads, self._loss_scale, self._grad_offload = grads, loss_scale, grad_offload
         self._buckets: dict[int, Bucket] = {}  # by chunk id
         self._sending: list[_Sending] = []  # the oldest first
         self._accumulated: set[ManagedParam] = set()  # the next mean is added to the kept gradient
-        self._no_sync_depth = 0  # no_sync() blocks that are open
-        self._loss_scale = loss_scale
-        self._round = _Round()
+
+    @property
+    def has_whole_homes(self) -> bool:
+        """Whether the buckets are GRAD homes of whole chunks (stage 1)."""
+        return self._memory.buckets is None
+
+    @property
+    def is_sending(self) -> bool:
+        """Whether some mean is under way."""
+        return bool(self._sending)
 
     @property
     def is_idle(self) -> bool:
@@ -126,18 +119,17 @@ class GradReducer:
         """Whether the kept gradient of the chunk is the mean of all that came."""
         return chunk.id not in self._buckets and all(s.chunk is not chunk for s in self._sending)
 
-    def finish_means(self) -> None:
-        """Takes in the means that were begun some chunks ago, which mostly are there by now.
+    def have_arrived(self, members: Iterable[ManagedParam]) -> bool:
+        """Whether no gradient of them is on its way from DEVICE."""
+        return self._grad_offload is None or not any(map(self._grad_offload.busy, members))
 
-        (gloo cannot be asked whether a message has come, so this may wait for a slower rank.)
-        """
-        while len(self._sending) > _UNDER_WAY:
-            self._finish_oldest()
-
-    @property
-    def reduces_in_backward(self) -> bool:
-        """Whether chunks are averaged while backward runs: stages 2 and 3, outside no_sync()."""
-        return self._memory.buckets is not None and not self._no_sync_depth
+    def unsent(self) -> set[int]:
+        """The ids of chunks with gradients of which no mean is begun."""
+        return {
+            chunk_id
+            for chunk_id, bucket in self._buckets.items()
+            if bucket.state is BucketState.FILLING and any(m.has_grad for m in bucket.filled)
+        }
 
     def release_views(self) -> None:
         """Drops the views of GRAD homes, which may then move. Only while idle."""
@@ -157,136 +149,41 @@ class GradReducer:
         if self._memory.buckets is not None:
             self._memory.buckets.reserve(slots)
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Inside the block gradients are only added up on each rank. Blocks may overlap."""
-        self._no_sync_depth += 1
-        try:
-            yield
-        finally:
-            self._no_sync_depth -= 1
+    # Buckets
 
-    @torch.no_grad()  # with create_graph, hooks run with gradients enabled
-    def add(self, managed: ManagedParam, grad: torch.Tensor, accumulate: bool) -> None:
-        """Takes a gradient that autograd made, and sets `.grad` to the placeholder.
+    def open(self, chunk: Chunk, beyond: bool = False) -> Bucket | None:
+        """The chunk's bucket, in state FILLING, when no mean of it is under way any more.
 
-        It is whole; with `accumulate` it is added to the gradient that the parameter has, or else
-        replaces that one.
-
-        Raises BudgetError if there is no room for gradients that wait for their mean; HeteroError
-        if gradients were cleared on some of the ranks only; PeerError.
+        Returns None if the pool, whose number of slots is a soft limit, has none left. Slots
+        `beyond` the limit are charged; raises BudgetError if there is no room for them.
         """
-        now = self._round
-        if accumulate:
-            managed.hold_grad()  # has_grad is true again
-        # Whether gradients are sent already, or still wait for others of their chunk or come from
-        # the device, depends on buckets and on time: neither sums nor rounds may.
-        again = managed in now.sent or managed in now.synced
-        if again or (now.synced and not next(iter(now.synced)).has_grad):
-            self._end_round(done=False)  # this is another backward
-        if self.reduces_in_backward:
-            self._begin_round(True)
-        if self._had_turn(managed.chunk):
-            self._finish(managed.chunk)  # the gradient is added to what other ranks sent
-        elif not accumulate:
-            self._accumulated.discard(managed)
-        bucket = self._open(managed.chunk)
-        into = managed.part_of(bucket.flat)
-        accumulate = accumulate and managed in bucket.filled
-        grad_offload = self._grad_offload
-        if grad_offload is not None and not grad_offload.limit_bytes:
-            grad_offload = None
-        if bucket.slot is None and self._grads.homes.on_device(managed.chunk):
-            grad_offload = None  # it stays there
-        put_grad(managed, grad, into, accumulate, grad_offload)
-        if self._memory.device is not None:
-            bucket.computed.append(self._memory.device.record())
-        bucket.filled.add(managed)
-        managed.hold_grad()
-        self._round.arrived.add(managed)
-        if self.reduces_in_backward:
-            self._round.synced[managed] = None
-            self._send_complete(managed.chunk)
-
-    def end_backward(self) -> None:
-        """What comes from now on is of another backward; the other ranks do so, too, or follow.
-
-        Raises as reduce_all().
-        """
-        if self._round.arrived:
-            self._end_round(done=False)
-
-    def reduce_all(self, force: bool) -> None:
-        """Makes means of all gradients so far. All ranks must call it.
-
-        `force`: also if this rank has averaged all its gradients; else it takes part only if it has
-        some that are not averaged, or no gradients at all.
-
-        Raises HeteroError if gradients were cleared on some of the ranks only, and PeerError: the
-        ranks' gradients then differ, so training cannot go on.
-        """
-        if force or self._round.arrived or not any(m.has_grad for m in self._members):
-            while not self._end_round(done=True):
-                pass  # another rank is in the middle of its backward
-
-    # Memory
-
-    def _open(self, chunk: Chunk) -> Bucket:
-        """The chunk's bucket, in state FILLING."""
-        self._finish(chunk)
+        self.finish(chunk)
         bucket = self._buckets.get(chunk.id)
         if bucket is None:
-            bucket = self._buckets[chunk.id] = self._make_bucket(chunk)
+            bucket = self._make_bucket(chunk, beyond)
+            if bucket is None:
+                return None
+            self._buckets[chunk.id] = bucket
         elif bucket.slot is None:
             bucket.flat = self._grads.open_home(chunk)  # which may have moved
         if bucket.state is BucketState.MEAN:
             self._reopen_mean(chunk, bucket)
         return bucket
 
-    def _make_bucket(self, chunk: Chunk) -> Bucket:
-        """A bucket in a slot of the pool, whose number of slots is a soft limit.
-
-        When all are in use, slots are reclaimed in this order, each until the chunk fits: the
-        oldest bucket that is being sent; the next chunks in the order of sending, complete or not
-        (gradients that arrive for them later are sent at the end of the round); by ending the
-        round, all. Inside no_sync() no bucket may be sent, so slots beyond the limit are charged.
-        """
+    def _make_bucket(self, chunk: Chunk, beyond: bool) -> Bucket | None:
         pool = self._memory.buckets
         if pool is None:
             return Bucket(self._grads.open_home(chunk), None)
-        slot = pool.take(chunk.slots)
-        while slot is None and self._reclaim_bucket():
-            slot = pool.take(chunk.slots)
-        if slot is None and self.reduces_in_backward:
-            self._end_round(done=False)
-            self._begin_round(True)
-            slot = pool.take(chunk.slots)
+        try:
+            slot = pool.take(chunk.slots, beyond=beyond)
+        except BudgetError as error:
+            raise BudgetError(
+                f"gradients that are not averaged over the ranks yet are kept whole, and there is "
+                f"no room for that of {chunk.name}: {error}, or leave out no_sync()"
+            ) from None
         if slot is None:
-            try:
-                slot = pool.take(chunk.slots, beyond=True)
-            except BudgetError as error:
-                raise BudgetError(
-                    f"gradients that are not averaged over the ranks yet are kept whole, and there "
-                    f"is no room for that of {chunk.name}: {error}, or leave out no_sync()"
-                ) from None
-        assert slot is not None
+            return None
         return Bucket(pool.view(slot, chunk.slots, self._memory.dtype), slot)
-
-    def _reclaim_bucket(self) -> bool:
-        """Waits for one chunk's mean, if one is being sent or may be sent; returns whether."""
-        if not self._sending:
-            if not (self.reduces_in_backward and self._round.position < len(self._order.chunks)):
-                return False
-            self._send_next()
-        self._finish_oldest()
-        return True
-
-    def _free_bucket(self, chunk: Chunk, bucket: Bucket) -> None:
-        """Gives the bucket's slot back to the pool, if it is in one."""
-        if bucket.slot is not None:
-            assert self._memory.buckets is not None
-            self._memory.buckets.give_back(bucket.slot, chunk.slots)
-            del self._buckets[chunk.id]
 
     def _reopen_mean(self, chunk: Chunk, bucket: Bucket) -> None:
         """Stage 1: makes of a mean this rank's part of a sum, to which more gradients are added.
@@ -306,71 +203,27 @@ class GradReducer:
         bucket.filled = {m for m in self._grads.members(chunk) if m.has_grad}
         bucket.state = BucketState.FILLING
 
-    # Rounds
+    def put(
+        self, bucket: Bucket, managed: ManagedParam, grad: torch.Tensor, accumulate: bool
+    ) -> None:
+        """Copies a whole gradient to its bucket; with `accumulate` it is added to what is there."""
+        into = managed.part_of(bucket.flat)
+        accumulate = accumulate and managed in bucket.filled
+        grad_offload = self._grad_offload
+        if grad_offload is not None and not grad_offload.limit_bytes:
+            grad_offload = None
+        if bucket.slot is None and self._grads.homes.on_device(managed.chunk):
+            grad_offload = None  # it stays there
+        put_grad(managed, grad, into, accumulate, grad_offload)
+        if self._memory.device is not None:
+            bucket.computed.append(self._memory.device.record())
+        bucket.filled.add(managed)
 
-    def _begin_round(self, sends_in_backward: bool) -> RoundBegin:
-        """The round's beginning, in which this rank gives its word; idempotent."""
-        if self._round.begin is None:
-            self._round.begin = RoundBegin(self._everyone, sends_in_backward)
-        return self._round.begin
+    def forget_kept(self, managed: ManagedParam) -> None:
+        """The parameter's next mean replaces the gradient that is kept."""
+        self._accumulated.discard(managed)
 
-    def _had_turn(self, chunk: Chunk) -> bool:
-        """Whether the chunk's place in the order of sending has been passed in this round."""
-        return self._order.place[chunk.id] < self._round.position
-
-    def _send_complete(self, chunk: Chunk) -> None:
-        """After a gradient of `chunk`: sends the chunks whose turn it is and which are complete."""
-        self._order.note_gradient(chunk, self._grads.members(chunk), self._round.synced)
-        order = self._order.chunks
-        while self._round.position < len(order) and self._is_complete(order[self._round.position]):
-            self._send_next()
-
-    def _send_next(self) -> None:
-        chunk = self._order.chunks[self._round.position]
-        self._round.position += 1
-        self._send(chunk)
-
-    def _is_complete(self, chunk: Chunk) -> bool:
-        """Whether all gradients of the chunk are in its bucket."""
-        members = self._grads.members(chunk)
-        if not all(m in self._round.synced and m.has_grad for m in members):
-            return False
-        # A gradient that is still on its way from the device is sent after a later gradient
-        # arrives, or at the end of the round.
-        return self._grad_offload is None or not any(map(self._grad_offload.busy, members))
-
-    def _end_round(self, done: bool) -> bool:
-        """Sends what is left, and learns which parameters got a gradient on any rank.
-
-        `done`: this rank is not in the middle of a backward. Returns whether all are.
-        """
-        begin = self._begin_round(False)
-        any_in_backward = begin.any_in_backward()
-        if any_in_backward:
-            while self._round.position < len(self._order.chunks):
-                self._send_next()
-            # Before others are waited for: they may need what this rank then does for replicas.
-            while self._sending:
-                self._finish_oldest()
-        end = self._agree(done)
-        begin.wait()
-        if any_in_backward:
-            self._note_arrived(end.arrived)  # gradients after their chunk's turn are added to it
-        for chunk in self._order.chunks:
-            if (end.had_turn if any_in_backward else end.unsent)[chunk.id]:
-                self._send(chunk)
-        while self._sending:
-            self._finish_oldest()
-        self._note_arrived(end.arrived)
-        if any_in_backward or any(end.unsent):
-            self.changes += 1
-        self._free_cleared()
-        self._round = _Round()
-        if not end.busy and any_in_backward and not self._order.is_learned:
-            self._order.learn(self._everyone)
-        return not end.busy
-
-    def _free_cleared(self) -> None:
+    def free_cleared(self) -> None:
         """Frees buckets whose gradients were all cleared before they were sent."""
         for chunk_id, bucket in list(self._buckets.items()):
             if bucket.slot is not None and not any(m.has_grad for m in bucket.filled):
@@ -379,67 +232,53 @@ class GradReducer:
                         self._grad_offload.wait_ended(m)
                 self._free_bucket(self._layout.chunks[chunk_id], bucket)
 
-    def _note_arrived(self, arrived: Sequence[bool]) -> None:
-        """Gives parameters that got a gradient on other ranks only their `.grad` here."""
-        for managed, has_arrived in zip(self._members, arrived, strict=True):
-            if has_arrived and not managed.has_grad:
-                managed.grad_factor = self._loss_scale.grad_factor
-                managed.hold_grad()
-
-    def _agree(self, done: bool) -> RoundEnd:
-        """The facts of all ranks at the end of the round.
-
-        Raises HeteroError if means were made of gradients that not all ranks have cleared.
-        """
-        chunks = self._layout.chunks
-        unsent = {
-            chunk_id
-            for chunk_id, bucket in self._buckets.items()
-            if bucket.state is BucketState.FILLING and any(m.has_grad for m in bucket.filled)
-        }
-        mine = RoundEnd(
-            arrived=[m in self._round.arrived and m.has_grad for m in self._members],
-            cleared=[m in self._round.sent and not m.has_grad for m in self._members],
-            unsent=[chunk.id in unsent for chunk in chunks],
-            had_turn=[chunk.id in unsent and self._had_turn(chunk) for chunk in chunks],
-            busy=not done,
-        )
-        end = mine.any(self._everyone)
-        for managed, arrived, cleared in zip(self._members, end.arrived, end.cleared, strict=True):
-            if arrived and cleared:
-                raise HeteroError(
-                    f"the gradient of {managed.name} was cleared on one rank after it had gone "
-                    f"into the mean with that of another; when gradients are cleared before the "
-                    f"step, all ranks must have made the same backward calls"
-                )
-        return end
+    def _free_bucket(self, chunk: Chunk, bucket: Bucket) -> None:
+        """Gives the bucket's slot back to the pool, if it is in one."""
+        if bucket.slot is not None:
+            assert self._memory.buckets is not None
+            self._memory.buckets.give_back(bucket.slot, chunk.slots)
+            del self._buckets[chunk.id]
 
     # Averaging
 
     @marked("hetero::reduce")
-    def _send(self, chunk: Chunk) -> None:
-        """Starts averaging the chunk; parameters without a gradient on this rank count as zero."""
-        self._finish(chunk)
-        whole_homes = self._memory.buckets is None
-        bucket = self._open(chunk) if whole_homes else self._buckets.get(chunk.id)
+    def send(self, chunk: Chunk) -> list[ManagedParam]:
+        """Starts averaging the chunk; parameters without a gradient on this rank count as zero.
+
+        Returns those that have one.
+        """
+        self.finish(chunk)
+        bucket = self.open(chunk) if self.has_whole_homes else self._buckets.get(chunk.id)
         if bucket is not None:
             self._wait_for_gradients(chunk, bucket)
         pool = self._memory.received
         slot = pool.take(chunk.slots)
         while slot is None:
-            self._finish_oldest()
+            self.finish_oldest()
             slot = pool.take(chunk.slots)
         received = pool.view(slot, chunk.slots, self._memory.dtype)
+        sent: list[ManagedParam] = []
         if bucket is not None:
             bucket.state = BucketState.SENDING
             for m in self._grads.members(chunk):
                 if m in bucket.filled and m.has_grad:
-                    self._round.sent.add(m)
+                    sent.append(m)
                 else:
                     m.part_of(bucket.flat).zero_()
         what = f"the gradient of {chunk.name}"
         mean = self._memory.begin_mean(self._world, chunk, bucket, received, slot, what)
         self._sending.append(_Sending(chunk, bucket, slot, received, mean))
+        return sent
+
+    def take_new(self) -> list[Chunk]:
+        """The chunks whose means have come; those begun some chunks ago mostly are there by now.
+
+        (gloo cannot be asked whether a message has come, so this may wait for a slower rank.)
+        """
+        while len(self._sending) > _UNDER_WAY:
+            self.finish_oldest()
+        new, self.new = self.new, []
+        return new
 
     def _own_part(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's part of a chunk's whole gradient."""
@@ -457,13 +296,13 @@ class GradReducer:
                 else:  # also one that was cleared: it must not arrive in what is sent
                     self._grad_offload.wait_ended(m)
 
-    def _finish(self, chunk: Chunk) -> None:
+    def finish(self, chunk: Chunk) -> None:
         """Returns when the chunk is not being averaged."""
         while any(sending.chunk is chunk for sending in self._sending):
-            self._finish_oldest()
+            self.finish_oldest()
 
     @marked("hetero::wait_reduce")
-    def _finish_oldest(self) -> None:
+    def finish_oldest(self) -> None:
         """Waits for the chunk that was sent first, and keeps its mean."""
         oldest = self._sending.pop(0)
         began_s = time.perf_counter()
@@ -496,4 +335,237 @@ class GradReducer:
         if oldest.bucket is not None:
             self._free_bucket(oldest.chunk, oldest.bucket)
         self._accumulated.update(members)
-        self.new_means.append(oldest.chunk)
+        self.new.append(oldest.chunk)
+
+    def finish_all(self) -> None:
+        """Returns when no mean is under way."""
+        while self._sending:
+            self.finish_oldest()
+
+
+class GradReducer:
+    """Takes gradients of whole chunks and hands this rank's shard of their mean to `grads`.
+
+    With sharded gradients (stages 2 and 3) chunks are averaged during backward, in buckets that are
+    used again and again; in stage 1, and inside no_sync(), once, when reduce_all() is called, from
+    buckets that stay.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        members: Sequence[ManagedParam],
+        world: ProcessGroups,
+        buffers: ReduceBuffers,
+        grads: Grads,
+        loss_scale: LossScale,
+        grad_offload: GradOffload | None = None,
+    ) -> None:
+        """Makes a reducer without gradients.
+
+        `members` are the trainable parameters, in the same order on all ranks, of which there are
+        two or more. `loss_scale` gives the factor of gradients that arrive on other ranks only.
+        """
+        assert world.everyone is not None
+        self.means = ChunkMeans(layout, world, buffers, grads, loss_scale, grad_offload)
+        self.changes = 0  # how often means have changed: the same number on all ranks
+        self._layout = layout
+        self._members = members
+        self._everyone: Communicator = world.everyone
+        self._grads = grads
+        self._order = SendOrder([chunk for chunk in layout.chunks if chunk.trainable])
+        self._no_sync_depth = 0  # no_sync() blocks that are open
+        self._loss_scale = loss_scale
+        self._round = _Round()
+
+    @property
+    def reduces_in_backward(self) -> bool:
+        """Whether chunks are averaged while backward runs: stages 2 and 3, outside no_sync()."""
+        return not (self.means.has_whole_homes or self._no_sync_depth)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside the block gradients are only added up on each rank. Blocks may overlap."""
+        self._no_sync_depth += 1
+        try:
+            yield
+        finally:
+            self._no_sync_depth -= 1
+
+    @torch.no_grad()  # with create_graph, hooks run with gradients enabled
+    def add(self, managed: ManagedParam, grad: torch.Tensor, accumulate: bool) -> None:
+        """Takes a gradient that autograd made, and sets `.grad` to the placeholder.
+
+        It is whole; with `accumulate` it is added to the gradient that the parameter has, or else
+        replaces that one.
+
+        Raises BudgetError if there is no room for gradients that wait for their mean; HeteroError
+        if gradients were cleared on some of the ranks only; PeerError.
+        """
+        now = self._round
+        if accumulate:
+            managed.hold_grad()  # has_grad is true again
+        # Whether gradients are sent already, or still wait for others of their chunk or come from
+        # the device, depends on buckets and on time: neither sums nor rounds may.
+        again = managed in now.sent or managed in now.synced
+        if again or (now.synced and not next(iter(now.synced)).has_grad):
+            self._end_round(done=False)  # this is another backward
+        if self.reduces_in_backward:
+            self._begin_round(True)
+        if self._had_turn(managed.chunk):
+            self.means.finish(managed.chunk)  # the gradient is added to what other ranks sent
+        elif not accumulate:
+            self.means.forget_kept(managed)
+        self.means.put(self._open(managed.chunk), managed, grad, accumulate)
+        managed.hold_grad()
+        self._round.arrived.add(managed)
+        if self.reduces_in_backward:
+            self._round.synced[managed] = None
+            self._send_complete(managed.chunk)
+
+    def end_backward(self) -> None:
+        """What comes from now on is of another backward; the other ranks do so, too, or follow.
+
+        Raises as reduce_all().
+        """
+        if self._round.arrived:
+            self._end_round(done=False)
+
+    def reduce_all(self, force: bool) -> None:
+        """Makes means of all gradients so far. All ranks must call it.
+
+        `force`: also if this rank has averaged all its gradients; else it takes part only if it has
+        some that are not averaged, or no gradients at all.
+
+        Raises HeteroError if gradients were cleared on some of the ranks only, and PeerError: the
+        ranks' gradients then differ, so training cannot go on.
+        """
+        if force or self._round.arrived or not any(m.has_grad for m in self._members):
+            while not self._end_round(done=True):
+                pass  # another rank is in the middle of its backward
+
+    # Buckets
+
+    def _open(self, chunk: Chunk) -> Bucket:
+        """The chunk's bucket, in state FILLING.
+
+        When all slots are in use, they are reclaimed in this order, each until the chunk fits: the
+        oldest bucket that is being sent; the next chunks in the order of sending, complete or not
+        (gradients that arrive for them later are sent at the end of the round); by ending the
+        round, all. Inside no_sync() no bucket may be sent, so slots beyond the limit are charged.
+        """
+        bucket = self.means.open(chunk)
+        while bucket is None and self._reclaim_bucket():
+            bucket = self.means.open(chunk)
+        if bucket is None and self.reduces_in_backward:
+            self._end_round(done=False)
+            self._begin_round(True)
+            bucket = self.means.open(chunk)
+        bucket = bucket or self.means.open(chunk, beyond=True)
+        assert bucket is not None
+        return bucket
+
+    def _reclaim_bucket(self) -> bool:
+        """Waits for one chunk's mean, if one is being sent or may be sent; returns whether."""
+        if not self.means.is_sending:
+            if not (self.reduces_in_backward and self._round.position < len(self._order.chunks)):
+                return False
+            self._send_next()
+        self.means.finish_oldest()
+        return True
+
+    # Rounds
+
+    def _begin_round(self, sends_in_backward: bool) -> RoundBegin:
+        """The round's beginning, in which this rank gives its word; idempotent."""
+        if self._round.begin is None:
+            self._round.begin = RoundBegin(self._everyone, sends_in_backward)
+        return self._round.begin
+
+    def _had_turn(self, chunk: Chunk) -> bool:
+        """Whether the chunk's place in the order of sending has been passed in this round."""
+        return self._order.place[chunk.id] < self._round.position
+
+    def _send_complete(self, chunk: Chunk) -> None:
+        """After a gradient of `chunk`: sends the chunks whose turn it is and which are complete."""
+        self._order.note_gradient(chunk, self._grads.members(chunk), self._round.synced)
+        order = self._order.chunks
+        while self._round.position < len(order) and self._is_complete(order[self._round.position]):
+            self._send_next()
+
+    def _send_next(self) -> None:
+        chunk = self._order.chunks[self._round.position]
+        self._round.position += 1
+        self._send(chunk)
+
+    def _send(self, chunk: Chunk) -> None:
+        self._round.sent.update(self.means.send(chunk))
+
+    def _is_complete(self, chunk: Chunk) -> bool:
+        """Whether all gradients of the chunk are in its bucket."""
+        members = self._grads.members(chunk)
+        if not all(m in self._round.synced and m.has_grad for m in members):
+            return False
+        # A gradient that is still on its way from the device is sent after a later gradient
+        # arrives, or at the end of the round.
+        return self.means.have_arrived(members)
+
+    def _end_round(self, done: bool) -> bool:
+        """Sends what is left, and learns which parameters got a gradient on any rank.
+
+        `done`: this rank is not in the middle of a backward. Returns whether all are.
+        """
+        begin = self._begin_round(False)
+        any_in_backward = begin.any_in_backward()
+        if any_in_backward:
+            while self._round.position < len(self._order.chunks):
+                self._send_next()
+            # Before others are waited for: they may need what this rank then does for replicas.
+            self.means.finish_all()
+        end = self._agree(done)
+        begin.wait()
+        if any_in_backward:
+            self._note_arrived(end.arrived)  # gradients after their chunk's turn are added to it
+        for chunk in self._order.chunks:
+            if (end.had_turn if any_in_backward else end.unsent)[chunk.id]:
+                self._send(chunk)
+        self.means.finish_all()
+        self._note_arrived(end.arrived)
+        if any_in_backward or any(end.unsent):
+            self.changes += 1
+        self.means.free_cleared()
+        self._round = _Round()
+        if not end.busy and any_in_backward and not self._order.is_learned:
+            self._order.learn(self._everyone)
+        return not end.busy
+
+    def _note_arrived(self, arrived: Sequence[bool]) -> None:
+        """Gives parameters that got a gradient on other ranks only their `.grad` here."""
+        for managed, has_arrived in zip(self._members, arrived, strict=True):
+            if has_arrived and not managed.has_grad:
+                managed.grad_factor = self._loss_scale.grad_factor
+                managed.hold_grad()
+
+    def _agree(self, done: bool) -> RoundEnd:
+        """The facts of all ranks at the end of the round.
+
+        Raises HeteroError if means were made of gradients that not all ranks have cleared.
+        """
+        chunks = self._layout.chunks
+        unsent = self.means.unsent()
+        mine = RoundEnd(
+            arrived=[m in self._round.arrived and m.has_grad for m in self._members],
+            cleared=[m in self._round.sent and not m.has_grad for m in self._members],
+            unsent=[chunk.id in unsent for chunk in chunks],
+            had_turn=[chunk.id in unsent and self._had_turn(chunk) for chunk in chunks],
+            busy=not done,
+        )
+        end = mine.any(self._everyone)
+        for managed, arrived, cleared in zip(self._members, end.arrived, end.cleared, strict=True):
+            if arrived and cleared:
+                raise HeteroError(
+                    f"the gradient of {managed.name} was cleared on one rank after it had gone "
+                    f"into the mean with that of another; when gradients are cleared before the "
+                    f"step, all ranks must have made the same backward calls"
+                )
+        return end

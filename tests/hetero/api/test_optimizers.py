@@ -102,7 +102,7 @@ def test_masters_and_states_equal_the_documented_rule_exactly(
         param.register_hook(lambda grad, index=index: gradients.__setitem__(index, grad.clone()))
 
     for step, tokens in enumerate(batches(3), start=1):
-        scale = optimizer.engine.loss_scale.value
+        scale = optimizer.engine.shared.loss_scale.value
         optimizer.backward(model(input_ids=tokens, labels=tokens).loss)
         optimizer.step()
         optimizer.zero_grad()

@@ -280,7 +280,7 @@ def test_a_step_leaves_graphs_over_other_parameters_of_its_chunks_alone(
     ours = [hetero.HybridSGD(params, lr=0.25) for params in model.parts()]
     model, ours = hetero.initialize(model, ours)
     chunks = [
-        {m.chunk.id for m in ours[0].engine.managed_params() if name in m.name}
+        {m.chunk.id for m in ours[0].engine.params.in_order() if name in m.name}
         for name in ("generator", "discriminator")
     ]
     assert chunks[0] & chunks[1], "a chunk has parameters of both"

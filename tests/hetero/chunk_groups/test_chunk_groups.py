@@ -191,7 +191,7 @@ def test_an_overflow_in_either_bank_skips_the_step_of_both(bad: str) -> None:
     param = dict(model.named_parameters())[bad]
     param.grad = torch.full_like(param, float("inf"))
     optimizer.step()
-    assert optimizer.engine.loss_scale.skipped_steps == 1
+    assert optimizer.engine.shared.loss_scale.skipped_steps == 1
     assert all(map(torch.equal, before, hetero.masters(model.parameters())))
     optimizer.engine.close()
 

@@ -111,7 +111,7 @@ def test_the_tutorials_loop(nothing_left: None) -> None:
     config = names["optim"].engine.config
     assert (config.dtype, config.grad_dtype, config.reduce_dtype) == ("bf16", "fp32", "fp32")
     assert config.zero_stage == 3
-    assert all(m.step == 2 for m in names["optim"].engine.managed_params())
+    assert all(m.step == 2 for m in names["optim"].engine.params.in_order())
     names["optim"].engine.close()
 
 
@@ -137,7 +137,7 @@ def test_the_first_forward_initializes(make: Callable[..., Any], nothing_left: N
         optimizer.step()
     config = optimizer.engine.config
     assert (config.placement_policy, config.chunk_numel) == ("cpu", 4096)
-    assert optimizer.engine.is_of(model)
+    assert optimizer.engine.lifetime.is_of(model)
     assert_same(model, expected(weight_decay=1e-2))
     optimizer.engine.close()
 
@@ -194,7 +194,7 @@ def test_gradients_that_are_not_sent_yet() -> None:
     for micro in range(2):
         model.set_requires_gradient_sync(micro == 1)  # (first before there is an engine)
         loss_of(model, micro).backward()
-        intake = optimizer.engine.grad_intake
+        intake = optimizer.engine.steps.grad_intake
         assert bool(intake._unsynced) == (micro == 0)
     optimizer.step()
     with pytest.raises(ValueError, match="it is for whole models"):
@@ -234,7 +234,7 @@ def test_a_part_may_be_called_first(loss: Any, nothing_left: None) -> None:
             update.zero_grad()
             loss(each, step).backward()
             update.step()
-    assert optimizer.engine.is_of(model)
+    assert optimizer.engine.lifetime.is_of(model)
     assert_same(model, wanted)
     optimizer.engine.close()
 
@@ -244,7 +244,7 @@ def test_what_was_said_of_the_whole_model_holds_if_a_part_is_called_first() -> N
     optimizer = fsdp.optim.AdamW(model.parameters(), lr=1e-2)
     model.set_requires_gradient_sync(False)
     part_first(model, 0).backward()
-    assert optimizer.engine.grad_intake._unsynced
+    assert optimizer.engine.steps.grad_intake._unsynced
     model.set_requires_gradient_sync(True)
     optimizer.engine.close()
 
@@ -454,7 +454,7 @@ def test_another_method_is_a_forward() -> None:
         fsdp.register_fsdp_forward_method(model, "thrice")
     out = model.twice(torch.arange(8))
     assert out.dtype == torch.bfloat16
-    assert optimizer.engine.is_of(model)
+    assert optimizer.engine.lifetime.is_of(model)
     out.float().square().sum().backward()
     optimizer.step()
     with torch.no_grad():

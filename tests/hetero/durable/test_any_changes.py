@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 import hetero
 from tests.hetero.checkpoint.test_save_load import PLACES, build, same, steps, whole
@@ -28,14 +28,12 @@ class AnyChanges(RuleBasedStateMachine):
         super().__init__()
         self.folder = Path(tempfile.mkdtemp())
         self.options = {**PLACES[self.place], "durable": True, "commit_every": 0}
-        self.options["undoable_steps"] = "emulated" not in self.place
         scratch = self.folder / "scratch"
         scratch.mkdir()
         self.model, self.optimizer = build(self.options, scratch)
         self.kept: list[torch.Tensor] | None = None
         self.made = self.copies = 0
         self.looked_at = True
-        self.undoable = False
 
     def teardown(self) -> None:
         self.optimizer.engine.close()
@@ -51,17 +49,6 @@ class AnyChanges(RuleBasedStateMachine):
         else:
             steps(self.model, self.optimizer, range(self.made, self.made + 1))
         self.made += 1
-        self.undoable, self.looked_at = True, False
-
-    @precondition(lambda self: self.undoable and self.options["undoable_steps"])
-    @rule()
-    def undo(self) -> None:
-        self.undoable = False
-        try:
-            self.optimizer.undo_last_step()
-        except hetero.HeteroError:
-            return  # the spare extents have what the last commit has
-        self.made -= 1
         self.looked_at = False
 
     @rule(value=st.integers(-4, 4))

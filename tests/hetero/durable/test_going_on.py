@@ -204,47 +204,7 @@ def test_a_commit_goes_on_beside_the_next_backward(
     optimizer.engine.close()
 
 
-def test_a_step_that_is_undone_is_not_gone_on_from(tmp_path: Path) -> None:
-    options = {**PLACES["disk"], **DURABLE, "undoable_steps": True}
-    model, optimizer = build(options, tmp_path)
-    steps(model, optimizer, range(2))
-    wanted = whole(model, optimizer)
-    steps(model, optimizer, range(2, 3))
-    optimizer.undo_last_step()
-    assert same(whole(model, optimizer), wanted)
-    optimizer.engine.close()
-    model, optimizer = build(options, tmp_path, seed=7)
-    assert same(whole(model, optimizer), wanted)
-    optimizer.engine.close()
-
-
-@pytest.mark.parametrize("place", ["cpu", "disk", "speculative", "waiting"])
-@pytest.mark.parametrize("commits", [1, 2])
-def test_what_comes_after_an_undone_step_is_not_in_the_last_commit(
-    place: str, commits: int, tmp_path: Path
-) -> None:
-    """The step has left the commit's extents, and undoing it has brought them back into use; or
-    the step was committed, too."""
-    options = {**PLACES[place], **DURABLE, "commit_every": 0, "undoable_steps": True}
-    model, optimizer = build(options, folder(tmp_path, "scratch"))
-    steps(model, optimizer, range(1))
-    hetero.commit(model, blocking=True)
-    wanted = whole(model, optimizer)
-    steps(model, optimizer, range(1, 2))
-    if commits == 2:
-        hetero.commit(model, blocking=True)
-        wanted = whole(model, optimizer)
-    optimizer.undo_last_step()
-    model.load_state_dict({name: torch.zeros_like(p) for name, p in model.state_dict().items()})
-    steps(model, optimizer, range(2, 4))
-    copy = crashed(tmp_path / "scratch", tmp_path / "copy")
-    optimizer.engine.close()
-    model, optimizer = build({**PLACES["cpu"], **DURABLE}, copy, seed=7)
-    assert same(whole(model, optimizer), wanted)
-    optimizer.engine.close()
-
-
-@pytest.mark.parametrize("options", [DURABLE, {"verify_reads": True}, {"undoable_steps": True}])
+@pytest.mark.parametrize("options", [DURABLE, {"verify_reads": True}, {}])
 @pytest.mark.parametrize("place", ["cpu", "disk"])
 def test_checksums_of_pages_are_in_the_budget(
     place: str, options: dict[str, Any], tmp_path: Path
@@ -259,7 +219,7 @@ def test_checksums_of_pages_are_in_the_budget(
     disk = engine.chunk_groups[0].disk
     file_bytes = 0 if disk is None else disk.scratch.nbytes
     charged = engine.ledger.used(Tier.HOST, Account.FILE)
-    assert charged == (0 if options == {"undoable_steps": True} else file_bytes // 1024)
+    assert charged == (0 if not options else file_bytes // 1024)
     assert charged > 0 or options != DURABLE
     engine.close()
     assert engine.ledger.used(Tier.HOST, Account.FILE) == 0

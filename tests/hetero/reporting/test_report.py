@@ -179,7 +179,7 @@ def test_a_step_costs_three_looks_at_memory_and_one_at_the_counters(
     assert 0 < sum(made.parts_s.values()) <= made.seconds
     recorder.close()
     recorder.close()
-    assert not engine.tracer.step_clock.listeners
+    assert not engine.watch.tracer.step_clock.listeners
     train(model, optimizer, None, steps=1)
     assert len(calls) == 7, "a recorder that is closed listens no more"
     engine.close()

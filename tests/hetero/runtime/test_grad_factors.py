@@ -147,7 +147,7 @@ def test_clamping_does_not_hide_an_overflow_from_the_loss_scale(
     optimizer.backward(loss_of(model))
     hetero.clip_grad_value_(model.parameters(), 0.1)
     optimizer.step()
-    assert optimizer.engine.loss_scale.skipped_steps == 1
+    assert optimizer.engine.shared.loss_scale.skipped_steps == 1
     assert all(map(torch.equal, before, hetero.masters(model.parameters())))
     optimizer.engine.close()
 

@@ -83,7 +83,7 @@ def test_evaluation_is_no_part_of_a_step(tmp_path: Path) -> None:
         with torch.no_grad():
             for tokens in batches(5):
                 model(input_ids=tokens)
-    made = engine.tracer.latest
+    made = engine.watch.tracer.latest
     assert made is not None
     assert made.micro_batches == 2
     assert made.computing.forward_s > 0
@@ -104,7 +104,7 @@ def test_memory_beside_the_state_is_seen(tmp_path: Path) -> None:
         optimizer.backward(model(input_ids=tokens, labels=tokens).loss)
         optimizer.step()
         optimizer.zero_grad()
-        peaks.append(optimizer.engine.tracer.latest.peak_host_bytes)
+        peaks.append(optimizer.engine.watch.tracer.latest.peak_host_bytes)
         kept.clear()
         if len(peaks) == 3:
             model.transformer.h[1].register_forward_hook(hook)
@@ -120,11 +120,11 @@ def test_a_step_that_is_left_out_is_no_part_of_the_next(tmp_path: Path) -> None:
         tokens = batches(1)[0]
         model(input_ids=tokens, labels=tokens).loss.backward()
         members = engine.with_grads(model.parameters())
-        assert engine.grad_factors.unscale(members, factor) == (factor != 1)
+        assert engine.steps.grad_factors.unscale(members, factor) == (factor != 1)
         if factor == 1:
             optimizer.step()
         optimizer.zero_grad()
-    assert engine.tracer.latest.micro_batches == 1
+    assert engine.watch.tracer.latest.micro_batches == 1
     engine.close()
 
 
@@ -133,8 +133,8 @@ def test_inference_alone_is_no_step(tmp_path: Path) -> None:
     with torch.no_grad():
         for _ in range(3):
             model(input_ids=batches(1)[0])
-    optimizer.engine.tracer.end_step()
-    assert optimizer.engine.tracer.latest is None
+    optimizer.engine.watch.tracer.end_step()
+    assert optimizer.engine.watch.tracer.latest is None
     optimizer.engine.close()
 
 
@@ -143,7 +143,7 @@ def test_seconds_of_computing_are_without_waits(tmp_path: Path, monkeypatch: Any
     model, optimizer = start(tmp_path, host_memory="300KiB")
     engine = optimizer.engine
     now_s = [0.0]
-    monkeypatch.setattr(engine.tracer.step_clock, "clock", lambda: now_s[0])
+    monkeypatch.setattr(engine.watch.tracer.step_clock, "clock", lambda: now_s[0])
     monkeypatch.setattr("offload.cache.slot_cache.time.perf_counter", lambda: now_s[0])
     read = FileBacking.read
 
@@ -164,5 +164,5 @@ def test_seconds_of_computing_are_without_waits(tmp_path: Path, monkeypatch: Any
         optimizer.step()
         optimizer.zero_grad()
     assert now_s[0] > 10
-    assert engine.tracer.latest.computing == Computing(0.0, 0.0)
+    assert engine.watch.tracer.latest.computing == Computing(0.0, 0.0)
     engine.close()

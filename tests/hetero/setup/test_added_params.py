@@ -300,7 +300,7 @@ def test_a_partial_gradient_under_a_loss_scale_is_refused_and_may_be_dropped() -
     optimizer.backward(loss_of(model, inputs(0, 0)))
     before = hetero.masters(model.first.weight)[0]
     optimizer.step()
-    assert engine.loss_scale.skipped_steps == 0
+    assert engine.shared.loss_scale.skipped_steps == 0
     assert not torch.equal(before, hetero.masters(model.first.weight)[0])
     engine.close()
 

@@ -73,7 +73,7 @@ def train(
             optimizer.zero_grad()
         crossed = engine.traffic.h2d, engine.traffic.d2h
         gathering = engine.chunk_groups[0].ranks.gathering
-        gathers = 0 if gathering is None else gathering.stream.started
+        gathers = 0 if gathering is None else gathering.stream.counts.started
         found = {
             "losses": losses,
             "masters": hetero.masters(model.parameters()),

@@ -109,7 +109,9 @@ class Hetero:
             if name in self._options
         }
         if budgets:
-            self.engine.grad_intake.average(force=True)  # while ranks wait for means, homes stay
+            self.engine.steps.grad_intake.average(
+                force=True
+            )  # while ranks wait for means, homes stay
             with suppress(BudgetError):
                 self.engine.set_budget(**budgets)
 

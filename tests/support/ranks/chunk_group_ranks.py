@@ -240,7 +240,7 @@ def room_for_all(rank: int, world: int, later: bool) -> str:
     outcome = take_all(model.parameters())
     if later:
         model.requires_grad_(True)
-        engine.added_params.take_in_unfrozen()
+        engine.steps.added_params.take_in_unfrozen()
         outcome += ", " + take_all(model.parameters())
     used = engine.ledger.in_use_bytes["host"]
     x = torch.ones(1, 128, dtype=torch.bfloat16)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from threading import Thread
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 
 import hetero
 from hetero.chunk_groups.update_tasks import UpdateTasks
@@ -109,61 +107,6 @@ def failed_update(rank: int, world: int, options: dict[str, Any]) -> str:
         told = str(error)
     optimizer.engine.close()
     return told
-
-
-def undone_steps(
-    rank: int, world: int, options: dict[str, Any], undone: list[int], mesh: bool = False
-) -> tuple[list[torch.Tensor], int]:
-    """Trains, and after each step in `undone` makes another one that is undone, clipped or not.
-
-    Returns the losses and the masters, and the bytes that the ranks have written.
-    """
-    where = {"mesh": init_device_mesh("cpu", (2, world // 2))} if mesh else {}
-    options = {"chunk_numel": 16384, "rank_timeout_s": 30.0, "undoable_steps": True} | options
-    model, optimizer = make("layers", options, **where)
-    found: list[torch.Tensor] = []
-    for step in range(6):
-        for again in [False, True] if step in undone else [False]:
-            loss = model(inputs(rank, 50 * again + step, 128)).square().mean()
-            loss.backward()
-            clip = 1e-3 if step == 4 else 9.0
-            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
-            optimizer.step()
-            optimizer.zero_grad()
-            if not again:
-                found.append(loss.detach())
-                continue
-            if step % 2 and rank == 0:  # an evaluation by one rank alone
-                with torch.no_grad():
-                    model(inputs(rank, 99, 128))
-            optimizer.undo_last_step()
-    found += hetero.masters(model.parameters())
-    optimizer.engine.close()
-    return found
-
-
-def undo_that_one_rank_cannot(
-    rank: int, world: int, options: dict[str, Any]
-) -> tuple[str, list[torch.Tensor]]:
-    """What each rank is told if a parameter is in use on one, and the masters afterwards."""
-    options = {"chunk_numel": 16384, "rank_timeout_s": 20.0, "undoable_steps": True} | options
-    model, optimizer = make("layers", options)
-    model(inputs(rank, 0, 128)).square().mean().backward()
-    optimizer.step()
-    after = hetero.masters(model.parameters())
-    used = hetero.gathered(model.layers[1].weight) if rank == 1 else nullcontext()
-    told = "nothing"
-    with used:
-        try:
-            optimizer.undo_last_step()
-        except hetero.HeteroError as error:
-            told = str(error)
-    found = hetero.masters(model.parameters())
-    assert all(map(torch.equal, found, after))
-    optimizer.undo_last_step()
-    found = hetero.masters(model.parameters())
-    optimizer.engine.close()
-    return told, found
 
 
 def first_masters() -> list[torch.Tensor]:

@@ -105,8 +105,8 @@ def train(
         "masters": hetero.masters(list(model.parameters())),
         "disk": traffic.disk_read > 0,
         "peak": engine.ledger.peak_bytes["host"],
-        "scale": engine.loss_scale.value,
-        "skipped": engine.loss_scale.skipped_steps,
+        "scale": engine.shared.loss_scale.value,
+        "skipped": engine.shared.loss_scale.skipped_steps,
     }
     engine.close()
     return result

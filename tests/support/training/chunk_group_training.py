@@ -113,7 +113,7 @@ def train(rank: int, world: int, script: str, options: dict[str, Any]) -> Run:
         loss.backward()
         run.losses.append(loss.item())
         del loss
-        assert engine.params.pinned_copies() == 0
+        assert sum(g.params.copies.pinned() for g in engine.chunk_groups) == 0
         run.norms.append(hetero.clip_grad_norm_(model.parameters(), 1e30).item())
         optimizer.step()
         optimizer.zero_grad()

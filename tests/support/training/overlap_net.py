@@ -33,7 +33,6 @@ PLACES: dict[str, dict[str, Any]] = {
     },
 }
 
-UNDO_PLACES = [*PLACES, "buffers"]
 
 # A part of all state is at home on DEVICE.
 EVERYWHERE = PLACES | {
@@ -108,35 +107,6 @@ def loss_of(model: nn.Module, seed: int) -> torch.Tensor:
     x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(seed))
     loss: torch.Tensor = (model(x).float() - 1).square().mean()
     return loss
-
-
-def undoable(
-    path: Path,
-    place: str,
-    overlap: str = "auto",
-    make: Callable[[], nn.Module] | None = None,
-    **more: Any,
-) -> tuple[nn.Module, Any]:
-    """build() with steps that can be undone, in one of UNDO_PLACES."""
-    if place == "buffers":  # which have all optimizer state, or most of it
-        place, more = "optim_states", {"host_memory": "6MiB", **more}
-    options = {"undoable_steps": True, "nvme_path": str(path), **more}
-    return build(Net if make is None else make, path, place, overlap, **options)
-
-
-def everything(model: nn.Module, optimizer: Any) -> list[torch.Tensor]:
-    """Copies of parameters, masters, optimizer state with the numbers of updates, and the scale."""
-    found = [t for s in optimizer.state_dict()["state"].values() for t in s.values()]
-    found += hetero.masters(model.parameters())
-    found += [t.clone() for t in model.state_dict().values()]
-    scale = optimizer.engine.loss_scale
-    return [*found, torch.tensor([scale.value, scale.good_steps, scale.skipped_steps])]
-
-
-def backward(model: nn.Module, optimizer: Any, seed: int, clip: float = 1e6) -> None:
-    """A backward whose gradients are clipped."""
-    optimizer.backward(loss_of(model, seed))
-    nn.utils.clip_grad_norm_(model.parameters(), clip)
 
 
 def one_step(model: nn.Module, optimizer: hetero.HybridAdam, step: int) -> float:

@@ -100,11 +100,11 @@ def train(model: Net, optimizer: torch.optim.Optimizer, seed: int = 1) -> None:
 def assert_nothing_is_used(optimizer: hetero.HybridAdam) -> None:
     """No parameter is gathered and no copy kept."""
     optimizer.engine.synchronize()  # (updates may go on after step())
-    members = optimizer.engine.managed_params()
+    members = optimizer.engine.params.in_order()
     assert {m.name: m.uses for m in members if m.uses} == {}
     assert {m.state for m in members} <= {ParamState.OFFLOADED, ParamState.RESIDENT}
     gc.collect()  # an exception's frames may view copies
-    assert optimizer.engine.params.pinned_copies() == 0
+    assert sum(g.params.copies.pinned() for g in optimizer.engine.chunk_groups) == 0
 
 
 def without_grad(function: Callable[..., object], *args: object) -> object:

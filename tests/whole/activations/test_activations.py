@@ -73,8 +73,8 @@ def reference(accumulate: int = 1) -> Run:
 
 
 def store_of(engine: hetero.Engine) -> ActivationStore:
-    assert engine.activations is not None
-    return engine.activations
+    assert engine.watch.activations is not None
+    return engine.watch.activations
 
 
 @pytest.mark.covering(1)
@@ -118,10 +118,10 @@ def test_auto_and_off(tmp_path: Path) -> None:
         settings = {"placement_policy": "nvme", "host_memory": "2MiB", "activation_memory": memory}
         model, optimizer = made(tmp_path, settings)
         engine = optimizer.engine
-        assert (engine.activations is not None) == has_store
-        if engine.activations is not None:
-            assert engine.activations.limits.host_bytes == 512 << 10
-            assert not engine.activations.limits.is_strict
+        assert (engine.watch.activations is not None) == has_store
+        if engine.watch.activations is not None:
+            assert engine.watch.activations.limits.host_bytes == 512 << 10
+            assert not engine.watch.activations.limits.is_strict
         planned = sum(group.placement.host_bytes for group in engine.chunk_groups)
         assert planned <= (2 << 20) - (512 << 10 if has_store else 0)
         assert train(model, optimizer, batches(4), clip=1.0).same_bits(reference())
@@ -207,7 +207,7 @@ def test_the_share_is_free_between_steps(tmp_path: Path) -> None:
         assert 0 < ledger.used(Tier.HOST, Account.ACTIVATION) <= 300 << 10
         optimizer.backward(loss)
         del loss
-        engine.activations.movement.settle()
+        engine.watch.activations.movement.settle()
         assert store_of(engine).kept_bytes == len(store_of(engine)) == 0
         optimizer.step()
         optimizer.zero_grad()

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from tests.support.cuda import ranks
-from tests.support.ranks import overlapping
 from tests.support.ranks.processes import RankFailure, RankPool
 from tests.support.training.loops import same
 
@@ -70,19 +69,6 @@ def test_updates_that_overlap(ranks2: RankPool, stage: int, overlap: str) -> Non
     options = {"device_memory": "1MiB", "dtype": "bf16", "zero_stage": stage}
     options |= {"placement_policy": "auto", "overlap_updates": overlap}
     check(ranks2.run(ranks.train, options, 2, 1, True), on_cpu(ranks2, stage, 2))
-
-
-@pytest.mark.parametrize(("stage", "policy"), [(1, "cpu"), (2, "nvme")])
-def test_steps_that_are_undone(ranks2: RankPool, stage: int, policy: str, tmp_path: Path) -> None:
-    options = {"zero_stage": stage, "nvme_path": str(tmp_path)}
-    wanted = ranks2.run(overlapping.undone_steps, options | {"placement_policy": "cpu"}, [])
-    on_device = options | {"backend": "cuda", "device_memory": "1MiB", "placement_policy": policy}
-    for one, other in zip(
-        ranks2.run(ranks.with_nccl, overlapping.undone_steps, on_device, [1, 2]),
-        wanted,
-        strict=True,
-    ):
-        assert same(one, other)
 
 
 @pytest.mark.parametrize(("stage", "policy"), [(1, "auto"), (2, "cpu"), (2, "cuda")])

@@ -99,7 +99,7 @@ def test_fp16_overflow_skips_the_step(tmp_path: Path) -> None:
     )
     before = hetero.masters(model.parameters())
     tokens = batches(1)[0]
-    scale = optimizer.engine.loss_scale
+    scale = optimizer.engine.shared.loss_scale
     while scale.good_steps == 0:
         optimizer.backward(model(input_ids=tokens, labels=tokens).loss)
         optimizer.step()

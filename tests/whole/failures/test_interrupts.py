@@ -300,7 +300,7 @@ def test_a_step_that_was_ended_in_the_middle_says_so(settings: Settings, tmp_pat
     train(model, optimizer)
     state = model.state_dict()
     loss_of(model).backward()
-    with interrupt_in(optimizer.engine.schedule, "step"):
+    with interrupt_in(optimizer.engine.steps.schedule, "step"):
         optimizer.step()
     for use in (
         optimizer.step,

@@ -409,12 +409,12 @@ def test_seconds_of_updates_and_of_waiting_for_them(tmp_path: Path) -> None:
     engine = optimizer.engine
     one_step(model, optimizer, 0)
     engine.synchronize()
-    before_s, waited_s = engine.update_s, engine.update_wait_s
+    before_s, waited_s = engine.seconds.update_s, engine.seconds.update_wait_s
     assert before_s > 0
     loss_of(model, 1).backward()
     optimizer.step()
     pipeline = engine.chunk_groups[0].pipeline
     until(lambda: pipeline.is_updated())
-    assert engine.update_s > before_s
-    assert engine.update_wait_s == waited_s
+    assert engine.seconds.update_s > before_s
+    assert engine.seconds.update_wait_s == waited_s
     engine.close()

@@ -249,7 +249,7 @@ def test_the_loss_scale_of_fp16(tmp_path: Path, place: str, overlap: str) -> Non
             optimizer.backward(loss_of(model, step))
             optimizer.step()
             optimizer.zero_grad()
-        scale = optimizer.engine.loss_scale
+        scale = optimizer.engine.shared.loss_scale
         assert scale.skipped_steps > 0
         return [torch.tensor(scale.value)]
 

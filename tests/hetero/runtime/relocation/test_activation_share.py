@@ -35,7 +35,7 @@ class Trained:
             options = {"nvme_path": str(path), "dtype": "fp32", "recompute": "none", **options}
             hetero.initialize(self.model, self.optimizer, **options)
         self.engine = self.optimizer.engine
-        self.store = self.engine.budget_moves._activations
+        self.store = self.engine.watch.budget_moves._activations
 
     def nbytes(self) -> int:
         """Resident bytes."""
@@ -93,9 +93,11 @@ def test_what_cannot_be_had_is_not_tried_again_and_again(
     trained = Trained(tmp_path, process_memory=4 * MIB)
     process.append(trained)
     tried = []
-    place = trained.engine.budget_moves._place
+    place = trained.engine.watch.budget_moves._place
     monkeypatch.setattr(
-        trained.engine.budget_moves, "_place", lambda *args: (tried.append(args), place(*args))[1]
+        trained.engine.watch.budget_moves,
+        "_place",
+        lambda *args: (tried.append(args), place(*args))[1],
     )
     trained.step(2)
     trained.step(2)

@@ -83,8 +83,8 @@ def limited(rank: int, world: int, path: str) -> tuple[int, str, int]:
             model(input_ids=tokens, labels=tokens).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-        assert Tier.HOST in engine.budget_moves.limits
-        found = engine.budget_moves.limits[Tier.HOST].limit, repr(engine.placement)
+        assert Tier.HOST in engine.watch.budget_moves.limits
+        found = engine.watch.budget_moves.limits[Tier.HOST].limit, repr(engine.placement)
         budget = engine.ledger.budget_bytes["host"]
         engine.close()
         return *found, budget

@@ -52,7 +52,7 @@ def test_each_way_to_each_other(first: tuple[int, int], tmp_path: Path) -> None:
             assert (training.on_device == 0) == (device == FEW)
             everything = [*engine.placement.param, *engine.placement.optim_state]
             assert Tier.DISK not in everything or host == LEAST
-            assert all(engine.params.is_resident(m.chunk) for m in engine.managed_params()) == (
+            assert all(engine.params.is_resident(m.chunk) for m in engine.params.in_order()) == (
                 device == MANY
             )
         if number < STEPS:
@@ -404,7 +404,7 @@ def on_ranks(
         if number % 2:
             found.append(hetero.clip_grad_norm_(training.model.parameters(), 1.0))
         if moving and (number % 2 or stage > 1):
-            training.engine.grad_intake.average(force=True)
+            training.engine.steps.grad_intake.average(force=True)
             engine.set_budget(*budgets[number])
         training.optimizer.step()
         training.optimizer.zero_grad()

@@ -389,7 +389,7 @@ def test_what_is_cleared_on_its_way_from_the_device_counts_as_zero() -> None:
         made = make_rank(network, rank, shape, 2, [numel, numel], 0)
         ledger, backend = Ledger(dict.fromkeys(Tier)), EmulatedBackend(20 * numel)
         buffers = HostArena(BUFFERS, 4096, ledger, Account.BUFFER)
-        grad_offload = made.grad_reducer._grad_offload = GradOffload(
+        grad_offload = made.grad_reducer.means._grad_offload = GradOffload(
             backend, ledger, 1 << 30, buffers
         )
         with made.grad_reducer.no_sync():
