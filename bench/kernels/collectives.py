@@ -59,10 +59,10 @@ def _rank(
 
 def _calls(rank: int, ranks: int, nbytes: int) -> dict[str, Callable[[], object]]:
     """What is measured, by name; all of it in fp32."""
-    from hetero.ranks.messages import GatheredParts
+    from hetero.ranks.collectives import GatheredParts
     from hetero.ranks.peers import Channel
     from hetero.ranks.process_groups import ProcessGroups
-    from hetero.state.reduction.mean import RankMean
+    from hetero.state.reduction.means import RankMean
 
     whole, received = torch.zeros(nbytes // 4), torch.zeros(nbytes // 4)
     part = whole.chunk(ranks)[rank].clone()

@@ -27,12 +27,9 @@ from dataclasses import dataclass
 import torch
 
 from hetero.activations.activation import Activation, ActivationState, SavingOrder
-from hetero.activations.activation_file import ActivationFile
-from hetero.activations.device_copies import DeviceCopies
-from hetero.activations.kept_tensors import KeptTensors
 from hetero.activations.limits import ActivationLimits
-from hetero.activations.movement import Movement
-from hetero.activations.ram_copies import RamCopies
+from hetero.activations.movement import DeviceCopies, KeptTensors, Movement
+from hetero.activations.ram_copies import ActivationFile, RamCopies
 from hetero.config import Config
 from offload._native import IoEngine
 from offload.device.backend import Backend

@@ -6,45 +6,38 @@ place, `_ChunkGroupBuilder._make_copies`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 
-from hetero.chunk_groups.build_reducer import GradReducerBuilder
-from hetero.chunk_groups.chunk_group import ChunkGroup, DeviceParts, RankParts, StateMemory
+from hetero.chunk_groups.chunk_group import ChunkGroup, DeviceParts, RankParts, Shared, StateMemory
 from hetero.chunk_groups.muon_directions import MuonDirections
-from hetero.chunk_groups.shared import Shared
 from hetero.chunk_groups.update_tasks import UpdatePass, UpdateTasks
 from hetero.planning.group_plans import ChunkGroupPlan
-from hetero.planning.placement import link_bytes
+from hetero.planning.placement import SlotBytes, link_bytes
 from hetero.ranks.communicator import Communicator
 from hetero.ranks.device_group import DeviceGroup
 from hetero.ranks.peers import Channel
 from hetero.ranks.process_groups import ProcessGroups
 from hetero.ranks.shard_server import GatherNews, ShardServer, Versions
-from hetero.state.chunk_access import ChunkAccess
+from hetero.state.chunk_access import ChunkAccess, CopyCache, CopyCaches, ParamUpdates
 from hetero.state.chunk_state import chunk_states
 from hetero.state.chunk_updates import ChunkUpdates
-from hetero.state.chunk_versions import ChunkVersions
-from hetero.state.committed import CommittedState
-from hetero.state.copy_caches import CopyCache, CopyCaches
+from hetero.state.chunk_versions import ChunkVersions, CommittedState
 from hetero.state.gathering.agreed_gathers import AgreedGathers
-from hetero.state.gathering.all_gather import Gathering
-from hetero.state.gathering.device_transport import DeviceGathers, DeviceTransport
-from hetero.state.gathering.gather_stream import GatherStream
-from hetero.state.gathering.own_shards import OwnShards
-from hetero.state.gathering.transport import GatherTransport, RamTransport
+from hetero.state.gathering.all_gather import DeviceGathers, Gathering, GatherStream, OwnShards
+from hetero.state.gathering.transport import DeviceTransport, GatherTransport, RamTransport
 from hetero.state.grads import Grads
 from hetero.state.managed_param import ManagedParam
-from hetero.state.memory.file_layout import extent_size, map_file, name_of
-from hetero.state.memory.homes import Homes
+from hetero.state.memory.homes import Homes, extent_size, map_file, name_of
 from hetero.state.memory.scratch_space import ScratchSpace
 from hetero.state.memory.slot_arenas import SlotArenas
 from hetero.state.optimizer_state import OptimizerState
-from hetero.state.param_updates import ParamUpdates
+from hetero.state.reduction.grad_reduce import GradReducer
+from hetero.state.reduction.means import DeviceMeans, MeanMemory, ReduceBuffers
 from offload._native import UpdateKind
 from offload.cache.shared_cache import SharedCache, SharedWriteBackCache
 from offload.cache.slot_cache import SlotCache, WriteBackCache
@@ -56,7 +49,116 @@ from offload.device.home_copy import HomeCopier
 from offload.device.updater import Updater
 from offload.disk.backing import Backing, FileBacking
 from offload.memory.arena import HostArena
+from offload.memory.slot_pool import DevicePool, SlotPool
 from offload.memory.tiers import Account, StateKind, Tier
+
+
+@dataclass
+class GradReducerBuilder:
+    """Makes one chunk group's reducer; `resources` close what belongs to it."""
+
+    plan: ChunkGroupPlan
+    shared: Shared
+    world: ProcessGroups
+    resources: ExitStack
+
+    def build(
+        self, grads: Grads, trained: Sequence[ManagedParam], grad_offload: GradOffload | None
+    ) -> GradReducer:
+        """The reducer in front of `grads`, which are of the `trained` parameters.
+
+        `grad_offload` brings gradients from a DEVICE to RAM. All ranks must call it. Raises
+        BudgetError, and PeerError.
+        """
+        layout, placement = self.plan.layout, self.plan.placement
+        bucket_bytes = SlotBytes.of(layout, self.plan.dtypes).bucket
+
+        def arena(slots: int, nbytes: int = bucket_bytes) -> HostArena:
+            # (Gradients come to buckets from the device.)
+            made = self.shared.backend.host_arena(slots, nbytes, self.shared.ledger, Account.BUCKET)
+            self.resources.callback(made.close)  # also if there is no room for its slots
+            return made
+
+        by_backend = self.shared.config.debugging.grad_reduce == "backend"
+        dtype, received = self.plan.dtypes.torch_reduce, placement.receive_slots
+        if self.plan.spec.averages_on_device and placement.longest_trained:
+            device_buckets: DevicePool | None = None
+            in_ram: HostArena | None = None
+            if layout.shard.grads:
+                grad_offload = None
+                device_buckets = DevicePool(self._device_buckets, placement.bucket_slots)
+                in_ram = arena(received, bucket_bytes // layout.shard.ranks)
+                in_ram.commit(0, received)
+            buffers = ReduceBuffers(
+                dtype,
+                device_buckets,
+                DevicePool(self._device_buckets, received),
+                None,
+                device=self._make_device_means(grads, in_ram, by_backend),
+            )
+        else:
+            between_replicas: HostArena | None = None
+            if self.world.replicas is not None and placement.longest_trained:
+                between_replicas = arena(
+                    placement.longest_trained, bucket_bytes // layout.shard.ranks
+                )
+                between_replicas.commit(0, placement.longest_trained)
+            buckets: SlotPool | None = None
+            if layout.shard.grads:
+                trained_slots = sum(c.slots for c in layout.chunks if c.trainable)
+                slots = placement.bucket_slots
+                buckets = SlotPool(arena(max(trained_slots, slots)), slots)
+            pool = SlotPool(arena(received), received)
+            buffers = ReduceBuffers(dtype, buckets, pool, between_replicas, by_backend)
+        grad_reducer = GradReducer(
+            layout,
+            trained,
+            self.world,
+            buffers,
+            grads,
+            self.shared.loss_scale,
+            grad_offload,
+        )
+        if self.plan.spec.reduce_at_end:
+            self.resources.enter_context(grad_reducer.no_sync())
+        return grad_reducer
+
+    def _device_buckets(self, slots: int, shards: bool = False) -> HostArena:
+        """Slots of the device for whole gradients, or for this rank's `shards` of them."""
+        nbytes = SlotBytes.of(self.plan.layout, self.plan.dtypes).bucket
+        if shards:
+            nbytes //= self.plan.layout.shard.ranks
+        made = self.shared.backend.arena(slots, nbytes, self.shared.ledger, Account.BUCKET)
+        self.resources.callback(made.close)
+        return made
+
+    def _make_device_means(
+        self, grads: Grads, in_ram: HostArena | None, by_backend: bool
+    ) -> DeviceMeans:
+        assert isinstance(self.shared.backend, CudaBackend)
+        assert self.world.everyone is not None
+        shard, replicas = self.world.shard, self.world.replicas
+        group = DeviceGroup(
+            self.world.everyone, Channel.GRADIENTS, self.shared.backend, shard, replicas
+        )
+        self.resources.callback(group.close)
+        longest, dtype = self.plan.placement.longest_trained, self.plan.dtypes.torch_reduce
+        between: torch.Tensor | None = None
+        if replicas is not None:
+            between = self._device_buckets(longest, shards=True).view(0, longest, dtype)
+        spare = self._device_buckets(longest).view(0, longest, dtype)
+        means = DeviceMeans(
+            self.world,
+            group,
+            self.shared.backend,
+            grads.homes,
+            self.plan.layout.shard,
+            MeanMemory(spare, in_ram, between),
+            by_backend,
+        )
+        self.resources.callback(means.close)
+        return means
+
 
 _Cache = TypeVar("_Cache", bound=SlotCache)
 

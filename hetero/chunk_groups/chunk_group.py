@@ -8,8 +8,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from hetero.activations.limits import ActivationLimits
 from hetero.chunk_groups.update_tasks import UpdateTasks
 from hetero.chunks.layout import Chunk
+from hetero.config import Config
 from hetero.planning.group_plans import ChunkGroupPlan
 from hetero.planning.placement import Placement, SlotBytes
 from hetero.ranks.process_groups import ProcessGroups
@@ -18,19 +20,44 @@ from hetero.state.chunk_access import ChunkAccess
 from hetero.state.chunk_updates import ChunkUpdates
 from hetero.state.gathering.all_gather import Gathering
 from hetero.state.grads import Grads
+from hetero.state.loss_scale import LossScale
 from hetero.state.managed_param import ManagedParam
 from hetero.state.memory.homes import Homes
-from hetero.state.memory.scratch_space import DiskParts, ScratchSpace
+from hetero.state.memory.scratch_space import DiskParts, ScratchSpace, StateFiles
 from hetero.state.memory.slot_arenas import SlotArenas
 from hetero.state.optimizer_state import OptimizerState, TileState, parts_of
 from hetero.state.reduction.grad_reduce import GradReducer
+from hetero.state.unmanaged_params import UnmanagedParams
 from offload._native import StepPipeline
 from offload.cache.use_order import UseOrder
 from offload.device.backend import Backend
 from offload.device.grad_offload import GradOffload
 from offload.device.home_copy import HomeCopier
 from offload.device.updater import Updater
+from offload.memory.ledger import Ledger
+from offload.memory.process_memory import ProcessExcess
 from offload.memory.tiers import StateKind
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What all chunk groups of an engine share.
+
+    `notes` are lines for the user, to append to; `unmanaged` charges what no chunk group has;
+    `state_files` those of a durable state, else None;
+    `activations` what is left to activations, or None if autograd keeps them; `excess` by how much
+    the process is too large, or None if it has no limit.
+    """
+
+    config: Config
+    backend: Backend
+    ledger: Ledger
+    notes: list[str]
+    loss_scale: LossScale
+    unmanaged: UnmanagedParams
+    state_files: StateFiles | None = None
+    activations: ActivationLimits | None = None
+    excess: ProcessExcess | None = None
 
 
 @dataclass(frozen=True)

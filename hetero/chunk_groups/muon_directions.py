@@ -20,7 +20,7 @@ import torch
 
 from hetero.chunks.layout import Chunk, Layout
 from hetero.ranks.communicator import Communicator
-from hetero.ranks.failed_ranks import name_error
+from hetero.ranks.waiting import name_error
 from hetero.state.managed_param import ManagedParam
 from offload.errors import PeerError
 

@@ -18,8 +18,7 @@ from hetero.config import Config
 from hetero.ranks.process_groups import is_distributed
 from hetero.setup.construction import ConstructionArena
 from hetero.setup.init_context import ZeroInitContext
-from hetero.setup.initialize import construction_of, initialize
-from hetero.setup.same_start import require_same_writes
+from hetero.setup.initialize import construction_of, initialize, require_same_writes
 from offload.errors import HeteroError
 
 # Options that the construction arena has used when it was made.

@@ -31,10 +31,9 @@ from hetero.chunks.layout import Chunk
 from hetero.durable.record import Record, RecordFiles, StoredChunk, StoredGroup, StoredSlice
 from hetero.durable.state_folder import StateFolder
 from hetero.runtime.engine import Engine
-from hetero.state.committed import CommitChunk, CommittedState
+from hetero.state.chunk_versions import CommitChunk, CommittedState, Snapshot
 from hetero.state.managed_param import ManagedParam
-from hetero.state.memory.state_files import COPIES
-from hetero.state.snapshot import Snapshot
+from hetero.state.memory.scratch_space import COPIES
 from offload._native import IoOp
 from offload.disk.durable import check_named
 from offload.errors import CheckpointError, HeteroError

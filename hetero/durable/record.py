@@ -23,7 +23,7 @@ from hetero.checkpoint.engine_checkpoint import STATE_NAMES
 from hetero.checkpoint.manifest import Manifest, parse_manifest
 from hetero.checkpoint.schema import LARGEST, crc_of, member, parse_json, shortened
 from hetero.chunks.dtypes import Dtypes
-from hetero.state.memory.state_files import StateFiles, is_state_file
+from hetero.state.memory.scratch_space import StateFiles, is_state_file
 from offload._native import StripeMap
 from offload.disk.durable import check_named, sync_path
 from offload.errors import CheckpointError, StoreError

@@ -27,7 +27,7 @@ from hetero.durable.record import (
 )
 from hetero.durable.state_set import StateSet, in_order, join, note_commit
 from hetero.ranks.process_groups import ProcessGroups
-from hetero.state.memory.state_files import (
+from hetero.state.memory.scratch_space import (
     FOLDER,
     LOCK_NAME,
     SET_NAMES,

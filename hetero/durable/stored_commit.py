@@ -20,8 +20,8 @@ from hetero.checkpoint.piece_reader import FileRange, FileRanges, PieceReader
 from hetero.checkpoint.stored_checkpoint import StoredCheckpoint
 from hetero.durable.record import Record, StoredGroup, StoredSlice
 from hetero.durable.state_folder import read_last_commit
-from hetero.state.memory.file_layout import list_names
-from hetero.state.memory.state_files import FOLDER
+from hetero.state.memory.homes import list_names
+from hetero.state.memory.scratch_space import FOLDER
 from hetero.state.optimizer_state import TileCodec, TileState
 from offload._native import NativeIoError, StripeMap
 from offload.errors import CheckpointError, StoreError

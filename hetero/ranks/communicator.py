@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from hetero.ranks.collectives import Collective, Collectives
-from hetero.ranks.messages import GatheredParts, as_bytes
+from hetero.ranks.collectives import Collective, Collectives, GatheredParts, as_bytes
 from hetero.ranks.peer_memory import PartsFromPeers, connect_peer_memory
 from hetero.ranks.peers import Channel
 

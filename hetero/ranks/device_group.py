@@ -22,7 +22,7 @@ from functools import partial
 from typing import Any
 
 from hetero.ranks.communicator import Communicator
-from hetero.ranks.peers import Channel, Operation
+from hetero.ranks.peers import Channel, RankOperation
 from hetero.ranks.process_groups import ProcessGroups
 from hetero.ranks.start.machine import machine_id
 from hetero.ranks.waiting import LOOK_S
@@ -94,7 +94,7 @@ class DeviceGroup:
         self._failure: PeerError | None = None
 
     def look_after(
-        self, done: Event, operation: Operation, what: str, on_end: Callable[[], object]
+        self, done: Event, operation: RankOperation, what: str, on_end: Callable[[], object]
     ) -> None:
         """A collective was given to the device.
 
@@ -126,7 +126,7 @@ class DeviceGroup:
         self.check()
 
     def _wait(
-        self, done: Event, operation: Operation, what: str, on_end: Callable[[], object]
+        self, done: Event, operation: RankOperation, what: str, on_end: Callable[[], object]
     ) -> None:
         """In the thread."""
         began_s, looks = time.monotonic(), 0

@@ -27,11 +27,10 @@ from typing import NamedTuple
 
 import torch
 
-from hetero.ranks.collectives import Collectives
-from hetero.ranks.messages import GatheredParts, as_bytes
+from hetero.ranks.collectives import Collectives, GatheredParts, as_bytes
 from hetero.ranks.peers import Channel
 from hetero.ranks.start.machine import boot_id
-from hetero.ranks.waiting import Job
+from hetero.ranks.waiting import WaitingJob
 from offload import _native
 from offload.memory.operation import Worker
 
@@ -244,7 +243,7 @@ class PartsFromPeers:
     def __init__(self, peers: Collectives, exchange: Callable[[], None]) -> None:
         """`exchange` brings them; `job` calls it."""
         self._peers = peers
-        self.job = Job(exchange)
+        self.job = WaitingJob(exchange)
 
     def wait(self) -> None:
         """Returns when all members have what they need of each other. Raises PeerError."""

@@ -19,8 +19,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from hetero.ranks.failed_ranks import FailedRanks, name_error
-from hetero.ranks.waiting import Job, WhileWaiting, wait_for_job, wait_interruptibly
+from hetero.ranks.waiting import (
+    FailedRanks,
+    WaitingJob,
+    WhileWaiting,
+    name_error,
+    wait_for_job,
+    wait_interruptibly,
+)
 from offload.errors import PeerError
 from offload.interrupts import deliver_signals
 
@@ -42,7 +48,7 @@ class Channel(enum.IntEnum):
     GATHERS = 3  # all-gathers of chunks, in the order that the ranks have agreed on
 
 
-class Operation(NamedTuple):
+class RankOperation(NamedTuple):
     """A common operation: its channel, and how many that channel had before it."""
 
     channel: Channel
@@ -99,13 +105,13 @@ class PeerNotes:
                 return str(self.store.get(f"{key}/{peer}").decode())
         return None
 
-    def wait_of(self, peer: int) -> tuple[Operation, str] | None:
+    def wait_of(self, peer: int) -> tuple[RankOperation, str] | None:
         """The common operation in which `peer` waits, if it has told that, and what it is for."""
         found = self.find("wait", peer)
         if found is None:
             return None
         channel, number, what = json.loads(found)
-        return Operation(Channel(channel), number), what
+        return RankOperation(Channel(channel), number), what
 
     def end_of(self, peer: int, attempt: int) -> End | None:
         """What `peer` told in that attempt, if it has ended."""
@@ -115,7 +121,7 @@ class PeerNotes:
 
     def polled(self, timeout_s: float, look: Callable[[], None]) -> Any:
         """A PolledStore over this one, with these limits of its waits."""
-        from hetero.ranks.start.polled_store import (
+        from hetero.ranks.start.meeting import (
             PolledStore,  # torch may be built without any store
         )
 
@@ -266,7 +272,7 @@ class Peers:
             waited_s = time.perf_counter() - started
             raise self.failure(peer, what, str(error), waited_s) from error
 
-    def wait_for_job(self, job: Job) -> None:
+    def wait_for_job(self, job: WaitingJob) -> None:
         """Until a thread of this rank has run a job in which it waits for the other members.
 
         Raises what the job raised. A signal handler's exception is as in wait().
@@ -308,7 +314,7 @@ class Peers:
         return PeerError(f"{self.name(self.rank)} has given up {what}{cause}")
 
     def failure_of_all(
-        self, operation: Operation, what: str, why: str, waited_s: float | None = None
+        self, operation: RankOperation, what: str, why: str, waited_s: float | None = None
     ) -> PeerError:
         """The error for a common operation that failed; it names a rank that did not take part."""
         if operation.channel in self._given_up:
@@ -324,7 +330,7 @@ class Peers:
                 return self.failure(peer, what, why, waited_s)
         return self.failure(self.others[0], what, why, waited_s)
 
-    def _closed_error(self, operation: Operation, what: str) -> PeerClosedError | None:
+    def _closed_error(self, operation: RankOperation, what: str) -> PeerClosedError | None:
         """The error of an all-gather that is in vain because a member has closed its engine.
 
         That is no failure, because what the member has can still be read from it. It may also have
@@ -362,12 +368,12 @@ class Peers:
             return "imed out" not in str(error)
         return False
 
-    def _missing(self, operation: Operation) -> int:
+    def _missing(self, operation: RankOperation) -> int:
         """A member that does not wait in the operation: rather one that waits nowhere."""
         waits = {peer: self.notes.wait_of(peer) for peer in self.others}
         nowhere = [peer for peer, wait in waits.items() if wait is None]
 
-        def is_here(there: Operation) -> bool:  # (an all-gather is made in several operations)
+        def is_here(there: RankOperation) -> bool:  # (an all-gather is made in several operations)
             is_gather = operation.channel is there.channel is Channel.GATHERS
             return is_gather or there == operation
 
@@ -399,7 +405,7 @@ class Peers:
     def _end_of(self, peer: int) -> End | None:
         return self.notes.end_of(peer, self.failures.attempt)
 
-    def look(self, operation: Operation, what: str) -> None:
+    def look(self, operation: RankOperation, what: str) -> None:
         """Raises PeerError if a wait for a common operation is in vain; does what can be done."""
         self._while_waiting()
         with contextlib.suppress(RuntimeError):  # the process that keeps the store is gone
@@ -410,7 +416,7 @@ class Peers:
             if end is not None and end.made[operation.channel] <= operation.number:
                 raise self._closed_error(operation, what) or self.failure(peer, what, end.why)
 
-    def wait_for(self, has_ended: threading.Event, operation: Operation, what: str) -> None:
+    def wait_for(self, has_ended: threading.Event, operation: RankOperation, what: str) -> None:
         """Until another thread of this rank has ended what began with a common operation.
 
         Does for other ranks what can be done meanwhile. Raises PeerError if the wait is in vain.

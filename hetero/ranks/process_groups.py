@@ -17,10 +17,9 @@ import torch
 import torch.distributed as dist
 
 from hetero.ranks.communicator import Communicator
-from hetero.ranks.failed_ranks import FailedRanks, name_error
 from hetero.ranks.start.machine import choose_interface, machine_id
 from hetero.ranks.start.meeting import absent, meet
-from hetero.ranks.waiting import WhileWaiting
+from hetero.ranks.waiting import FailedRanks, WhileWaiting, name_error
 from offload.errors import HeteroError, PeerError
 
 if TYPE_CHECKING:

@@ -23,9 +23,8 @@ from functools import partial
 import torch
 
 from hetero.chunks.layout import Chunk, Layout
-from hetero.ranks.failed_ranks import name_error
-from hetero.ranks.messages import Reply, Requests
-from hetero.ranks.waiting import join_all, start_thread
+from hetero.ranks.collectives import Reply, Requests
+from hetero.ranks.waiting import join_all, name_error, start_thread
 from offload.errors import HeteroError, PeerError
 from offload.interrupts import deliver_signals
 

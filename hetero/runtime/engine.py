@@ -12,22 +12,19 @@ from typing import Any
 import torch
 
 from hetero.activations.store import ActivationStore
-from hetero.chunk_groups.chunk_group import ChunkGroup
-from hetero.chunk_groups.shared import Shared
+from hetero.chunk_groups.chunk_group import ChunkGroup, Shared
 from hetero.chunks.layout import Layout
 from hetero.planning.placement import Placement
 from hetero.planning.step_cost import Plan
 from hetero.ranks.process_groups import ProcessGroups
-from hetero.runtime.gradients.grad_intake import GradHook
+from hetero.runtime.gradients import GradHook
 from hetero.runtime.modules.call_stack import EnteredCalls
 from hetero.runtime.modules.module_hooks import ModelHooks, ModuleHooks, refuse_use
 from hetero.runtime.modules.param_registry import AddsParams, ParamRegistry
 from hetero.runtime.modules.torch_function_uses import TorchFunctionUses
 from hetero.runtime.recompute.recompute import Recompute
-from hetero.runtime.relocation.budget_moves import BudgetMoves
-from hetero.runtime.relocation.memory_limit import BesideMemory
-from hetero.runtime.relocation.migration import InUseError
-from hetero.runtime.relocation.relocate import Change, Relocation
+from hetero.runtime.relocation.budget_moves import BesideMemory, BudgetMoves
+from hetero.runtime.relocation.relocate import Change, InUseError, Relocation
 from hetero.runtime.step import OptimizerSteps, StepWatch
 from hetero.runtime.step_predictions import StepPredictions
 from hetero.runtime.step_tracer import StepTracer

@@ -14,13 +14,11 @@ from typing import Any
 import torch
 
 from hetero.activations.store import ActivationStore
-from hetero.chunk_groups.chunk_group import ChunkGroup
-from hetero.chunk_groups.shared import Shared
+from hetero.chunk_groups.chunk_group import ChunkGroup, Shared
 from hetero.chunk_groups.update_tasks import Groups, LrScaleOf
 from hetero.ranks.communicator import Communicator
 from hetero.ranks.process_groups import ProcessGroups
-from hetero.runtime.gradients.grad_factors import GradFactors
-from hetero.runtime.gradients.grad_intake import GradIntake
+from hetero.runtime.gradients import GradFactors, GradIntake
 from hetero.runtime.modules.param_registry import AddsParams, ParamRegistry
 from hetero.runtime.options import numbers_of
 from hetero.runtime.recompute.recompute import Recompute

@@ -6,8 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from hetero.activations.store import ActivationStore
-from hetero.chunk_groups.chunk_group import ChunkGroup
-from hetero.chunk_groups.shared import Shared
+from hetero.chunk_groups.chunk_group import ChunkGroup, Shared
 from hetero.planning.group_plans import ChunkGroupPlan
 from hetero.planning.profiles import saved_profile
 from hetero.planning.report import explain, explain_bytes, gains

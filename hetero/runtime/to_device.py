@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-from hetero.chunk_groups.shared import Shared
+from hetero.chunk_groups.chunk_group import Shared
 from offload.memory.tiers import Tier
 
 _MOST_STAGED_BYTES = 64 << 20

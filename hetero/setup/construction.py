@@ -21,8 +21,12 @@ import torch
 from hetero.chunks.dtypes import is_manageable
 from hetero.config import Config
 from hetero.ranks.process_groups import ProcessGroups
-from hetero.setup.construction_file import BLOCK_BYTES
-from hetero.setup.construction_store import ConstructionParam, ConstructionStore, float_blocks
+from hetero.setup.construction_store import (
+    BLOCK_BYTES,
+    ConstructionParam,
+    ConstructionStore,
+    float_blocks,
+)
 from hetero.stand_ins.construction_uses import ConstructionUses, arena_of
 from hetero.stand_ins.parameter_classes import become, become_plain, memory_in
 from hetero.stand_ins.tile_changes import TileChange

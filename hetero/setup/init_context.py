@@ -22,8 +22,7 @@ import torch
 from hetero.api.optimizer import HybridOptimizer, unmanaged
 from hetero.config import Config
 from hetero.setup.construction import ConstructionArena
-from hetero.setup.initialize import initialize
-from hetero.setup.join_ranks import join_ranks
+from hetero.setup.initialize import initialize, join_ranks
 from hetero.stand_ins.construction_uses import ConstructionAlias, arena_of, memory_of
 from hetero.stand_ins.parameter_classes import AbsentParameter, PresentParameter
 from offload.errors import BudgetError, HeteroError

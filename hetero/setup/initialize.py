@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import os
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import accumulate, pairwise
 from os import PathLike
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -16,35 +18,136 @@ from hetero.activations.store import ActivationStore, build_activation_store
 from hetero.api.module_state_dict import StateDictHooks
 from hetero.api.optimizer import HybridOptimizer
 from hetero.chunk_groups.build import build_chunk_group
-from hetero.chunk_groups.chunk_group import ChunkGroup
-from hetero.chunk_groups.shared import Shared
+from hetero.chunk_groups.chunk_group import ChunkGroup, Shared
 from hetero.chunks.dtypes import Dtypes, unmanaged_bytes
 from hetero.chunks.layout import Layout, Shard
 from hetero.config import Config
-from hetero.cpu_threads import lacking_threads
+from hetero.cpu_threads import lacking_threads, share_threads
 from hetero.durable.commits import DurableState
 from hetero.durable.state_folder import StateFolder
 from hetero.planning.group_plans import Arrangement, arrange, make_shard
 from hetero.planning.placement import PlacementError
 from hetero.ranks.device_group import can_gather_between_devices
+from hetero.ranks.process_groups import (
+    ProcessGroups,
+    init_default_group,
+    is_distributed,
+    tell_absence,
+)
 from hetero.runtime.engine import Engine
 from hetero.runtime.to_device import move_rest
 from hetero.runtime.update_schedule import OptimizerView
 from hetero.setup.added_params import AddedParams
 from hetero.setup.construction import ConstructionArena
+from hetero.setup.construction_store import take_from_first
 from hetero.setup.first_values import FirstValues, fill
-from hetero.setup.join_ranks import join_ranks
-from hetero.setup.same_start import start_alike
-from hetero.stand_ins.construction_uses import arena_of
+from hetero.stand_ins.construction_uses import arena_of, written_to
 from hetero.stand_ins.parameter_classes import AbsentParameter, memory_in
 from hetero.state.loss_scale import LossScale
 from hetero.state.managed_param import ManagedParam, can_train, refuse_managed
-from hetero.state.memory.state_files import StateFiles
+from hetero.state.memory.scratch_space import StateFiles
 from offload.device.backend import Backend
 from offload.errors import HeteroError
 from offload.memory.process_memory import ProcessExcess
 from offload.memory.sizes import format_bytes
 from offload.memory.tiers import Tier
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def join_ranks(
+    make_config: Callable[[], Config], process_group: Any = None, mesh: DeviceMesh | None = None
+) -> tuple[Config, ProcessGroups]:
+    """The ranks that train one model together, this process among them. All of them must call it.
+
+    A process that torchrun started gets torch.distributed's default process group (gloo) if it has
+    none yet, because it must not train a model of its own by mistake; a training that needs another
+    backend calls torch.distributed.init_process_group() first. The process's threads for optimizer
+    updates become its share of the machine's CPUs, unless hetero.set_threads() has chosen.
+
+    Args:
+        make_config: makes the options; what it raises the other ranks are told.
+        process_group, mesh: the ranks, as ProcessGroups takes them.
+
+    Returns:
+        The options, and the ranks.
+
+    Raises ValueError as ProcessGroups does, and what `make_config` raises.
+    """
+    if not is_distributed() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        init_default_group()
+    try:
+        config = make_config()
+    except BaseException as error:  # other ranks wait for this one
+        if is_distributed():
+            tell_absence(process_group, mesh, error)
+        raise
+    world = ProcessGroups(config.rank_timeout_s, process_group, mesh)
+    share_threads(world.local_ranks)
+    return config, world
+
+
+def start_alike(
+    model: torch.nn.Module, arrangement: Arrangement, construction: ConstructionArena
+) -> None:
+    """Makes parameters and buffers those of the first rank, where they differ. All ranks call it.
+
+    Raises:
+        HeteroError: the ranks' models or options differ; it names the first difference.
+    """
+    everyone = construction.world.everyone
+    if everyone is None:
+        return
+    facts = {
+        name: f"{tuple(p.shape)} {p.dtype}, requires_grad={p.requires_grad}"
+        for name, p in model.named_parameters()
+    }
+    facts |= {f"buffer {name}": f"{tuple(b.shape)} {b.dtype}" for name, b in model.named_buffers()}
+    facts |= {
+        f"option {key}": str(value)
+        for key, value in vars(construction.config).items()
+        if key != "nvme_path"
+    }
+    facts["offloaded parameters"] = str(sum(map(construction.is_offloaded, model.parameters())))
+    layouts = [plan.layout for plan in arrangement.chunk_groups]
+    facts["slot_numel"] = str([layout.slot_numel for layout in layouts])
+    facts["trained"] = str([[c.trainable for c in layout.chunks] for layout in layouts])
+    construction.world.require_equal(facts, "the models or options")
+    require_same_writes(model, construction)
+    # An offloaded parameter is made of all ranks' parts, and so the same everywhere.
+    params = [p for p in model.parameters() if p.numel() and not construction.is_offloaded(p)]
+    sums = torch.tensor([_checksum(p, construction) for p in params], dtype=torch.int64)
+    found = everyone.all_gather(sums, "the comparison of first values")
+    differs = found.ne(found[0]).any(dim=0)
+    for param, different in zip(params, differs.tolist(), strict=True):
+        if different:
+            take_from_first(memory_in(param), everyone)
+    for buffer in model.buffers():
+        if buffer.numel():
+            take_from_first(buffer, everyone)
+
+
+def require_same_writes(model: torch.nn.Module, construction: ConstructionArena) -> None:
+    """Compares what ranks have written inside gathered() without a modifier_rank; all call it.
+
+    Raises HeteroError if it differs: the first rank's values would count, or parts of each rank's.
+    """
+    written = {name: f"{written_to(p):08x}" for name, p in model.named_parameters()}
+    construction.world.require_equal(
+        {f"the checksum of {name}": checksum for name, checksum in written.items()},
+        "values that were written inside gathered() without a modifier_rank (00000000: none were)",
+        "name the rank whose values count as modifier_rank, or write the same on all ranks",
+    )
+
+
+def _checksum(param: torch.nn.Parameter, construction: ConstructionArena) -> int:
+    """CRC-32 of the whole parameter's values in fp32."""
+    total = 0
+    for _, block in construction.blocks(param, slice(0, param.numel())):
+        total = zlib.crc32(block.contiguous().view(torch.uint8).numpy().data, total)
+    return total
+
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 # One optimizer of hetero, or a list or tuple of them.

@@ -14,19 +14,18 @@ confirmed, so it is the home that has to change. And few read between a gradient
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from hetero.chunks.dtypes import Dtypes
 from hetero.chunks.layout import Chunk, Layout
 from hetero.state.chunk_state import ChunkState, Speculative, Submitted
-from hetero.state.committed import CommittedState
-from hetero.state.memory.file_layout import extent_size, name_of
-from hetero.state.memory.homes import Homes
+from hetero.state.memory.homes import Homes, extent_size, name_of
 from hetero.state.memory.scratch_space import ScratchSpace
 from hetero.state.memory.slot_arenas import SlotArenas
-from hetero.state.snapshot import Snapshots
 from offload._native import NativeIoError
 from offload.disk.backing import Extent
 from offload.errors import BudgetError, StoreError
@@ -34,6 +33,237 @@ from offload.memory.arena import HostArena
 from offload.memory.ledger import Ledger
 from offload.memory.sizes import format_bytes
 from offload.memory.tiers import Account, StateKind
+
+
+class Snapshot:
+    """Chunks whose state is copied by another thread as it is now, each before it changes.
+
+    That thread takes one chunk after the other; one that somebody waits for comes first.
+
+    Attributes:
+        was_told: the failure was raised.
+    """
+
+    def __init__(self, chunks: Iterable[Chunk]) -> None:
+        """`chunks` are in the order in which they are copied as long as nobody waits."""
+        self._pending = {(c.group_index, c.id): c for c in chunks}
+        self._wanted: dict[tuple[int, int], Chunk] = {}
+        self._changed = threading.Condition()
+        self._failure: BaseException | None = None
+        self.was_told = False
+
+    def take(self) -> Chunk | None:
+        """The chunk to copy next; None when all are copied. It is pending until copied()."""
+        with self._changed:
+            for wanted, chunk in self._wanted.items():
+                if wanted in self._pending:
+                    return chunk
+            return next(iter(self._pending.values()), None)
+
+    def upcoming(self, chunk: Chunk) -> Chunk | None:
+        """The chunk that is likely to be copied after `chunk`; None if there is none."""
+        with self._changed:
+            key = (chunk.group_index, chunk.id)
+            return next((each for other, each in self._pending.items() if other != key), None)
+
+    def copied(self, chunk: Chunk) -> None:
+        """The chunk may change."""
+        with self._changed:
+            self._pending.pop((chunk.group_index, chunk.id), None)
+            self._wanted.pop((chunk.group_index, chunk.id), None)
+            self._changed.notify_all()
+
+    def end(self) -> None:
+        """Nothing more is copied, because all is, or because the save has failed."""
+        with self._changed:
+            self._pending.clear()
+            self._changed.notify_all()
+
+    def fail(self, failure: BaseException) -> None:
+        """The chunks that are pending must not change any more: wait() raises `failure`."""
+        with self._changed:
+            self._failure = failure
+            self._changed.notify_all()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing is pending."""
+        return not self._pending
+
+    def may_change(self, chunk: Chunk) -> bool:
+        """Whether wait() would return at once."""
+        return (chunk.group_index, chunk.id) not in self._pending
+
+    def wait(self, chunk: Chunk) -> None:
+        """Until the chunk may change."""
+        key = (chunk.group_index, chunk.id)
+        if key not in self._pending:
+            return
+        with self._changed:
+            self._wanted.setdefault(key, chunk)
+            self._wait_for(lambda: key not in self._pending)
+
+    def wait_all(self) -> None:
+        """Until all chunks may change."""
+        with self._changed:
+            self._wait_for(lambda: not self._pending)
+
+    def _wait_for(self, is_over: Callable[[], bool]) -> None:
+        self._changed.wait_for(lambda: is_over() or self._failure is not None)
+        if self._failure is not None and not is_over():
+            self.was_told = True
+            raise self._failure
+
+
+class Snapshots:
+    """The snapshots of saves and commits that go on beside training.
+
+    Attributes:
+        wait_s: seconds for which changes have waited for them.
+    """
+
+    def __init__(self) -> None:
+        """None goes on."""
+        self._going_on: list[Snapshot] = []
+        self.wait_s = 0.0
+
+    def add(self, snapshot: Snapshot) -> None:
+        """From here on changes of chunks wait for `snapshot`, until it ends."""
+        self._going_on = [each for each in self._going_on if not each.has_ended]
+        self._going_on.append(snapshot)
+
+    def may_change(self, chunk: Chunk) -> bool:
+        """Whether wait() would return at once."""
+        return all(snapshot.may_change(chunk) for snapshot in self._going_on)
+
+    def wait(self, chunk: Chunk) -> None:
+        """Until none has to copy the chunk as it is now. Raises what a commit has met."""
+        if self.may_change(chunk):
+            return
+        began_s = time.perf_counter()
+        try:
+            for snapshot in self._going_on:
+                snapshot.wait(chunk)
+        finally:
+            self.wait_s += time.perf_counter() - began_s
+
+    def wait_all(self) -> None:
+        """wait() of all chunks."""
+        for snapshot in self._going_on:
+            snapshot.wait_all()
+
+
+_KINDS = (StateKind.PARAM, StateKind.OPTIM_STATE)
+
+
+@dataclass(frozen=True)
+class CommitChunk:
+    """What a commit has of a chunk.
+
+    Attributes:
+        chunk: the chunk.
+        offsets: where each state kind of this rank's shard begins in the file.
+        copied: of these, those that the commit copies to there, from their homes in memory.
+        changed: whether the commit before has something else.
+    """
+
+    chunk: Chunk
+    offsets: Mapping[StateKind, int]
+    copied: Sequence[StateKind]
+    changed: bool
+
+
+class CommittedState:
+    """Says which extents the last commit has, so that nothing writes to them.
+
+    What has its home in the file is committed where it is: the next update, or other change, of a
+    chunk that has not changed since writes to the chunk's spare extents, which are then in use
+    (ChunkVersions). What has its home in memory is copied to the file by each commit that finds it
+    changed, to one of two extents in turn.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        dtypes: Dtypes,
+        homes: Mapping[StateKind, Homes],
+        file: ScratchSpace,
+        chunks: Sequence[ChunkState],
+    ) -> None:
+        """Nothing is committed yet."""
+        self._layout, self._dtypes, self._homes, self._file = layout, dtypes, homes, file
+        self._chunks = chunks
+
+    def is_in_file(self, chunk: Chunk) -> bool:
+        """Whether some of what commits have of the chunk has its home in the file."""
+        return any(chunk not in self._homes[kind] for kind in self._kinds(chunk))
+
+    def _kinds(self, chunk: Chunk) -> Sequence[StateKind]:
+        return _KINDS if chunk.trainable else _KINDS[:1]
+
+    def nbytes(self, chunk: Chunk, kind: StateKind) -> int:
+        """Bytes that commits have of a chunk: this rank's shard, tile by tile."""
+        tile_numel = self._layout.tile_numel
+        if kind is StateKind.PARAM:
+            return chunk.slots * tile_numel * self._dtypes.param_bytes
+        return chunk.slots * self._dtypes.optim_state_bytes(tile_numel)
+
+    def reserve_copies(self) -> None:
+        """Allocates extents for what has its home in memory, and frees those of what has left it.
+
+        Raises BudgetError, with nothing allocated, if there is no room for them.
+        """
+        missing: list[tuple[ChunkState, StateKind, int]] = []
+        for state in self._chunks:
+            chunk, versions = state.chunk, state.versions
+            wanted = [kind for kind in self._kinds(chunk) if chunk in self._homes[kind]]
+            for kind in set(versions.copies) - set(wanted):
+                versions.copied.discard(kind)
+                for offset in versions.copies.pop(kind):
+                    self._file.free(offset, self.nbytes(chunk, kind))
+            missing += [
+                (state, kind, self.nbytes(chunk, kind))
+                for kind in wanted
+                if kind not in versions.copies
+            ]
+        needed_bytes = 2 * sum(nbytes for _, _, nbytes in missing)
+        try:
+            self._file.reserve(needed_bytes)
+        except (BudgetError, StoreError) as error:
+            raise BudgetError(
+                f"durable=True needs {format_bytes(needed_bytes)} on NVMe for two copies of the "
+                f"state in RAM, and there is no room: {error}"
+            ) from None
+        for state, kind, nbytes in missing:
+            first, second = self._file.allocate(nbytes), self._file.allocate(nbytes)
+            state.versions.copies[kind] = first, second
+            for offset in (first, second):
+                self._file.name(offset, nbytes, name_of(kind, state.chunk))
+
+    def begin_commit(self) -> list[CommitChunk]:
+        """What the commit of the state of now has of each chunk; none has changed from here on.
+
+        Raises BudgetError if there is no room for the copies of homes that have moved.
+        """
+        self.reserve_copies()
+        found = []
+        for state in self._chunks:
+            chunk, versions = state.chunk, state.versions
+            offsets: dict[StateKind, int] = {}
+            copied = []
+            for kind in self._kinds(chunk):
+                if chunk not in self._homes[kind]:
+                    offsets[kind] = self._homes[kind].extents[chunk.id].offset
+                    continue
+                last, other = versions.copies[kind]
+                if versions.changed or kind not in versions.copied:
+                    copied.append(kind)
+                    versions.copied.add(kind)
+                    versions.copies[kind] = last, other = other, last
+                offsets[kind] = last
+            found.append(CommitChunk(chunk, offsets, copied, versions.changed))
+            versions.changed = False
+        return found
 
 
 class TileOffsets(NamedTuple):

@@ -124,7 +124,8 @@ def run_hetero(case: Case, dtype: str, accumulate: int, settings: dict[str, Any]
             optimizer.backward(loss / accumulate)
             run.losses.append(loss.item())
             del loss
-            assert sum(g.params.copies.pinned() for g in engine.chunk_groups) == 0, "nothing is held after a backward"
+            pinned = sum(g.params.copies.pinned() for g in engine.chunk_groups)
+            assert pinned == 0, "nothing is held after a backward"
         run.norms.append(hetero.clip_grad_norm_(model.parameters(), 1e30).item())
         optimizer.step()
         optimizer.zero_grad()

@@ -14,7 +14,7 @@ from torch._compile import _disable_dynamo
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map_only
 
-from hetero.chunk_groups.shared import Shared
+from hetero.chunk_groups.chunk_group import Shared
 from hetero.runtime.modules.call_stack import EnteredCalls, FramePlace, module_frame
 from hetero.runtime.modules.param_registry import ParamRegistry
 from hetero.runtime.modules.torch_function_uses import TorchFunctionUses

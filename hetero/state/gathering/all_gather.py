@@ -1,23 +1,435 @@
-"""Whole chunks from the shards of all ranks: gathered by all of them, or read by one alone."""
+"""Whole chunks from the shards of all ranks: gathered by all of them, or read by one alone.
+
+All ranks of a shard group make all-gathers one after the other, in a thread. A rank that waits for
+one tells the others, after a tenth of a second, how many it has started, and each of them that
+waits for something else starts as many (AgreedGathers.help()). If they do not come within STALL_S
+they are in code of the user's, and the rank reads one-sided until they come. A gather whose chunk a
+rank does not need is made without memory: pieces that come are dropped, so slots are evicted as if
+there were no other ranks.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from hashlib import blake2b
 
 import torch
 
 from hetero.chunks.layout import Chunk, Layout
-from hetero.ranks.messages import Reply
-from hetero.ranks.shard_server import RequestKind, ShardServer
-from hetero.ranks.waiting import LOOK_S
-from hetero.state.gathering.gather_stream import CommonGather, GatherStream
-from hetero.state.gathering.own_shards import OwnShards
+from hetero.ranks.collectives import Reply
+from hetero.ranks.communicator import Communicator
+from hetero.ranks.peers import Channel, PeerClosedError, RankOperation
+from hetero.ranks.shard_server import GatherNews, RequestKind, ShardServer, Versions
+from hetero.ranks.waiting import LOOK_S, SOON_S
+from hetero.state.chunk_updates import ChunkUpdates
+from hetero.state.gathering.transport import GatherTransport
+from hetero.state.memory.homes import Homes
+from offload.cache.shared_cache import SharedWriteBackCache
+from offload.device.fetch_queue import FetchQueue
 from offload.interrupts import deliver_signals
 from offload.memory.arena import HostArena
-from offload.memory.operation import Operation
+from offload.memory.operation import Operation, Worker, cancelled
+
+
+@dataclass(frozen=True, eq=False)
+class OwnShards:
+    """Reads and writes the values of this rank's shards. Several threads may use it at once.
+
+    `slots` are for copies of those on DISK. With one rank a shard is the whole chunk, and the slots
+    are those of gathered copies. Reads wait for `updates`, other ranks' too.
+    """
+
+    homes: Homes
+    slots: SharedWriteBackCache
+    updates: ChunkUpdates
+
+    @contextmanager
+    def open(self, chunk: Chunk) -> Iterator[torch.Tensor]:
+        """The shard's values, flat, inside the block; waits for the update that makes them.
+
+        A speculative one is taken back, and none begins that would write to what is read.
+
+        Raises what the update met, BudgetError if there is no room, NativeIoError if the shard
+        cannot be read.
+        """
+        if chunk in self.homes:
+            with self.updates.reading(chunk):
+                self.updates.wait_computed(chunk)
+                yield self.homes.shard(chunk)
+        else:
+            self.wait_computed(chunk)
+            with self.slots.open(chunk.id) as shard:
+                yield shard
+
+    def wait_computed(self, chunk: Chunk) -> None:
+        """Until the update that makes the shard's values is made; a speculative one is taken back.
+
+        Raises what the update met.
+        """
+        self.updates.revoke(chunk)
+        self.updates.wait_computed(chunk)
+
+    def fill(self, chunk: Chunk) -> AbstractContextManager[torch.Tensor]:
+        """Flat memory for new values of the whole shard; call filled() in the block when they are
+        there. Raises BudgetError if there is no room."""
+        if chunk in self.homes:
+            return nullcontext(self.homes.shard(chunk))
+        return self.slots.fill(chunk.id)
+
+    def filled(self, chunk: Chunk) -> None:
+        """The values that fill() or open() gave were changed; returns when they are home."""
+        if chunk not in self.homes:
+            self.slots.changed(chunk.id)
+
+    def invalidate(self, chunk: Chunk) -> None:
+        """The optimizer is about to write new values to the shard's home."""
+        if chunk not in self.homes:
+            self.slots.drop(chunk.id)
+
+
+# A rank that others have not followed for so long reads the shards it needs one-sided: they are
+# in code of the user's, and nobody knows whether they will ever come.
+STALL_S = 5.0
+_END_S = 2.0  # for the thread to find out that it has no values, and to tell that
+_OFTEN_TOLD = 16  # gathers: one who had to tell the others so few ago has to again, probably
+
+
+class CommonGather:
+    """A chunk that all ranks gather: what GatherStream.start() returns."""
+
+    def __init__(
+        self,
+        stream: GatherStream,
+        number: int,
+        chunk: Chunk,
+        whole: torch.Tensor | None,
+        read: Callable[[], object],
+        keeps_shards: bool,
+    ) -> None:
+        """`whole` gets the chunk, flat; None: this rank takes part for the others alone.
+
+        `read` brings it there one-sided. `keeps_shards`: ranks may wait for each other while they
+        keep their shards open.
+        """
+        self._stream = stream
+        self.number = number
+        self.chunk = chunk
+        self.keeps_shards = keeps_shards
+        self.error: BaseException | None = None
+        self.target = stream.transport.target(chunk, whole)
+        self._is_kept = whole is not None
+        self._read = read
+        self._waiting = threading.Lock()
+
+    def wait(self) -> None:
+        """Until the chunk is whole for what is computed next.
+
+        If the other ranks do not come for long, or have closed their engines, their shards are
+        read one-sided.
+
+        Raises PeerError, what opening this rank's shard raises, and an OSError after cancel().
+        """
+        with self._waiting:
+            if not self._is_kept:
+                return self._raise_error()
+            began_s = time.perf_counter()
+            try:
+                while not self._stream.wait(self):
+                    read = self._read  # before letting go: a gather that ends then stores nothing
+                    if self.target.let_go():
+                        read()
+                        break
+                    self._stream.check_comes(gather=self)
+                if self.error is None:
+                    self.target.follow()
+            except Exception as error:
+                # A second wait() must fail, too: the memory has no whole chunk.
+                self.error = self.error or error.with_traceback(None)
+                raise
+            finally:
+                self._stream.wait_s += time.perf_counter() - began_s
+                self._let_go(self.error)
+        self._raise_error()
+
+    def _raise_error(self) -> None:
+        if self.error is not None:
+            # A copy: what is raised has the caller's frames, and with them tensors that pin slots.
+            raise copy.copy(self.error)
+
+    def end(self, error: BaseException | None) -> None:
+        """For the stream: it is made, or has failed. It refers to no home any more."""
+        if error is not None:
+            self.error = error
+        self._read = lambda: None
+
+    def cancel(self) -> None:
+        """The chunk is not needed. This rank takes part nevertheless; nothing is stored."""
+        self._let_go(cancelled())
+
+    def _let_go(self, error: BaseException | None) -> None:
+        """Nothing is written to the memory any more."""
+        self.target.let_go()
+        if self._is_kept:
+            self.error = error
+        self._is_kept = False
+
+
+class GatherCounts:
+    """How many gathers of a stream are started, and how many are made: they end in their order.
+
+    Attributes:
+        started: by this rank.
+        made: of those, by all ranks.
+        closed: no more are made, because a rank has left; None: they are.
+    """
+
+    def __init__(self) -> None:
+        """None is started."""
+        self.started = self.made = 0
+        self.closed: PeerClosedError | None = None
+        self._prepared = 0  # of those that were started this rank has values, or has told why not
+        self._stalled_at = -1  # how many were made when this rank gave up waiting
+        self._changed = threading.Condition()
+
+    def start(self) -> int:
+        """The number of a gather that is started now."""
+        self.started += 1
+        return self.started - 1
+
+    def prepared(self, number: int) -> None:
+        """This rank has values for the gather, or has told why not."""
+        with self._changed:
+            self._prepared = number + 1
+            self._changed.notify_all()
+
+    def end(self, number: int, closed: PeerClosedError | None) -> None:
+        """The gather is made, or has failed; or it is not, because a rank has `closed`."""
+        with self._changed:
+            self.closed = closed
+            if closed is None:
+                self.made = number + 1
+            self._changed.notify_all()
+
+    def wait_made(self, number: int, patience_s: float) -> bool:
+        """Waits for a moment; returns whether the gather is made."""
+        with self._changed:
+            is_known = lambda: self.made > number or self.closed is not None  # noqa: E731
+            if self._changed.wait_for(is_known, patience_s):
+                return self.made > number
+        deliver_signals()
+        return False
+
+    def wait_prepared(self, patience_s: float) -> None:
+        """Waits until this rank has said of the gather under way whether it has values for it."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: max(self.made, self._prepared) > min(self.made, self.started - 1),
+                patience_s,
+            )
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether this rank waits for others no more, because none has come since it gave up, or
+        because one has closed its engine."""
+        return self.closed is not None or self._stalled_at == self.made < self.started
+
+    def give_up(self) -> None:
+        """This rank waits no more until another gather is made."""
+        self._stalled_at = self.made
+
+
+class GatherStream:
+    """Makes all-gathers in the order in which they are started, the same on all ranks."""
+
+    def __init__(
+        self,
+        peers: Communicator,
+        server: ShardServer,
+        shards: OwnShards,
+        versions: Versions,
+        news: GatherNews,
+        transport: GatherTransport,
+    ) -> None:
+        """Nothing is gathered yet.
+
+        Args:
+            peers: the ranks of the shard group.
+            server: tells them that one of them is waited for, or has failed.
+            shards: this rank's.
+            versions: of the chunks' values.
+            news: what the others have told.
+            transport: brings the shards together.
+        """
+        self._peers = peers
+        self._server = server
+        self._shards = shards
+        self._versions = versions
+        self._news = news
+        self.transport = transport
+        self._worker = Worker("gathers")
+        self.counts = GatherCounts()
+        self._told = -_OFTEN_TOLD  # the others were told that so many were started
+        self.wait_s = 0.0  # seconds of waiting for them
+        self._digest = blake2b(digest_size=7)
+        self._all_in_ram = False
+
+    def let_go(self) -> None:
+        """All ranks have made the gathers that this one has: none reads its shards any more."""
+        self.transport.let_go()
+
+    def note_homes(self, all_in_ram: bool) -> None:
+        """Whether every rank has all of its shards in memory, for gathers that are started later.
+
+        All ranks call it. Until the first call they are taken not to have.
+        """
+        self._all_in_ram = all_in_ram
+
+    def start(
+        self,
+        chunk: Chunk,
+        whole: torch.Tensor | None = None,
+        read: Callable[[], object] = lambda: None,
+    ) -> CommonGather:
+        """Starts gathering `chunk` to `whole`, flat, where this rank's shard may be already.
+
+        Without `whole` this rank takes part for the others alone. `read` brings the chunk there
+        one-sided, if others do not come.
+        """
+        gather = CommonGather(self, self.counts.start(), chunk, whole, read, self._all_in_ram)
+        version = self._versions[chunk]
+        self._digest.update(f"{chunk.id} {version};".encode())
+        self._worker.do(lambda: self._make(gather))
+        return gather
+
+    def digest(self) -> int:
+        """A number that is the same on all ranks that have started the same gathers."""
+        return int.from_bytes(self._digest.digest(), "little")
+
+    def _make(self, gather: CommonGather) -> None:
+        """In the worker's thread."""
+        if self.counts.closed is not None:
+            return
+        closed: PeerClosedError | None = None
+        try:
+            gather.end(self._gather(gather))
+        except PeerClosedError as error:
+            closed = error.with_traceback(None)
+        self.counts.end(gather.number, closed)
+
+    def _gather(self, gather: CommonGather) -> BaseException | None:
+        """Returns what went wrong. Raises PeerClosedError."""
+        error: BaseException | None = None
+        try:
+            error = self._find_failure(gather)
+            what = f"gathering {gather.chunk.name}"
+            if not gather.keeps_shards:
+                # Shards that are on NVMe have few slots, which other ranks' one-sided reads need,
+                # too. So none is held while this rank waits for the others to come.
+                flag = torch.zeros(1, dtype=torch.uint8)
+                self._peers.begin_any(flag, what, Channel.GATHERS).wait()
+            with contextlib.ExitStack() as opened:
+                shard: torch.Tensor | None = None
+                if error is None:
+                    try:
+                        shard = opened.enter_context(self._shards.open(gather.chunk))
+                    except Exception as failure:
+                        error = self._tell_failure(gather, failure)
+                self.transport.gather(gather.target, shard, what, opened, gather.keeps_shards)
+            return error or self._news.failure_of(gather.number)
+        except PeerClosedError:
+            # (A rank that has no values may have closed its engine because of that.)
+            error = error or self._news.failure_of(gather.number)
+            if error is None:
+                raise
+            return error
+        except Exception as failure:
+            return failure.with_traceback(None)
+
+    def _find_failure(self, gather: CommonGather) -> BaseException | None:
+        """Why this rank has no values: the update that makes them has failed. The others know it
+        then."""
+        try:
+            self._shards.wait_computed(gather.chunk)
+        except Exception as failure:
+            return self._tell_failure(gather, failure)
+        finally:
+            self.counts.prepared(gather.number)
+        return None
+
+    def _tell_failure(self, gather: CommonGather, failure: Exception) -> BaseException:
+        """The others must know it before they get something else than values."""
+        self._server.tell_failed_gather(gather.chunk, gather.number, failure)
+        return failure.with_traceback(None)
+
+    def wait(self, gather: CommonGather) -> bool:
+        """For CommonGather: until it is made. Returns False if the others do not come."""
+        began_s = time.monotonic()
+        while not self._is_made_soon(gather.number):
+            if self.counts.closed is not None:
+                return False
+            self._tell_wanted()
+            if self.counts.is_stalled or time.monotonic() - began_s > STALL_S:
+                self.counts.give_up()
+                return False
+        return True
+
+    def check_comes(self, gather: CommonGather) -> None:
+        """Raises PeerError if the gather is not made, and will not be."""
+        if self.counts.closed is not None and gather.number >= self.counts.made:
+            raise copy.copy(self.counts.closed)
+
+    def _is_made_soon(self, number: int) -> bool:
+        """Waits for a moment: a short one if other ranks had to be told a moment ago."""
+        often_told = self.counts.started - self._told < _OFTEN_TOLD
+        return self.counts.wait_made(number, SOON_S if often_told else LOOK_S)
+
+    def _tell_wanted(self) -> None:
+        """Tells the other ranks, once, that this one waits for what it has started."""
+        if self._told < self.counts.started:
+            self._told = self.counts.started
+            self._server.tell_wanted(self.counts.started)
+
+    def wait_for(self, number: int) -> None:
+        """Until the gather of this number is made by all ranks, or has failed.
+
+        Raises PeerError if another rank did not come in time, or has closed its engine.
+        """
+        began_s = time.monotonic()
+        while number < self.counts.started and not self._is_made_soon(number):
+            if self.counts.closed is not None:
+                raise copy.copy(self.counts.closed)
+            self._tell_wanted()
+            waited_s = time.monotonic() - began_s
+            if waited_s > self._peers.timeout_s:
+                what = "the gathers of a step"
+                operation = RankOperation(Channel.GATHERS, number)
+                raise self._peers.failure_of_all(operation, what, "timed out", waited_s)
+
+    def wait_all(self) -> None:
+        """Until all that were started are made, by devices, too. Raises PeerError."""
+        self.wait_for(self.counts.started - 1)
+        self.transport.finish()
+
+    def abandon(self) -> None:
+        """Ends those that are under way, in which other ranks may not take part; idempotent.
+
+        If this rank has no values for one, the others are told that first.
+        """
+        self.counts.wait_prepared(_END_S)
+        if self.counts.made < self.counts.started:
+            self._peers.break_off(Channel.GATHERS)
+
+    def close(self) -> None:
+        """abandon(), and ends the thread; idempotent."""
+        self.abandon()
+        self._worker.close()
+        self.transport.close()
 
 
 @dataclass(eq=False)
@@ -191,3 +603,32 @@ class Gathering:
         with self._shards.open(chunk) as shard:
             if own.data_ptr() != shard.data_ptr():  # a whole home has it already
                 own.copy_(shard)
+
+
+class DeviceGathers:
+    """Fills slots of the device, with all ranks or one-sided: the Backing of a cache there."""
+
+    def __init__(
+        self, gathering: Gathering, arena: HostArena, layout: Layout, fetches: FetchQueue
+    ) -> None:
+        """
+        Args:
+            gathering: its stream gathers to the device.
+            arena: the device's slots.
+            layout: of the chunks.
+            fetches: brings what is read one-sided, through RAM.
+        """
+        self._gathering = gathering
+        self._arena = arena
+        self._layout = layout
+        self._fetches = fetches
+
+    def read(self, chunk: int, slot: int) -> Operation:
+        """Starts bringing a chunk to the slots from `slot` on, with all ranks if expected."""
+        found = self._layout.chunks[chunk]
+        whole = self._arena.view(slot, found.slots, torch.uint8)
+        alone, start = self._fetches.read, self._gathering.stream.start
+        started = self._gathering.start_expected(
+            chunk, lambda: start(found, whole, lambda: alone(chunk, slot).wait())
+        )
+        return alone(chunk, slot) if started is None else started

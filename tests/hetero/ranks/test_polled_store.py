@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from hetero.ranks.start.polled_store import PolledStore
+from hetero.ranks.start.meeting import PolledStore
 from offload.errors import PeerError
 
 

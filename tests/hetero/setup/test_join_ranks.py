@@ -1,11 +1,11 @@
-"""hetero/setup/join_ranks: what a training's first call does to its process, and what does not."""
+"""join_ranks(): what a training's first call does to its process, and what does not."""
 
 import pytest
 import torch.distributed as dist
 
 from hetero import Config
 from hetero.ranks.process_groups import ProcessGroups
-from hetero.setup import join_ranks as module
+from hetero.setup import initialize as module
 
 
 def test_making_the_ranks_joins_no_group_and_sets_no_threads(

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import hetero
-from hetero.setup.construction_file import BLOCK_BYTES
+from hetero.setup.construction_store import BLOCK_BYTES
 from hetero.setup.init_context import ZeroInitContext
 from hetero.stand_ins.construction_uses import rows_of
 from offload.memory.process_memory import resident_bytes

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hetero.chunks.dtypes import Dtypes
 from hetero.chunks.layout import Layout, ParamSpec, pack
 from hetero.planning.placement import Placement, SlotBytes
-from hetero.state.memory.file_layout import map_file
+from hetero.state.memory.homes import map_file
 from offload.memory.sizes import PAGE_BYTES
 from offload.memory.tiers import StateKind, Tier
 

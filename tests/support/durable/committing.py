@@ -14,7 +14,7 @@ import hetero
 from hetero.durable import committer, state_folder
 from hetero.durable.record import RecordFiles
 from hetero.durable.state_folder import StateFolder
-from hetero.state.memory.state_files import is_state_file
+from hetero.state.memory.scratch_space import is_state_file
 from offload.errors import CheckpointError
 from tests.support.ranks.checkpointing import OPTIONS, build, steps, whole
 

@@ -12,9 +12,8 @@ import torch
 import torch.distributed as dist
 
 import hetero
-from hetero.state.gathering import gather_stream
-from hetero.state.gathering.all_gather import Gathering
-from hetero.state.gathering.own_shards import OwnShards
+from hetero.state.gathering import all_gather
+from hetero.state.gathering.all_gather import Gathering, OwnShards
 from tests.support.ranks.rank_training import inputs, make
 
 OPTIONS: dict[str, Any] = {"chunk_numel": 16384, "rank_timeout_s": 30.0}
@@ -42,7 +41,7 @@ def train(
     reads: list[int] = []
     # However slow this machine is, ranks that come are not given up.
     stall_s = 0.3 if how == "waits elsewhere" else 600.0
-    with counted_reads() as found, patch.object(gather_stream, "STALL_S", stall_s):
+    with counted_reads() as found, patch.object(all_gather, "STALL_S", stall_s):
         for step in range(STEPS):
             count = {"accumulating": 2, "uneven": 3 - rank, "in turns": 1 + (step + rank) % 2}
             for micro_batch in range(count.get(how, 1)):

@@ -20,7 +20,7 @@ import hetero.ranks.process_groups
 import hetero.ranks.shard_server
 from hetero.ranks.communicator import Communicator
 from hetero.ranks.peers import Channel, Peers
-from hetero.state.gathering import gather_stream
+from hetero.state.gathering import all_gather
 from tests.support.waiting import PATIENCE_S
 
 
@@ -109,8 +109,8 @@ def fake_world(size: int) -> Iterator[Counts]:
             patch.object(hetero.ranks.communicator, "connect_peer_memory", lambda _: None),
             patch.object(hetero.ranks.shard_server, "start_thread", _no_thread),
             # What is slow here is no reason to tell others that this rank waits.
-            patch.object(gather_stream, "SOON_S", PATIENCE_S),
-            patch.object(gather_stream, "LOOK_S", PATIENCE_S),
+            patch.object(all_gather, "SOON_S", PATIENCE_S),
+            patch.object(all_gather, "LOOK_S", PATIENCE_S),
         ):
             yield counts
     finally:

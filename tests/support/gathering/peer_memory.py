@@ -14,11 +14,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import hetero
 import hetero.ranks.communicator
-from hetero.ranks.messages import GatheredParts
+from hetero.ranks.collectives import GatheredParts
 from hetero.ranks.peer_memory import PeerMemory
 from hetero.ranks.peers import Channel
 from hetero.ranks.process_groups import ProcessGroups
-from hetero.state.reduction.mean import RankMean
+from hetero.state.reduction.means import RankMean
 from offload import _native
 from tests.support.native.seccomp import refuse
 from tests.support.ranks.rank_training import inputs, make

@@ -18,8 +18,7 @@ from hetero.ranks import peers
 from hetero.ranks.communicator import Communicator
 from hetero.ranks.peers import Peers
 from hetero.ranks.shard_server import ShardServer
-from hetero.ranks.start.meeting import Meeting
-from hetero.ranks.start.polled_store import PolledStore
+from hetero.ranks.start.meeting import Meeting, PolledStore
 from hetero.ranks.waiting import wait_for_job
 from hetero.runtime import engine
 from tests.support.ranks.rank_training import Experts, Layers, inputs

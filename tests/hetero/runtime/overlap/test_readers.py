@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from hetero.chunks.layout import Chunk
-from hetero.state.param_updates import ParamUpdates
+from hetero.state.chunk_access import ParamUpdates
 from tests.support.ranks import overlapping
 from tests.support.ranks.processes import RankPool
 from tests.support.training.overlap_net import STEPS, Begun, assert_same_bits, loss_of

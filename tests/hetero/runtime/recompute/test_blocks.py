@@ -10,7 +10,7 @@ import torch
 import transformers
 from torch import nn
 
-from hetero.runtime.recompute.blocks import find_blocks
+from hetero.runtime.recompute.recompute import find_blocks
 
 SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "vocab_size": 64}
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetero.runtime.recompute.choice import CallCost, StepRates, choose, of_count
+from hetero.runtime.recompute.policy import CallCost, StepRates, choose, of_count
 
 MB = 1_000_000
 CALLS = [CallCost(100 * MB, 10 * MB, 0.1)] * 8

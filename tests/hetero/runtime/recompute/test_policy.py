@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from hetero.runtime.recompute.choice import CallCost, Expected, Forward
-from hetero.runtime.recompute.policy import RecomputePolicy, SeenStep
+from hetero.runtime.recompute.policy import CallCost, Expected, Forward, RecomputePolicy, SeenStep
 
 MB = 1_000_000
 CALLS = 8

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hetero.runtime.relocation.memory_limit import BesideMemory
+from hetero.runtime.relocation.budget_moves import BesideMemory
 from offload.memory.ledger import Ledger
 from offload.memory.process_memory import ResidentMemory
 from offload.memory.tiers import Account, Tier

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 import hetero
 from hetero.planning.placement import Placement
-from hetero.runtime.relocation.migration import InUseError, Migration
+from hetero.runtime.relocation.relocate import InUseError, Migration
 from offload.errors import BudgetError
-from offload.memory.free_space import FreeSpace
+from offload.memory.run_pool import FreeSpace
 from offload.memory.tiers import Tier
 from tests.support.ranks.processes import RankPool
 from tests.support.training.loops import Run, batches, build, tiny_gpt2, train

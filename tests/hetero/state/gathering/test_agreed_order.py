@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetero.planning.belady import ahead_slots, fetches, rounds
-from hetero.state.gathering.agreed_order import (
+from hetero.state.gathering.agreed_gathers import (
     AgreedOrder,
     ChunkUse,
     Progress,

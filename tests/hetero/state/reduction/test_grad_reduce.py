@@ -19,17 +19,16 @@ from hetero.chunks.dtypes import Dtypes
 from hetero.chunks.layout import Layout, ParamSpec, Shard, pack
 from hetero.overlap import OverlapUpdates
 from hetero.ranks.communicator import Communicator
-from hetero.ranks.failed_ranks import FailedRanks
 from hetero.ranks.peers import Channel
-from hetero.ranks.waiting import WhileWaiting
+from hetero.ranks.waiting import FailedRanks, WhileWaiting
 from hetero.state.chunk_state import chunk_states
 from hetero.state.chunk_updates import ChunkUpdates
 from hetero.state.grads import Grads
 from hetero.state.loss_scale import LossScale
 from hetero.state.managed_param import ManagedParam
 from hetero.state.memory.homes import Homes
-from hetero.state.reduction.grad_buckets import ReduceBuffers
 from hetero.state.reduction.grad_reduce import GradReducer
+from hetero.state.reduction.means import ReduceBuffers
 from offload._native import sum_of_squares
 from offload.cache.slot_cache import SlotCache
 from offload.device.backend import CpuBackend, EmulatedBackend

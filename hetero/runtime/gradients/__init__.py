@@ -1,1 +1,0 @@
-"""The path of a gradient from autograd, or from the user, to the chunk group that keeps it."""

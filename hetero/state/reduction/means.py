@@ -1,0 +1,438 @@
+"""Means of gradients over the ranks of a shard group and over its replicas, and their memory.
+
+Gradients wait in buckets, or are in whole homes (stage 1), until they are averaged. Where devices
+make means, buckets are on the device, and homes in RAM are copied there when it is their turn. The
+devices send each other their parts, and a kernel adds up what has come, in fp32 in the order of
+ranks, and rounds it once: the bits are those of RankMean. With hybrid sharding they then do the
+same with the replicas' devices. Of a bucket this rank's shard of the mean alone crosses the link.
+"""
+
+from __future__ import annotations
+
+import enum
+import mmap
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+
+import torch
+
+from hetero.chunks.dtypes import check_dtype
+from hetero.chunks.layout import Chunk, Shard
+from hetero.ranks.collectives import Collective, GatheredParts
+from hetero.ranks.communicator import Communicator
+from hetero.ranks.device_group import DeviceGroup
+from hetero.ranks.peer_memory import PartsFromPeers
+from hetero.ranks.peers import Channel
+from hetero.ranks.process_groups import ProcessGroups
+from hetero.state.managed_param import ManagedParam
+from hetero.state.memory.homes import Homes
+from offload import _native
+from offload.device.cuda_backend import CudaBackend, MeanTask
+from offload.device.cuda_runtime import Event
+from offload.memory.arena import HostArena
+from offload.memory.operation import Worker
+from offload.memory.slot_pool import DevicePool, SlotPool
+
+
+class RankMean:
+    """The mean of a flat gradient over all ranks; each rank of a shard group gets its part.
+
+    With hybrid sharding it is hierarchical: first over the shard group, the ranks of a node, then
+    between the replicas of the part, of which each sends as much as one rank of another node needs.
+    Each is an all-to-all of parts, and a sum of the received parts in fp32 in the order of the
+    ranks, rounded once: as many bytes as a reduce-scatter needs, the same bits on every network,
+    and fp16 gradients do not overflow on the way to their mean.
+    """
+
+    def __init__(
+        self,
+        world: ProcessGroups,
+        flat: torch.Tensor,
+        received: torch.Tensor,
+        replica_arena: HostArena | None,
+        what: str,
+        by_backend: bool = False,
+    ) -> None:
+        """Starts sending each rank of the shard group its part of `flat`.
+
+        No tensor may be used otherwise until the mean has been made.
+
+        Args:
+            world: the ranks.
+            flat: this rank's gradient, whole; zeros if it has none. It is not written to.
+            received: memory of as many elements for the parts that ranks send to this one.
+            replica_arena: holds what other replicas send; None without replicas.
+            what: names the gradient in errors.
+            by_backend: the shard group's sum is the backend's reduce-scatter, in the dtype of
+                `flat` and an order of its own.
+        """
+        self._by_backend = by_backend
+        self._world = world
+        self._replica_arena = replica_arena
+        self._flat = flat
+        self._received = received
+        self._what = what
+        self._sending: Collective | PartsFromPeers | None = None
+        shard = world.shard
+        if shard is not None and by_backend:
+            own = received.chunk(shard.size)[0]
+            self._sending = shard.begin_reduce_scatter(own, flat, what, Channel.GRADIENTS)
+        elif shard is not None:
+            self._sending = shard.begin_all_to_all(received, flat, what, Channel.GRADIENTS)
+
+    def wait(self) -> None:
+        """Returns when all parts have been sent and received. Raises PeerError."""
+        if self._sending is not None:
+            self._sending.wait()
+
+    def compute(self, into: torch.Tensor) -> None:
+        """Makes the mean, after wait(); all replicas of a shard must do so.
+
+        It goes to `into`, flat, of the length of a part; that may be this rank's part of `flat`, or
+        of `received`. Raises PeerError.
+        """
+        if self._world.shard is None:
+            into.copy_(self._flat)
+        elif self._by_backend:
+            size = self._world.shard.size
+            torch.div(self._received.chunk(size)[0], size, out=into)
+        else:
+            _average(self._world.shard, self._received, self._flat, into)
+        if self._replica_arena is not None:
+            average_over_replicas(self._world, self._replica_arena, into, self._what)
+
+    def compute_parts(self, into: torch.Tensor, parts: Sequence[slice]) -> list[float] | None:
+        """compute() for some elements of this rank's part of the gradient; others have no meaning.
+
+        Args:
+            into: where the mean goes, as compute() says.
+            parts: ranges of elements that do not overlap.
+
+        Returns:
+            The sum of squares of each of `parts`, taken in the same pass over memory; None with
+            replicas, from which most of the mean comes then, and if the backend has summed.
+
+        Raises:
+            PeerError: another rank failed, or did not come.
+        """
+        if self._world.replicas is not None or self._by_backend:
+            self.compute(into)
+            return None
+        assert self._world.shard is not None
+        return _native.mean_and_sums(
+            check_dtype(str(into.dtype), "dtype"),
+            _addresses(self._world.shard, self._received, self._flat),
+            into.data_ptr(),
+            [(part.start, part.stop - part.start) for part in parts],
+        )
+
+
+def average_over_replicas(
+    world: ProcessGroups, arena: HostArena, into: torch.Tensor, what: str
+) -> None:
+    """Makes of a shard group's mean that of all ranks; all replicas of the shard must call it.
+
+    Args:
+        world: the ranks.
+        arena: holds what other replicas send.
+        into: the mean of this rank's shard group, flat and in RAM, which becomes that of all.
+        what: names the gradient in errors.
+
+    Raises PeerError.
+    """
+    replicas = world.replicas
+    assert replicas is not None
+    received = arena.view(0, arena.slots, into.dtype)[: into.numel()]
+    replicas.begin_all_to_all(received, into, what, Channel.GRADIENTS).wait()
+    own = into.chunk(replicas.size)[replicas.rank]
+    _average(replicas, received, into, own)
+    parts = GatheredParts(into, replicas.size)
+    replicas.gather_parts(own, parts, what, Channel.GRADIENTS)
+
+
+def _average(
+    group: Communicator, received: torch.Tensor, flat: torch.Tensor, into: torch.Tensor
+) -> None:
+    """Writes the mean of the parts of all members of `group` to `into`."""
+    addresses = _addresses(group, received, flat)
+    _native.mean(check_dtype(str(into.dtype), "dtype"), addresses, into.data_ptr(), into.numel())
+
+
+def _addresses(group: Communicator, received: torch.Tensor, flat: torch.Tensor) -> list[int]:
+    """Where the members' parts are, in the members' order: this rank's own in `flat`."""
+    part_bytes = received.nbytes // group.size
+    return [
+        (flat if peer == group.rank else received).data_ptr() + peer * part_bytes
+        for peer in range(group.size)
+    ]
+
+
+@dataclass(frozen=True)
+class MeanMemory:
+    """Memory for means, beside the buckets and what is received.
+
+    Attributes:
+        spare: on the device, as many elements as the longest chunk has. They become zeros, which
+            are sent where a rank has no gradient; or, where homes of gradients are whole (stage 1)
+            and so have zeros, they are for what is sent from RAM.
+        in_ram: slots for means on their way home, one for each slot of what is received; None if
+            homes are whole, to which means come at once.
+        between: on the device, for what other replicas send, a shard of the longest chunk; None
+            without replicas.
+    """
+
+    spare: torch.Tensor
+    in_ram: HostArena | None
+    between: torch.Tensor | None
+
+
+class DeviceMeans:
+    """Makes means in the order in which they are started, the same on all ranks."""
+
+    def __init__(
+        self,
+        world: ProcessGroups,
+        group: DeviceGroup,
+        backend: CudaBackend,
+        homes: Homes,
+        shard: Shard,
+        memory: MeanMemory,
+        by_backend: bool,
+    ) -> None:
+        """Nothing is sent yet. Raises HeteroError if the device's kernel cannot be compiled.
+
+        Args:
+            world: the ranks.
+            group: the devices of the shard group, and of the replicas.
+            backend: this rank's device.
+            homes: of this rank's gradients.
+            shard: this rank's part of a chunk.
+            memory: on the device, and in RAM.
+            by_backend: NCCL's reduce-scatter makes the sums, in the gradients' dtype.
+        """
+        backend.prepare_means()
+        self._world = world
+        self.group = group
+        self.backend = backend
+        self._homes = homes
+        self._shard = shard
+        self._memory = memory
+        if memory.in_ram is not None:
+            memory.spare.zero_()
+        self._zeroed = self.record()
+        self._by_backend = by_backend
+        self.worker = Worker("means")
+
+    def record(self) -> Event:
+        """An event after which the device has made what the calling thread has given to it."""
+        return self.backend.record_event()
+
+    def start(
+        self,
+        chunk: Chunk,
+        flat: torch.Tensor | None,
+        computed: Sequence[Event],
+        received: torch.Tensor,
+        slot: int,
+        what: str,
+    ) -> DeviceMean:
+        """Starts making the chunk's mean.
+
+        Args:
+            chunk: whose gradient it is.
+            flat: this rank's, whole; None: it has none, and sends zeros. A whole home gets the mean
+                in this rank's part of it.
+            computed: the events after which other streams than the current one have made it.
+            received: memory of as many elements for what other ranks send; the current stream may
+                have work with it.
+            slot: the number of the first slot that `received` is in.
+            what: names the gradient in errors.
+        """
+        memory, on_device = self._memory, self._homes.on_device(chunk)
+        computed = [*computed, self.record()]
+        part = self._shard.numel(received.numel())
+        mean, sent, in_ram = received[:part], None, None
+        if memory.in_ram is None:
+            assert flat is not None
+            own = flat[self._shard.range(flat.numel())]
+            if on_device:
+                mean = own
+            else:
+                sent, in_ram = memory.spare[: flat.numel()], own
+        else:
+            if flat is None:
+                flat, computed = memory.spare[: received.numel()], [self._zeroed, computed[-1]]
+            if not on_device:
+                in_ram = memory.in_ram.view(slot, chunk.slots, received.dtype)
+        between = None if memory.between is None else memory.between[:part]
+        task = MeanTask(flat, received, mean, sent, between, in_ram, self._by_backend)
+        return DeviceMean(self, task, computed, what)
+
+    def note_exchanged(self, whole_bytes: int) -> None:
+        """The devices exchange so many bytes, of a whole chunk, and replicas what follows."""
+        if self._world.shard is not None:
+            self._world.shard.note_exchanged(whole_bytes)
+        if self._world.replicas is not None:
+            # What each sends the others, and then the part of which it made the mean.
+            self._world.replicas.note_exchanged(2 * whole_bytes // self._world.ranks)
+
+    def resize(self, slots: int) -> None:
+        """As many slots as there are for what is received. Raises BudgetError."""
+        if self._memory.in_ram is not None:
+            self._memory.in_ram.resize(slots)
+            self._memory.in_ram.commit(0, slots)
+
+    def close(self) -> None:
+        """Ends the thread, when all that was started is given to the device; idempotent."""
+        self.worker.close()
+
+
+class DeviceMean:
+    """The mean of a flat gradient, whose parts devices send."""
+
+    def __init__(
+        self, means: DeviceMeans, task: MeanTask, computed: Sequence[Event], what: str
+    ) -> None:
+        """As DeviceMeans.start() has it.
+
+        A device waits for no rank that may not come: the ranks meet first.
+        """
+        self._means = means
+        # Until the device has got it: it may pin a home.
+        self._task: MeanTask | None = task
+        self._mean: torch.Tensor | None = task.mean if task.in_ram is None else task.in_ram
+        self._computed = computed
+        self._what = what
+        self._error: Exception | None = None
+        self._has_ended = threading.Event()
+        nothing = torch.zeros(1, dtype=torch.uint8)
+        self._meeting = means.group.peers.begin_any(nothing, what, Channel.GRADIENTS)
+        means.worker.do(self._make)
+
+    def _make(self) -> None:
+        """In the thread."""
+        means = self._means
+        try:
+            self._meeting.wait()
+            done = self._give()
+            means.group.look_after(done, self._meeting.operation, self._what, self._has_ended.set)
+        except Exception as error:
+            self._error = error.with_traceback(None)
+            self._has_ended.set()
+
+    def _give(self) -> Event:
+        means, task, self._task = self._means, self._task, None
+        assert task is not None
+        means.note_exchanged(task.received.nbytes)
+        return means.backend.average(means.group.check(), task, self._computed)
+
+    def wait(self) -> None:
+        """Returns when the mean is there. Raises PeerError."""
+        self._means.group.peers.wait_for(self._has_ended, self._meeting.operation, self._what)
+        if self._error is not None:
+            raise self._error
+        self._means.group.check()
+
+    def take(self) -> torch.Tensor:
+        """The mean over all ranks, flat, after wait(); once."""
+        mean, self._mean = self._mean, None
+        assert mean is not None
+        return mean
+
+
+Pool = SlotPool | DevicePool
+
+
+@dataclass(frozen=True)
+class ReduceBuffers:
+    """Memory in which gradients are while they become means; all of it in `dtype`.
+
+    It is in RAM, or where compute happens (hetero/state/reduction/means.py).
+
+    Attributes:
+        dtype: of gradients on their way between ranks.
+        buckets: slots for buckets, in stages 2 and 3; None in stage 1, where GRAD homes are whole,
+            and are the buckets.
+        received: slots for what other ranks of the shard group send, one whole chunk at a time.
+        replicas: slots of RAM for what other replicas of this shard send; None without replicas.
+        by_backend: the backend's reduce-scatter makes the sums (Config.grad_reduce).
+        device: makes the means, also those over replicas, where ranks have devices of their own:
+            `buckets` and `received` are there.
+    """
+
+    dtype: torch.dtype
+    buckets: Pool | None
+    received: Pool
+    replicas: HostArena | None
+    by_backend: bool = False
+    device: DeviceMeans | None = None
+
+    def resize(self, bucket_slots: int, received_slots: int) -> None:
+        """Gives the pools other numbers of slots, of which none is taken. Raises BudgetError."""
+        if self.buckets is not None:
+            self.buckets.refit(max(self.most_buckets, bucket_slots), bucket_slots)
+        self.received.refit(received_slots, received_slots)
+        if self.device is not None:
+            self.device.resize(received_slots)
+
+    def begin_mean(
+        self,
+        world: ProcessGroups,
+        chunk: Chunk,
+        bucket: Bucket | None,
+        received: torch.Tensor,
+        slot: int,
+        what: str,
+    ) -> RankMean | DeviceMean:
+        """Starts making the mean over all ranks of a chunk's gradient.
+
+        Args:
+            world: the ranks.
+            chunk: whose gradient it is.
+            bucket: has this rank's; None: it has none, and sends zeros.
+            received: slots of `received`, of which the first is number `slot`.
+            what: names the gradient in errors.
+
+        Raises PeerError.
+        """
+        flat = None if bucket is None else bucket.flat
+        if self.device is not None:
+            computed = [] if bucket is None else bucket.computed
+            return self.device.start(chunk, flat, computed, received, slot, what)
+        if flat is None:
+            flat = _zeros(received.numel(), self.dtype)
+        return RankMean(world, flat, received, self.replicas, what, self.by_backend)
+
+    @property
+    def most_buckets(self) -> int:
+        """Slots for buckets that may be taken as long as RAM is free."""
+        return self.buckets.arena.slots if isinstance(self.buckets, SlotPool) else 0
+
+
+@cache
+def _zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Zeros that are only read and take no memory: the system maps the same page everywhere."""
+    nbytes = numel * dtype.itemsize
+    return torch.frombuffer(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE), dtype=dtype)
+
+
+class BucketState(enum.Enum):
+    """What a bucket's memory holds, and who may touch it."""
+
+    FILLING = "this rank's gradients, which autograd adds"
+    SENDING = "this rank's gradients, which messages to other ranks read"
+    MEAN = "in this rank's shard of it the mean over the ranks, elsewhere nothing (stage 1)"
+
+
+@dataclass
+class Bucket:
+    """A chunk's gradient as this rank computed it, flat, the whole chunk."""
+
+    flat: torch.Tensor
+    slot: int | None  # of the pool; None: the bucket is the chunk's GRAD home
+    state: BucketState = BucketState.FILLING
+    filled: set[ManagedParam] = field(default_factory=set)  # their gradients are in it
+    # On a device: after which of its work they are.
+    computed: list[Event] = field(default_factory=list)
