@@ -12,7 +12,6 @@ from hetero.overlap import OverlapUpdates
 DEFAULT_LINK_GBPS = 16.0  # of PCIe 4.0 x8, or of a shared x16 slot
 _STRATEGIES = ("chunk", "tensor", "bucket")
 Engine = Literal["auto", "io_uring", "threads"]
-Reduction = Literal["exact", "backend"]
 
 
 @dataclass(frozen=True)
@@ -42,10 +41,6 @@ class DebugOptions:
             /dev/shm and many a /tmp are), for trials. Default: False, such a path is refused: what
             goes there frees no RAM, and no budget would count it. True takes nvme_capacity, by
             default half, from host_memory. Not with process_memory or durable=True.
-        grad_reduce: "exact": ranks exchange parts of gradients and sum them in fp32, in rank order,
-            rounded once, so the bits do not depend on the network. "backend": the process group's
-            reduce-scatter sums, in reduce_dtype and an order of its own; gloo's moves twice the
-            bytes and takes many times as long.
         shard_strategy: what a chunk holds, for hetero.compat. "chunk" (default): tensors in the
             model's order, packed tightly. "tensor": one tensor. "bucket": the tensors of one
             module. Also an object of TensorShardStrategy or BucketTensorShardStrategy. The last
@@ -60,12 +55,10 @@ class DebugOptions:
     overlap_updates: OverlapUpdates | str = OverlapUpdates.AUTO
     link_gbps: float | None = None
     allow_ram_filesystem: bool = False
-    grad_reduce: Reduction = "exact"
     shard_strategy: Any = "chunk"
 
     def __post_init__(self) -> None:
         check_choice("io_engine", self.io_engine, get_args(Engine))
-        check_choice("grad_reduce", self.grad_reduce, get_args(Reduction))
         strategy = getattr(self.shard_strategy, "name", self.shard_strategy)
         check_choice("shard_strategy", strategy, _STRATEGIES)
         object.__setattr__(self, "shard_strategy", strategy)

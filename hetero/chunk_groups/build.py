@@ -79,7 +79,6 @@ class GradReducerBuilder:
             self.resources.callback(made.close)  # also if there is no room for its slots
             return made
 
-        by_backend = self.shared.config.debugging.grad_reduce == "backend"
         dtype, received = self.plan.dtypes.torch_reduce, placement.receive_slots
         if self.plan.spec.averages_on_device and placement.longest_trained:
             device_buckets: DevicePool | None = None
@@ -94,7 +93,7 @@ class GradReducerBuilder:
                 device_buckets,
                 DevicePool(self._device_buckets, received),
                 None,
-                device=self._make_device_means(grads, in_ram, by_backend),
+                device=self._make_device_means(grads, in_ram),
             )
         else:
             between_replicas: HostArena | None = None
@@ -109,7 +108,7 @@ class GradReducerBuilder:
                 slots = placement.bucket_slots
                 buckets = SlotPool(arena(max(trained_slots, slots)), slots)
             pool = SlotPool(arena(received), received)
-            buffers = ReduceBuffers(dtype, buckets, pool, between_replicas, by_backend)
+            buffers = ReduceBuffers(dtype, buckets, pool, between_replicas)
         grad_reducer = GradReducer(
             layout,
             trained,
@@ -132,9 +131,7 @@ class GradReducerBuilder:
         self.resources.callback(made.close)
         return made
 
-    def _make_device_means(
-        self, grads: Grads, in_ram: HostArena | None, by_backend: bool
-    ) -> DeviceMeans:
+    def _make_device_means(self, grads: Grads, in_ram: HostArena | None) -> DeviceMeans:
         assert isinstance(self.shared.backend, CudaBackend)
         assert self.world.everyone is not None
         shard, replicas = self.world.shard, self.world.replicas
@@ -154,7 +151,6 @@ class GradReducerBuilder:
             grads.homes,
             self.plan.layout.shard,
             MeanMemory(spare, in_ram, between),
-            by_backend,
         )
         self.resources.callback(means.close)
         return means

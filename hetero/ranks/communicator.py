@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
@@ -91,18 +90,6 @@ class Communicator(Collectives):
                 down.alltoall_base(into_flat[above], parts_flat[below], to_higher, to_lower),
             )
 
-        return self.begin(channel, what, start, into, parts)
-
-    def begin_reduce_scatter(
-        self, into: torch.Tensor, parts: torch.Tensor, what: str, channel: Channel
-    ) -> Collective:
-        """Starts summing all members' `parts` as the backend does, of which this rank gets its own.
-
-        `parts` is flat and divided into as many equal parts as there are members; `into` is of the
-        length of one. Raises PeerError.
-        """
-        self._count(parts.nbytes)
-        start: Callable[[Any], Any] = lambda g: g._reduce_scatter_base(into, parts)  # noqa: E731
         return self.begin(channel, what, start, into, parts)
 
     def gather_parts(

@@ -241,7 +241,7 @@ class CudaBackend(Backend):
         with self.runtime.on(stream):
             if streams.group is not None:
                 received = task.received
-                _average_in_group(kernel, streams.group, flat, received, task.mean, task.by_group)
+                _average_in_group(kernel, streams.group, flat, received, task.mean)
             exchanged = self.runtime.record(stream)
             if streams.replicas is not None:
                 assert task.between is not None
@@ -405,7 +405,6 @@ class MeanTask:
         sent: as many elements as `flat`, in slots of an arena, to which that is copied from RAM.
         between: as many elements as the mean, on the device, for what replicas send.
         in_ram: memory in RAM to which the mean is copied; None: it stays on the device.
-        by_group: the group sums, in the dtype of `flat` and an order of its own.
 
     Several tasks may have the same `received`, `sent` and `between`.
     """
@@ -416,7 +415,6 @@ class MeanTask:
     sent: torch.Tensor | None = None
     between: torch.Tensor | None = None
     in_ram: torch.Tensor | None = None
-    by_group: bool = False
 
 
 def _average_in_group(
@@ -425,14 +423,9 @@ def _average_in_group(
     flat: torch.Tensor,
     received: torch.Tensor,
     into: torch.Tensor,
-    by_group: bool = False,
 ) -> None:
     """Makes the mean of this device's parts of `flat`, in the current stream."""
-    if by_group:
-        received = received[: into.numel()]
-        group._reduce_scatter_base(received, flat).wait()
-    else:
-        group.alltoall_base(_bytes(received), _bytes(flat), [], []).wait()
+    group.alltoall_base(_bytes(received), _bytes(flat), [], []).wait()
     kernel.launch(received, group.size(), into)
 
 

@@ -53,7 +53,6 @@ class RankMean:
         received: torch.Tensor,
         replica_arena: HostArena | None,
         what: str,
-        by_backend: bool = False,
     ) -> None:
         """Starts sending each rank of the shard group its part of `flat`.
 
@@ -65,10 +64,7 @@ class RankMean:
             received: memory of as many elements for the parts that ranks send to this one.
             replica_arena: holds what other replicas send; None without replicas.
             what: names the gradient in errors.
-            by_backend: the shard group's sum is the backend's reduce-scatter, in the dtype of
-                `flat` and an order of its own.
         """
-        self._by_backend = by_backend
         self._world = world
         self._replica_arena = replica_arena
         self._flat = flat
@@ -76,10 +72,7 @@ class RankMean:
         self._what = what
         self._sending: Collective | PartsFromPeers | None = None
         shard = world.shard
-        if shard is not None and by_backend:
-            own = received.chunk(shard.size)[0]
-            self._sending = shard.begin_reduce_scatter(own, flat, what, Channel.GRADIENTS)
-        elif shard is not None:
+        if shard is not None:
             self._sending = shard.begin_all_to_all(received, flat, what, Channel.GRADIENTS)
 
     def wait(self) -> None:
@@ -95,9 +88,6 @@ class RankMean:
         """
         if self._world.shard is None:
             into.copy_(self._flat)
-        elif self._by_backend:
-            size = self._world.shard.size
-            torch.div(self._received.chunk(size)[0], size, out=into)
         else:
             _average(self._world.shard, self._received, self._flat, into)
         if self._replica_arena is not None:
@@ -112,12 +102,12 @@ class RankMean:
 
         Returns:
             The sum of squares of each of `parts`, taken in the same pass over memory; None with
-            replicas, from which most of the mean comes then, and if the backend has summed.
+            replicas, from which most of the mean comes then.
 
         Raises:
             PeerError: another rank failed, or did not come.
         """
-        if self._world.replicas is not None or self._by_backend:
+        if self._world.replicas is not None:
             self.compute(into)
             return None
         assert self._world.shard is not None
@@ -199,7 +189,6 @@ class DeviceMeans:
         homes: Homes,
         shard: Shard,
         memory: MeanMemory,
-        by_backend: bool,
     ) -> None:
         """Nothing is sent yet. Raises HeteroError if the device's kernel cannot be compiled.
 
@@ -210,7 +199,6 @@ class DeviceMeans:
             homes: of this rank's gradients.
             shard: this rank's part of a chunk.
             memory: on the device, and in RAM.
-            by_backend: NCCL's reduce-scatter makes the sums, in the gradients' dtype.
         """
         backend.prepare_means()
         self._world = world
@@ -222,7 +210,6 @@ class DeviceMeans:
         if memory.in_ram is not None:
             memory.spare.zero_()
         self._zeroed = self.record()
-        self._by_backend = by_backend
         self.worker = Worker("means")
 
     def record(self) -> Event:
@@ -267,7 +254,7 @@ class DeviceMeans:
             if not on_device:
                 in_ram = memory.in_ram.view(slot, chunk.slots, received.dtype)
         between = None if memory.between is None else memory.between[:part]
-        task = MeanTask(flat, received, mean, sent, between, in_ram, self._by_backend)
+        task = MeanTask(flat, received, mean, sent, between, in_ram)
         return DeviceMean(self, task, computed, what)
 
     def note_exchanged(self, whole_bytes: int) -> None:
@@ -357,7 +344,6 @@ class ReduceBuffers:
             and are the buckets.
         received: slots for what other ranks of the shard group send, one whole chunk at a time.
         replicas: slots of RAM for what other replicas of this shard send; None without replicas.
-        by_backend: the backend's reduce-scatter makes the sums (Config.grad_reduce).
         device: makes the means, also those over replicas, where ranks have devices of their own:
             `buckets` and `received` are there.
     """
@@ -366,7 +352,6 @@ class ReduceBuffers:
     buckets: Pool | None
     received: Pool
     replicas: HostArena | None
-    by_backend: bool = False
     device: DeviceMeans | None = None
 
     def resize(self, bucket_slots: int, received_slots: int) -> None:
@@ -403,7 +388,7 @@ class ReduceBuffers:
             return self.device.start(chunk, flat, computed, received, slot, what)
         if flat is None:
             flat = _zeros(received.numel(), self.dtype)
-        return RankMean(world, flat, received, self.replicas, what, self.by_backend)
+        return RankMean(world, flat, received, self.replicas, what)
 
     @property
     def most_buckets(self) -> int:

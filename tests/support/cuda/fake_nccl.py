@@ -83,11 +83,6 @@ class FakeNccl:
         assert to.numel() == source.numel()
         return self._give(lambda t, s: self._gloo.alltoall_base(t, s, [], []), to, source)
 
-    def _reduce_scatter_base(self, to: torch.Tensor, source: torch.Tensor) -> FakeWork:
-        assert to.numel() * self._gloo.size() == source.numel()
-        dtype, scatter = to.dtype, self._gloo._reduce_scatter_base
-        return self._give(lambda t, s: scatter(t.view(dtype), s.view(dtype)), to, source)
-
     def _give(self, exchange: Exchange, to: torch.Tensor, source: torch.Tensor) -> FakeWork:
         assert to.is_contiguous()
         assert source.is_contiguous()

@@ -114,16 +114,3 @@ def other_gathers(rank: int, world: int) -> str:
         with contextlib.suppress(hetero.HeteroError):
             optimizer.engine.close()
     return "nothing"
-
-
-def reduced(rank: int, world: int, options: dict[str, Any]) -> list[torch.Tensor]:
-    """The masters after some steps, in each of which gradients are averaged."""
-    model, optimizer = make("layers", OPTIONS | options)
-    for step in range(STEPS):
-        model(inputs(rank, step, 128)).square().mean().backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 9.0)
-        optimizer.step()
-        optimizer.zero_grad()
-    masters = hetero.masters(model.parameters())
-    optimizer.engine.close()
-    return masters
