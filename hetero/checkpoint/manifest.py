@@ -20,7 +20,7 @@ import torch
 from hetero.checkpoint.data_writer import WrittenFile
 from hetero.checkpoint.safetensors_header import DTYPES
 from hetero.checkpoint.schema import LARGEST, crc_of, member, parse_json, shortened, typed
-from hetero.state.loss_scale import LossScale
+from hetero.state.grads import LossScale
 from offload.errors import CheckpointError
 
 NAME = "manifest.json"

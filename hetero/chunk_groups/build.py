@@ -47,7 +47,7 @@ from offload.device.fetch_queue import FetchQueue
 from offload.device.grad_offload import BUFFERS, GradOffload
 from offload.device.home_copy import HomeCopier
 from offload.device.updater import Updater
-from offload.disk.backing import Backing, FileBacking
+from offload.disk.scratch_file import Backing, FileBacking
 from offload.memory.arena import HostArena
 from offload.memory.slot_pool import DevicePool, SlotPool
 from offload.memory.tiers import Account, StateKind, Tier

@@ -19,8 +19,7 @@ from hetero.ranks.shard_server import RequestKind, ShardServer
 from hetero.state.chunk_access import ChunkAccess
 from hetero.state.chunk_updates import ChunkUpdates
 from hetero.state.gathering.all_gather import Gathering
-from hetero.state.grads import Grads
-from hetero.state.loss_scale import LossScale
+from hetero.state.grads import Grads, LossScale
 from hetero.state.managed_param import ManagedParam
 from hetero.state.memory.homes import Homes
 from hetero.state.memory.scratch_space import DiskParts, ScratchSpace, StateFiles

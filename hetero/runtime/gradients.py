@@ -16,8 +16,7 @@ from hetero.ranks.communicator import Communicator
 from hetero.runtime.modules.param_registry import ParamRegistry
 from hetero.runtime.update_schedule import UpdateSchedule
 from hetero.stand_ins.offloaded_tensor import OffloadedTensor
-from hetero.state.grads import Grads
-from hetero.state.loss_scale import LossScale
+from hetero.state.grads import Grads, LossScale
 from hetero.state.managed_param import ManagedParam
 from offload.errors import HeteroError, NonFiniteError
 from offload.interrupts import uninterrupted

@@ -43,7 +43,7 @@ from hetero.setup.construction_store import take_from_first
 from hetero.setup.first_values import FirstValues, fill
 from hetero.stand_ins.construction_uses import arena_of, written_to
 from hetero.stand_ins.parameter_classes import AbsentParameter, memory_in
-from hetero.state.loss_scale import LossScale
+from hetero.state.grads import LossScale
 from hetero.state.managed_param import ManagedParam, can_train, refuse_managed
 from hetero.state.memory.scratch_space import StateFiles
 from offload.device.backend import Backend

@@ -27,7 +27,7 @@ import torch
 from hetero.chunks.layout import Chunk
 from hetero.state.managed_param import ManagedParam
 from offload._native import Hyper
-from offload.disk.backing import Extent
+from offload.disk.scratch_file import Extent
 from offload.memory.operation import Operation
 from offload.memory.tiers import StateKind
 

@@ -5,11 +5,12 @@ from then on. So a speculative update can be taken back, and the last commit sta
 are two extents of each kind and chunk, so one of these at a time.
 
 A speculative update (bf16, Adam) writes 12 bytes an element in place of 10: parameters in RAM
-change in place, and their old bits go to the spare extent. So whoever reads values in RAM takes the
-update back (ChunkUpdates.revoke()), while the file has both versions. A second version in RAM would
-cost 2 bytes an element of all chunks, on which budgets do not count, and would be in vain: tensors
-of the user's that alias a resident parameter view its home, and must see the step that is
-confirmed, so it is the home that has to change. And few read between a gradient and its step.
+change in place, and their old bits go to the spare extent. So whoever reads them takes the update
+back (ChunkUpdates.revoke()). A second version in RAM, which readers would get, costs 2 bytes an
+element of all chunks that no budget has, and does not suffice: tensors of the user's that alias a
+resident parameter view its home, and must see the step once it is confirmed, so it is the home that
+changes. A use also says that another gradient may come, which takes the update back anyway; what
+else reads between a gradient and its step is rare (a save, a lone rank's evaluation).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from hetero.state.memory.homes import Homes, extent_size, name_of
 from hetero.state.memory.scratch_space import ScratchSpace
 from hetero.state.memory.slot_arenas import SlotArenas
 from offload._native import NativeIoError
-from offload.disk.backing import Extent
+from offload.disk.scratch_file import Extent
 from offload.errors import BudgetError, StoreError
 from offload.memory.arena import HostArena
 from offload.memory.ledger import Ledger

@@ -16,7 +16,7 @@ from hetero.state.memory.homes import Homes
 from hetero.state.memory.slot_arenas import SlotArenas
 from offload._native import decode_state, encode_state, join_master, split_master
 from offload.device.updater import Updater
-from offload.disk.backing import FileTransfers
+from offload.disk.scratch_file import FileTransfers
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from offload.cache.use_order import NEVER, UseOrder
-from offload.disk.backing import Backing, WritableBacking
+from offload.disk.scratch_file import Backing, WritableBacking
 from offload.errors import BudgetError
 from offload.memory.arena import HostArena
 from offload.memory.operation import Operation, wait_quietly

@@ -8,7 +8,7 @@ import torch
 
 from offload.device.backend import Backend
 from offload.device.grad_offload import BUFFERS
-from offload.disk.backing import FileTransfers
+from offload.disk.scratch_file import FileTransfers
 from offload.memory.arena import HostArena
 from offload.memory.operation import Operation, wait_quietly
 

@@ -28,7 +28,6 @@ from hetero.activations.store import ActivationStore
 from hetero.runtime.modules.call_stack import EnteredCalls
 from hetero.runtime.modules.param_registry import ParamRegistry
 from hetero.runtime.modules.saved_tensors import SavedTensors
-from hetero.stand_ins.noticed_views import with_noticed_writes
 from hetero.stand_ins.offloaded_tensor import (
     GIVE_MEMORY,
     OffloadedTensor,
@@ -39,6 +38,7 @@ from hetero.stand_ins.parameter_classes import (
     CHANGE_MEMORY,
     AbsentParameter,
     PresentParameter,
+    has_absent_param,
     owner_of,
     tensors_among,
 )
@@ -46,6 +46,50 @@ from hetero.state.managed_param import ManagedParam, ParamState
 from offload.errors import BudgetError, HeteroError, StaleGraphError
 from offload.interrupts import uninterrupted
 from offload.memory.sizes import format_bytes
+
+
+class NoticedView(torch.Tensor):
+    """A view, made while autograd recorded it, of a parameter that was a copy then.
+
+    What is written to it is lost, and counted in the parameter's version, which its next use looks
+    at. `.data` of a plain tensor has a version of its own; this one's shares the parameter's.
+    """
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The values, without gradient."""
+        return torch.Tensor.detach(self)
+
+    @data.setter
+    def data(self, values: torch.Tensor) -> None:
+        with torch.no_grad():
+            self.copy_(values)
+
+    def __format__(self, spec: str) -> str:
+        with torch._C.DisableTorchFunctionSubclass():  # torch formats the numbers of plain tensors
+            return format(self.as_subclass(torch.Tensor), spec)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if has_absent_param(args, kwargs):
+            return AbsentParameter.__torch_function__(func, types, args, kwargs)
+        return with_noticed_writes(
+            torch._C._disabled_torch_function_impl(func, types, args, kwargs)
+        )
+
+
+def with_noticed_writes(result: Any) -> Any:
+    """The result of a torch function, in which views of parameters are NoticedViews."""
+    return tree_map_only(torch.Tensor, _noticed, result)
+
+
+def _noticed(tensor: torch.Tensor) -> torch.Tensor:
+    if type(tensor) is torch.Tensor and isinstance(tensor._base, PresentParameter):
+        tensor.__class__ = NoticedView
+    return tensor
 
 
 class TorchFunctionUses:

@@ -14,7 +14,7 @@ from hetero.runtime.modules.param_registry import ParamRegistry
 from hetero.state.managed_param import ManagedParam, ParamState
 from hetero.state.memory.homes import ExtentSize, Homes, extent_size, name_of
 from offload._native import IoOp
-from offload.disk.backing import Extent
+from offload.disk.scratch_file import Extent
 from offload.errors import BudgetError, HeteroError
 from offload.memory.sizes import format_bytes
 from offload.memory.tiers import StateKind, Tier

@@ -15,7 +15,7 @@ from hetero.chunks.layout import Chunk, Layout
 from hetero.planning.placement import Placement, SlotBytes
 from offload._native import Location
 from offload.device.backend import Backend
-from offload.disk.backing import Extent
+from offload.disk.scratch_file import Extent
 from offload.memory.arena import HostArena
 from offload.memory.ledger import Ledger
 from offload.memory.sizes import PAGE_BYTES, round_up

@@ -26,8 +26,7 @@ from hetero.profiler_marks import marked
 from hetero.ranks.communicator import Communicator
 from hetero.ranks.peers import Channel
 from hetero.ranks.process_groups import ProcessGroups
-from hetero.state.grads import Grads, put_grad
-from hetero.state.loss_scale import LossScale
+from hetero.state.grads import Grads, LossScale, put_grad
 from hetero.state.managed_param import ManagedParam
 from hetero.state.reduction.means import Bucket, BucketState, DeviceMean, RankMean, ReduceBuffers
 from offload.device.grad_offload import GradOffload

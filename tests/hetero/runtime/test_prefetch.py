@@ -22,7 +22,7 @@ from torch.amp import GradScaler
 from hetero.chunks.layout import Chunk
 from hetero.state.gathering.all_gather import Gathering
 from offload.cache.slot_cache import SlotCache
-from offload.disk.backing import FileBacking, Operation
+from offload.disk.scratch_file import FileBacking, Operation
 from tests.support.ranks.processes import RankPool
 from tests.support.ranks.rank_training import inputs, make
 

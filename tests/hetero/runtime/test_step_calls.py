@@ -15,7 +15,7 @@ import hetero
 # Of hetero and offload in the main thread; generators count at each resumption. Now some 4,970:
 # which chunks are read ahead depends on what is written by then.
 MOST_CALLS = 5_200
-MOST_FILES = 62
+MOST_FILES = 51
 LAYERS = 8
 PACKAGES = tuple(f"{Path(hetero.__file__).parents[1]}/{name}/" for name in ("hetero", "offload"))
 

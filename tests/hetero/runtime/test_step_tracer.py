@@ -11,7 +11,7 @@ import torch
 import hetero
 from hetero.planning.step_problem import Computing, Phase
 from hetero.runtime.step_tracer import MeasuredStep, StepClock
-from offload.disk.backing import FileBacking
+from offload.disk.scratch_file import FileBacking
 from tests.support.training.loops import batches, build
 
 pytestmark = pytest.mark.usefixtures("nothing_left")

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetero.state.loss_scale import LossScale
+from hetero.state.grads import LossScale
 
 
 def test_without_a_window_it_stays_as_it_is():

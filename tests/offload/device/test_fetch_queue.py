@@ -16,8 +16,7 @@ from offload.cache.shared_cache import HostCopy, SharedCache
 from offload.cache.slot_cache import SlotCache
 from offload.cache.use_order import UseOrder
 from offload.device.fetch_queue import FetchQueue
-from offload.disk.backing import Extent, FileBacking
-from offload.disk.scratch_file import ScratchFile
+from offload.disk.scratch_file import Extent, FileBacking, ScratchFile
 from offload.errors import BudgetError
 from offload.memory.arena import HostArena
 from offload.memory.ledger import Ledger

@@ -9,8 +9,7 @@ import torch
 from offload import _native
 from offload.cache.slot_cache import SlotState, WriteBackCache
 from offload.cache.use_order import UseOrder
-from offload.disk.backing import Extent, FileBacking
-from offload.disk.scratch_file import ScratchFile, Transfers
+from offload.disk.scratch_file import Extent, FileBacking, ScratchFile, Transfers
 from offload.memory.arena import HostArena
 from offload.memory.ledger import Ledger
 from offload.memory.tiers import Account, Tier

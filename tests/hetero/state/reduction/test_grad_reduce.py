@@ -23,8 +23,7 @@ from hetero.ranks.peers import Channel
 from hetero.ranks.waiting import FailedRanks, WhileWaiting
 from hetero.state.chunk_state import chunk_states
 from hetero.state.chunk_updates import ChunkUpdates
-from hetero.state.grads import Grads
-from hetero.state.loss_scale import LossScale
+from hetero.state.grads import Grads, LossScale
 from hetero.state.managed_param import ManagedParam
 from hetero.state.memory.homes import Homes
 from hetero.state.reduction.grad_reduce import GradReducer
