@@ -146,6 +146,7 @@ class _Loading:
         self._engine, self._optimizers, self._objects = engine, optimizers, extra
         self._what, self._stored = what, stored
         self._manifest = manifest = stored.manifest
+        engine.check_usable()
         engine.steps.added_params.take_in_unfrozen()
         self._model = ModelTensors.of(engine)
         with_states = bool(optimizers and manifest.optimizers)
