@@ -70,15 +70,13 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     _native.set_threads(threads)
     torch.set_num_threads(threads)
     arrays = UpdateArrays(numel)
-    turns: dict[str, Callable[[], Sample]] = {
-        "stream": partial(_sample, arrays.stream, 28.0),
-        **{name_of(kind): partial(_update, arrays, kind, numel) for kind in kinds()},
-        **{
-            f"torch fused AdamW {name}": partial(_sample, _torch_updates(numel, dtype), bytes_of)
-            for name, dtype in of_torch.items()
-            for bytes_of in (7.0 * dtype.itemsize,)
-        },
-    }
+    turns: dict[str, Callable[[], Sample]] = {"stream": partial(_sample, arrays.stream, 28.0)}
+    for kind in kinds():
+        update, per_param = partial(arrays.update, kind), kind.bytes_moved(numel) / numel
+        turns[name_of(kind)] = partial(_sample, update, per_param)
+    for name, dtype in of_torch.items():
+        update, per_param = _torch_updates(numel, dtype), 7.0 * dtype.itemsize
+        turns[f"torch fused AdamW {name}"] = partial(_sample, update, per_param)
     rounds = run_rounds(turns, arguments.rounds)
     rounds.compare("stream", "gbps", "of_stream")
     given = {"threads": threads, "isa": _native.isa(), "numel": numel, "rounds": arguments.rounds}
@@ -94,10 +92,6 @@ def kinds() -> Iterator[UpdateKind]:
 def name_of(kind: UpdateKind) -> str:
     """E.g. "adam bf16/bf16, states fp32": parameter and gradient, then states."""
     return f"{kind.rule} {kind.dtype}/{kind.grad_dtype}, states {kind.state_dtype}"
-
-
-def _update(arrays: UpdateArrays, kind: UpdateKind, numel: int) -> Sample:
-    return _sample(partial(arrays.update, kind), kind.bytes_moved(numel) / numel)
 
 
 def _sample(rate: Callable[[], float], bytes_per_param: float) -> Sample:

@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import resource
 import statistics
 import sys
 import time
@@ -139,7 +138,6 @@ class _Prepared:
 def _measure_one(one: str, nvme: str | None) -> dict[str, Any]:
     if one == _LINK:
         return {"status": "ok", **measure_copies(), **measure_updates()}
-    began_s = time.monotonic()
     model, kind = one.split("/")
     shape = SHAPES[model]
     prepared = _prepare(shape, kind, nvme)
@@ -152,15 +150,11 @@ def _measure_one(one: str, nvme: str | None) -> dict[str, Any]:
         "tokens": shape.tokens,
         **(prepared.facts or {}),
         **dict(zip(("h2d_bytes", "d2h_bytes", "disk_bytes"), moved, strict=True)),  # of a step
-        "ready_s": time.monotonic() - began_s - sum(times_s),
         "step_s": step_s,
-        "steps": len(times_s),
         "tokens_per_s": shape.tokens / step_s,
         "tflop_per_s": shape.flop(prepared.numel) / step_s / 1e12,
         "device_peak_bytes": torch.cuda.max_memory_allocated(),
-        "device_reserved_bytes": torch.cuda.max_memory_reserved(),
         "rss_bytes": psutil.Process().memory_info().rss,
-        "rss_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
 
 

@@ -81,7 +81,7 @@ def options(parser: argparse.ArgumentParser) -> None:
         ("--rounds", whole(), "1", "runs of every contender, in turns"),
         ("--ranks", whole(), "1", "processes of each contender; --threads is of each"),
         ("--hosts", whole(), None, "network namespaces that share the ranks; else one machine"),
-        ("--rate", _rate, "1gbit", "of each host's link: a number of mbit or gbit per second"),
+        ("--rate", str, "1gbit", "of each host's link: a number of mbit or gbit per second"),
         ("--variants", list_of(str), None, "policies; else --policy if given, or cpu,nvme"),
         ("--skip-steps", whole(0), "2", "first steps left out of the medians"),
         ("--timeout", float, "1800", "seconds of one contender"),
@@ -90,19 +90,12 @@ def options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _rate(text: str) -> float:
-    try:
-        return parse_rate(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """The figures of all contenders.
 
     What contenders say stays in the run folder, in a folder per round.
     """
-    options = read_options(arguments)
+    options, bytes_per_s = read_options(arguments), parse_rate(arguments.rate)
     folder = Path(options.run_dir or time.strftime("runs/bench-%Y%m%d-%H%M%S"))
     folder.mkdir(parents=True, exist_ok=True)
     workload = folder / "workload.json"
@@ -111,7 +104,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     with ExitStack() as stack:
         hosts = None
         if arguments.hosts is not None:
-            hosts = stack.enter_context(Hosts(arguments.hosts, arguments.rate))
+            hosts = stack.enter_context(Hosts(arguments.hosts, bytes_per_s))
 
         def turn(name: str) -> Sample:
             round_folder = folder / f"round-{len(runs[name]) + 1}"

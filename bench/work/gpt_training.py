@@ -8,7 +8,6 @@ is imported, so it holds for all that the process does; therefore nothing here i
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import resource
 import sys
@@ -16,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -81,7 +80,7 @@ class Spec:
 
     def write(self, path: Path) -> None:
         """As the JSON that the program reads."""
-        path.write_text(json.dumps(dataclasses.asdict(self)), encoding="utf-8")
+        path.write_text(json.dumps(asdict(self)), encoding="utf-8")
 
 
 def try_to_train(
@@ -104,7 +103,7 @@ def try_to_train(
         limits = {} if budget_bytes is None else {"data": LIMIT_PER_BUDGET * budget_bytes}
         path = Path(own, "spec.json")
         more = {"nvme_path": own} if spec.contender.startswith("hetero") else {}
-        dataclasses.replace(spec, limits=limits, options=spec.options | more).write(path)
+        replace(spec, limits=limits, options=spec.options | more).write(path)
         command = (sys.executable, "-m", "bench.work.gpt_training", str(path))
         found = run_trial(command, timeout_s, budget_bytes, MALLOC)
     peak = found["peak_bytes"]
@@ -229,8 +228,7 @@ def _make_hetero(spec: Spec) -> Training:
     optimizer: Any = hetero.HybridAdam(model.parameters(), lr=LR)
     managed, optimizer = hetero.initialize(model, optimizer)
     engine = optimizer.engine
-    traffic = lambda: dataclasses.asdict(engine.traffic)  # noqa: E731
-    return Training(managed, optimizer, traffic=traffic, engine=engine)
+    return Training(managed, optimizer, nullcontext, lambda: asdict(engine.traffic), engine)
 
 
 def memory_bytes() -> dict[str, int]:

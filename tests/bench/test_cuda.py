@@ -152,7 +152,7 @@ def test_copies_are_measured_as_training_makes_them() -> None:
 def test_updates_are_measured_alone_and_beside_copies() -> None:
     runtime = FakeRuntime()
     found = measure_updates(runtime, numel=1 << 20, copied_bytes=1 << 16)  # type: ignore[arg-type]
-    assert set(found) == {"memory", "update", "update_beside", "both", "both_alone"}
+    assert set(found) == {"memory", "update", "update_beside", "both"}
     assert found["both"] >= 0  # so short an update may end before a copy gets a CPU
     assert all(rate > 0 for name, rate in found.items() if name != "both")
 
