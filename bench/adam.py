@@ -72,11 +72,11 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     arrays = UpdateArrays(numel)
     turns: dict[str, Callable[[], Sample]] = {"stream": partial(_sample, arrays.stream, 28.0)}
     for kind in kinds():
-        update, per_param = partial(arrays.update, kind), kind.bytes_moved(numel) / numel
-        turns[name_of(kind)] = partial(_sample, update, per_param)
+        per_param = kind.bytes_moved(numel) / numel
+        turns[name_of(kind)] = partial(_sample, partial(arrays.update, kind), per_param)
     for name, dtype in of_torch.items():
-        update, per_param = _torch_updates(numel, dtype), 7.0 * dtype.itemsize
-        turns[f"torch fused AdamW {name}"] = partial(_sample, update, per_param)
+        updates = _torch_updates(numel, dtype)
+        turns[f"torch fused AdamW {name}"] = partial(_sample, updates, 7.0 * dtype.itemsize)
     rounds = run_rounds(turns, arguments.rounds)
     rounds.compare("stream", "gbps", "of_stream")
     given = {"threads": threads, "isa": _native.isa(), "numel": numel, "rounds": arguments.rounds}
