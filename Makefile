@@ -31,7 +31,7 @@ LOCK_SOURCES = $(shell find native -name '*.cpp' -not -path '*/isa/*' -not -name
 # of processes, each of which would compile this project anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help train test test-all bench bench-io bench-adam bench-step bench-checkpoint \
+.PHONY: help train test test-all bench bench-io bench-adam bench-bound bench-checkpoint \
 	docs cuda-check wheel lint tidy format clean
 
 help:
@@ -43,8 +43,8 @@ help:
 	@echo "             kernels against each other and against 64-bit ARM's in an emulator, the"
 	@echo "             build without liburing, and a run's page in a browser"
 	@echo "make bench   step time and memory beside plain PyTorch; options as for train"
-	@echo "make bench-io, bench-adam, bench-step"
-	@echo "             disk, update kernels, optimizer step beside their limits and other systems;"
+	@echo "make bench-io, bench-adam, bench-bound"
+	@echo "             disk, update kernels, training step beside their limits and other systems;"
 	@echo "             options: make bench-io ARGS='--path DIR --json'"
 	@echo "make bench-checkpoint"
 	@echo "             saves and loads beside the disk's limit and PyTorch's; steps that survive a"
@@ -70,16 +70,16 @@ test-all: lint $(VENV)/arm.stamp $(VENV)/browser.stamp
 bench: $(VENV)/train.stamp
 	$(BIN)/python -m bench.train $(or $(ARGS),--peers torch)
 
-bench-io: $(VENV)/bench.stamp $(VENV)/fio.stamp
+bench-io: $(VENV)/train.stamp $(VENV)/fio.stamp
 	$(BIN)/python -m bench.io $(or $(ARGS),--path .)
 
-bench-adam: $(VENV)/bench.stamp
+bench-adam: $(VENV)/train.stamp
 	$(BIN)/python -m bench.adam $(ARGS)
 
-bench-step: $(VENV)/bench.stamp $(VENV)/fio.stamp
-	$(BIN)/python -m bench.step $(or $(ARGS),--path .)
+bench-bound: $(VENV)/train.stamp
+	$(BIN)/python -m bench.bound $(or $(ARGS),--nvme-path .)
 
-bench-checkpoint: $(VENV)/bench.stamp
+bench-checkpoint: $(VENV)/train.stamp
 	$(BIN)/python -m bench.checkpoint $(or $(ARGS),--path .)
 
 # In the Python at hand: it has the torch that suits the GPU, and nothing may be downloaded.
@@ -135,10 +135,6 @@ $(VENV)/test.stamp: $(BUILD_INPUTS) $(VENV)/torch.stamp $(VENV)/liburing.stamp
 $(VENV)/docs.stamp: $(BUILD_INPUTS) $(VENV)/torch.stamp $(VENV)/liburing.stamp
 	$(BIN)/pip install --quiet -e ".[docs]"
 	@touch $@
-
-$(VENV)/bench.stamp: $(BUILD_INPUTS) $(VENV)/torch.stamp $(VENV)/liburing.stamp
-	$(BIN)/pip install --quiet -e ".[bench]"
-	@touch $@ $(VENV)/train.stamp
 
 $(VENV)/wheel.stamp: $(BUILD_INPUTS) $(VENV)/torch.stamp $(VENV)/liburing.stamp
 	HETERO_WERROR=1 $(BIN)/pip install --quiet -e ".[wheel]"

@@ -1,162 +1,137 @@
-"""Update kernels and norms beside the limit of memory, torch and DeepSpeed, in one run.
+"""Update kernels beside the limit of memory and torch's fused AdamW, in one run.
 
-usage: python -m bench.adam [--numel 64Mi] [--threads T] [--rounds N]
-                            [--peers torch,deepspeed] [--peer-python PY] [--json]
+usage: python -m bench.adam [--numel 64Mi] [--threads T] [--rounds N] [--peers torch|none] [--json]
 
-One contender after the other takes a turn; a turn is one update of warm-up and --repeats timed
-ones. GB/s counts the bytes that an update has to read and write, once each; the stream is 4 reads
-and 3 writes of fp32 by the same threads, which is what memory gives.
+One contender after the other takes a turn; a turn is one update of warm-up and a timed one. GB/s
+counts the bytes that an update has to read and write, once each; the stream is 4 reads and 3 writes
+of fp32 by the same threads, which is what memory gives. torch's updates have moments in the
+parameter's dtype, and no master. Run it with OMP_WAIT_POLICY=passive and THP_MEM_ALLOC_ENABLE=1, so
+that torch's threads sleep in hetero's turns and its arrays have huge pages, too.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from itertools import product
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
 
-from bench.harness.peer_process import PeerProcess
-from bench.harness.program import Program, left_out, options, peer_options
+from bench.harness.program import Program, add_options, count, names_of, whole
 from bench.harness.rounds import Sample, run_rounds
-from bench.harness.tables import Column, Table, number, ranged, shown
-from bench.peers.timing import huge_page_share
-from bench.work.updates import Updates
+from bench.harness.tables import number, of_figures, ranged
 from offload import _native
+from offload._native import UpdateKind
 from offload.memory.sizes import format_bytes
+from offload.profile.measure import UpdateArrays
 
-PEERS = ("torch", "deepspeed")
+if TYPE_CHECKING:
+    from offload._native import DtypeName, RuleName, StateDtypeName
 
-DEEPSPEED_STEP = "deepspeed step"
-
-# Peers that wait for their turn sleep, and their arrays get huge pages, as hetero's do.
-PEER_ENVIRONMENT = {"OMP_WAIT_POLICY": "passive", "THP_MEM_ALLOC_ENABLE": "1"}
-
-
-class PeerKind(NamedTuple):
-    """A peer's way to update and its traffic per parameter."""
-
-    name: str
-    kind: str  # of bench.peers.adam
-    bytes_per_param: float  # read and written
-    memory_bytes: int  # allocated, per parameter
+RULES: tuple[RuleName, ...] = ("adam", "lion", "adagrad", "sgd", "muon", "muon_momentum")
+STATE_DTYPES: tuple[StateDtypeName, ...] = ("fp32", "bf16", "8bit")
+# Parameter and gradient: gradients as backward gives them, or accumulated in fp32.
+DTYPES: tuple[tuple[DtypeName, DtypeName], ...] = (
+    ("bf16", "bf16"),
+    ("bf16", "fp32"),
+    ("fp16", "fp16"),
+    ("fp32", "fp32"),
+)
+ARRAYS_BYTES = 20  # of hetero's, an element
+TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-PEER_KINDS = {
-    "torch": (
-        PeerKind("torch fused AdamW fp32", "torch fp32", 28, 16),
-        PeerKind("torch fused AdamW bf16, no master", "torch bf16", 14, 8),
-    ),
-    "deepspeed": (
-        PeerKind("deepspeed kernel fp32", "deepspeed fp32", 28, 16),
-        PeerKind("deepspeed kernel bf16, no master", "deepspeed bf16", 22, 12),
-        # 2 + 4 for the gradient's cast, 28 for the update, 4 + 2 for the parameter's cast.
-        PeerKind(DEEPSPEED_STEP, DEEPSPEED_STEP, 40, 20),
-    ),
-}
-NOTES = [
-    "deepspeed step: bf16 gradient cast to fp32, the kernel on an fp32 master, the master cast"
-    " to the bf16 parameter; without ZeRO-Offload's passes for unscaling and clipping",
-    "peers run as processes of their own with OMP_WAIT_POLICY=passive and"
-    " THP_MEM_ALLOC_ENABLE=1 (torch's huge pages)",
-]
-
-OPTIONS = options(
-    """
-    --numel    COUNT  64Mi  elements of each array
-    --threads  N      -     of every contender (default: the usable CPUs)
-    --rounds   N      5     after one of warm-up
-    --repeats  N      3     timed updates per turn
-    """
-) + peer_options(PEERS)
+def options(parser: argparse.ArgumentParser) -> None:
+    add_options(
+        parser,
+        ("--numel", count, "64Mi", "elements of each array"),
+        ("--threads", whole(), None, "of every contender; else the usable CPUs"),
+        ("--rounds", whole(), "5", "after one of warm-up"),
+        ("--peers", names_of(("torch",)), "torch", "torch, or none"),
+    )
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """All figures. Raises ValueError for what cannot be measured."""
-    numel = arguments.numel
-    threads = arguments.threads or _native.usable_cpus()
-    kinds = [kind for peer in arguments.peers for kind in PEER_KINDS[peer]]
-    _check_memory(numel, kinds)
-    _native.set_threads(threads)
-    # Fills the arrays alone: no thread of torch's may be about when hetero's turn is timed.
-    torch.set_num_threads(1)
-    updates = Updates(numel, arguments.repeats)
-    variants = [updates.stream(), *updates.updates(), *updates.norms()]
-    turns: dict[str, Callable[[], Sample]] = {variant.name: variant.sample for variant in variants}
-    with contextlib.ExitStack() as stack:
-        processes = {}
-        for kind in kinds:
-            python = arguments.peer_python if "deepspeed" in kind.kind else sys.executable
-            setup = {"numel": numel, "threads": threads, "repeats": arguments.repeats}
-            process = stack.enter_context(
-                PeerProcess(
-                    (python, "-m", "bench.peers.adam"),
-                    setup | {"kind": kind.kind},
-                    environment=PEER_ENVIRONMENT,
-                )
-            )
-            processes[kind.name] = process
-            turns[kind.name] = partial(_peer_sample, process, kind.bytes_per_param)
-        rounds = run_rounds(turns, arguments.rounds)
-        pages = {"hetero": huge_page_share()} | {
-            name: process.info["huge_page_share"]
-            for name, process in processes.items()
-            if "huge_page_share" in process.info
-        }
-    rounds.compare("stream", "gbps", "of_stream")
-    rounds.compare(DEEPSPEED_STEP, "params_per_s", "of_deepspeed_step")
-    return {
-        "updates": rounds.figures(),
-        "huge_page_share": pages,
-        "threads": threads,
-        "isa": _native.isa(),
-        "numel": numel,
-        "rounds": arguments.rounds,
-        "repeats": arguments.repeats,
-        "notes": NOTES + left_out(rounds.failed),
-    }
-
-
-def _check_memory(numel: int, kinds: Sequence[PeerKind]) -> None:
-    """All arrays exist at once, those of peers in their own processes."""
-    needed = Updates.needed_bytes(numel) + numel * sum(kind.memory_bytes for kind in kinds)
+    numel, threads = arguments.numel, arguments.threads or _native.usable_cpus()
+    of_torch = TORCH_DTYPES if arguments.peers else {}
+    needed = numel * (ARRAYS_BYTES + sum(4 * dtype.itemsize for dtype in of_torch.values()))
     available = psutil.virtual_memory().available
     if needed > available:
         raise ValueError(
-            f"--numel {numel} needs {format_bytes(needed)} with these peers, but"
-            f" {format_bytes(available)} are available; lower --numel or name fewer --peers"
+            f"--numel {numel} needs {format_bytes(needed)}, but {format_bytes(available)} are"
+            f" available; lower --numel"
         )
+    _native.set_threads(threads)
+    torch.set_num_threads(threads)
+    arrays = UpdateArrays(numel)
+    turns: dict[str, Callable[[], Sample]] = {"stream": partial(_sample, arrays.stream, 28.0)}
+    for kind in kinds():
+        per_param = kind.bytes_moved(numel) / numel
+        turns[name_of(kind)] = partial(_sample, partial(arrays.update, kind), per_param)
+    for name, dtype in of_torch.items():
+        updates = _torch_updates(numel, dtype)
+        turns[f"torch fused AdamW {name}"] = partial(_sample, updates, 7.0 * dtype.itemsize)
+    rounds = run_rounds(turns, arguments.rounds)
+    rounds.compare("stream", "gbps", "of_stream")
+    given = {"threads": threads, "isa": _native.isa(), "numel": numel, "rounds": arguments.rounds}
+    return {"updates": rounds.figures(), **given}
 
 
-def _peer_sample(process: PeerProcess, bytes_per_param: float) -> Sample:
-    rate = process.sample()["params_per_s"]
-    gbps = rate * bytes_per_param / 1e9
-    return {"params_per_s": rate, "gbps": gbps, "bytes_per_param": bytes_per_param}
+def kinds() -> Iterator[UpdateKind]:
+    """Every kernel, in every sensible combination of dtypes."""
+    for rule, (dtype, grad_dtype), state_dtype in product(RULES, DTYPES, STATE_DTYPES):
+        yield UpdateKind(dtype, grad_dtype, rule, state_dtype)
 
 
-def _title(result: Mapping[str, Any]) -> str:
-    return (
-        f"bench.adam: {result['numel']:,} elements, {result['threads']} threads,"
-        f" median of {result['rounds']} (least-most)"
-    )
+def name_of(kind: UpdateKind) -> str:
+    """E.g. "adam bf16/bf16, states fp32": parameter and gradient, then states."""
+    return f"{kind.rule} {kind.dtype}/{kind.grad_dtype}, states {kind.state_dtype}"
 
 
-TABLE = Table(
-    _title,
-    "updates",
-    (
-        Column("G params/s", "params_per_s", ranged(2, 1e-9)),
-        Column("B/param", "bytes_per_param", number(2)),
-        Column("GB/s", "gbps", number(1)),
-        Column("of stream", "of_stream", number()),
-        Column(f"/ {DEEPSPEED_STEP}", "of_deepspeed_step", number()),
-    ),
+def _sample(rate: Callable[[], float], bytes_per_param: float) -> Sample:
+    """Of what gives bytes per second."""
+    per_s = rate()
+    about = {"params_per_s": per_s / bytes_per_param, "bytes_per_param": bytes_per_param}
+    return {**about, "gbps": per_s / 1e9}
+
+
+def _torch_updates(numel: int, dtype: torch.dtype) -> Callable[[], float]:
+    """Bytes per second of an update of one flat parameter."""
+    param = torch.nn.Parameter(torch.randn(numel).to(dtype))
+    param.grad = torch.randn(numel).to(dtype)
+    optimizer = torch.optim.AdamW([param], lr=1e-4, weight_decay=0.01, fused=True)
+
+    def rate() -> float:
+        optimizer.step()
+        begin_s = time.perf_counter()
+        optimizer.step()
+        return 7 * param.nbytes / (time.perf_counter() - begin_s)
+
+    return rate
+
+
+COLUMNS = (
+    ("G params/s", "params_per_s", ranged(2, 1e-9)),
+    ("B/param", "bytes_per_param", number(2)),
+    ("GB/s", "gbps", number(1)),
+    ("of stream", "of_stream", number()),
 )
-PROGRAM = Program("bench.adam", __doc__, OPTIONS, run, shown(TABLE))
+
+
+def show(result: dict[str, Any]) -> Iterator[str]:
+    """A row for each update."""
+    title = f"bench.adam: {result['numel']:,} elements, {result['threads']} threads,"
+    title += f" median of {result['rounds']} (least-most)"
+    yield of_figures(title, result["updates"], COLUMNS)
+
+
+PROGRAM = Program("bench.adam", __doc__, options, run, show)
 main = PROGRAM.main
 
 if __name__ == "__main__":

@@ -1,27 +1,26 @@
 """Checkpoints and commits of a training: beside what the disk gives, and beside PyTorch's.
 
 usage: python -m bench.checkpoint [--of saves|commits] [--model gpt2-medium] [--policy nvme|cpu]
-                                  [--path DIR] [--rounds N] [--peers torch,dcp,deepspeed|none]
+                                  [--path DIR] [--rounds N] [--peers torch,dcp|none]
                                   [--every 1,8] [--json]
 
 saves    hetero.save() and hetero.load() of a training job: seconds, and GB/s of the checkpoint's
          bytes. "Of the disk" is the time that the disk needs for the same bytes, over that:
-         measured in the same round in --path, with reads and writes in the same proportion. With
+         measured in the same turn in --path, with reads and writes in the same proportion. With
          policy nvme a save reads the state that is on NVMe, and writes the checkpoint; a load does
          the reverse. With policy cpu they only write, or read. "Memory" is the peak of the
          process's resident memory less what it was before. Steps are measured alone and beside a
          save with blocking=False: what the save costs of training, "lost", is the time until save()
          returns, and what its steps take longer.
-         Peers train in processes of their own. "torch" is torch.save() with fsync, and
-         torch.load(); "dcp" torch.distributed.checkpoint, save(), load() and async_save(): both
-         with fp32 weights and moments and bf16 autocast. "deepspeed" is ZeRO-3's save_checkpoint()
-         with fsync, and load_checkpoint(), with state offloaded to RAM. All have 12 bytes a
-         parameter. They write new files, where hetero replaces a whole checkpoint by the next. All
-         files' pages are dropped from the page cache before loads.
+         Peers train in a process of their own in each round. "torch" is torch.save() with fsync,
+         and torch.load(); "dcp" torch.distributed.checkpoint, save(), load() and async_save(): both
+         with fp32 weights and moments and bf16 autocast. All have 12 bytes a parameter. They write
+         new files, where hetero replaces a whole checkpoint by the next. All files' pages are
+         dropped from the page cache before loads.
 commits  in turns: steps of a plain job; of one that verifies what it reads (verify_reads=True); and
          of a durable one, which does that too, with a commit after every k-th step: its time ends
          when the last commit is durable. "Written" is what a step writes to NVMe, its commit
-         included. "On NVMe" is what the data files take.
+         included.
 """
 
 from __future__ import annotations
@@ -31,222 +30,182 @@ import contextlib
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import hetero
-from bench.harness.peer_process import PeerProcess
-from bench.harness.program import Program, left_out, options, peer_options
-from bench.harness.rounds import Sample, run_rounds
-from bench.harness.tables import Column, Table, most_size, number, ranged, shown, size
+from bench.harness.program import (
+    Program,
+    add_options,
+    byte_size,
+    left_out,
+    list_of,
+    names_of,
+    whole,
+)
+from bench.harness.rounds import ContenderError, Rounds, Sample, run_rounds
+from bench.harness.tables import number, of_figures, ranged, size
+from bench.harness.trial import run_trial
 from bench.peers.timing import drop_pages, steps_beside, timed, with_rate
 from bench.train import write_workload
 from bench.work.bandwidths import disk_alone
-from bench.work.job_steps import JobSteps, job_options, steady_options
+from bench.work.job_steps import JobSteps
 from hetero.job.job import Job, open_job
-from hetero.job.models import model_label
+from hetero.job.models import model_label, wanted_vocab_size
 from hetero.job.options import TrainOptions
 from hetero.job.run_folder import RunFolder
 
-PEERS = ("torch", "dcp", "deepspeed")
-# Those of peers that share a process.
-LIBRARIES = {"torch": ("torch", "dcp"), "deepspeed": ("deepspeed",)}
+PEERS = ("torch", "dcp")
+TIMEOUT_S = 1800.0
 
-OPTIONS = (
-    options(
-        """
-    --of       NAME     saves  what is measured
-    --path     DIR      .      directory on NVMe; all is removed in the end
-    --rounds   N        3      after one of warm-up
-    --steps    N        3      in a row
-    --every    NUMBERS  1,8    steps of a commit
-    --io-size  SIZE     1GiB   of the file on which the disk alone is measured
-    """,
-        of=("saves", "commits"),
+
+def options(parser: argparse.ArgumentParser) -> None:
+    add_options(
+        parser,
+        ("--of", ("saves", "commits"), "saves", "what is measured"),
+        ("--path", str, ".", "directory on NVMe; all is removed in the end"),
+        ("--rounds", whole(), "3", "after one of warm-up"),
+        ("--steps", whole(), "3", "in a row"),
+        ("--every", list_of(whole()), "1,8", "steps of a commit"),
+        ("--io-size", byte_size, "1GiB", "of the file on which the disk alone is measured"),
+        ("--model", str, "gpt2-medium", "as of hetero train, with its published vocabulary"),
+        ("--config", str, None, "JSON file with a model's configuration, instead"),
+        ("--policy", ("nvme", "cpu"), "nvme", "where hetero's state is: also on NVMe, or in RAM"),
+        ("--host-memory", str, None, "RAM budget of a job's state; else as of hetero train"),
+        ("--seq-len", whole(), "128", "tokens of a step, which is one sequence"),
+        ("--peers", names_of(PEERS), ",".join(PEERS), f"of {', '.join(PEERS)}; or none"),
     )
-    + job_options("gpt2-medium")
-    + peer_options(PEERS)
-)
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measures all in turns. Raises ValueError, OSError or a hetero error for input that cannot be
     measured."""
-    options = steady_options(arguments)
+    options = TrainOptions(  # of steps that are alike: no clipping, a constant rate
+        model=arguments.model,
+        config=arguments.config,
+        vocab_size=wanted_vocab_size(arguments.model, arguments.config, None),
+        policy=arguments.policy,
+        host_memory=arguments.host_memory,
+        seq_len=arguments.seq_len,
+        batch_size=1,
+        lr=1e-4,
+        warmup=0,
+        schedule="constant",
+        clip=0.0,
+    )
     measure = measure_saves if arguments.of == "saves" else measure_commits
     if not Path(arguments.path).is_dir():
         raise ValueError(f"--path {arguments.path} is not a directory; make it first")
     with tempfile.TemporaryDirectory(prefix="hetero-bench-", dir=arguments.path) as folder:
-        job, found = measure(options, arguments, Path(folder))
-    return {
-        "of": arguments.of,
-        "model": model_label(options),
-        "policy": options.policy,
-        "params": job.setting.params,
-        "dtype": job.setting.dtype,
-        "budget_bytes": job.setting.budget_bytes,
-        "steps": arguments.steps,
-        "rounds": arguments.rounds,
-        **found,
-    }
+        rounds, found = measure(options, arguments, Path(folder).absolute())
+    given = {name: getattr(arguments, name) for name in ("of", "policy", "steps", "rounds")}
+    named = {"model": model_label(options), "contenders": rounds.figures()}
+    return {**given, **named, **found, "notes": left_out(rounds.failed)}
 
 
 # Saves and loads
 
 
 class HeteroCheckpoints:
-    """Saves to one place, again and again, each save in place of the one before.
+    """Saves to one place, again and again, each save in place of the one before."""
 
-    Attributes:
-        read_share: by "save" and "load", how much of the bytes that the last one moved between disk
-            and memory were reads: of a save the state that is on NVMe, and then its files' bytes
-            are writes; of a load the other way round.
-    """
-
-    def __init__(self, job: Job, folder: Path) -> None:
-        self.read_share = {"save": 0.0, "load": 1.0}
-        self._job = job
+    def __init__(self, job: Job, folder: Path, disk: Callable[[float], Sample]) -> None:
+        self._job, self._disk = job, disk
         self._steps = JobSteps(job)
         self._path = folder / "hetero"
+
+    def sample(self, steps: int) -> Sample:
+        """A save and a load, each beside the disk; `steps` without a save; and steps beside one."""
+        found = self._moved("save", lambda: hetero.save(self._path, *self._state()))
+        drop_pages(self._path)
+
+        def load() -> None:
+            hetero.load(self._path, *self._state())
+            self._job.engine.synchronize()  # what it gives to NVMe is there
+
+        found |= self._moved("load", load)
+        alone = self._steps.sample(steps)
+
+        def begin() -> Callable[[], object]:
+            return hetero.save(self._path, *self._state(), blocking=False).wait
+
+        self._steps.one()
+        found |= steps_beside(begin, self._steps.one)
+        self._steps.wait_until_quiet()
+        return {**found, "alone_step_s": alone["step_s"]}
 
     def warm_up(self) -> None:
         """Makes steps until those that follow are like those of a long training."""
         self._steps.warm_up()
         self._steps.wait_until_quiet()
 
-    def save(self) -> Sample:
-        """A save that training waits for: {"s", "gbps", "bytes", "read_bytes", "written_bytes",
-        "above_bytes"}. "gbps" counts the checkpoint's bytes alone."""
-        return self._moved("save", lambda: hetero.save(self._path, *self._state()))
-
-    def load(self) -> Sample:
-        """A load, until what it gives to NVMe is there; figures as save()."""
-        drop_pages(self._path)
-
-        def load() -> None:
-            hetero.load(self._path, *self._state())
-            self._job.engine.synchronize()
-
-        return self._moved("load", load)
-
-    def step(self, steps: int) -> Sample:
-        """Steps without a save: {"step_s"}, as JobSteps.sample(), and "above_bytes"."""
-        found: dict[str, float] = {}
-        above = timed(lambda: found.update(self._steps.sample(steps)))["above_bytes"]
-        return {"step_s": found["step_s"], "above_bytes": above}
-
-    def beside(self) -> Sample:
-        """Steps beside a save with blocking=False, after one that is not counted: steps_beside()'s
-        figures."""
-
-        def begin() -> Callable[[], object]:
-            return hetero.save(self._path, *self._state(), blocking=False).wait
-
-        self._steps.one()
-        found = steps_beside(begin, self._steps.one)
-        self._steps.wait_until_quiet()
-        return found
-
-    def _state(self) -> tuple[torch.nn.Module, hetero.HybridOptimizer]:
+    def _state(self) -> tuple[Any, hetero.HybridOptimizer]:
         return self._job.model, self._job.optimizer
 
-    def _moved(self, what: str, body: Callable[[], object]) -> Sample:
+    def _moved(self, what: str, body: Callable[[], object]) -> dict[str, float]:
+        """The figures of a save or load, and what the disk alone takes for the same bytes: of a
+        save those of state on NVMe are reads, and its files' are writes; of a load vice versa."""
         engine = self._job.engine
         before = engine.traffic
         figures = timed(body)
         after = engine.traffic
         self._steps.wait_until_quiet()
         figures = with_rate(figures, self._path)
-        of_load, of_save = (figures["bytes"] if what == each else 0 for each in ("load", "save"))
-        read = after.disk_read - before.disk_read + of_load
-        written = after.disk_write - before.disk_write + of_save
-        self.read_share[what] = read / (read + written)
-        return {**figures, "read_bytes": read, "written_bytes": written}
+        own = figures["bytes"]
+        read = after.disk_read - before.disk_read + (own if what == "load" else 0)
+        written = after.disk_write - before.disk_write + (own if what == "save" else 0)
+        disk_s = (read + written) / (1e9 * self._disk(read / (read + written))["gbps"])
+        figures |= {"read_bytes": read, "written_bytes": written}
+        figures |= {"of_the_disk": disk_s / figures["s"]}
+        return {f"{what}_{name}": figure for name, figure in figures.items()}
 
 
 def measure_saves(
     options: TrainOptions, arguments: argparse.Namespace, folder: Path
-) -> tuple[Job, dict[str, Any]]:
-    """The job, and the figures of its saves and loads, of the disk, and of peers."""
+) -> tuple[Rounds, dict[str, Any]]:
+    """Saves and loads of a job, and of peers."""
     with contextlib.ExitStack() as stack:
         disk = stack.enter_context(disk_alone(arguments.path, arguments.io_size))
         run_folder = stack.enter_context(RunFolder(str(folder)))
         job = stack.enter_context(open_job(options, run_folder))
-        own = HeteroCheckpoints(job, folder)
-        contenders: dict[str, Callable[[], Sample]] = {
-            "save": own.save,
-            "disk save": lambda: disk(own.read_share["save"]),
-            "load": own.load,
-            "disk load": lambda: disk(own.read_share["load"]),
-            "step": partial(own.step, arguments.steps),
-            "beside": own.beside,
-        }
-        for library, names in LIBRARIES.items():
-            chosen = [peer for peer in arguments.peers if peer in names]
-            if chosen:
-                process = stack.enter_context(
-                    _peer_process(library, options, folder, arguments.peer_python)
-                )
-                contenders |= _peer_contenders(chosen, process, arguments.steps)
+        own = HeteroCheckpoints(job, folder, disk)
+        turns: dict[str, Callable[[], Sample]] = {"hetero": partial(own.sample, arguments.steps)}
+        write_workload(options, folder / "workload.json")
+        for peer in arguments.peers:
+            turns[peer] = partial(_peer_sample, peer, folder, arguments.steps)
         own.warm_up()
-        rounds = run_rounds(contenders, arguments.rounds)
+        rounds = run_rounds(turns, arguments.rounds)
+        found = {"params": job.setting.params, "budget_bytes": job.setting.budget_bytes}
     for name in rounds.samples:
-        kind = name.split()[-1]
-        if kind in ("save", "load") and not name.startswith("disk"):
-            rounds.derive(name, partial(_of_transfer, name, kind))
-        elif kind == "beside":
-            rounds.derive(name, partial(_of_beside, name))
-    return job, {"contenders": rounds.figures(), "notes": left_out(rounds.failed)}
+        if "alone_step_s" in rounds.samples[name][0]:
+            rounds.derive(name, partial(of_beside, name))
+        if name != "hetero":
+            rounds.derive(name, partial(_beside_hetero, name))
+    return rounds, found
 
 
-def _of_transfer(name: str, what: str, made: Mapping[str, Sample]) -> Sample:
-    """Of hetero's what the disk alone takes for it, of a peer's how much faster hetero is."""
-    sample = made[name]
-    if name != what:
-        return {"hetero_is_faster_by": made[what]["gbps"] / sample["gbps"]}
-    moved = sample["read_bytes"] + sample["written_bytes"]
-    disk_s = moved / (made[f"disk {what}"]["gbps"] * 1e9)
-    return {"disk_s": disk_s, "of_the_disk": disk_s / sample["s"]}
+def _peer_sample(peer: str, folder: Path, steps: int) -> Sample:
+    command = [sys.executable, "-m", "bench.peers.checkpoint", peer, str(folder), str(steps)]
+    found = run_trial(command, TIMEOUT_S)
+    if found["status"] != "ended":
+        raise ContenderError(found["error"])
+    return {name: value for name, value in found.items() if isinstance(value, float)}
 
 
-def _of_beside(name: str, made: Mapping[str, Sample]) -> Sample:
-    """Steps with a save and without; "lost_s" is what the save cost of training."""
-    saving, alone_s = made[name], made[name.replace("beside", "step")]["step_s"]
-    lost_s = saving["pause_s"] + saving["steps"] * (saving["step_s"] - alone_s)
-    return {"lost_s": lost_s, "slower_by": saving["step_s"] / alone_s}
+def of_beside(name: str, made: Mapping[str, Sample]) -> Sample:
+    """Steps with a save over those without; "lost_s" is what the save cost of training."""
+    own = made[name]
+    lost_s = own["pause_s"] + own["steps"] * (own["step_s"] - own["alone_step_s"])
+    return {"lost_s": lost_s, "slower_by": own["step_s"] / own["alone_step_s"]}
 
 
-def _peer_process(
-    library: str, options: TrainOptions, folder: Path, peer_python: str
-) -> PeerProcess:
-    workload, checkpoints = folder.absolute() / "workload.json", folder.absolute() / "peers"
-    write_workload(options, workload)
-    checkpoints.mkdir(exist_ok=True)
-    python = sys.executable if library == "torch" else peer_python
-    return PeerProcess(
-        (python, "-m", "bench.peers.checkpoint", library),
-        {"workload": str(workload), "folder": str(checkpoints)},
-        "pip install 'hetero[bench]'",
-    )
-
-
-def _peer_contenders(
-    peers: Sequence[str], process: PeerProcess, steps: int
-) -> dict[str, Callable[[], Sample]]:
-    """A save before each load. Only torch.distributed.checkpoint saves beside training."""
-    found: dict[str, Callable[[], Sample]] = {}
-    for peer in peers:
-        for what in ("save", "load"):
-            found[f"{peer} {what}"] = partial(process.sample, what=what, how=peer)
-    if "dcp" in peers:
-        found["dcp step"] = partial(process.sample, what="step", how="dcp", steps=steps)
-        found["dcp beside"] = partial(process.sample, what="beside", how="dcp")
-    return found
+def _beside_hetero(name: str, made: Mapping[str, Sample]) -> Sample:
+    """How many times as high hetero's rates are."""
+    rates = ("save_gbps", "load_gbps")
+    return {f"hetero_{rate}": made["hetero"][rate] / made[name][rate] for rate in rates}
 
 
 # Commits
@@ -284,8 +243,8 @@ class DurableSteps:
 
 def measure_commits(
     options: TrainOptions, arguments: argparse.Namespace, folder: Path
-) -> tuple[Job, dict[str, Any]]:
-    """The plain job, and the figures of all jobs' steps."""
+) -> tuple[Rounds, dict[str, Any]]:
+    """Steps of all jobs."""
     kinds = {
         "plain": options,
         "verified reads": replace(options, verify_reads=True),
@@ -299,23 +258,15 @@ def measure_commits(
         steps = {name: JobSteps(job) for name, job in opened.items() if name != "durable"}
         for each in (*steps.values(), own.steps):
             each.warm_up()
-        contenders: dict[str, Callable[[], Sample]] = {
+        turns: dict[str, Callable[[], Sample]] = {
             name: partial(each.sample, arguments.steps) for name, each in steps.items()
         }
         for every in arguments.every:
-            contenders[f"a commit every {every}"] = partial(own.sample, arguments.steps, every)
-        rounds = run_rounds(contenders, arguments.rounds)
-        files = {name: _file_bytes(opened[name]) for name in ("plain", "durable")}
+            turns[f"a commit every {every}"] = partial(own.sample, arguments.steps, every)
+        rounds = run_rounds(turns, arguments.rounds)
+        setting = opened["plain"].setting
     rounds.compare("plain", "step_s", "slower_by")
-    notes = [f"on NVMe {size(files['durable'])}, plain {size(files['plain'])}"]
-    found = {"contenders": rounds.figures(), "file_bytes": files, "notes": notes}
-    return opened["plain"], found
-
-
-def _file_bytes(job: Job) -> int:
-    disks = (group.disk for group in job.engine.chunk_groups)
-    members = (each for disk in disks if disk is not None for each in disk.scratch.members)
-    return sum(each.nbytes for each in members)
+    return rounds, {"params": setting.params, "budget_bytes": setting.budget_bytes}
 
 
 @contextlib.contextmanager
@@ -327,36 +278,38 @@ def _opened(options: TrainOptions, path: Path) -> Iterator[Job]:
         yield job
 
 
-def _title(result: Mapping[str, Any]) -> str:
-    return (
-        f"bench.checkpoint, {result['of']}: {result['model']} {result['policy']},"
-        f" {result['params'] / 1e6:.0f}M parameters, {result['dtype']}, median of"
-        f" {result['rounds']} rounds (least-most)"
+SAVES = tuple(
+    (f"{what} {head}", f"{what}_{key}", shown)
+    for what in ("save", "load")
+    for head, key, shown in (
+        ("s", "s", ranged()),
+        ("GB/s", "gbps", number()),
+        ("read", "read_bytes", size),
+        ("written", "written_bytes", size),
+        ("/ disk", "of_the_disk", number()),
+        ("memory", "above_bytes", size),
     )
-
-
-TABLE = Table(
-    _title,
-    "contenders",
-    (
-        Column("s", "s", ranged()),
-        Column("GB/s", "gbps", ranged()),
-        Column("bytes", "bytes", size),
-        Column("read", "read_bytes", size),
-        Column("written", "written_bytes", size),
-        Column("/ disk", "of_the_disk", number()),
-        Column("hetero / it", "hetero_is_faster_by", number()),
-        Column("step s", "step_s", ranged(3)),
-        Column("slower by", "slower_by", number()),
-        Column("written a step", "disk_write", size),
-        Column("steps", "steps", number(0)),
-        Column("save s", "save_s", number()),
-        Column("pause s", "pause_s", number()),
-        Column("lost s", "lost_s", number()),
-        Column("memory", "above_bytes", most_size),
-    ),
 )
-PROGRAM = Program("bench.checkpoint", __doc__, OPTIONS, run, shown(TABLE))
+COLUMNS = (
+    *SAVES,
+    ("hetero saves, times as fast", "hetero_save_gbps", number()),
+    ("loads", "hetero_load_gbps", number()),
+    ("step s", "step_s", ranged(3)),
+    ("slower by", "slower_by", number()),
+    ("lost s", "lost_s", number()),
+    ("written a step", "disk_write", size),
+)
+
+
+def show(result: dict[str, Any]) -> Iterator[str]:
+    """A row for each contender; steps are those beside a save, or those with commits."""
+    title = f"bench.checkpoint, {result['of']}: {result['model']} {result['policy']},"
+    title += f" {result['params'] / 1e6:.0f}M parameters, median of {result['rounds']} rounds"
+    yield of_figures(title, result["contenders"], COLUMNS)
+    yield from result["notes"]
+
+
+PROGRAM = Program("bench.checkpoint", __doc__, options, run, show)
 main = PROGRAM.main
 
 if __name__ == "__main__":

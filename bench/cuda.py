@@ -1,7 +1,6 @@
 """Training on a GPU whose memory is made smaller and smaller, beside training wholly in it.
 
-usage: python -m bench.cuda [--models gpt-6b,gpt-14b,gpt2-1.3b]
-                            [--contenders 25,100,10,torch,fsdp2,deepspeed,50,80gb]
+usage: python -m bench.cuda [--models gpt-6b,gpt2-1.3b] [--contenders 25,100,10,torch,fsdp2,50]
                             [--nvme DIR] [--minutes 8] [--rows FILE] [--json]
 
 A model *wants* on the device what it takes with all its state there: 14 bytes a parameter (bf16
@@ -12,22 +11,16 @@ does not fit into the time is left out, and said to be.
     100 % ...  hetero, policy auto, with that share of what the model wants as device_memory
     fsdp2      fully_shard on one rank with CPUOffloadPolicy, fp32 in page-locked RAM, compute in
                bf16, and torch's fused AdamW on the CPU
-    deepspeed  ZeRO-3 with parameters and optimizer in RAM, where it is installed
-    80gb       hetero on as much as a GPU of 80 GB and 128 GiB of RAM have, whatever is there: the
-               one contender of gpt-14b, and of no other model
 
-Below the table each figure stands beside its aim (bench/cuda_aims.py). For these the link is
-measured first, alone and as hetero copies over it, and the disk of --nvme if a contender used it.
+Below the table each figure stands beside its aim. For these the link is measured first, alone and
+as hetero copies over it, and the disk of --nvme if a contender used it.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gc
-import importlib.util
 import json
-import resource
 import statistics
 import sys
 import time
@@ -38,13 +31,12 @@ from typing import Any
 import psutil
 import torch
 
-from bench.cuda_aims import LIMITED_DEVICE_BYTES, LIMITED_MODEL, LIMITED_RAM_BYTES, Aim, aims
-from bench.harness.program import Program, options
-from bench.harness.tables import Column, number, of_figures, size
+from bench.cuda_copies import WAYS, measure_copies, measure_updates
+from bench.harness.program import Program, add_options, names_of, tell
+from bench.harness.tables import number, of_figures, size
 from bench.harness.trial import run_trial
-from bench.kernels.cuda_copies import measure_copies, measure_updates
 from bench.work.gpt import SHAPES, VOCABULARY, Gpt, Shape, fill, quick_init
-from offload.device.cuda_backend import DEFAULT_SHARE, cuda_available
+from offload.device.cuda_backend import cuda_available
 from offload.profile.measure import measure_disk
 
 WARM_UP, STEPS = 2, 5
@@ -52,21 +44,22 @@ ENOUGH_S = 15.0  # of measured steps
 WANTED_BYTES = 14  # a parameter
 _LEAST_S = 25.0  # less is not worth starting a contender for
 # As the table has them.
-_KINDS = ("torch", "100", "50", "25", "10", "fsdp2", "deepspeed", "80gb")
+_KINDS = ("torch", "100", "50", "25", "10", "fsdp2")
 _LINK = "link"  # stands in the place of a model and a contender for the measurement of copies
+_UPDATE_BYTES = 26  # of RAM that the CPU's update of a parameter reads and writes
+_GRAD_BYTES = 2  # of it that come from the device
+_WAY_WORDS = {"h2d": "H2D", "d2h": "D2H", "d2h_added": "D2H, added"}
 
-OPTIONS = options(
-    """
-    --models      NAMES    gpt-6b,gpt-14b,gpt2-1.3b  by name
-    --contenders  NAMES    25,100,10,torch,fsdp2,deepspeed,50,80gb  some of these, the most telling
-                           ones first
-    --nvme        DIR      -  a directory on NVMe for scratch files (default: none)
-    --minutes     MINUTES  8  for everything
-    --rows        FILE     -  a file that gets each row as a line of JSON at once
-    """,
-    models=SHAPES,
-    contenders=_KINDS,
-)
+
+def options(parser: argparse.ArgumentParser) -> None:
+    add_options(
+        parser,
+        ("--models", names_of(SHAPES), "gpt-6b,gpt2-1.3b", f"of {', '.join(SHAPES)}"),
+        ("--contenders", names_of(_KINDS), "25,100,10,torch,fsdp2,50", "in this order"),
+        ("--nvme", str, None, "a directory on NVMe for scratch files; else none"),
+        ("--minutes", float, "8", "for everything"),
+        ("--rows", str, None, "a file that gets each row as a line of JSON at once"),
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -89,22 +82,19 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     for model in arguments.models:
         for kind in arguments.contenders:
-            if (kind == "80gb") == (model == LIMITED_MODEL):
-                found = _run(f"{model}/{kind}", nvme, deadline_s)
-                rows.append({"model": model, "contender": kind, **found})
-                _keep(arguments.rows, rows[-1])
-                print(f"bench.cuda: {model} {kind}: {found['status']}", file=sys.stderr, flush=True)
-    rows.sort(
-        key=lambda row: (
-            arguments.models.index(row["model"]),
-            _KINDS.index(row["contender"]),
-        )
-    )
+            found = _run(f"{model}/{kind}", nvme, deadline_s)
+            rows.append({"model": model, "contender": kind, **found})
+            _keep(arguments.rows, rows[-1])
+            tell(f"bench.cuda: {model} {kind}: {found['status']}")
+    rows.sort(key=lambda r: (arguments.models.index(r["model"]), _KINDS.index(r["contender"])))
+    disk = None
+    if nvme is not None and any(row.get("disk_bytes") for row in rows):
+        disk = measure_disk((nvme,), lambda text: None)["mixed"]
     return {
         "device": torch.cuda.get_device_name(),
         "rows": rows,
         "copies": copies,
-        "aims": [vars(aim) for aim in aims(rows, copies, _disk_rate(rows, nvme))],
+        "aims": [vars(aim) for aim in aims(rows, copies, disk)],
     }
 
 
@@ -115,17 +105,8 @@ def _keep(path: str | None, row: dict[str, Any]) -> None:
             file.write(json.dumps(row) + "\n")
 
 
-def _disk_rate(rows: Sequence[dict[str, Any]], directory: str | None) -> float | None:
-    """What the disk moves in the update's pattern, if a contender has used it."""
-    if directory is None or not any(row.get("disk_bytes") for row in rows):
-        return None
-    return measure_disk((directory,), lambda text: None)["mixed"]
-
-
 def _run(one: str, nvme: str | None, deadline_s: float) -> dict[str, Any]:
     """What `--one` prints in a process of its own, or a "status" that says why it did not."""
-    if one.endswith("/deepspeed") and importlib.util.find_spec("deepspeed") is None:
-        return {"status": "not installed"}
     left_s = deadline_s - time.monotonic()
     if left_s < _LEAST_S:
         return {"status": "no time left"}
@@ -135,8 +116,8 @@ def _run(one: str, nvme: str | None, deadline_s: float) -> dict[str, Any]:
     if found["status"] == "late":
         return {"status": "out of time"}
     if found["status"] in ("failed", "broken"):
-        print(found["log"], file=sys.stderr)
-        return {"status": f"failed: {found['error'][:200]}", "stderr": found["log"]}
+        print(found.get("log", ""), file=sys.stderr)
+        return {"status": f"failed: {found['error'][:200]}", "stderr": found.get("log")}
     return found
 
 
@@ -158,11 +139,7 @@ def _measure_one(one: str, nvme: str | None) -> dict[str, Any]:
     if one == _LINK:
         return {"status": "ok", **measure_copies(), **measure_updates()}
     model, kind = one.split("/")
-    return _measure(SHAPES[model], kind, nvme)
-
-
-def _measure(shape: Shape, kind: str, nvme: str | None) -> dict[str, Any]:
-    began_s = time.monotonic()
+    shape = SHAPES[model]
     prepared = _prepare(shape, kind, nvme)
     torch.cuda.reset_peak_memory_stats()
     times_s, moved = _time(prepared, shape)
@@ -173,63 +150,27 @@ def _measure(shape: Shape, kind: str, nvme: str | None) -> dict[str, Any]:
         "tokens": shape.tokens,
         **(prepared.facts or {}),
         **dict(zip(("h2d_bytes", "d2h_bytes", "disk_bytes"), moved, strict=True)),  # of a step
-        "ready_s": time.monotonic() - began_s - sum(times_s),
         "step_s": step_s,
-        "steps": len(times_s),
         "tokens_per_s": shape.tokens / step_s,
         "tflop_per_s": shape.flop(prepared.numel) / step_s / 1e12,
         "device_peak_bytes": torch.cuda.max_memory_allocated(),
-        "device_reserved_bytes": torch.cuda.max_memory_reserved(),
         "rss_bytes": psutil.Process().memory_info().rss,
-        "rss_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
 
 
 def _prepare(shape: Shape, kind: str, nvme: str | None) -> _Prepared:
-    if kind == "80gb":
-        return _limited(shape, nvme)
     with quick_init():
         model = Gpt(shape)
     fill(model)
+    numel = sum(p.numel() for p in model.parameters())
     if kind == "torch":
         model.to(device="cuda", dtype=torch.bfloat16)
-        return _Prepared(_torch(model), _numel(model))
+        return _Prepared(_torch(model), numel)
     if kind == "fsdp2":
-        return _Prepared(_fsdp2(model), _numel(model))
-    if kind == "deepspeed":
-        return _Prepared(_deepspeed(model), _numel(model))
-    wanted = WANTED_BYTES * _numel(model)
+        return _Prepared(_fsdp2(model), numel)
     # Whole chunks are a little more than their parameters.
-    device_memory = int(wanted * int(kind) / 100 * (1.03 if kind == "100" else 1))
-    return _hetero(
-        model,
-        backend="cuda",
-        placement_policy="auto",
-        device_memory=device_memory,
-        nvme_path=nvme,
-    )
-
-
-def _limited(shape: Shape, nvme: str | None) -> _Prepared:
-    """On a part of the GPU and of RAM; torch refuses what is more than the part of the GPU."""
-    import hetero
-
-    _, total = torch.cuda.mem_get_info()
-    torch.cuda.set_per_process_memory_fraction(min(1.0, LIMITED_DEVICE_BYTES / total))
-    options: dict[str, Any] = {
-        "device_memory": int(LIMITED_DEVICE_BYTES * DEFAULT_SHARE),
-        "process_memory": LIMITED_RAM_BYTES,
-        "nvme_path": nvme,
-    }
-    with hetero.ZeroInitContext(backend="cuda", placement_policy="auto", **options):
-        with quick_init():
-            model = Gpt(shape)
-        fill(model)
-    return _hetero(model)  # the context has said the options
-
-
-def _numel(model: Gpt) -> int:
-    return sum(p.numel() for p in model.parameters())
+    share = int(kind) / 100 * (1.03 if kind == "100" else 1)
+    return _hetero(model, numel, int(WANTED_BYTES * numel * share), nvme)
 
 
 def _time(prepared: _Prepared, shape: Shape) -> tuple[list[float], list[float]]:
@@ -254,12 +195,12 @@ def _time(prepared: _Prepared, shape: Shape) -> tuple[list[float], list[float]]:
     return times_s, [(b - a) / len(times_s) for a, b in zip(before, after, strict=True)]
 
 
-def _hetero(model: Gpt, **options: Any) -> _Prepared:
+def _hetero(model: Gpt, numel: int, device_memory: int, nvme: str | None) -> _Prepared:
     import hetero
 
-    numel = _numel(model)
     optimizer = hetero.HybridAdam(model.parameters(), lr=1e-4, weight_decay=0.01)
-    managed, optimizer = hetero.initialize(model, optimizer, **options)
+    options: dict[str, Any] = {"backend": "cuda", "placement_policy": "auto", "nvme_path": nvme}
+    managed, optimizer = hetero.initialize(model, optimizer, device_memory=device_memory, **options)
     engine = optimizer.engine
     tiers = [tier.value for tier in engine.placement.param]
     facts = {
@@ -309,29 +250,114 @@ def _fsdp2(model: Gpt) -> Callable[[torch.Tensor], object]:
     return _torch(model)
 
 
-def _deepspeed(model: Gpt) -> Callable[[torch.Tensor], object]:
-    import deepspeed  # type: ignore[import-not-found]
-
-    optimizer = {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.01}}
-    in_ram = {"device": "cpu", "pin_memory": True}
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "optimizer": optimizer,
-        "bf16": {"enabled": True},
-        "zero_optimization": {"stage": 3, "offload_optimizer": in_ram, "offload_param": in_ram},
-    }
-    # It writes to stdout, where the result goes.
-    with contextlib.redirect_stdout(sys.stderr):
-        engine, *_ = deepspeed.initialize(model=model, config=config)
-
-    def step(tokens: torch.Tensor) -> None:
-        engine.backward(engine(tokens))
-        engine.step()
-
-    return step
+# Aims
 
 
-# For people
+@dataclass(frozen=True)
+class Aim:
+    """One figure, a ratio, beside what it is to be."""
+
+    what: str
+    figure: float | None  # None: `note` says why there is none
+    bound: float
+    at_least: bool  # else at most
+    note: str = ""
+
+    def met(self) -> bool | None:
+        """None without a figure."""
+        if self.figure is None:
+            return None
+        return self.figure >= self.bound if self.at_least else self.figure <= self.bound
+
+    def line(self) -> str:
+        """As the table has it."""
+        figure = "-" if self.figure is None else f"{self.figure:.2f}"
+        verdict = {None: "", True: "met", False: "MISSED"}[self.met()]
+        sign = ">=" if self.at_least else "<="
+        line = f"{self.what:<58} {figure:>6} {sign} {self.bound:<4.2f} {verdict:<6} {self.note}"
+        return line.rstrip()
+
+
+def aims(
+    rows: Sequence[Mapping[str, Any]], copies: Mapping[str, Any], disk_bytes_per_s: float | None
+) -> list[Aim]:
+    """All aims.
+
+    Args:
+        rows: of run().
+        copies: of measure_copies() and measure_updates(), with a "status" of "ok", or with another
+            status alone.
+        disk_bytes_per_s: What the scratch directory's disk moves, read and written together; None
+            if there is none, or it was not measured.
+    """
+    found = []
+    pairs = [(f"{_WAY_WORDS[w]}: bytes/s, of the link alone", w, f"{w[:3]}_alone") for w in WAYS]
+    for what, own, alone in [*pairs, ("the CPU's Adam: bytes/s, of memory's", "update", "memory")]:
+        if copies["status"] != "ok":
+            found.append(Aim(what, None, 0.9, True, copies["status"]))
+            continue
+        note = f"{copies[own] / 1e9:.1f} of {copies[alone] / 1e9:.1f} GB/s"
+        if own == "update":
+            beside, both = copies["update_beside"] / 1e9, copies["both"] / 1e9
+            note += f"; {beside:.0f} while the link moves {both:.0f} GB/s each way"
+        found.append(Aim(what, copies[own] / copies[alone], 0.9, True, note))
+    for model in dict.fromkeys(row["model"] for row in rows):
+        of_model = {row["contender"]: row for row in rows if row["model"] == model}
+        shares = [kind for kind in of_model if kind.isdigit()]
+        found += [_of_step(model, kind, of_model, copies, disk_bytes_per_s) for kind in shares]
+        what = f"{model}: tokens/s with 25 % of the state on the GPU, of 100 %"
+        why = _missing(of_model, "25", "100")
+        if why:
+            found.append(Aim(what, None, 0.9, True, why))
+            continue
+        one, other = (of_model[kind]["tokens_per_s"] for kind in ("25", "100"))
+        found.append(Aim(what, one / other, 0.9, True, f"{one:,.0f} of {other:,.0f} tokens/s"))
+    return found
+
+
+def _missing(of_model: Mapping[str, Mapping[str, Any]], *kinds: str) -> str:
+    """Which contenders have no figure, and why."""
+    statuses = {kind: of_model.get(kind, {"status": "not run"})["status"] for kind in kinds}
+    return "; ".join(f"{kind} %: {status}" for kind, status in statuses.items() if status != "ok")
+
+
+def _of_step(
+    model: str,
+    kind: str,
+    of_model: Mapping[str, Mapping[str, Any]],
+    copies: Mapping[str, Any],
+    disk_bytes_per_s: float | None,
+) -> Aim:
+    """Compute is the step with all state on the GPU, so that of 100 % it is the step itself."""
+    what = f"{model}: step with {kind} %, of the slowest part"
+    missing = [_missing(of_model, kind, "100")]
+    if copies["status"] != "ok":
+        missing.append(f"link: {copies['status']}")
+    row = of_model[kind]
+    if row.get("disk_bytes") and disk_bytes_per_s is None:
+        missing.append("NVMe: not measured")
+    if any(missing):
+        return Aim(what, None, 1.15, False, "; ".join(filter(None, missing)))
+    h2d_s, d2h_s = (row[f"{way}_bytes"] / copies[f"{way}_alone"] for way in ("h2d", "d2h"))
+    bounds_s = {"compute": of_model["100"]["step_s"], "link": max(h2d_s, d2h_s)}
+    # (Without gradients that are accumulated each crosses the link once.)
+    updated_bytes = row["d2h_bytes"] / _GRAD_BYTES * _UPDATE_BYTES
+    bounds_s["update"] = updated_bytes / copies["update"]
+    if row["disk_bytes"] and disk_bytes_per_s is not None:
+        bounds_s["NVMe"] = row["disk_bytes"] / disk_bytes_per_s
+    note = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in bounds_s.items())
+    return Aim(what, row["step_s"] / max(bounds_s.values()), 1.15, False, note)
+
+
+COLUMNS = (
+    ("s/step", "step_s", number(3)),
+    ("tokens/s", "tokens_per_s", number(0)),
+    ("TFLOP/s", "tflop_per_s", number(1)),
+    ("of 100%", "of_whole", "{:.0%}".format),
+    ("GPU peak", "device_peak_bytes", size),
+    ("RSS", "rss_bytes", size),
+    ("not measured", "why", str),
+)
 
 
 def show(result: Mapping[str, Any]) -> Iterator[str]:
@@ -341,9 +367,9 @@ def show(result: Mapping[str, Any]) -> Iterator[str]:
     rows = {}
     for row in result["rows"]:
         kind, speed, ok = row["contender"], whole.get(row["model"]), row["status"] == "ok"
-        name = f"hetero, {kind} %" if kind.isdigit() else kind.replace("80gb", "hetero, 80 GB")
         share = row["tokens_per_s"] / speed if ok and speed else None
         why = None if ok else row["status"]
+        name = f"hetero, {kind} %" if kind.isdigit() else kind
         rows[f"{row['model']} {name}"] = {**row, "of_whole": share, "why": why}
     yield of_figures("training steps", rows, COLUMNS)
     yield from (
@@ -354,16 +380,7 @@ def show(result: Mapping[str, Any]) -> Iterator[str]:
     )
 
 
-COLUMNS = (
-    Column("s/step", "step_s", number(3)),
-    Column("tokens/s", "tokens_per_s", number(0)),
-    Column("TFLOP/s", "tflop_per_s", number(1)),
-    Column("of 100%", "of_whole", "{:.0%}".format),
-    Column("GPU peak", "device_peak_bytes", size),
-    Column("RSS", "rss_bytes", size),
-    Column("not measured", "why"),
-)
-PROGRAM = Program("bench.cuda", __doc__, OPTIONS, run, show)
+PROGRAM = Program("bench.cuda", __doc__, options, run, show)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,175 +1,167 @@
-"""Bandwidth of hetero's I/O engines beside fio and other ways from Python, on the same file.
+"""Bandwidth of hetero's I/O engine beside fio, in files of one directory.
 
-usage: python -m bench.io [--path DIR] [--size 2GiB] [--block 1MiB] [--depth 16] [--rounds N]
-                          [--peers fio,aiofiles,deepspeed|none] [--json]
+usage: python -m bench.io [--path DIR] [--size 2GiB] [--rounds N] [--peers fio|none] [--json]
 
-Rates are GB/s (1e9 bytes) of "read", "write" and "mixed", which reads each extent and writes it
-back, both counted. All contenders use O_DIRECT except aiofiles, which cannot and therefore drops
-the pages it is to read and ends its writes with fsync. One after the other takes a turn; ratios are
-taken within a round.
+Rates are GB/s (1e9 bytes) of "read", "write" and "mixed", half of which reads. hetero moves 8 MiB
+at a time, four at once, as training does; fio has an O_DIRECT job of io_uring with its defaults,
+with registered buffers in huge pages ("tuned"), and with fewer system calls ("batched"). All take
+turns; ratios are taken within a round, and to the best of fio's settings. CPU seconds are of the
+process, its kernel's workers included; of fio's those of its job.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
+import json
+import os
+import resource
+import shutil
+import subprocess
 import sys
-from collections.abc import Callable, Mapping
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-from bench.harness.peer_process import DEEPSPEED_INSTALL, PeerProcess
-from bench.harness.program import Program, left_out, options, peer_options
-from bench.harness.rounds import Rounds, Sample, run_rounds
-from bench.harness.tables import Column, Table, number, ranged, shown
-from bench.work.fio import INSTALL, SETTINGS, Fio, fio_version
-from bench.work.transfers import PATTERNS, HeteroTransfers, Shape, measured_file
-from offload.memory.sizes import format_bytes
+from bench.harness.program import Program, add_options, byte_size, left_out, names_of, whole
+from bench.harness.rounds import ContenderError, MissingError, Sample, run_rounds
+from bench.harness.tables import number, of_figures, ranged, size
+from bench.work import bandwidths
+from bench.work.bandwidths import disk_alone
 
-PEERS = ("fio", "aiofiles", "deepspeed")
-ENGINES = ("io_uring", "threads")
-HETERO = "hetero io_uring"
-
-DEEPSPEED_THREADS = {"deepspeed 1 thread": 1, "deepspeed 4 threads": 4}
-
-Sampler = Callable[[str], Sample]  # of a pattern
-
-
-OPTIONS = options(
-    """
-    --path    DIR   .     directory to measure in
-    --size    SIZE  2GiB  of the file in each directory
-    --block   SIZE  1MiB  of one transfer
-    --depth   N>=0  16    blocks in flight
-    --sample  SIZE  4GiB  least to move per turn, in whole passes over the file
-    --rounds  N     5     after one of warm-up
-    """
-) + peer_options(PEERS)
+READ_SHARES = {"read": 1.0, "write": 0.0, "mixed": 0.5}  # by patterns
+HETERO = "hetero"
+# The best settings known of fio 3.33 and later, beside what is part of the measurement: no clock
+# per block, buffers filled only once, and, what counts most, buffers in huge pages (through glibc,
+# since fio's own options need reserved huge pages).
+TUNED = ("--fixedbufs=1", "--registerfiles=1", "--gtod_reduce=1", "--scramble_buffers=0",
+         "--thread=1")  # fmt: skip
+BATCHED = ("--iodepth_batch_submit=8", "--iodepth_batch_complete_min=1",
+           "--iodepth_batch_complete_max=16")  # fmt: skip
+SETTINGS = {"fio default": (), "fio tuned": TUNED, "fio batched": TUNED + BATCHED}
+TIMEOUT_S = 900.0
 
 
-def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """All patterns of all contenders in the directory.
-
-    Raises ValueError or OSError for input that cannot be measured.
-    """
-    path, peer_python = arguments.path, arguments.peer_python
-    shape = Shape.of(arguments.size, arguments.block, arguments.depth, arguments.sample)
-    print(f"{path}: writing {format_bytes(shape.size_bytes)}", file=sys.stderr, flush=True)
-    notes = [
-        "mixed: each extent is read and written back; both directions are counted",
-        "CPU: user and system time of the contender's process; for fio, of its job",
-    ]
-    with contextlib.ExitStack() as stack:
-        file = stack.enter_context(measured_file(path, shape.size_bytes))
-        samplers: dict[str, Sampler] = {}
-        for kind in ENGINES:
-            try:
-                hetero = stack.enter_context(HeteroTransfers(kind, file, shape))
-            except (OSError, ValueError) as refusal:
-                if kind == "threads":
-                    raise
-                notes.append(f"hetero {kind}: not available: {refusal}")
-                continue
-            notes += hetero.notes
-            samplers[f"hetero {kind}"] = hetero.sample
-        for peer in arguments.peers:
-            samplers |= _peer_samplers(peer, file, shape, peer_python, stack, notes)
-        by_pattern = {}
-        failed: dict[str, str] = {}
-        for pattern in PATTERNS:
-            turns = {name: partial(sample, pattern) for name, sample in samplers.items()}
-            print(f"{pattern}:", file=sys.stderr, flush=True)
-            by_pattern[pattern] = run_rounds(turns, arguments.rounds)
-            failed |= by_pattern[pattern].failed
-            for name in by_pattern[pattern].failed:
-                del samplers[name]
-        notes += left_out(failed)
-    found: dict[str, Any] = summarize(by_pattern)
-    if found["share_of_fio"]:
-        shares = ", ".join(f"{p} {share:.3f}" for p, share in found["share_of_fio"].items())
-        notes.insert(0, f"hetero io_uring / the best fio: {shares}")
-    return {
-        "path": path,
-        **found,
-        "block_bytes": shape.block_bytes,
-        "depth": shape.depth,
-        "size_bytes": shape.size_bytes,
-        "request_bytes": shape.request_bytes,
-        "requests_in_flight": shape.in_flight,
-        "sample_bytes": {pattern: shape.moved_bytes(pattern) for pattern in PATTERNS},
-        "rounds": arguments.rounds,
-        "notes": notes,
-    }
-
-
-def _peer_samplers(
-    peer: str,
-    file: str,
-    shape: Shape,
-    peer_python: str,
-    stack: contextlib.ExitStack,
-    notes: list[str],
-) -> dict[str, Sampler]:
-    """The contenders that a name in --peers stands for; none, and a note, if not installed."""
-    if peer == "fio":
-        version = fio_version()
-        if version is None:
-            notes.append(f"fio: left out: it is not installed; {INSTALL}")
-            return {}
-        notes.append(f"fio: {version}, io_uring, O_DIRECT, with its defaults, tuned, and batched")
-        return {name: Fio(file, shape, settings).sample for name, settings in SETTINGS.items()}
-    made: dict[str, tuple[str, dict[str, Any], str]] = {
-        name: (peer_python, {"threads": threads}, DEEPSPEED_INSTALL)
-        for name, threads in DEEPSPEED_THREADS.items()
-    }
-    note = "deepspeed: libaio, O_DIRECT; a handle for each direction, each of --depth"
-    if peer == "aiofiles":
-        note = "aiofiles: buffered; drops the file's pages before reads, fsync after writes"
-        made = {"aiofiles": (sys.executable, {}, "pip install aiofiles")}
-    notes.append(note)
-    samplers: dict[str, Sampler] = {}
-    for name, (python, more, install) in made.items():
-        setup = {"path": file, "shape": shape.to_dict(), **more}
-        command = (python, "-m", "bench.peers.io", peer)
-        process = stack.enter_context(PeerProcess(command, setup, install))
-        samplers[name] = lambda pattern, process=process: process.sample(pattern=pattern)  # type: ignore[misc]
-    return samplers
-
-
-def summarize(by_pattern: Mapping[str, Rounds]) -> dict[str, Any]:
-    """Rates and CPU by contender and pattern; the share of the rate of the best of fio's settings
-    that "hetero io_uring" reaches, by pattern, where both are there."""
-    contenders: dict[str, dict[str, Any]] = {}
-    share: dict[str, float] = {}
-    for pattern, rounds in by_pattern.items():
-        for name, figures in rounds.figures().items():
-            own = contenders.setdefault(name, {})
-            own |= {f"{pattern}_{metric}": spread for metric, spread in figures.items()}
-        settings = [name for name in SETTINGS if name in rounds.samples]
-        if settings and HETERO in rounds.samples:
-            best = max(settings, key=lambda name: rounds.median(name, "gbps"))
-            rounds.compare(best, "gbps", "of_fio")
-            share[pattern] = rounds.median(HETERO, "of_fio")
-    return {"contenders": contenders, "share_of_fio": share}
-
-
-def _title(result: Mapping[str, Any]) -> str:
-    return (
-        f"bench.io {result['path']}: {format_bytes(result['size_bytes'])}, blocks of"
-        f" {format_bytes(result['block_bytes'])}, {result['depth']} in flight, median of"
-        f" {result['rounds']} (least-most)"
+def options(parser: argparse.ArgumentParser) -> None:
+    add_options(
+        parser,
+        ("--path", str, ".", "directory to measure in"),
+        ("--size", byte_size, "2GiB", "of each file, at most"),
+        ("--rounds", whole(), "5", "after one of warm-up"),
+        ("--peers", names_of(("fio",)), "fio", "fio, or none"),
     )
 
 
-TABLE = Table(
-    _title,
-    "contenders",
-    (
-        *(Column(f"{pattern} GB/s", f"{pattern}_gbps", ranged()) for pattern in PATTERNS),
-        *(Column(f"{p} CPU s/GB", f"{p}_cpu_s_per_gb", number(3)) for p in PATTERNS),
-    ),
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """All patterns of all contenders. Raises ValueError or OSError for what cannot be measured."""
+    found: dict[str, dict[str, Any]] = {}
+    failed: dict[str, str] = {}
+    shares: dict[str, float] = {}
+    with ExitStack() as stack:
+        disk = stack.enter_context(disk_alone(arguments.path, arguments.size))
+        temporary = tempfile.TemporaryDirectory(prefix="hetero-bench-", dir=arguments.path)
+        folder = stack.enter_context(temporary)
+        for pattern, share in READ_SHARES.items():
+            turns: dict[str, Callable[[], Sample]] = {HETERO: partial(_sample, disk, share)}
+            for name, settings in SETTINGS.items() if arguments.peers else ():
+                command = fio_command(f"{folder}/file", arguments.size, pattern, settings)
+                turns[name] = partial(run_fio, command, bool(settings))
+            rounds = run_rounds(turns, arguments.rounds)
+            failed |= rounds.failed
+            peers = [name for name in rounds.samples if name != HETERO]
+            if peers:
+                best = max(peers, key=lambda name: rounds.median(name, "gbps"))
+                rounds.compare(best, "gbps", "of_fio")
+                shares[pattern] = rounds.median(HETERO, "of_fio")
+            for name, figures in rounds.figures().items():
+                own = {f"{pattern}_{metric}": spread for metric, spread in figures.items()}
+                found[name] = found.get(name, {}) | own
+    notes = left_out(failed)
+    if shares:
+        words = ", ".join(f"{pattern} {share:.3f}" for pattern, share in shares.items())
+        notes.insert(0, f"hetero / the best fio: {words}")
+    given = {name: getattr(arguments, name) for name in ("path", "size", "rounds")}
+    return {**given, "contenders": found, "share_of_fio": shares, "notes": notes}
+
+
+def _sample(disk: Callable[[float], Sample], read_share: float) -> Sample:
+    """The rate, and CPU seconds of this process for each GB, which is moved in the window."""
+    cpu_s = -_cpu_s()
+    gbps = disk(read_share)["gbps"]
+    cpu_s += _cpu_s()
+    return {"gbps": gbps, "cpu_s_per_gb": cpu_s / (gbps * bandwidths.DISK_WINDOW_S)}
+
+
+def _cpu_s() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def fio_command(path: str, nbytes: int, pattern: str, settings: tuple[str, ...]) -> list[str]:
+    """A job for as long as hetero's turn, in a file that fio writes first."""
+    kind = {"read": "read", "write": "write", "mixed": "rw"}[pattern]
+    return [
+        *("fio", "--name=bench", "--ioengine=io_uring", "--direct=1", "--output-format=json"),
+        *(f"--filename={path.replace(':', chr(92) + ':')}", f"--rw={kind}", "--rwmixread=50"),
+        *("--bs=1M", "--iodepth=32", f"--size={nbytes}", "--overwrite=1", "--randrepeat=0"),
+        *("--time_based=1", f"--runtime={max(1, round(bandwidths.DISK_WINDOW_S * 1000))}ms"),
+        *settings,
+    ]
+
+
+def run_fio(command: list[str], tuned: bool) -> Sample:
+    """{"gbps", "cpu_s_per_gb"} by fio's own clocks, which leave its start out.
+
+    Raises ContenderError with fio's message when it fails.
+    """
+    if shutil.which(command[0]) is None:
+        raise MissingError("there is no fio; install it (apt-get install fio) to compare with it")
+    more = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"} if tuned else {}
+    try:
+        done = subprocess.run(command, env=os.environ | more, stdin=subprocess.DEVNULL,
+                              capture_output=True, text=True, timeout=TIMEOUT_S)  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise ContenderError(f"fio was not done after {TIMEOUT_S:.0f} s") from None
+    if done.returncode != 0:
+        said = [line for line in done.stderr.splitlines() if line.strip()]
+        raise ContenderError(f"fio exit code {done.returncode}: {(said or ['nothing'])[-1]}")
+    return fio_figures(done.stdout)
+
+
+def fio_figures(output: str) -> Sample:
+    """The rate and CPU of a job from fio's JSON, which notes may precede."""
+    try:
+        job: dict[str, Any] = json.loads(output[output.index("{") :])["jobs"][0]
+        moved = sum(job[direction]["io_bytes"] for direction in ("read", "write"))
+        runtime_s = max(job[direction]["runtime"] for direction in ("read", "write")) / 1e3
+        cpu_s = (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1e3
+    except (ValueError, LookupError) as error:
+        raise ContenderError(f"cannot read fio's output: {error!r}") from error
+    if not moved or job["error"]:
+        raise ContenderError(f"fio moved {moved} bytes and reports error {job['error']}")
+    return {"gbps": moved / 1e9 / max(runtime_s, 1e-3), "cpu_s_per_gb": cpu_s / (moved / 1e9)}
+
+
+COLUMNS = (
+    *((f"{p} GB/s", f"{p}_gbps", ranged()) for p in READ_SHARES),
+    *((f"{p} CPU s/GB", f"{p}_cpu_s_per_gb", number(3)) for p in READ_SHARES),
 )
-PROGRAM = Program("bench.io", __doc__, OPTIONS, run, shown(TABLE))
+
+
+def show(result: dict[str, Any]) -> Iterator[str]:
+    """A row for each contender."""
+    yield of_figures(
+        f"bench.io {Path(result['path']).name}: files of {size(result['size'])}, median of"
+        f" {result['rounds']} (least-most)",
+        result["contenders"],
+        COLUMNS,
+    )
+    yield from result["notes"]
+
+
+PROGRAM = Program("bench.io", __doc__, options, run, show)
 main = PROGRAM.main
 
 if __name__ == "__main__":

@@ -17,6 +17,8 @@ over network namespaces, with links of --rate between them (as root).
 from __future__ import annotations
 
 import argparse
+import os
+import shutil
 import statistics
 import sys
 import time
@@ -29,23 +31,30 @@ from typing import Any
 
 import torch
 
-from bench.harness.contenders import (
-    PEERS,
-    Contender,
-    hetero_contender,
-    peer_contenders,
-    run_contender,
-)
 from bench.harness.hosts import Hosts, parse_rate
-from bench.harness.program import Kind, Program, left_out, names, options, peer_options
-from bench.harness.rounds import Rounds, Sample, run_rounds
-from bench.harness.tables import Column, Table, number, ranged, shown, size
+from bench.harness.program import Program, add_options, left_out, list_of, names_of, whole
+from bench.harness.rounds import ContenderError, MissingError, Rounds, Sample, run_rounds
+from bench.harness.tables import number, of_figures, ranged, size
+from bench.harness.trial import run_trial
 from bench.peers.workload import Workload
 from hetero.job.data import load_corpus
 from hetero.job.models import model_config
 from hetero.job.optimization import ADAM_BETAS, lr_factor
-from hetero.job.options import TrainOptions, add_train_arguments, config_path
+from hetero.job.options import TrainOptions, add_train_arguments, config_path, to_arguments
 
+# The modes of bench/peers/train.py that a peer is measured in.
+MODES = {
+    "torch": ("bf16", "autocast"),
+    "ddp": ("bf16", "autocast"),
+    "fsdp2": ("offload",),
+    "deepspeed": ("cpu", "nvme"),
+}
+# Peers that are one process, and that are several.
+ALONE, TOGETHER = ("torch",), ("ddp", "fsdp2")
+DEEPSPEED_INSTALL = (
+    "python -m venv VENV && VENV/bin/pip install torch==2.13.0 transformers psutil numpy ninja"
+    " setuptools deepspeed (and the system's libaio-dev), then --peer-python VENV/bin/python"
+)
 # The shape of docs/benchmarks.md: 354M parameters with GPT-2's own vocabulary.
 DEFAULTS = {
     "model": "gpt2-medium",
@@ -60,83 +69,132 @@ DEFAULTS = {
     "save_model": False,
 }
 VOCAB_SIZE = 50257
+PHASES = ("step_s", "forward_s", "backward_s", "optimizer_s")
+EXCHANGED = ("sent_bytes_per_step", "received_bytes_per_step", "gather_wait_s_per_step")
 
 
-OPTIONS = options(
-    """
-    --rounds      N        1      runs of every contender, in turns
-    --ranks       N        1      processes of each contender; --threads is of each
-    --hosts       N        -      network namespaces that share the ranks evenly (default: ranks
-                                  of one machine)
-    --rate        RATE     1gbit  of each host's link: a number of mbit or gbit per second
-    --variants    TEXT     -      policies to run (default: --policy if given, else cpu,nvme)
-    --skip-steps  N>=0     2      first steps left out of the medians
-    --timeout     SECONDS  1800   limit of one contender
-    """,
-    rate=Kind("RATE", lambda option, text: parse_rate(text)),
-) + peer_options(PEERS, default="none")
+def options(parser: argparse.ArgumentParser) -> None:
+    add_train_arguments(parser, DEFAULTS)
+    python = os.environ.get("BENCH_PEER_PYTHON", sys.executable)
+    add_options(
+        parser.add_argument_group("benchmark"),
+        ("--rounds", whole(), "1", "runs of every contender, in turns"),
+        ("--ranks", whole(), "1", "processes of each contender; --threads is of each"),
+        ("--hosts", whole(), None, "network namespaces that share the ranks; else one machine"),
+        ("--rate", str, "1gbit", "of each host's link: a number of mbit or gbit per second"),
+        ("--variants", list_of(str), None, "policies; else --policy if given, or cpu,nvme"),
+        ("--skip-steps", whole(0), "2", "first steps left out of the medians"),
+        ("--timeout", float, "1800", "seconds of one contender"),
+        ("--peers", names_of(MODES), "none", f"of {', '.join(MODES)}; or none"),
+        ("--peer-python", str, python, "Python that has DeepSpeed"),
+    )
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """The figures of all contenders.
 
-    What contenders write stays in the run folder, in a folder per round.
+    What contenders say stays in the run folder, in a folder per round.
     """
-    options, variants = _options(arguments)
+    options, bytes_per_s = read_options(arguments), parse_rate(arguments.rate)
     folder = Path(options.run_dir or time.strftime("runs/bench-%Y%m%d-%H%M%S"))
     folder.mkdir(parents=True, exist_ok=True)
     workload = folder / "workload.json"
-    made = partial(_contenders, options, variants, arguments, workload)
-    places = {contender.name: place for place, contender in enumerate(made(folder))}
-    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in places}
+    made = partial(contenders, options, arguments, workload)
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in made(folder)}
     with ExitStack() as stack:
         hosts = None
         if arguments.hosts is not None:
-            hosts = stack.enter_context(Hosts(arguments.hosts, arguments.rate))
+            hosts = stack.enter_context(Hosts(arguments.hosts, bytes_per_s))
 
         def turn(name: str) -> Sample:
             round_folder = folder / f"round-{len(runs[name]) + 1}"
             round_folder.mkdir(exist_ok=True)
-            contender = made(round_folder)[places[name]]
-            runs[name].append(run_contender(contender, arguments.timeout, hosts=hosts))
-            return sample_of(runs[name][-1], arguments.skip_steps)
+            command, log = made(round_folder)[name], round_folder / f"{name.replace(' ', '-')}.log"
+            swap = round_folder / "deepspeed-swap"
+            try:
+                found = run_contender(command, log, arguments.timeout, arguments.ranks, hosts)
+            finally:  # as large as the model state
+                shutil.rmtree(swap, ignore_errors=True)
+            runs[name].append(found)
+            return sample_of(found, arguments.skip_steps)
 
         write_workload(options, workload, arguments.ranks)
-        turns = {name: partial(turn, name) for name in places}
+        turns = {name: partial(turn, name) for name in runs}
         rounds = run_rounds(turns, arguments.rounds, warm_up=False)
     summary = summarize(rounds, runs, f"hetero {options.policy}")
     return {**summary, "rounds": arguments.rounds, "skipped_steps": arguments.skip_steps}
 
 
-def _options(arguments: argparse.Namespace) -> tuple[TrainOptions, list[str]]:
-    """The options of every contender, with the policy of the main variant, and all variants."""
+def read_options(arguments: argparse.Namespace) -> TrainOptions:
+    """The options of every contender, with the policy of the main variant; `variants` of the
+    arguments become all of them."""
     given = arguments.policy
-    variants = names(arguments.variants or given or "cpu,nvme")
-    if not variants:
-        raise ValueError("--variants names no policy")
-    arguments.policy = given if given in variants else variants[-1]
+    arguments.variants = arguments.variants or ([given] if given else ["cpu", "nvme"])
+    arguments.policy = given if given in arguments.variants else arguments.variants[-1]
     if config_path(arguments.model, arguments.config) is None and arguments.vocab_size is None:
         arguments.vocab_size = VOCAB_SIZE
     options = TrainOptions.from_namespace(arguments)
     if options.threads is None:
         options = replace(options, threads=max(1, torch.get_num_threads() // arguments.ranks))
-    return options, variants
+    return options
 
 
-def _contenders(
-    options: TrainOptions,
-    variants: list[str],
-    arguments: argparse.Namespace,
-    workload: Path,
-    folder: Path,
-) -> list[Contender]:
-    """Raises ValueError for peers that are unknown or cannot run as that many ranks."""
-    ranks = arguments.ranks
-    contenders = [hetero_contender(options, name, folder, ranks) for name in variants]
+def contenders(
+    options: TrainOptions, arguments: argparse.Namespace, workload: Path, folder: Path
+) -> dict[str, list[str]]:
+    """Commands by contenders' names, which say what they did on stdout.
+
+    Raises ValueError for peers that cannot run as that many ranks.
+    """
+    made = {}
+    for policy in arguments.variants:
+        timeline = options.timeline
+        if timeline:  # one each: they would write the same file
+            timeline = str(Path(timeline).with_stem(f"{Path(timeline).stem}-{policy}"))
+        own = replace(
+            options,
+            policy=policy,
+            host_memory=None if policy == "cpu" else options.host_memory,
+            run_dir=str(folder / f"hetero-{policy}"),
+            json=True,
+            timeline=timeline,
+        )
+        command = [sys.executable, "-m", "hetero.cli", "train", *to_arguments(own)]
+        made[f"hetero {policy}"] = command
     for peer in arguments.peers:
-        python = arguments.peer_python
-        contenders += peer_contenders(peer, workload, folder, python, ranks, options.dtype)
-    return contenders
+        other, instead = (ALONE, TOGETHER) if arguments.ranks > 1 else (TOGETHER, ALONE)
+        if peer in other:
+            words = " or ".join(instead)
+            raise ValueError(f"--peers {peer} cannot be {arguments.ranks} ranks; name {words}")
+        deepspeed = peer == "deepspeed"
+        python = arguments.peer_python if deepspeed else sys.executable
+        # Where the CPU has no bf16, computing in it takes many times as long.
+        for mode in ("fp32",) if options.dtype == "fp32" and not deepspeed else MODES[peer]:
+            swap = [str(folder / "deepspeed-swap")] if deepspeed else []
+            command = [python, "-m", "bench.peers.train", peer, str(workload), mode, *swap]
+            made[f"{peer} {mode}"] = command
+    return made
+
+
+def run_contender(
+    command: Sequence[str], log: Path, timeout_s: float, ranks: int = 1, hosts: Hosts | None = None
+) -> dict[str, Any]:
+    """Runs it to its end, its ranks on `hosts` if they are given; their logs have what they print.
+
+    Returns its figures, with hosts "sent_bytes_per_host" of the whole run, too. Raises
+    ContenderError.
+    """
+    numbers = range(0 if hosts is None else hosts.count)
+    before = [hosts.sent_bytes(host) for host in numbers] if hosts is not None else []
+    found = run_trial(command, timeout_s, log_path=log, ranks=ranks, hosts=hosts)
+    if found["status"] == "missing":
+        raise MissingError(f"{found['error']}; install: {DEEPSPEED_INSTALL}")
+    if found["status"] not in ("ended", "finished"):
+        raise ContenderError(f"{found['error']} (all of it in {log})")
+    if hosts is not None:
+        after = [hosts.sent_bytes(host) for host in numbers]
+        found["sent_bytes_per_host"] = [b - a for a, b in zip(before, after, strict=True)]
+    return found
 
 
 def write_workload(options: TrainOptions, path: Path, ranks: int = 1) -> None:
@@ -167,9 +225,6 @@ def write_workload(options: TrainOptions, path: Path, ranks: int = 1) -> None:
     ).write(path)
 
 
-PHASES = ("step_s", "forward_s", "backward_s", "optimizer_s")
-
-
 def sample_of(figures: Mapping[str, Any], skip_steps: int) -> Sample:
     """The figures of a run; of seconds the medians of all steps but the first ones."""
     # At least one step stays, however many are to be left out.
@@ -191,9 +246,6 @@ def sample_of(figures: Mapping[str, Any], skip_steps: int) -> Sample:
     return sample
 
 
-EXCHANGED = ("sent_bytes_per_step", "received_bytes_per_step", "gather_wait_s_per_step")
-
-
 def summarize(
     rounds: Rounds, runs: Mapping[str, Sequence[Mapping[str, Any]]], main_name: str
 ) -> dict[str, Any]:
@@ -206,70 +258,56 @@ def summarize(
     peers = [name for name in rounds.samples if not name.startswith("hetero ")]
     for peer in peers:
         rounds.compare(peer, "step_s", f"of {peer}")
-    contenders: dict[str, dict[str, Any]] = {
+    found: dict[str, dict[str, Any]] = {
         name: {"status": "missing" if name in rounds.missing else "failed", "error": error}
         for name, error in rounds.failed.items()
     }
     for name, own in rounds.figures().items():
         step_s = rounds.values(name, "step_s")
-        contenders[name] = {
+        found[name] = {
+            **runs[name][step_s.index(statistics.median_low(step_s))],
             "status": "finished",
             "error": None,
-            **runs[name][step_s.index(statistics.median_low(step_s))],
             **{f"median_{phase}": own[phase]["median"] for phase in PHASES},
             "measured": own,
             "ratio_to": {peer: own[f"of {peer}"]["median"] for peer in peers if peer != name},
         }
-    contenders = {name: contenders[name] for name in runs}
+    found = {name: found[name] for name in runs}
     notes = left_out(rounds.failed)
-    return {**contenders[main_name], "main": main_name, "contenders": contenders, "notes": notes}
+    return {**found[main_name], "main": main_name, "contenders": found, "notes": notes}
 
 
-def _title(result: Mapping[str, Any]) -> str:
-    return f"bench.train, median of {result['rounds']} rounds (least-most)"
-
-
-def _rows(result: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    return {name: found.get("measured", {}) for name, found in result["contenders"].items()}
-
-
-def _rows_of_ranks(result: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    rows = {name: row for name, row in _rows(result).items() if row}
-    return rows if any(row["ranks"]["median"] > 1 for row in rows.values()) else {}
+COLUMNS = (
+    ("step s", "step_s", ranged()),
+    ("fwd", "forward_s", number()),
+    ("bwd", "backward_s", number()),
+    ("opt", "optimizer_s", number()),
+    ("peak RSS", "peak_rss_max_bytes", size),
+    ("NVMe read", "read_bytes", size),
+    ("written", "written_bytes", size),
+    ("loss", "loss", number(3)),
+)
+OF_RANKS = (
+    ("ranks", "ranks", number(0)),
+    ("threads each", "threads", number(0)),
+    ("tokens/s of all", "tokens_per_s", number(0)),
+    ("peak RSS of one", "peak_rss_max_bytes", size),
+    ("of all", "peak_rss_sum_bytes", size),
+    ("sent", "sent_bytes_per_step", size),
+    ("received", "received_bytes_per_step", size),
+    ("a host sent", "host_sent_bytes_per_step", size),
+    ("waited for gathers s", "gather_wait_s_per_step", number()),
+)
 
 
 def show(result: Mapping[str, Any]) -> Iterator[str]:
     """What all did, and what ranks did, if there are several."""
-    names = list(_rows(result))
-    peers = [Column(f"/ {name}", f"of {name}", number()) for name in names]
-    return shown(Table(_title, _rows, (*COLUMNS, *peers)), OF_RANKS)(result)
-
-
-COLUMNS = (
-    Column("step s", "step_s", ranged()),
-    Column("fwd", "forward_s", number()),
-    Column("bwd", "backward_s", number()),
-    Column("opt", "optimizer_s", number()),
-    Column("peak RSS", "peak_rss_max_bytes", size),
-    Column("NVMe read", "read_bytes", size),
-    Column("written", "written_bytes", size),
-    Column("loss", "loss", number(3)),
-)
-OF_RANKS = Table(
-    lambda _: "ranks; sent, received and waited in a step of one",
-    _rows_of_ranks,
-    (
-        Column("ranks", "ranks", number(0)),
-        Column("threads each", "threads", number(0)),
-        Column("tokens/s of all", "tokens_per_s", number(0)),
-        Column("peak RSS of one", "peak_rss_max_bytes", size),
-        Column("of all", "peak_rss_sum_bytes", size),
-        Column("sent", "sent_bytes_per_step", size),
-        Column("received", "received_bytes_per_step", size),
-        Column("a host sent", "host_sent_bytes_per_step", size),
-        Column("waited for gathers s", "gather_wait_s_per_step", number()),
-    ),
-)
+    rows = {name: found.get("measured", {}) for name, found in result["contenders"].items()}
+    title = f"bench.train, median of {result['rounds']} rounds (least-most)"
+    yield of_figures(title, rows, [*COLUMNS, *((f"/ {n}", f"of {n}", number()) for n in rows)])
+    several = {name: row for name, row in rows.items() if row and row["ranks"]["median"] > 1}
+    yield of_figures("ranks; sent, received and waited in a step of one", several, OF_RANKS)
+    yield from result["notes"]
 
 
 def _exit_code(summary: dict[str, Any]) -> int:
@@ -277,15 +315,7 @@ def _exit_code(summary: dict[str, Any]) -> int:
     return int(any(c["status"] == "failed" for c in summary["contenders"].values()))
 
 
-PROGRAM = Program(
-    "bench.train",
-    __doc__,
-    OPTIONS,
-    measure,
-    show,
-    lambda parser: add_train_arguments(parser, DEFAULTS),
-    _exit_code,
-)
+PROGRAM = Program("bench.train", __doc__, options, measure, show, _exit_code)
 main = PROGRAM.main
 
 if __name__ == "__main__":

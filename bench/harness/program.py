@@ -1,21 +1,17 @@
 """What every benchmark is: options, a measurement, and its result as text or as one JSON object.
 
-A program declares its options, each with a Kind that reads its text; `measure` gets them read, and
-returns figures; `show` turns these into blocks of text. Bad input is one line on stderr, and exit
-code 2.
+A program adds its options to an argparse parser; `measure` gets them read, and returns figures;
+`show` turns these into blocks of text. Bad input is one line on stderr, and exit code 2.
 """
 
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
-import os
 import re
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
@@ -25,83 +21,14 @@ from offload.memory.sizes import parse_bytes
 
 
 class OptionError(Exception):
-    """An option has a text that it cannot have; not a ValueError, which argparse would reword."""
+    """The options cannot be read; not a ValueError, which argparse would reword."""
 
 
-@dataclass(frozen=True)
-class Kind:
-    """What an option takes: `read` gets its name and its text, and raises ValueError."""
+class _Parser(argparse.ArgumentParser):
+    """Raises instead of ending the process."""
 
-    metavar: str
-    read: Callable[[str, str], Any]
-
-
-@dataclass(frozen=True)
-class Option:
-    """An option of a program.
-
-    Attributes:
-        name: with its dashes.
-        default: as one would type it; False: a flag; None: nothing.
-        help: what it is; the default is added.
-        kind: how it is read.
-    """
-
-    name: str
-    default: str | bool | None
-    help: str
-    kind: Kind
-
-    def add_to(self, parser: argparse._ActionsContainer) -> None:
-        """Makes it an option of `parser`."""
-        if self.default is False:
-            parser.add_argument(self.name, action="store_true", help=self.help)
-            return
-
-        def read(text: str) -> Any:
-            try:
-                return self.kind.read(self.name, text)
-            except ValueError as error:
-                raise OptionError(str(error)) from None
-
-        said = self.help if self.default is None else f"{self.help} (default: %(default)s)"
-        parser.add_argument(
-            self.name,
-            type=read,
-            default=self.default,
-            metavar=self.kind.metavar,
-            help=said,
-        )
-
-
-def options(text: str, **known: Kind | Iterable[str]) -> tuple[Option, ...]:
-    """Options from a table: a line each, of name, kind, default and what it is.
-
-    Between them are two spaces or more; a line that has no name goes on with the one before.
-
-    Args:
-        text: the table. A kind is one of KINDS; a default of "-" is none.
-        known: the kinds of options that have one of their own, or the names that those of the kinds
-            NAME, NAMES and PEERS take, by the option's name.
-    """
-    lines: list[str] = []
-    for line in filter(None, map(str.strip, text.splitlines())):
-        if re.match(r"--[\w-]+ {2,}", line):
-            lines.append(line)
-        else:
-            lines[-1] += f" {line}"
-    made = []
-    for line in lines:
-        name, word, default, about = re.split(r" {2,}", line, maxsplit=3)
-        own = known.get(name.removeprefix("--").replace("-", "_"))
-        kind = KINDS.get(word, TEXT)
-        if isinstance(own, Kind):
-            kind = own
-        elif own is not None:
-            kind = NAMED_KINDS[word](own)
-        value = None if default == "-" else default
-        made.append(Option(name, False if word == "FLAG" else value, about, kind))
-    return tuple(made)
+    def error(self, message: str) -> None:  # type: ignore[override]
+        raise OptionError(message.removeprefix("argument "))
 
 
 class Program:
@@ -111,41 +38,34 @@ class Program:
         self,
         name: str,
         about: str | None,
-        options: Sequence[Option],
+        add_options: Callable[[argparse.ArgumentParser], object],
         measure: Callable[[argparse.Namespace], dict[str, Any]],
         show: Callable[[dict[str, Any]], Iterable[str]],
-        add: Callable[[argparse.ArgumentParser], object] = lambda parser: None,
         exit_code: Callable[[dict[str, Any]], int] = lambda result: 0,
     ) -> None:
         """
         Args:
             name: of its module.
             about: the module's docstring, which is the help.
-            options: beside --json, which every program has.
+            add_options: adds those that it has beside --json.
             measure: makes the result; reports progress on stderr.
             show: makes the result's blocks of text, as tables.shown() does.
-            add: adds options that are no Option.
             exit_code: of a result.
         """
         self.name = name
         self._about = about
-        self._options = options
+        self._add_options = add_options
         self._measure = measure
         self._show = show
-        self._add = add
         self._exit_code = exit_code
 
     def parse(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
         """The options, read. Raises OptionError."""
         parser = program_parser(self.name, self._about)
-        self._add(parser)
-        group = parser.add_argument_group("benchmark")
-        for option in self._options:
-            option.add_to(group)
+        self._add_options(parser)
         if "--json" not in parser._option_string_actions:
-            parser.add_argument(
-                "--json", action="store_true", help="one JSON object instead of a table"
-            )
+            text = "one JSON object instead of a table"
+            parser.add_argument("--json", action="store_true", help=text)
         return parser.parse_args(argv)
 
     def main(self, argv: Sequence[str] | None = None) -> int:
@@ -175,11 +95,24 @@ def program_parser(name: str, description: str | None) -> argparse.ArgumentParse
     text = description or ""
     if not is_checkout():
         text = text.replace("python -m bench.", "hetero bench ")
-    return argparse.ArgumentParser(
+    return _Parser(
         prog=" ".join(_words(name)),
         description=text,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+
+
+def add_options(parser: argparse._ActionsContainer, *table: tuple[str, Any, Any, str]) -> None:
+    """Adds options from rows: name, how its text is read, default, and what it is.
+
+    The reader is a function, or the names that can be chosen. A default is as one would type it,
+    and shown by the help; None is none.
+    """
+    for name, read, default, about in table:
+        how: dict[str, Any] = {"type": read} if callable(read) else {"choices": tuple(read)}
+        metavar = name.removeprefix("--").upper() if callable(read) else None
+        text = about if default is None else f"{about} (default: %(default)s)"
+        parser.add_argument(name, default=default, metavar=metavar, help=text, **how)
 
 
 def command_line(name: str, argv: Sequence[str] | None) -> str:
@@ -194,142 +127,72 @@ def _words(name: str) -> list[str]:
     return ["hetero", "bench", name.removeprefix("bench.")]
 
 
-def names(text: str) -> list[str]:
-    """The names of a comma-separated list, each once."""
-    return list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+def tell(text: str) -> None:
+    """Progress of a program, on stderr, at once."""
+    print(text, file=sys.stderr, flush=True)
 
 
-_COUNT_UNITS = {
-    "": 1,
-    "k": 10**3,
-    "m": 10**6,
-    "g": 10**9,
-    "ki": 2**10,
-    "mi": 2**20,
-    "gi": 2**30,
-}
+# Readers of options: each gets the text of one, and raises ArgumentTypeError.
+
+
+def whole(least: int = 1) -> Callable[[str], int]:
+    """Reads a whole number of `least` or more."""
+
+    def read(text: str) -> int:
+        if re.fullmatch(r"[+-]?[0-9]+", text.strip()) is None:
+            raise argparse.ArgumentTypeError(f"must be a whole number, got {text!r}")
+        if int(text) < least:
+            raise argparse.ArgumentTypeError(f"must be {least} or more, got {text}")
+        return int(text)
+
+    return read
+
+
+_COUNT_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 _COUNT = re.compile(r"([0-9]+(?:\.[0-9]+)?(?:e[0-9]{1,2})?) ?([kmg]i?)?", re.IGNORECASE)
 
 
-def parse_count(option: str, text: str) -> int:
-    """A number of elements such as "500e6", "64Mi" (binary) or "64M" (decimal).
-
-    Raises ValueError, naming the option, for anything else, for 0 and for parts of an element.
-    """
+def count(text: str) -> int:
+    """Reads a number of elements such as "500e6", "64Mi" (binary) or "64M" (decimal)."""
     match = _COUNT.fullmatch(text.strip())
     if match is None:
-        raise ValueError(f"{option}: cannot read {text!r} as a count; write e.g. 500e6 or 64Mi")
-    count = Fraction(match[1]) * _COUNT_UNITS[(match[2] or "").lower()]
-    if count < 1 or count.denominator != 1:
-        raise ValueError(f"{option} must be a whole number of 1 or more, got {text!r}")
-    return int(count)
+        raise argparse.ArgumentTypeError(f"cannot read {text!r} as a count; write 500e6 or 64Mi")
+    found = Fraction(match[1]) * _COUNT_UNITS[(match[2] or "").lower()]
+    if found < 1 or found.denominator != 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of 1 or more, got {text!r}")
+    return int(found)
 
 
-def parse_size(option: str, text: str) -> int:
-    """Bytes, from text such as "512MiB". Raises ValueError, naming the option, if it is none."""
+def byte_size(text: str) -> int:
+    """Reads bytes, such as "512MiB"."""
     try:
         return parse_bytes(text)
     except ValueError as error:
-        raise ValueError(f"{option}: {error}") from None
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def whole(least: int = 1) -> Kind:
-    """A whole number of `least` or more."""
+def list_of(read: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+    """Reads a comma-separated list of one at least."""
 
-    def read(option: str, text: str) -> int:
-        if re.fullmatch(r"[+-]?[0-9]+", text.strip()) is None:
-            raise ValueError(f"{option} must be a whole number, got {text!r}")
-        if int(text) < least:
-            raise ValueError(f"{option} must be {least} or more, got {text}")
-        return int(text)
-
-    return Kind("N", read)
-
-
-def _number(option: str, text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise ValueError(f"{option} must be a number, got {text!r}") from None
-
-
-def one_of(known: Iterable[str]) -> Kind:
-    """One of these names."""
-
-    def read(option: str, text: str) -> str:
-        if text in known:
-            return text
-        near = difflib.get_close_matches(text, known, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
-        raise ValueError(f"unknown name {text!r} in {option}; {hint}")
-
-    return Kind("NAME", read)
-
-
-def list_of(kind: Kind) -> Kind:
-    """A comma-separated list of one at least."""
-
-    def read(option: str, text: str) -> list[Any]:
-        found = [kind.read(option, each) for each in names(text)]
+    def read_all(text: str) -> list[Any]:
+        found = [read(each) for each in map(str.strip, text.split(",")) if each]
         if not found:
-            raise ValueError(f"{option} must name one at least")
+            raise argparse.ArgumentTypeError("must name one at least")
         return found
 
-    return Kind("LIST", read)
+    return read_all
 
 
-def some_of(known: Iterable[str]) -> Kind:
-    """A list of some of these names, one at least."""
-    return list_of(one_of(known))
+def names_of(known: Iterable[str]) -> Callable[[str], list[str]]:
+    """Reads a list of some of these names; "none" is no name."""
 
+    def read(text: str) -> str:
+        if text not in known and text != "none":
+            words = ", ".join(known)
+            raise argparse.ArgumentTypeError(f"unknown name {text!r}; known: {words}, none")
+        return text
 
-def peers_of(known: Sequence[str]) -> Kind:
-    """A list of some of the peers `known`; "none" is no peer."""
-    some = some_of((*known, "none"))
-
-    def read(option: str, text: str) -> list[str]:
-        found: list[str] = some.read(option, text)
-        return [name for name in found if name != "none"]
-
-    return Kind("LIST", read)
-
-
-TEXT = Kind("TEXT", lambda option, text: text)
-SIZE = Kind("SIZE", parse_size)
-SECONDS = Kind("SECONDS", _number)
-MINUTES = Kind("MINUTES", _number)
-KINDS = {
-    "TEXT": TEXT,
-    "FLAG": TEXT,
-    "FILE": Kind("FILE", TEXT.read),
-    "DIR": Kind("DIR", TEXT.read),
-    "COUNT": Kind("N", parse_count),
-    "SIZE": SIZE,
-    "SIZES": list_of(SIZE),
-    "SECONDS": SECONDS,
-    "MINUTES": MINUTES,
-    "N": whole(),
-    "N>=0": whole(0),
-    "N>=2": whole(2),
-    "NUMBERS": list_of(whole()),
-}
-NAMED_KINDS: dict[str, Callable[[Any], Kind]] = {
-    "NAME": one_of,
-    "NAMES": some_of,
-    "PEERS": peers_of,
-}
-
-
-def peer_python() -> tuple[Option]:
-    """--peer-python."""
-    python = os.environ.get("BENCH_PEER_PYTHON", sys.executable)
-    return (Option("--peer-python", python, "Python that has DeepSpeed", KINDS["FILE"]),)
-
-
-def peer_options(known: Sequence[str], default: str | None = None) -> tuple[Option, ...]:
-    """--peers, by default all of them as far as they are installed, and --peer-python."""
-    about, default = f"of {', '.join(known)}; or none", default or ",".join(known)
-    return Option("--peers", default, about, peers_of(known)), *peer_python()
+    return lambda text: [name for name in list_of(read)(text) if name != "none"]
 
 
 def left_out(failed: Mapping[str, str]) -> list[str]:

@@ -9,9 +9,10 @@ and its median given: a drift of the machine between rounds cancels.
 from __future__ import annotations
 
 import statistics
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+
+from bench.harness.program import tell
 
 Sample = Mapping[str, float]
 
@@ -80,7 +81,7 @@ class Rounds:
 def run_rounds(
     contenders: Mapping[str, Callable[[], Sample]],
     rounds: int,
-    tell: Callable[[str], None] | None = None,
+    tell: Callable[[str], None] = tell,
     warm_up: bool = True,
 ) -> Rounds:
     """Measures every contender once per round, `rounds` times after one round of warm-up.
@@ -94,7 +95,6 @@ def run_rounds(
         raise ValueError(f"rounds must be 1 or more, got {rounds}")
     if not contenders:
         raise ValueError("there is no contender to measure")
-    tell = tell or _to_stderr
     names = list(contenders)
     result = Rounds(samples={name: [] for name in names})
     for number in range(0 if warm_up else 1, rounds + 1):
@@ -116,7 +116,3 @@ def run_rounds(
             if number:
                 result.samples[name].append(sample)
     return result
-
-
-def _to_stderr(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

@@ -10,37 +10,13 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 
-def timed_rate(update: Callable[[], Any], numel: int, repeats: int) -> dict[str, float]:
-    """{"params_per_s"} over `repeats` updates, after one that wakes threads and faults pages in."""
-    update()
-    begin_s = time.perf_counter()
-    for _ in range(repeats):
-        update()
-    return {"params_per_s": numel * repeats / (time.perf_counter() - begin_s)}
-
-
-def kernel_bytes(file: str, *names: str) -> dict[str, int]:
-    """Bytes that Linux counts of this process, by their names in /proc/self/`file`."""
-    lines = Path("/proc/self", file).read_text().splitlines()
+def kernel_bytes(*names: str) -> dict[str, int]:
+    """Bytes that Linux counts of this process, by their names in /proc/self/status."""
+    lines = Path("/proc/self/status").read_text().splitlines()
     found = dict(line.split(":", 1) for line in lines if ":" in line)
     return {name: int(found[name].split()[0]) * 1024 for name in names if name in found}
-
-
-def huge_page_share() -> float:
-    """How much of this process's anonymous memory is in transparent huge pages, from 0 to 1."""
-    try:
-        found = kernel_bytes("smaps_rollup", "AnonHugePages", "Anonymous")
-    except OSError:
-        return 0.0
-    return found["AnonHugePages"] / max(found["Anonymous"], 1)
-
-
-def peak_rss_bytes() -> int:
-    """The most resident memory of this program; ru_maxrss would include its parent's."""
-    return kernel_bytes("status", "VmHWM")["VmHWM"]
 
 
 class MemoryAbove:
@@ -59,11 +35,11 @@ class MemoryAbove:
         with suppress(AttributeError, OSError):  # a C library that has no such function
             ctypes.CDLL(None).malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")
-        self._before = peak_rss_bytes()  # as much as there is now
+        self._before = kernel_bytes("VmHWM")["VmHWM"]  # as much as there is now
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.nbytes = max(0, peak_rss_bytes() - self._before)
+        self.nbytes = max(0, kernel_bytes("VmHWM")["VmHWM"] - self._before)
 
 
 def timed(body: Callable[[], object]) -> dict[str, float]:
@@ -81,7 +57,7 @@ def steps_beside(
     """Makes steps, one at least, until a save has ended that goes on beside them.
 
     `begin` starts the save and returns what waits for its end. The result: {"pause_s", for which
-    `begin` kept training; "save_s", until the end; "steps" that began before the end; "step_s",
+    `begin` kept training; "beside_s", until the end; "steps" that began before the end; "step_s",
     their mean; "above_bytes"}. Raises what the save has met.
     """
 
@@ -99,10 +75,10 @@ def steps_beside(
             step()
             steps += 1
         made_s = time.perf_counter()
-        save_s = ended.result() - begin_s
+        beside_s = ended.result() - begin_s
     return {
         "pause_s": begun_s - begin_s,
-        "save_s": save_s,
+        "beside_s": beside_s,
         "steps": steps,
         "step_s": (made_s - begun_s) / steps,
         "above_bytes": above.nbytes,

@@ -1,1 +1,1 @@
-"""The work that is measured: transfers, updates, an optimizer step, a model's passes."""
+"""What several benchmarks train and measure."""

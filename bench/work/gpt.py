@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -54,7 +53,6 @@ class Shape:
 SHAPES = {
     "gpt2-1.3b": Shape(layers=24, width=2048, heads=16, seq_len=1024, batch_size=8),
     "gpt-6b": Shape(layers=28, width=4096, heads=32, seq_len=1024, batch_size=4),
-    "gpt-14b": Shape(layers=44, width=5120, heads=40, seq_len=1024, batch_size=4),
     "tiny": Shape(layers=2, width=64, heads=2, seq_len=32, batch_size=2),
 }
 
@@ -115,19 +113,17 @@ class Gpt(nn.Module):
 class _Checkpointed(nn.Module):
     """A block whose backward computes its forward again."""
 
-    def __init__(self, block: nn.Module, run: Callable[..., Any]) -> None:
+    def __init__(self, block: nn.Module) -> None:
         super().__init__()
         self.block = block
-        self._run = run
 
     def forward(self, x: torch.Tensor) -> Any:
-        return self._run(self.block, x)
+        return checkpoint(self.block, x, use_reentrant=False)
 
 
-def checkpoint_blocks(model: Gpt, run: Callable[..., Any] | None = None) -> None:
-    """Makes each block a checkpoint: `run(block, x)`, by default torch's, not reentrant."""
-    run = run or partial(checkpoint, use_reentrant=False)
-    model.blocks = nn.ModuleList(_Checkpointed(block, run) for block in model.blocks)
+def checkpoint_blocks(model: Gpt) -> None:
+    """Makes each block a checkpoint of torch's."""
+    model.blocks = nn.ModuleList(map(_Checkpointed, model.blocks))
 
 
 @contextmanager

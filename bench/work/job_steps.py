@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from dataclasses import replace
 
-from bench.harness.program import Option, options
 from hetero.job.job import Job
 from hetero.job.loop import one_step
-from hetero.job.models import wanted_vocab_size
-from hetero.job.options import TrainOptions
 from hetero.reporting.run_record import PARTS, StepPoint
 
 QUIET_S = 0.2
@@ -81,36 +77,3 @@ class JobSteps:
         while before != engine.traffic:  # of what is read ahead
             before = engine.traffic
             time.sleep(QUIET_S)
-
-
-def job_options(model: str) -> tuple[Option, ...]:
-    """The options that steady_options() takes; `model` is the default."""
-    return options(
-        f"""
-        --model        TEXT  {model}  as of hetero train, with its published vocabulary
-        --config       FILE  -     JSON file with a model's configuration, instead
-        --policy       NAME  nvme  where hetero's state is: nvme (in RAM and on NVMe), or cpu (all
-                                   in RAM)
-        --host-memory  TEXT  -     RAM budget of a job's state (default: with policy nvme a third of
-                                   16 bytes a parameter, 256MiB at least; else no limit)
-        --seq-len      N     128   tokens of a step, which is one sequence
-        """,
-        policy=("nvme", "cpu"),
-    )
-
-
-def steady_options(arguments: argparse.Namespace) -> TrainOptions:
-    """Of a job whose steps are alike: one sequence each, no clipping, a constant rate."""
-    return TrainOptions(
-        model=arguments.model,
-        config=arguments.config,
-        vocab_size=wanted_vocab_size(arguments.model, arguments.config, None),
-        policy=arguments.policy,
-        host_memory=arguments.host_memory,
-        seq_len=arguments.seq_len,
-        batch_size=1,
-        lr=1e-4,
-        warmup=0,
-        schedule="constant",
-        clip=0.0,
-    )

@@ -10,7 +10,6 @@ EXTRAS = {
     "train": ("matplotlib", "pyyaml", "rich", "safetensors", "transformers"),
     "finetune": ("accelerate", "datasets", "peft", "pyarrow", "trl"),
     "completion": ("shtab",),
-    "bench": ("aiofiles",),
 }
 
 

@@ -18,7 +18,7 @@ long as computing, with what computing waits for. What it knows beside:
   and writes. What backward updates, it writes with the old parameters, if these are in RAM; all
   such guesses are right.
 
-All ranks are alike: none waits for a slower one (bench.scaling simulates those). That compute and
+All ranks are alike: none waits for a slower one (docs/scaling.md has those). That compute and
 updates on the CPU are slower while the disk is busy is left out: it changed predictions by 2 % at
 most where it was measured.
 """

@@ -148,7 +148,6 @@ class UpdateArrays:
         memory = torch.from_dlpack(self._arena.export(0, self._arena.nbytes))  # type: ignore[attr-defined]
         # Zeros are numbers in every dtype, and no denormals come of them.
         memory.zero_()
-        self._hyper = Hyper(lr=1e-4, weight_decay=0.01, decoupled=True, step=10)
 
     def stream(self) -> float:
         """Bytes per second of the memory yardstick."""
@@ -162,9 +161,11 @@ class UpdateArrays:
         param, grad, master, *states = self._parts
         master = 0 if kind.dtype == "fp32" else master
         states = states[: kind.states]
+        decoupled = kind.rule not in ("adagrad", "sgd")  # which add the decay to the gradient
+        hyper = Hyper(lr=1e-4, weight_decay=0.01, decoupled=decoupled, step=10)
         return self._rate(
             kind.bytes_moved(self._numel),
-            lambda: _native.update(kind, param, grad, master, states, self._numel, self._hyper),
+            lambda: _native.update(kind, param, grad, master, states, self._numel, hyper),
         )
 
     def _rate(self, nbytes: int, run: Callable[[], None]) -> float:

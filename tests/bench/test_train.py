@@ -14,13 +14,11 @@ import pytest
 import torch
 
 from bench import train as bench_train
-from bench.harness.contenders import Contender, peer_contenders, run_contender
 from bench.harness.hosts import Hosts
 from bench.harness.rounds import ContenderError, MissingError, Sample, run_rounds
-from bench.peers.serve import EXIT_MISSING
 from bench.peers.train import deepspeed_config
 from bench.peers.workload import Workload
-from bench.train import main, sample_of, summarize, write_workload
+from bench.train import contenders, main, run_contender, sample_of, summarize, write_workload
 from hetero.job.data import load_corpus
 from hetero.job.options import TrainOptions
 from hetero.job.ranks import Ranks
@@ -132,21 +130,21 @@ def test_every_round_begins_with_another_contender_and_leaves_out_who_failed(
 ) -> None:
     turns = []
 
-    def run_contender(contender: Contender, timeout_s: float, hosts: Hosts | None) -> Any:
-        assert contender.log_path.parent.is_dir()
-        turns.append((contender.log_path.parent.name, contender.name))
-        if contender.name == "torch bf16":
+    def run_contender(_: list[str], log: Path, __: float, ranks: int, hosts: Hosts | None) -> Any:
+        assert log.parent.is_dir()
+        turns.append((log.parent.name, log.stem))
+        if log.stem == "torch-bf16":
             raise ContenderError("too big")
         return figures([1.0])
 
     monkeypatch.setattr(bench_train, "run_contender", run_contender)
     assert main([*inputs, "--json", "--policy", "cpu", "--peers", "torch", "--rounds", "2"]) == 1
     assert turns == [
-        ("round-1", "hetero cpu"),
-        ("round-1", "torch bf16"),
-        ("round-1", "torch autocast"),
-        ("round-2", "torch autocast"),
-        ("round-2", "hetero cpu"),
+        ("round-1", "hetero-cpu"),
+        ("round-1", "torch-bf16"),
+        ("round-1", "torch-autocast"),
+        ("round-2", "torch-autocast"),
+        ("round-2", "hetero-cpu"),
     ]
     summary = json.loads(capsys.readouterr().out)
     assert summary["rounds"] == 2
@@ -224,8 +222,9 @@ def test_deepspeed_gets_a_buffer_that_holds_the_largest_tensor(tmp_path: Path) -
 def test_variants_and_the_main_one(
     arguments: list[str], variants: list[str], main_policy: str
 ) -> None:
-    options, names = bench_train._options(bench_train.PROGRAM.parse(arguments))
-    assert names == variants
+    given = bench_train.PROGRAM.parse(arguments)
+    options = bench_train.read_options(given)
+    assert given.variants == variants
     assert options.policy == main_policy
     assert (options.model, options.vocab_size, options.seq_len) == ("gpt2-medium", 50257, 256)
 
@@ -234,15 +233,16 @@ def test_variants_and_the_main_one(
 def test_two_ranks_train_as_one_with_twice_the_micro_batches(
     inputs: list[str], tmp_path: Path
 ) -> None:
-    parsed = bench_train.PROGRAM.parse([*inputs, "--ranks", "2", "--lr", "0.01"])
-    options, _ = bench_train._options(parsed)
     losses = {}
     for peer, ranks in (("torch", 1), ("ddp", 2), ("fsdp2", 2)):
+        words = [*inputs, "--ranks", str(ranks), "--lr", "0.01", "--peers", peer]
+        given = bench_train.PROGRAM.parse(words)
+        options = replace(bench_train.read_options(given), accumulate=4 // ranks)
         path = tmp_path / f"workload{ranks}.json"
-        write_workload(replace(options, accumulate=4 // ranks), path, ranks)
+        write_workload(options, path, ranks)
         # The last of them all keeps fp32 weights and computes in bf16.
-        contender = list(peer_contenders(peer, path, tmp_path, sys.executable, ranks))[-1]
-        found = run_contender(contender, timeout_s=300)
+        command = list(contenders(options, given, path, tmp_path).values())[-1]
+        found = run_contender(command, tmp_path / "log", 300, ranks)
         losses[peer] = found["losses"]
         assert (found["ranks"], found["threads"]) == (ranks, 1)
         assert len(found["peak_rss_by_rank_bytes"]) == ranks
@@ -252,46 +252,57 @@ def test_two_ranks_train_as_one_with_twice_the_micro_batches(
     assert losses["fsdp2"] == pytest.approx(losses["torch"], rel=2e-3)
 
 
-@pytest.mark.parametrize("peer", ["ddp", "fsdp2"])
-def test_peers_compute_in_fp32_if_hetero_is_asked_to(peer: str, tmp_path: Path) -> None:
-    """Where the CPU has no bf16, computing in it takes many times as long."""
-    contenders = list(peer_contenders(peer, tmp_path, tmp_path, "python", 2, "fp32"))
-    assert [contender.command[-1] for contender in contenders] == ["fp32"]
+def test_what_a_peer_stands_for(tmp_path: Path) -> None:
+    """Where the CPU has no bf16, computing in it takes many times as long: with fp32 peers do
+    without, too."""
+
+    def names(*words: str) -> list[str]:
+        given = bench_train.PROGRAM.parse(["--variants", "cpu", "--peer-python", "other", *words])
+        made = contenders(bench_train.read_options(given), given, tmp_path / "w", tmp_path)
+        for name, command in made.items():
+            assert (command[0] == "other") == name.startswith("deepspeed")
+        return list(made)[1:]
+
+    assert names("--peers", "deepspeed") == ["deepspeed cpu", "deepspeed nvme"]
+    two = ("--ranks", "2", "--peers", "ddp,fsdp2")
+    assert names(*two) == ["ddp bf16", "ddp autocast", "fsdp2 offload"]
+    assert names(*two, "--dtype", "fp32") == ["ddp fp32", "fsdp2 fp32"]
 
 
-def contender(tmp_path: Path, code: str, result: bool = True) -> Contender:
-    path = tmp_path / "result.json" if result else None
-    return Contender("peer x", (sys.executable, "-c", code), path, tmp_path / "log")
+def run(tmp_path: Path, code: str, ranks: int = 1, timeout_s: float = 300) -> dict[str, Any]:
+    return run_contender((sys.executable, "-c", code), tmp_path / "log", timeout_s, ranks)
 
 
 def test_a_missing_peer_says_how_to_install_it(tmp_path: Path) -> None:
-    code = f"import sys; print('No module named deepspeed'); sys.exit({EXIT_MISSING})"
+    said = {"status": "missing", "error": "No module named deepspeed"}
     with pytest.raises(MissingError, match="No module named deepspeed; install: .*deepspeed"):
-        run_contender(contender(tmp_path, code), timeout_s=300)
+        run(tmp_path, f"import json; print(json.dumps({said!r}))")
+
+
+def test_the_first_of_several_ranks_says_the_result(tmp_path: Path) -> None:
+    code = "import json, os; print('x'); print(json.dumps({'rank': int(os.environ['RANK'])}))"
+    assert run(tmp_path, code, ranks=2)["rank"] == 0
 
 
 def test_failures_are_told(tmp_path: Path) -> None:
-    none = Contender("peer x", (str(tmp_path / "none"),), None, tmp_path / "log")
-    for failing, timeout_s, why in (
-        (contender(tmp_path, "raise MemoryError('too big')"), 300, "exit code 1: .* too big"),
-        (contender(tmp_path, "import time; time.sleep(60)"), 0.5, "not done after 0 s"),
-        (none, 300, "cannot start"),
+    for code, timeout_s, why in (
+        ("raise MemoryError('too big')", 300, "exit code 1: .* too big"),
+        ("import time; time.sleep(60)", 0.5, "not done after 0 s"),
     ):
         with pytest.raises(ContenderError, match=why):
-            run_contender(failing, timeout_s)
+            run(tmp_path, code, timeout_s=timeout_s)
+    with pytest.raises(ContenderError, match="cannot start"):
+        run_contender([str(tmp_path / "none")], tmp_path / "log", 300)
 
 
-def test_the_swap_folder_goes_away(tmp_path: Path) -> None:
-    swap = tmp_path / "swap"
-    swap.mkdir()
-    (swap / "state").write_bytes(b"x")
-    code = "import json, sys; print(json.dumps({'params': 1}))"
-    command = (sys.executable, "-c", code)
-    found = run_contender(Contender("p", command, None, tmp_path / "log", swap), timeout_s=300)
-    assert found == {"params": 1}
-    assert not swap.exists()
+def test_the_swap_folder_goes_away(
+    inputs: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_contender(command: list[str], *_: Any) -> Any:
+        if "deepspeed" in command:
+            Path(command[-1]).mkdir()
+        return figures([1.0])
 
-
-def test_peer_contenders_of_a_name(tmp_path: Path) -> None:
-    names = [c.name for c in peer_contenders("deepspeed", tmp_path / "w", tmp_path, "python")]
-    assert names == ["deepspeed cpu", "deepspeed nvme"]
+    monkeypatch.setattr(bench_train, "run_contender", run_contender)
+    assert main([*inputs, "--variants", "cpu", "--peers", "deepspeed", "--json"]) == 0
+    assert list((tmp_path / "run").glob("*/*")) == []

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import hetero
-from bench.activations.training import Spec
+from bench.work.gpt_training import Spec
 from offload.memory.ledger import Ledger
 from offload.memory.tiers import Account, Tier
 from tests.support.training.loops import Run
@@ -64,7 +64,7 @@ if limit:
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 import torch
 import hetero
-from bench.activations.training import memory_bytes
+from bench.work.gpt_training import memory_bytes
 from transformers import AutoConfig, AutoModelForCausalLM
 model = AutoModelForCausalLM.from_config(
     AutoConfig.for_model(**{**model_config, "n_layer": layers}))
@@ -110,7 +110,7 @@ def limited(path: Path, limits: dict[str, int], **options: Any) -> dict[str, Any
     }
     spec = Spec("hetero-tiles-checkpoints", shape, MODEL["vocab_size"], hetero_options, limits)
     spec.write(path / "spec.json")
-    done = python("-m", "bench.activations.training", str(path / "spec.json"), **options)
+    done = python("-m", "bench.work.gpt_training", str(path / "spec.json"), **options)
     assert done.returncode == 0, done.stderr
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return result

@@ -14,10 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from bench.harness.contenders import Contender, run_contender
 from bench.harness.ranks import RankError, rank_log, run_ranks
-from bench.harness.rounds import MissingError
-from bench.peers.serve import EXIT_MISSING
 from tests.support.waiting import until
 
 
@@ -178,15 +175,3 @@ def test_an_interrupt_ends_all_ranks(tmp_path: Path, interruptible: None) -> Non
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path, script)
     assert_all_have_ended(tmp_path)
-
-
-def test_contenders_of_several_ranks(tmp_path: Path) -> None:
-    code = "import json, os; print(json.dumps({'rank': int(os.environ['RANK'])}))"
-    log = tmp_path / "log"
-    command = (sys.executable, "-c", code)
-    found = run_contender(Contender("x", command, None, log, ranks=2), timeout_s=300)
-    assert found == {"rank": 0}
-    code = f"import sys; print('No module named deepspeed'); sys.exit({EXIT_MISSING})"
-    missing = Contender("x", (sys.executable, "-c", code), tmp_path / "result", log, ranks=2)
-    with pytest.raises(MissingError, match="install: "):
-        run_contender(missing, timeout_s=300)

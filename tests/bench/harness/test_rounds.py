@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +15,17 @@ from hypothesis import strategies as st
 
 from bench.harness.machine import commit, cpu_model, describe_machine, header
 from bench.harness.program import (
-    SECONDS,
-    SIZE,
-    Kind,
     Program,
+    add_options,
+    byte_size,
     command_line,
+    count,
     list_of,
-    names,
-    options,
-    peers_of,
-    some_of,
+    names_of,
     whole,
 )
 from bench.harness.rounds import ContenderError, Rounds, run_rounds
-from bench.harness.tables import Column, Table, most_size, number, ranged, shown, size
+from bench.harness.tables import number, of_figures, ranged, size
 
 
 def quiet(_: str) -> None: ...
@@ -78,29 +75,26 @@ def test_what_is_derived_is_of_samples_of_the_same_round() -> None:
 
 def test_a_table_has_the_columns_that_have_figures() -> None:
     columns = (
-        Column("s", "s", ranged()),
-        Column("ms", "s", number(0, 1e3)),
-        Column("bytes", "bytes", size),
-        Column("most", "bytes", most_size),
-        Column("none", "none"),
-        Column("why", "why"),
+        ("s", "s", ranged()),
+        ("ms", "s", number(0, 1e3)),
+        ("bytes", "bytes", size),
+        ("none", "none", str),
+        ("why", "why", str),
     )
     bytes_ = {"median": 1024, "min": 1, "max": 2048}
     rows = {
         "one": {"s": {"median": 1.0, "min": 0.5, "max": 2.0}, "bytes": bytes_, "none": None},
         "two": {"s": 3.0, "why": "so"},
     }
-    shown_rows = Table(lambda result: f"about {result['x']}", "rows", columns)
-    text = "\n".join(shown(shown_rows)({"x": 7, "rows": rows, "notes": ["a note"]}))
-    title, head, line, *cells, end, note = [each for each in text.splitlines() if each]
+    text = of_figures("about 7", rows, columns)
+    title, head, line, *cells, end = [each for each in text.splitlines() if each]
     assert title == "about 7"
-    assert head.split() == ["s", "ms", "bytes", "most", "why"]
+    assert head.split() == ["s", "ms", "bytes", "why"]
     assert set(line) == {"-"}
-    for cell in ("1.00 (0.50-2.00)", "1,000", "1.0 KiB", "2.0 KiB"):
+    for cell in ("1.00 (0.50-2.00)", "1,000", "1.0 KiB"):
         assert cell in cells[0]
     assert end.split() == ["two", "3.00", "3,000", "so"]
-    assert note == "a note"
-    assert list(shown(shown_rows)({"rows": {}})) == []
+    assert of_figures("about 7", {}, columns) == ""
 
 
 @given(st.lists(st.floats(0.1, 10), min_size=1, max_size=9), st.floats(0.5, 2))
@@ -204,26 +198,15 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"x": arguments.size}
 
 
-OPTIONS = options(
-    """
-    --size    SIZE   1KiB  of it, which
-                           is long
-    --fast    FLAG   -     a flag
-    --kind    NAME   b     --of it
-    --own     MINE   -     read by itself
-    """,
-    kind="abc",
-    own=Kind("MINE", lambda option, text: text.upper()),
-)
-PROGRAM = Program("bench.x", "About it.", OPTIONS, measure, show, exit_code=lambda r: r["x"] % 7)
+def options(parser: argparse.ArgumentParser) -> None:
+    add_options(
+        parser,
+        ("--size", byte_size, "1KiB", "of it"),
+        ("--kind", ("a", "b"), "b", "of it"),
+    )
 
 
-def test_options_are_a_table() -> None:
-    found = PROGRAM.parse(["--fast", "--own", "x"])
-    assert (found.size, found.fast, found.kind, found.own) == (1024, True, "b", "X")
-    assert PROGRAM.parse([]).own is None
-    assert OPTIONS[0].help == "of it, which is long"
-    assert [each.kind.metavar for each in OPTIONS[2:]] == ["NAME", "MINE"]
+PROGRAM = Program("bench.x", "About it.", options, measure, show, exit_code=lambda r: r["x"] % 7)
 
 
 def test_a_program_prints_a_table_or_one_object(capsys: pytest.CaptureFixture[str]) -> None:
@@ -234,51 +217,57 @@ def test_a_program_prints_a_table_or_one_object(capsys: pytest.CaptureFixture[st
     assert result["x"] == 1024
     assert result["command"] == "python -m bench.x --json"
     assert result["machine"]["cores"] >= 1
-    assert PROGRAM.main(["--size", "7", "--fast"]) == 0
+    assert PROGRAM.main(["--size", "7", "--kind", "a"]) == 0
     *header, table = capsys.readouterr().out.splitlines()
-    assert header[-1] == "python -m bench.x --size 7 --fast"
+    assert header[-1] == "python -m bench.x --size 7 --kind a"
     assert table == "the table of 7"
 
 
 @pytest.mark.parametrize(
-    ("size", "why"),
+    ("given", "why"),
     [
-        ("-1", "--size: cannot read '-1' as a size; write bytes or e.g. '4GiB', '512MB'"),
-        ("1MiB", "a size of 1 MiB cannot be measured"),
+        (
+            "--size=-1",
+            "--size: cannot read '-1' as a size; write bytes or e.g. '4GiB', '512MB'",
+        ),
+        ("--size=1MiB", "a size of 1 MiB cannot be measured"),
+        ("--kind=c", "--kind: invalid choice: 'c' (choose from 'a', 'b')"),
+        ("--other", "unrecognized arguments: --other"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_2(
-    size: str, why: str, capsys: pytest.CaptureFixture[str]
+    given: str, why: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert PROGRAM.main([f"--size={size}"]) == 2
-    assert capsys.readouterr() == ("", f"bench.x: error: {why}\n")
+    assert PROGRAM.main([given]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.replace("a, b", "'a', 'b'")) == ("", f"bench.x: error: {why}\n")
 
 
 @pytest.mark.parametrize(
-    ("kind", "text", "found"),
+    ("read", "text", "found"),
     [
         (whole(), "3", 3),
-        (whole(), "0", "--x must be 1 or more, got 0"),
-        (whole(0), "1.5", "--x must be a whole number, got '1.5'"),
-        (SECONDS, "1.5", 1.5),
-        (SECONDS, "much", "--x must be a number, got 'much'"),
-        (some_of("abc"), "b, a,b", ["b", "a"]),
-        (some_of("abc"), "d", "unknown name 'd' in --x; known: a, b, c"),
-        (list_of(SIZE), "1KiB,2", [1024, 2]),
-        (list_of(SIZE), ",", "--x must name one at least"),
-        (peers_of(("fio", "torch")), "none", []),
-        (peers_of(("fio", "torch")), "foi", "unknown name 'foi' in --x; did you mean fio?"),
+        (whole(), "0", "must be 1 or more, got 0"),
+        (whole(0), "1.5", "must be a whole number, got '1.5'"),
+        (list_of(byte_size), "1KiB,2", [1024, 2]),
+        (list_of(byte_size), ",", "must name one at least"),
+        (names_of(("fio", "torch")), "none", []),
+        (names_of(("fio", "torch")), "foi", "unknown name 'foi'; known: fio, torch, none"),
+        (count, "64Mi", 64 << 20),
+        (count, "1.5 ki", 1536),
+        (count, "500e6", 500_000_000),
+        (count, "0", "must be a whole number of 1 or more, got '0'"),
+        (count, "64MiB", "cannot read '64MiB' as a count; write 500e6 or 64Mi"),
     ],
 )
-def test_kinds(kind: Kind, text: str, found: object) -> None:
+def test_readers(read: Callable[[str], object], text: str, found: object) -> None:
     if not isinstance(found, str):
-        assert kind.read("--x", text) == found
+        assert read(text) == found
         return
-    with pytest.raises(ValueError, match="--x") as raised:
-        kind.read("--x", text)
+    with pytest.raises(argparse.ArgumentTypeError) as raised:
+        read(text)
     assert str(raised.value) == found
 
 
-def test_command_line_and_names() -> None:
+def test_the_command_line_can_be_pasted() -> None:
     assert command_line("bench.io", ["--path", "a b"]) == "python -m bench.io --path 'a b'"
-    assert names(" fio, torch,,fio ") == ["fio", "torch"]

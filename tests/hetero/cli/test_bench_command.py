@@ -25,7 +25,7 @@ def test_it_lists_every_program_with_a_line(capsys: pytest.CaptureFixture[str]) 
     made = re.compile(r'(?:Program|program_parser|\nNAME = )\(?\s*"bench\.([\w.]+)"')
     texts = [path.read_text() for path in (ROOT / "bench").rglob("*.py")]
     assert set(listed) == {name for text in texts for name in made.findall(text)}
-    assert listed["adam"].startswith("Update kernels and norms")
+    assert listed["adam"].startswith("Update kernels beside")
     assert all(line.endswith(".") for line in listed.values())
 
 

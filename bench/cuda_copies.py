@@ -71,15 +71,12 @@ def measure_updates(
 
     Of a parameter's 26 bytes, with bf16 parameters and gradients and fp32 states, in RAM. "memory"
     is a loop that reads four fp32 arrays and writes three. "both" is what the copies move one way
-    meanwhile, "both_alone" without the update.
+    meanwhile.
     """
     arrays = UpdateArrays(numel)
     update = partial(arrays.update, UPDATE_KIND)
     found = {"memory": _best(arrays.stream), "update": _best(update)}
     with _copying(runtime or CudaRuntime(), copied_bytes) as copied:
-        begin_s, before = time.perf_counter(), copied()
-        time.sleep(1.0)
-        found["both_alone"] = (copied() - before) / (time.perf_counter() - begin_s)
         begin_s, before = time.perf_counter(), copied()
         found["update_beside"] = _best(update)
         found["both"] = (copied() - before) / (time.perf_counter() - begin_s)

@@ -1,1 +1,0 @@
-"""Native kernels alone, beside what memory gives and other libraries."""

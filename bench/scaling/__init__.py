@@ -1,1 +1,0 @@
-"""Training steps of many ranks on paper and in simulation."""

@@ -1,1 +1,0 @@
-"""Layers and losses in tiles beside whole ones: memory and time."""
