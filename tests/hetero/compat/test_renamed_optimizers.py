@@ -98,9 +98,6 @@ def test_arguments_by_their_order() -> None:
     assert isinstance(oneflow.optim.Adagrad(params()), hetero.HybridAdagrad)
     adamw = oneflow.optim.AdamW(params(), 0.1, BETAS, 1e-3, 0.2, False, False, state_dtype="bf16")
     assert (adamw.defaults["bias_correction"], adamw.state_dtype) == (False, "bf16")
-    assert oneflow.optim.AdamW(params(), decoupled_weight_decay=False).defaults["adamw_mode"] is (
-        False
-    )
 
 
 @pytest.mark.parametrize(

@@ -287,7 +287,7 @@ def test_arguments_are_deepspeeds(name: str, arguments: str) -> None:
     assert made.last_batch_iteration == -1
     for argument in given.keys() - {"optimizer"}:
         assert getattr(made, argument) == 0.5
-    with pytest.raises(AttributeError, match=f"{name} has no 'warmup'"):
+    with pytest.raises(AttributeError, match=f"'{name}' object has no attribute 'warmup'"):
         _ = made.warmup
     with pytest.raises(TypeError, match=rf"{name}\(\): missing a required argument: 'optimizer'"):
         SCHEDULES[name]()
