@@ -1,4 +1,4 @@
-"""hetero/compat/colossalai: launching, configurations, loaders, and the Trainer's loop."""
+"""hetero/compat/colossalai: launching, configurations and loaders."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from hetero.compat import colossalai
 from hetero.compat.colossalai.booster.plugin import GeminiPlugin
 from hetero.compat.colossalai.core import Options
 from hetero.compat.colossalai.core import global_context as gpc
-from hetero.compat.colossalai.trainer import Hook, LRSchedulerHook, Trainer
 from hetero.compat.colossalai.utils import get_current_device, get_dataloader, is_main_process
 
 
@@ -75,11 +74,6 @@ def test_the_configuration_may_come_first(
     gpc.load_config({})
 
 
-def test_the_default_parser() -> None:
-    args = colossalai.get_default_parser().parse_args(["--config", "a.py", "--port", "5"])
-    assert (args.config, args.port, args.backend) == ("a.py", 5, "nccl")
-
-
 def test_loaders_and_utilities() -> None:
     data = TensorDataset(torch.arange(10))
     sizes = [len(x) for (x,) in get_dataloader(data, batch_size=4)]
@@ -93,43 +87,3 @@ def test_loaders_and_utilities() -> None:
     assert [len(x) for (x,) in loader] == [4, 4]
     assert get_current_device().type in ("cpu", "cuda")
     assert is_main_process()
-
-
-class Count(Hook):
-    """What was called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[str] = []
-
-    def __getattribute__(self, name: str) -> Any:
-        if name.startswith(("before_", "after_")):
-            self.calls.append(name)
-        return super().__getattribute__(name)
-
-
-def test_the_trainers_loop(tmp_path: Path) -> None:
-    path = tmp_path / "config.py"
-    path.write_text("clip_grad_norm = 1.0\nNUM_EPOCHS = 2\n")
-    colossalai.launch_from_torch(config=str(path))
-    model = torch.nn.Linear(2, 2)
-    optimizer = colossalai.nn.optimizer.CPUAdam(model.parameters(), lr=0.5)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    engine, train, test, _ = colossalai.initialize(
-        model,
-        optimizer,
-        torch.nn.functional.mse_loss,
-        [([torch.ones(1, 2)], torch.zeros(1, 2)), ({"input": torch.ones(1, 2)}, torch.ones(1, 2))],
-        [(torch.ones(1, 2), torch.zeros(1, 2))],
-        scheduler,
-    )
-    trainer, count = Trainer(engine), Count()
-    hooks = [count, LRSchedulerHook(scheduler, by_epoch=True)]
-    trainer.fit(train, gpc.config.NUM_EPOCHS, test_dataloader=test, test_interval=2, hooks=hooks)
-    assert optimizer.param_groups[0]["lr"] == 0.125
-    assert count.calls.count("after_train_iter") == 4
-    assert count.calls.count("after_test_iter") == 1
-    assert (count.calls[0], count.calls[-1]) == ("before_train", "after_train")
-    trainer.fit(train, 5, max_steps=5)
-    assert trainer.cur_step == 5
-    engine.optimizer.engine.close()
