@@ -82,7 +82,7 @@ class _Global:
     cuda = partialmethod(to, "cuda")
 
 
-class Tensor(_Global, torch.Tensor):  # type: ignore[misc]
+class Tensor(_Global, torch.Tensor):
     """torch's, with to_global()."""
 
 

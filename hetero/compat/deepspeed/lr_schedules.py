@@ -30,6 +30,8 @@ class RateSchedule(DeclaresArguments):
 
     optimizer: torch.optim.Optimizer
     last_batch_iteration: int
+    warmup_num_steps: Any
+    cycle_momentum: Any
 
     if TYPE_CHECKING:
 

@@ -91,7 +91,9 @@ class Init(EarlyContext):
         else:
             # (For NVMe deepspeed.initialize() has a path; there is none yet.)
             policy = {} if device == "nvme" else policy
-            made = Config.make(backend="auto", dtype=NAMES.get(dtype, "fp32"), **policy)
+            made = Config.make(
+                backend="auto", dtype=NAMES.get(dtype or torch.float32, "fp32"), **policy
+            )
         super().__init__(
             made, process_group=data_parallel_group, mesh=mesh, enabled=enabled, module=module
         )
