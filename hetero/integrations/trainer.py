@@ -27,8 +27,8 @@ else:
     _Base = object
 
 
-# By TrainingArguments.optim: the optimizer, and its state_dtype if it has a choice. hetero does with
-# all state what bitsandbytes does with "paged" state.
+# By TrainingArguments.optim: the optimizer, and its state_dtype if it has a choice. "Paged" state
+# is what all state is here.
 _OPTIMIZERS: dict[str, tuple[type[HybridOptimizer], str]] = {
     **dict.fromkeys(
         ("adamw_torch", "adamw_torch_fused", "paged_adamw_32bit"), (HybridAdam, "fp32")
