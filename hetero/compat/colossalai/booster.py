@@ -33,12 +33,10 @@ from hetero.compat.ranks import barrier, join, rank
 class GeminiPlugin:
     """Wraps models by GeminiDDP and optimizers by GeminiOptimizer.
 
-    Args:
-        arguments: of both, and `precision` ("fp16", "bf16" or "fp32"; default: "fp16"); and
-            hetero's options, as host_memory and nvme_path.
+    It takes the arguments of both, `precision` ("fp16", the default, "bf16" or "fp32"), and
+    hetero's options, as host_memory and nvme_path.
 
-    Raises:
-        ValueError: an unknown argument, with the nearest name, or a wrong value.
+    Raises ValueError for an unknown argument, with the nearest name, and for a wrong value.
     """
 
     def __init__(self, **arguments: Any) -> None:
@@ -73,13 +71,8 @@ class Booster:
     All ranks save and load. A checkpoint is a file for torch.load(), or, saved with `shard`, a
     folder of hetero.save(); that of an optimizer has the parameters, too.
 
-    Args:
-        device: not needed: parameters come to where compute happens.
-        mixed_precision: not needed: the plugin's `precision` says it.
-        plugin: a GeminiPlugin. Default: one without arguments.
-
-    Raises:
-        ValueError: another plugin.
+    The plugin is a GeminiPlugin, by default one without arguments; other arguments are not needed.
+    Raises ValueError for another plugin.
     """
 
     def __init__(

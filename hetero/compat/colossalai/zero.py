@@ -34,17 +34,12 @@ _BASE = {"backend": "auto", "dtype": "fp16", "initial_loss_scale": None}
 
 
 class ColossalInitContext(EarlyContext):
-    """hetero.ZeroInitContext with ColossalAI's arguments.
+    """hetero.ZeroInitContext with ColossalAI's arguments, and its own.
 
-    Args:
-        target_device: not needed.
-        shard_strategy: TensorShardStrategy() or BucketTensorShardStrategy(). Default: chunks.
-        shard_param: parameters are sharded over the ranks (stage 3), or whole on each (stage 2).
-        arguments: convert_fp16 (default: True), seed, default_dtype, and others of ColossalAI's.
+    With `shard_param` parameters are sharded over the ranks (stage 3), else whole on each (stage
+    2). `shard_strategy` is TensorShardStrategy() or BucketTensorShardStrategy(); None: chunks.
 
-    Raises:
-        ValueError: an unknown argument, with the nearest name, or a wrong value.
-        Exception: as hetero.ZeroInitContext.
+    Raises ValueError for an unknown argument, with the nearest name, and as hetero's.
     """
 
     def __init__(
@@ -148,14 +143,10 @@ class WrappedModel(torch.nn.Module):
 class ShardedModelV2(WrappedModel):
     """A model with the options that ShardedOptimizerV2 initializes it with.
 
-    Args:
-        module: built inside ZeroInitContext, or outside.
-        shard_strategy: TensorShardStrategy() or BucketTensorShardStrategy().
-        process_group: the ranks to shard over, for a model that was built outside.
-        arguments: tensor_placement_policy (default: "cuda"), fp32_reduce_scatter, and others.
+    The model was built inside ZeroInitContext, or outside, with the ranks of a `process_group`
+    then; tensor_placement_policy is "cuda" by default.
 
-    Raises:
-        ValueError: an unknown argument, with the nearest name, or a wrong value.
+    Raises ValueError for an unknown argument, with the nearest name, and for a wrong value.
     """
 
     def __init__(
@@ -374,15 +365,10 @@ def _scale_policy(given: Mapping[str, Any]) -> ScalePolicy:
 class ShardedOptimizerV2(ScaledOptimizer):
     """Initializes a sharded model with its optimizer, and scales losses under fp16.
 
-    Args:
-        sharded_model: a ShardedModelV2.
-        optimizer: of hetero.compat.colossalai.nn.optimizer, of hetero, or torch's Adam, AdamW, SGD
-            or Adagrad before its first step.
-        arguments: of loss scaling (initial_scale, ...), and others of ColossalAI's.
+    The optimizer is of hetero.compat.colossalai.nn.optimizer, of hetero, or torch's Adam, AdamW,
+    SGD or Adagrad before its first step.
 
-    Raises:
-        ValueError: an unknown argument, with the nearest name, or a wrong value.
-        Exception: as hetero.initialize().
+    Raises ValueError for an unknown argument, with the nearest name, and as hetero.initialize().
     """
 
     def __init__(

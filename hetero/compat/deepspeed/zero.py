@@ -43,14 +43,12 @@ class Init(EarlyContext):
 
     Args:
         module: a model that was built outside; its parameters are taken at once.
-        data_parallel_group: the process group to shard over. Default: all ranks.
-        mem_efficient_linear, pin_memory, not_needed: have no effect.
+        data_parallel_group: the process group to shard over. Default: that of `mpu`, or all ranks.
         remote_device: "cpu" or "nvme": where parameters live. Default: as configured.
-        config_dict_or_path: a DeepSpeed configuration, or the path of one.
-        config: another name of config_dict_or_path.
+        config_dict_or_path, config: a DeepSpeed configuration, or the path of one.
         enabled: False: plain parameters are built.
         dtype: of the model's parameters in training, if there is no configuration.
-        mpu: an object whose get_data_parallel_group() gives the group.
+        mem_efficient_linear, pin_memory, not_needed: have no effect.
 
     Raises:
         ValueError: a configuration that cannot work.
