@@ -13,7 +13,7 @@ import runpy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import Any, ParamSpec, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,6 @@ from hetero.compat.colossalai.zero import ScaledOptimizer, ShardedModelV2, Shard
 from hetero.compat.key_table import log_given, refuse_unknown
 from hetero.ranks.process_groups import is_distributed
 
-_Given = ParamSpec("_Given")
 _Configuration = Mapping[str, Any] | str | PathLike[str]
 
 
@@ -72,21 +71,6 @@ class GlobalContext:
 global_context = GlobalContext()
 
 
-def _config_may_come_first(function: Callable[_Given, None]) -> Callable[_Given, None]:
-    """Takes a first argument that is a configuration as `config`, as earlier releases have it."""
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> None:
-        first = args[0] if args else 0
-        is_file = isinstance(first, str) and first.endswith(".py")
-        if first is None or is_file or isinstance(first, (PathLike, Mapping)):
-            kwargs["config"], args = first, args[1:]
-        function(*args, **kwargs)
-
-    return cast("Callable[_Given, None]", call)
-
-
-@_config_may_come_first
 def launch_from_torch(
     backend: str = "nccl",
     seed: int = 1024,
@@ -107,7 +91,6 @@ def launch_from_torch(
     torch.manual_seed(seed)
 
 
-@_config_may_come_first
 def launch(
     rank: int,
     world_size: int,

@@ -30,7 +30,7 @@ def test_launch_says_what_torchrun_would(monkeypatch: pytest.MonkeyPatch) -> Non
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK"):
         monkeypatch.setenv(name, "before")  # which it puts back
         monkeypatch.delenv(name)
-    colossalai.launch({"SEQ": {"length": 3}}, 0, 1, "127.0.0.1", 29500, seed=3)
+    colossalai.launch(0, 1, "127.0.0.1", 29500, seed=3, config={"SEQ": {"length": 3}})
     assert [os.environ[n] for n in ("RANK", "WORLD_SIZE", "LOCAL_RANK")] == ["0", "1", "0"]
     drawn = torch.rand(1)
     torch.manual_seed(3)
@@ -47,31 +47,22 @@ def test_launch_says_what_torchrun_would(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not torch.backends.cudnn.benchmark
 
 
-@pytest.mark.parametrize("first", [{"mine": 1}, "a file", "a path"])
-def test_the_configuration_may_come_first(
-    first: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("given", [{"mine": 1}, "a file", "a path"])
+def test_the_configuration_may_be_a_file(
+    given: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """launch(config, rank, ...) of earlier releases, and today's launch(rank, ...)."""
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK"):
         monkeypatch.setenv(name, "0")
     file = tmp_path / "configuration.py"
     file.write_text("mine = 1\n")
-    given: Any = {"a file": str(file), "a path": file}.get(str(first), first)
-    colossalai.launch(given, 0, 1, "127.0.0.1", 29500, "gloo")
-    assert gpc.config.mine == 1
-    colossalai.launch(0, 1, "127.0.0.1", 29500, "gloo", 0, 7, False)
-    assert (gpc.config, os.environ["WORLD_SIZE"]) == ({}, "1")
+    config: Any = {"a file": str(file), "a path": file}.get(str(given), given)
+    colossalai.launch(0, 1, "127.0.0.1", 29500, "gloo", 0, 7, False, config=config)
+    assert (gpc.config.mine, os.environ["WORLD_SIZE"]) == (1, "1")
     drawn = torch.rand(1)
     torch.manual_seed(7)
     assert torch.equal(drawn, torch.rand(1))
-    colossalai.launch_from_torch(given)
-    assert gpc.config.mine == 1
     colossalai.launch_from_torch("gloo", 3, verbose=False)
     assert gpc.config == {}
-    colossalai.launch(None, 0, 1, "127.0.0.1", 29500)
-    colossalai.launch(rank=0, world_size=1, host="localhost", port=29500, config={"mine": 2})
-    assert gpc.config.mine == 2
-    gpc.load_config({})
 
 
 def test_loaders_and_utilities() -> None:
