@@ -98,8 +98,7 @@ class Adam(HybridAdam):
         options: bias_correction, state_dtype and torch_options, as of HybridAdam.
 
     Raises:
-        ValueError: an option is out of range, or of another update: amsgrad, maximize,
-            differentiable.
+        ValueError: as HybridAdam.
     """
 
     def __init__(
@@ -128,8 +127,7 @@ class AdamW(HybridAdam):
         options: bias_correction, state_dtype and torch_options, as of HybridAdam.
 
     Raises:
-        ValueError: an option is out of range, or of another update: amsgrad, maximize,
-            differentiable.
+        ValueError: as HybridAdam.
     """
 
     def __init__(

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -71,13 +71,11 @@ METHODS = KeyTable(
         "set_reduce_scatter_divide_factor": "its older name",
     },
     not_needed={
-        "parameters come in wherever they are used": "unshard",
-        "slots are given up when others need them": "reshard",
-        "the engine knows the order of uses, and overlaps": """set_modules_to_forward_prefetch
-            set_modules_to_backward_prefetch set_reshard_after_forward set_reshard_after_backward
-            set_is_last_backward set_unshard_in_backward set_requires_all_reduce
-            reset_iter_state""",
-        "a use of a parameter waits for its update": "set_post_optim_event",
+        "the engine brings parameters in and out, updates and overlaps in its own order": """
+            unshard reshard set_modules_to_forward_prefetch set_modules_to_backward_prefetch
+            set_reshard_after_forward set_reshard_after_backward set_is_last_backward
+            set_unshard_in_backward set_requires_all_reduce reset_iter_state
+            set_post_optim_event""",
         "ranks exchange parts and sum them in fp32, in a fixed order": """
             set_allocate_memory_from_process_group_for_comm set_force_sum_reduction_for_comms
             set_reduce_scatter_max_input_buffers set_separate_reduce_scatter_group
@@ -106,10 +104,10 @@ class _Policy:
 
 
 class UnshardHandle:
-    """What FSDPModule.unshard() returns: parameters come in wherever they are used."""
+    """The handle of FSDPModule.unshard(); its wait() does nothing."""
 
     def wait(self) -> None:
-        """Does nothing."""
+        """Parameters come in wherever they are used."""
 
 
 class FSDPModule:
@@ -128,20 +126,16 @@ class FSDPModule:
         module: Any = self
         if torch.is_grad_enabled() and not _is_managed(module):
             _initialize(_outermost(module))
-        precision = _policy_of(module).precision
+        precision = module._fsdp_policy.precision
         if _is_managed(module):  # before that parameters are as they were made
             args, kwargs = cast((args, kwargs), precision.param_dtype)
         output = function(*args, **kwargs)
         return cast(output, precision.output_dtype)
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Not needed: parameters come in wherever they are used. async_op: returns a handle."""
+        """Not needed: parameters come in wherever they are used. With async_op a handle is made."""
         METHODS.read({"unshard": True})
         return UnshardHandle() if async_op else None
-
-    def reshard(self) -> None:
-        """Not needed: a slot is given up when another parameter needs it."""
-        METHODS.read({"reshard": True})
 
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
@@ -155,15 +149,11 @@ class FSDPModule:
             raise ValueError("set_requires_gradient_sync(recurse=False): it is for whole models")
         module: Any = self
         if not _is_managed(module):
-            module.__dict__["_sync_later"] = requires_gradient_sync
+            module._sync_later = requires_gradient_sync
             return
-        held: ExitStack | None = module.__dict__.pop("_unsynced", None)
-        if held is not None:
-            held.close()
+        module.__dict__.setdefault("_unsynced", ExitStack()).close()
         if not requires_gradient_sync:
-            block = ExitStack()
-            block.enter_context(no_sync(module))
-            module.__dict__["_unsynced"] = block
+            module._unsynced.enter_context(no_sync(module))
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Gradients are the ranks' sum divided by `factor`, instead of by the number of ranks.
@@ -171,7 +161,7 @@ class FSDPModule:
         This is for the parameters whose nearest fully sharded module this one is.
         """
         module: Any = self
-        module.__dict__["_divide_factor"] = float(factor)
+        module._divide_factor = float(factor)
         if _is_managed(module):
             _divide_gradients(module)
 
@@ -264,7 +254,7 @@ def fully_shard(
         if isinstance(each, FSDPModule):
             raise ValueError(f"fully_shard() was called on this {type(each).__name__} before")
         each.__class__ = _sharded_class(type(each))
-        each.__dict__["_fsdp_policy"] = policy
+        each._fsdp_policy = policy
         _sharded.add(each)
     return module
 
@@ -294,11 +284,6 @@ def _sharded_class(plain: type) -> type:
 
 def _new(plain: Any) -> Any:
     return plain.__new__(plain)
-
-
-def _policy_of(module: torch.nn.Module) -> _Policy:
-    policy: _Policy = module.__dict__["_fsdp_policy"]
-    return policy
 
 
 def _is_managed(module: torch.nn.Module) -> bool:
@@ -336,7 +321,7 @@ def _initialize(root: Any) -> None:
                 f"evaluate under torch.no_grad()"
             )
         return
-    policy = _policy_of(root)
+    policy = root._fsdp_policy
     # In the order in which they were made of the model's parameters.
     order = {id(param): number for number, param in enumerate(root.parameters())}
     optimizers.sort(key=lambda each: min(order.get(key, len(order)) for key in _ids(each)))
@@ -349,21 +334,20 @@ def _initialize(root: Any) -> None:
         if "_divide_factor" in module.__dict__:
             _divide_gradients(module)
     if "_sync_later" in root.__dict__:
-        root.set_requires_gradient_sync(root.__dict__.pop("_sync_later"))
+        root.set_requires_gradient_sync(root._sync_later)
 
 
-def _divide_gradients(module: torch.nn.Module) -> None:
+def _divide_gradients(module: Any) -> None:
     """Makes gradients of the module's own parameters follow its factor, from the next one on."""
     if module.__dict__.get("_divides"):
         return
-    module.__dict__["_divides"] = True
+    module._divides = True
     this = weakref.ref(module)
 
     def divided(grad: torch.Tensor) -> torch.Tensor:
         owner: Any = this()
-        mesh = _policy_of(owner).mesh
-        count = ranks() if mesh is None else mesh.size()
-        factor: float = count / owner.__dict__["_divide_factor"]
+        mesh = owner._fsdp_policy.mesh
+        factor: float = (ranks() if mesh is None else mesh.size()) / owner._divide_factor
         return grad * factor
 
     inner = [m for m in module.modules() if isinstance(m, FSDPModule) and m is not module]
@@ -415,29 +399,30 @@ def _config(root: torch.nn.Module, policy: _Policy) -> Config:
         (name, m) for name, m in root.named_modules() if isinstance(m, FSDPModule)
     ]
     dtypes = {
-        name: _dtype("param_dtype", _policy_of(m).precision.param_dtype) or "fp32"
+        name: _dtype("param_dtype", m._fsdp_policy.precision.param_dtype) or "fp32"
         for name, m in parts
     }
     compute = dtypes[""]
-    keep_fp32 = _kept(root, parts, dtypes) if compute != "fp32" else []
-    _check_same("reshard_after_forward", parts, lambda p: p.stage)
-    _check_same("mesh", parts, lambda p: p.mesh)
-    _check_same("offload_policy", parts, lambda p: p.placement)
-    _check_same("mp_policy.reduce_dtype", parts, lambda p: p.precision.reduce_dtype)
+    for what, value_of in _SAME_IN_ALL.items():
+        for name, module in parts:
+            if value_of(module._fsdp_policy) != value_of(policy):
+                raise ValueError(
+                    f"{what} differs between the whole model and {name}, which have one engine; "
+                    f"give both the same"
+                )
     for name, dtype in dtypes.items():
         if dtype not in ("fp32", compute):
             raise ValueError(
                 f"mp_policy: param_dtype of {name} is {dtype}, and that of the whole model "
                 f"{compute}; a part may have the same one or fp32"
             )
-    reduce_dtype = _dtype("reduce_dtype", policy.precision.reduce_dtype) or compute
     return Config.make(
         {
             "backend": "auto",
             "dtype": compute,
             "grad_dtype": "fp32",
-            "reduce_dtype": reduce_dtype,
-            "keep_fp32": keep_fp32,
+            "reduce_dtype": _dtype("reduce_dtype", policy.precision.reduce_dtype) or compute,
+            "keep_fp32": _kept(root, dtypes) if compute != "fp32" else [],
             "zero_stage": policy.stage,
             "placement_policy": policy.placement,
             "initial_loss_scale": None,  # as FSDP2's, which leave it to a GradScaler
@@ -446,29 +431,23 @@ def _config(root: torch.nn.Module, policy: _Policy) -> Config:
     )
 
 
-def _kept(
-    root: torch.nn.Module, parts: Sequence[tuple[str, Any]], dtypes: dict[str, str]
-) -> list[str]:
+# What policies of all modules must say alike.
+_SAME_IN_ALL: dict[str, Callable[[_Policy], Any]] = {
+    "reshard_after_forward": lambda policy: policy.stage,
+    "mesh": lambda policy: policy.mesh,
+    "offload_policy": lambda policy: policy.placement,
+    "mp_policy.reduce_dtype": lambda policy: policy.precision.reduce_dtype,
+}
+
+
+def _kept(root: torch.nn.Module, dtypes: dict[str, str]) -> list[str]:
     """The names of parameters whose nearest fully sharded module keeps fp32."""
-    names = [name for name, _ in parts]
     kept = []
     for param_name, _ in root.named_parameters():
-        around = [name for name in names if not name or param_name.startswith(f"{name}.")]
+        around = [name for name in dtypes if not name or param_name.startswith(f"{name}.")]
         if dtypes[max(around, key=len)] == "fp32":
             kept.append(param_name)
     return kept
-
-
-def _check_same(
-    what: str, parts: Sequence[tuple[str, Any]], value_of: Callable[[_Policy], Any]
-) -> None:
-    first_name, first = parts[0]
-    for name, module in parts[1:]:
-        if value_of(_policy_of(module)) != value_of(_policy_of(first)):
-            raise ValueError(
-                f"{what} differs between {first_name or 'the whole model'} and {name}, which have "
-                f"one engine; give both the same"
-            )
 
 
 def _dtype(what: str, dtype: torch.dtype | None) -> str | None:

@@ -21,7 +21,7 @@ from offload.errors import HeteroError, NonFiniteError
 
 @dataclass(frozen=True)
 class ScalePolicy:
-    """How the scale changes.
+    """How the scale changes. Raises ValueError for factors and limits that cannot be.
 
     Attributes:
         initial: the first scale.
@@ -31,8 +31,6 @@ class ScalePolicy:
         hysteresis: overflows before it becomes smaller.
         refills_hysteresis: any step without overflow begins to count anew, and not growth alone.
         least, most: its limits.
-
-    Raises ValueError for factors and limits that cannot be.
     """
 
     initial: float = 2.0**16
@@ -101,9 +99,15 @@ class GradScale:
         if overflow:
             self._good_steps = 0
             self._left -= 1
-            if self._left <= 0:
-                self._back_off(policy)
-                self._left = 1
+            if self._left > 0:
+                return
+            self._left = 1
+            if self.value <= policy.least and policy.backoff_factor < 1:
+                raise NonFiniteError(
+                    f"fp16 gradients overflow although the loss scale is down to {self.value:g}, "
+                    f"its least; use bf16 or fp32, whose range is wider"
+                )
+            self.value = max(policy.least, self.value * policy.backoff_factor)
             return
         self._good_steps += 1
         if policy.refills_hysteresis:
@@ -112,14 +116,6 @@ class GradScale:
         if counted > 0 and counted % policy.growth_interval == 0:
             self._left = policy.hysteresis
             self.value = min(policy.most, self.value * policy.growth_factor)
-
-    def _back_off(self, policy: ScalePolicy) -> None:
-        if self.value <= policy.least and policy.backoff_factor < 1:
-            raise NonFiniteError(
-                f"fp16 gradients overflow although the loss scale is down to {self.value:g}, its "
-                f"least; use bf16 or fp32, whose range is wider"
-            )
-        self.value = max(policy.least, self.value * policy.backoff_factor)
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps of it."""
@@ -132,17 +128,14 @@ class GradScale:
 
 
 class ScaledSteps:
-    """Steps of an optimizer whose losses are scaled; overflows skip them.
+    """Steps of an optimizer whose losses are scaled by `policy`; overflows skip them.
 
-    Anybody else's call of the optimizer's step() would leave that out, and is an error.
-
-    Args:
-        optimizer: the wrapper's.
-        policy: of the loss scale; None: it is 1 for ever.
-        call: what to call instead of step().
+    Anybody else's call of the optimizer's step() would leave that out, and is an error, which says
+    what to `call`.
 
     Attributes:
-        scale: of the losses.
+        optimizer: hetero's.
+        scale: of the losses; without a policy it is 1 for ever.
         is_scaled: gradients are times the scale.
         norm: of all gradients before the last clipping; None: none was clipped yet.
     """
@@ -151,14 +144,14 @@ class ScaledSteps:
         self.scale = GradScale(policy)
         self.is_scaled = False
         self.norm: float | None = None
-        self._optimizer, self._call = optimizer, call
+        self.optimizer, self._call = optimizer, call
         self._overflow = self._is_own = False
         optimizer.register_step_pre_hook(self._check)
 
     def backward(self, loss: torch.Tensor, **options: Any) -> None:
         """Adds the gradients of a loss, scaled; options as of torch.Tensor.backward()."""
         self.is_scaled = True
-        self._optimizer.engine.backward(self.scale.scaled(loss), **options)
+        self.optimizer.engine.backward(self.scale.scaled(loss), **options)
 
     def clip(self, max_norm: float, norm_type: float = 2.0) -> bool:
         """Clips the norm of all gradients together; False: they overflow, and are as they were."""
@@ -171,11 +164,11 @@ class ScaledSteps:
         overflow = self._unscale()
         self._overflow = False
         if overflow:
-            self._optimizer.zero_grad()
+            self.optimizer.zero_grad()
         else:
             self._is_own = True
             try:
-                self._optimizer.step()
+                self.optimizer.step()
             finally:
                 self._is_own = False
         self.scale.update(overflow)
@@ -184,17 +177,17 @@ class ScaledSteps:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients."""
         self.is_scaled = self._overflow = False
-        self._optimizer.zero_grad(set_to_none)
+        self.optimizer.zero_grad(set_to_none)
 
     def _unscale(self) -> bool:
         """Divides gradients by the scale, once; whether they overflow."""
         if self.is_scaled:
             self.is_scaled = False
-            self._overflow = self.scale.unscale(self._optimizer.engine, self._params())
+            self._overflow = self.scale.unscale(self.optimizer.engine, self._params())
         return self._overflow
 
     def _params(self) -> list[torch.Tensor]:
-        return [param for group in self._optimizer.param_groups for param in group["params"]]
+        return [param for group in self.optimizer.param_groups for param in group["params"]]
 
     def _check(self, optimizer: Any, *_: Any) -> None:
         if not self._is_own:

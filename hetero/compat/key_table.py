@@ -11,13 +11,12 @@ import difflib
 import logging
 import os
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
-from inspect import Parameter, Signature
+from inspect import Parameter, Signature, signature
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-REQUIRED = Parameter.empty
 logger = logging.getLogger("hetero.compat")
 _logged: set[tuple[str, str]] = set()
 
@@ -38,41 +37,35 @@ class Key(NamedTuple):
     text: str
 
 
-class KeyTable:
-    """The keys of one mapping.
+_NONE: Mapping[str, Any] = MappingProxyType({})
 
-    Attributes:
-        name: the mapping, as errors and messages name it ("zero_optimization").
-        keys: by name.
-        aliases: other spellings of keys.
+
+class KeyTable:
+    """The keys of one mapping, as errors and messages `name` it ("zero_optimization").
+
+    `honoured` and `mapped` have a text for each key; `not_needed` and `refused` have names, with
+    spaces between, for each reason. `others` are keys of another table. `aliases` are other
+    spellings.
     """
 
     def __init__(
         self,
         name: str,
-        honoured: Mapping[str, str] = MappingProxyType({}),
-        mapped: Mapping[str, str] = MappingProxyType({}),
-        not_needed: Mapping[str, str] = MappingProxyType({}),
-        refused: Mapping[str, str] = MappingProxyType({}),
+        honoured: Mapping[str, str] = _NONE,
+        mapped: Mapping[str, str] = _NONE,
+        not_needed: Mapping[str, str] = _NONE,
+        refused: Mapping[str, str] = _NONE,
         *,
-        aliases: Mapping[str, str] = MappingProxyType({}),
-        others: Mapping[str, Key] = MappingProxyType({}),
-        order: str = "",
+        aliases: Mapping[str, str] = _NONE,
+        others: Mapping[str, Key] = _NONE,
     ) -> None:
-        """`honoured` and `mapped` have a text for each key.
-
-        `not_needed` and `refused` have names, with spaces between, for each reason; `others` are
-        keys of another table. `order`: the names of all keys, if they are in another order.
-        """
         self.name, self.aliases = name, aliases
-        keys = {each: Key(Treatment.HONOURED, text) for each, text in honoured.items()}
-        keys |= {each: Key(Treatment.MAPPED, text) for each, text in mapped.items()}
+        self.keys = {each: Key(Treatment.HONOURED, text) for each, text in honoured.items()}
+        self.keys |= {each: Key(Treatment.MAPPED, text) for each, text in mapped.items()}
         for kind, reasons in ((Treatment.NOT_NEEDED, not_needed), (Treatment.REFUSED, refused)):
             for reason, names in reasons.items():
-                keys |= dict.fromkeys(names.split(), Key(kind, reason))
-        keys |= others
-        self.keys = {each: keys.pop(each) for each in order.split() or list(keys)}
-        assert not keys, f"{name}: the order lacks {list(keys)}"
+                self.keys |= dict.fromkeys(names.split(), Key(kind, reason))
+        self.keys |= others
 
     def read(self, given: object) -> dict[str, Any]:
         """The values of honoured and mapped keys, under their usual names.
@@ -108,38 +101,42 @@ class KeyTable:
 
 
 class DeclaresArguments:
-    """A class whose constructor takes `*args, **kwargs`, and which has declared their names."""
+    """A class whose constructor takes `*args, **kwargs`; a lambda in its statement declares them.
+
+    class Scale(DeclaresArguments, arguments=lambda factor, offset=0.0: None): ...
+    """
 
     _signature: Signature
 
-    @classmethod
-    def _declare(cls, arguments: Mapping[str, Any]) -> None:
-        """Sets the arguments and their defaults; `**name` takes all others."""
-        cls._signature = Signature(
-            [
-                Parameter(name[2:], Parameter.VAR_KEYWORD)
-                if name.startswith("**")
-                else Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, default=default)
-                for name, default in arguments.items()
-            ]
-        )
-        cls.__signature__ = cls._signature  # type: ignore[attr-defined]
+    def __init_subclass__(cls, arguments: Callable[..., None] | None = None) -> None:
+        super().__init_subclass__()
+        if arguments is not None:
+            cls._signature = cls.__signature__ = signature(arguments)  # type: ignore[attr-defined]
 
     def _given(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments that were given, by their names. Raises TypeError as any call does."""
+        """All arguments by their names, and defaults. Raises TypeError as any call does."""
         try:
-            given: dict[str, Any] = dict(self._signature.bind(*args, **kwargs).arguments)
+            bound = self._signature.bind(*args, **kwargs)
         except TypeError as error:
             raise TypeError(f"{type(self).__name__}(): {error}") from None
+        bound.apply_defaults()
+        given: dict[str, Any] = dict(bound.arguments)
         for name, parameter in self._signature.parameters.items():
             if parameter.kind is Parameter.VAR_KEYWORD:
-                given |= given.pop(name, {})
+                given |= given.pop(name)
         return given
 
 
 def log_not_needed(what: str, reason: str) -> None:
     """Logs once in a process, on the first rank, that `what` is accepted and not needed."""
     log_once(f"{what} is not needed here, because", reason, ending="")
+
+
+def log_given(call: str, reason: str, **given: object) -> None:
+    """Logs each argument of a call that is given (not None, not False) as not needed."""
+    for name, value in given.items():
+        if value is not None and value is not False:
+            log_not_needed(f"{call}: {name}", reason)
 
 
 def log_once(what: str, said: str, ending: str = ":") -> None:
@@ -149,9 +146,7 @@ def log_once(what: str, said: str, ending: str = ":") -> None:
         logger.warning("%s%s %s", what, ending, said)
 
 
-def forget_logged() -> None:
-    """Everything is logged anew; for tests."""
-    _logged.clear()
+forget_logged = _logged.clear  # everything is logged anew; for tests
 
 
 def refuse_unknown(where: str, given: Mapping[str, Any], known: Sequence[str]) -> None:

@@ -27,7 +27,7 @@ _USED_OPTIONS = (
     *("allow_ram_filesystem", "nvme_capacity", "rank_timeout_s"),
 )
 # The process group and the mesh that a context was given: its model is initialized with the same.
-_ranks: weakref.WeakKeyDictionary[ConstructionArena, tuple[Any, Any]] = weakref.WeakKeyDictionary()
+_ranks: weakref.WeakKeyDictionary[ConstructionArena, dict[str, Any]] = weakref.WeakKeyDictionary()
 
 
 class EarlyContext(ZeroInitContext):
@@ -54,8 +54,9 @@ class EarlyContext(ZeroInitContext):
         self._is_outermost = enabled and ZeroInitContext._active is None
         if not self._is_outermost:
             return
-        super().__init__(config, process_group=process_group, mesh=mesh)
-        _ranks[self.construction] = process_group, mesh
+        ranks = {"process_group": process_group, "mesh": mesh}
+        super().__init__(config, **ranks)
+        _ranks[self.construction] = ranks
         if module is not None:
             with self:
                 for param in module.parameters():
@@ -75,9 +76,7 @@ def start(
     model: torch.nn.Module,
     optimizer: HybridOptimizer | Sequence[HybridOptimizer],
     config: Config,
-    *,
-    process_group: Any = None,
-    mesh: Any = None,
+    **ranks: Any,
 ) -> None:
     """hetero.initialize() with `config`, whatever options the model was built with.
 
@@ -87,7 +86,7 @@ def start(
         model: built inside an EarlyContext, or outside.
         optimizer: as hetero.initialize() takes it.
         config: all options.
-        process_group, mesh: the ranks, as hetero.initialize() takes them. Those of the context hold
+        ranks: process_group and mesh, as hetero.initialize() takes them. Those of the context hold
             for a model that was built in it, and others are refused.
 
     Raises:
@@ -97,14 +96,12 @@ def start(
     """
     construction = construction_of(model)
     if construction is None:
-        initialize(model, optimizer, config, process_group=process_group, mesh=mesh)
+        initialize(model, optimizer, config, **ranks)
         return
-    early = _ranks.get(construction, (None, None))
+    early = _ranks.get(construction, {})
     all_ranks = dist.group.WORLD if is_distributed() else None
-    for name, given, before in zip(
-        ("process_group", "mesh"), (process_group, mesh), early, strict=True
-    ):
-        if given is not None and given != (before or all_ranks):
+    for name, given in ranks.items():
+        if given is not None and given != (early.get(name) or all_ranks):
             raise HeteroError(
                 f"the model was built with another {name}; give it, or the configuration that has "
                 f"it, to the context that builds the model"
@@ -123,4 +120,4 @@ def start(
     require_same_writes(model, construction)
     construction.restore(model.parameters())
     construction.world.close()
-    initialize(model, optimizer, config, process_group=early[0], mesh=early[1])
+    initialize(model, optimizer, config, **early)

@@ -8,41 +8,37 @@ the engine has the parameters. Names that are not here are torch's.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import wraps
+from functools import partialmethod, wraps
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from hetero.api.optimizer import HybridOptimizer, unmanaged
-from hetero.compat.key_table import KeyTable, log_not_needed, nearest
+from hetero.compat.key_table import KeyTable, log_given
 from hetero.compat.late_start import start
 from hetero.compat.module_paths import mirrored
-from hetero.compat.optimizers import optimizers_of
+from hetero.compat.optimizers import hybrid_optimizer, optimizers_of
 from hetero.compat.ranks import join, ranks
 from hetero.config import Config
 
 METHODS = KeyTable(
     "nn.Graph.config",
-    honoured={"set_hetero_options": "hetero's own options, as `host_memory`"},
     mapped={
+        "set_hetero_options": "hetero's own options, as `host_memory`",
         "enable_zero": "`zero_stage`; without it 1: the same numbers with less memory",
         "set_zero_redundancy_optimizer_mode": "`zero_stage=1`",
         "enable_amp": '`dtype="bf16"`, which needs no loss scale',
     },
     not_needed={
-        "small parameters share a chunk with others": """shard_min_size
-            set_zero_redundancy_optimizer_min_size_after_split""",
-        "parameters are gathered when they are used": "shard_restore_level",
-        "graphs run as they are written": """set_outputs_buffer_size allow_fuse_add_to_output
-            allow_fuse_model_update_ops allow_fuse_cast_scale
-            enable_cudnn_conv_heuristic_search_algo""",
+        "the engine divides parameters, and graphs run as they are written": """shard_min_size
+            set_zero_redundancy_optimizer_min_size_after_split shard_restore_level
+            set_outputs_buffer_size allow_fuse_add_to_output allow_fuse_model_update_ops
+            allow_fuse_cast_scale enable_cudnn_conv_heuristic_search_algo"""
     },
     refused={
         "call torch.compile(model) instead": "enable_xla_jit enable_tensorrt enable_openvino",
-        "build() may call backward() for one part of the data after another": (
-            "set_gradient_accumulation_steps"
-        ),
+        "build() may call backward() for each part of the data": "set_gradient_accumulation_steps",
     },
 )
 _MAKERS = "arange empty eye full linspace ones rand randint randn randperm tensor zeros"
@@ -64,38 +60,29 @@ class _Global:
         Raises ValueError unless all ranks have it: modules whole, tensors whole or some rows.
         """
         if placement is not None and sorted(placement) != list(range(ranks())):
-            raise ValueError(
-                f"the placement has the ranks {placement}, and the training {ranks()} ranks; give "
-                f"all"
-            )
-        is_module = isinstance(self, torch.nn.Module)
+            raise ValueError(f"the placement has the ranks {placement}, not all {ranks()} ranks")
+        allowed = (None,) if isinstance(self, torch.nn.Module) else (None, 0)
         for dim in sbp if isinstance(sbp, (list, tuple)) else [sbp]:
-            if dim is not None and is_module:
+            if dim not in allowed:
                 raise ValueError(
-                    "a model's sbp must be broadcast; config.enable_zero() of the graph shares it "
-                    "out"
+                    f"sbp splits dimension {dim}: data may be split along dimension 0, and a model "
+                    f"is broadcast (config.enable_zero() of its graph shares it out)"
                 )
-            if dim not in (None, 0):
-                raise ValueError(f"data must be split along dimension 0, not {dim}")
         return self.as_subclass(torch.Tensor) if isinstance(self, Tensor) else self
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """As of torch, but a module stays on the CPU, and a tensor does without a GPU."""
-        is_module = isinstance(self, torch.nn.Module)
-        if is_module or not torch.cuda.is_available():
-            given = len(args) + len(kwargs)
-            args = tuple(each for each in args if not isinstance(each, (str, int, torch.device)))
-            kwargs.pop("device", None)
-            if is_module and len(args) + len(kwargs) < given:
-                log_not_needed("Module.to: a device", "parameters come to where compute happens")
+        if isinstance(self, torch.nn.Module) or not torch.cuda.is_available():
+            rest = tuple(each for each in args if not isinstance(each, (str, int, torch.device)))
+            device = len(rest) < len(args) or kwargs.pop("device", None)
+            log_given("to", "the engine brings values to where compute happens", device=device)
+            args = rest
         return super().to(*args, **kwargs) if args or kwargs else self  # type: ignore[misc]
 
-    def cuda(self, device: Any = None) -> Any:
-        """As to("cuda")."""
-        return self.to("cuda")
+    cuda = partialmethod(to, "cuda")
 
 
-class Tensor(_Global, torch.Tensor):  # type: ignore[misc]
+class Tensor(_Global, torch.Tensor):
     """torch's, with to_global()."""
 
 
@@ -125,14 +112,12 @@ class GraphConfig:
 
     def enable_amp(self, mode: bool = True, *, dtype: Any = None) -> None:
         """Keeps parameters in bf16 with fp32 masters, whatever the dtype; in fp32 if not `mode`."""
-        if dtype is not None:
-            log_not_needed("enable_amp: dtype", "bf16 needs no loss scale")
+        log_given("enable_amp", "bf16 needs no loss scale", dtype=dtype)
         self.set_hetero_options(dtype="bf16" if mode else "fp32")
 
     def __getattr__(self, name: str) -> Any:
-        if name not in METHODS.keys:
-            near = nearest(name, list(METHODS.keys))
-            raise AttributeError(f"nn.Graph.config has no {name!r}; {near}")
+        if name.startswith("_"):
+            raise AttributeError(name)
         return lambda mode=True: METHODS.read({name: mode})
 
 
@@ -149,19 +134,14 @@ class Graph:
         self._scheduler: Any = None
         self._root: torch.nn.Module | None = None  # the engine does not keep it alive
 
-    def add_optimizer(self, optim: HybridOptimizer, *, lr_sch: Any = None) -> None:
+    def add_optimizer(self, optim: torch.optim.Optimizer, *, lr_sch: Any = None) -> None:
         """Trains the parameters of this optimizer; each call steps `lr_sch`, a scheduler of it.
 
-        Raises ValueError for another project's optimizer, and for a second one.
+        Raises ValueError for an optimizer that hetero has not, and for a second one.
         """
-        if not isinstance(optim, HybridOptimizer):
-            raise ValueError(
-                f"the optimizer must be of hetero.compat.oneflow.optim, or of hetero, not "
-                f"{type(optim).__name__}"
-            )
         if self._optimizer is not None:
             raise ValueError("the graph has an optimizer; give its param groups to one")
-        self._optimizer, self._scheduler = optim, lr_sch
+        self._optimizer, self._scheduler = hybrid_optimizer(optim), lr_sch
 
     def build(self, *args: Any, **kwargs: Any) -> Any:
         """The work of a call; a subclass writes it."""
@@ -178,11 +158,6 @@ class Graph:
         if self._optimizer in unmanaged:
             found = [each for each in vars(self).values() if isinstance(each, torch.nn.Module)]
             trained = [each for each in found if next(each.parameters(), None) is not None]
-            if not trained:
-                raise ValueError(
-                    f"{type(self).__name__} has an optimizer and no module with parameters; assign "
-                    f"the model in __init__()"
-                )
             self._root = trained[0] if len(trained) == 1 else torch.nn.ModuleList(trained)
             start(self._root, self._optimizer, self.config.made)
         self._optimizer.zero_grad()
@@ -202,7 +177,7 @@ def _module_class(name: str) -> Any:
     return found
 
 
-nn, optim = mirrored(f"{__name__}.nn", {}), optimizers_of(f"{__name__}.optim")
+nn, optim = mirrored(f"{__name__}.nn", {}), optimizers_of("oneflow.optim")
 vars(nn).update(Graph=Graph, CrossEntropyLoss=CrossEntropyLoss, __getattr__=_module_class)
 
 

@@ -9,22 +9,15 @@ they set a group's "lr", call step(), save its state_dict(). So it becomes one o
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
-from inspect import signature
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
 from hetero.api import optimizers as own
 from hetero.api.loaded_state import check_torch_arguments
 from hetero.api.optimizer import HybridOptimizer, ParamGroups, unmanaged
-from hetero.compat.key_table import (
-    REQUIRED,
-    DeclaresArguments,
-    log_not_needed,
-    nearest,
-    refuse_unknown,
-)
+from hetero.compat.key_table import DeclaresArguments, log_not_needed, nearest, refuse_unknown
 from hetero.compat.module_paths import mirrored
 
 __all__ = ["SGD", "Adagrad", "Adam", "AdamW", "Muon"]
@@ -32,74 +25,49 @@ __all__ = ["SGD", "Adagrad", "Adam", "AdamW", "Muon"]
 Adam, AdamW = own.Adam, own.AdamW
 SGD, Adagrad, Muon = own.HybridSGD, own.HybridAdagrad, own.HybridMuon
 
-_OF_TORCH = ("amsgrad", "maximize", "foreach", "fused", "capturable", "differentiable")
-
-
-class _Argument(NamedTuple):
-    """An argument that hetero does not have: the option that it sets, or why it is not needed."""
-
-    default: Any
-    option: str = ""
-    values: Mapping[bool, str] | None = None  # of the option, by the argument's
-    reason: str = ""
-
-
-_ARGUMENTS = {
-    "adam_w_mode": _Argument(True, "adamw_mode"),
-    "do_bias_correction": _Argument(True, "bias_correction"),
-    "fp32_optimizer_states": _Argument(True, "state_dtype", {True: "fp32", False: "bf16"}),
-    "set_grad_none": _Argument(True, reason="zero_grad(set_to_none=False) says it"),
-    "contiguous_params": _Argument(False, reason="parameters always lie in chunks"),
-    "torch_adam": _Argument(False, reason="hetero has one kernel"),
-    # RenamedOptimizer takes these itself.
-    "nvme_offload_fraction": _Argument(0.0),
-    "nvme_offload_dir": _Argument(None),
+# Arguments of other projects: hetero's names of some, and others with the value that says nothing
+# and why another one is not needed.
+_OWN_NAMES = {"adam_w_mode": "adamw_mode", "do_bias_correction": "bias_correction"}
+_NOT_NEEDED = {
+    "set_grad_none": (True, "zero_grad(set_to_none=False) says it"),
+    "contiguous_params": (False, "parameters always lie in chunks"),
+    "torch_adam": (False, "hetero has one kernel"),
 }
-_LION = {"lr": 1e-3, "betas": (0.9, 0.999)}  # DeepSpeed's defaults
-_COLOSSALAI_ADAM = (
-    "model_params lr bias_correction betas eps weight_decay adamw_mode nvme_offload_fraction "
-    "nvme_offload_dir **defaults"
-)
-_ONEFLOW_ADAM = "params lr betas eps weight_decay amsgrad do_bias_correction **options"
-
-# By module and name: hetero's optimizer, the names of its arguments in their order (first the
-# parameters; a last `**name` takes further options of hetero's), and defaults that are not its own.
-_NAMES: Mapping[str, Mapping[str, tuple[type[HybridOptimizer], str, Mapping[str, Any]]]] = {
+_BETAS = (0.9, 0.999)
+_Table = Mapping[str, tuple[type[HybridOptimizer], Callable[..., None]]]
+# fmt: off
+# By module and name: hetero's optimizer, and the other project's arguments. The first ones are the
+# parameters; further options of hetero's are taken where the last one takes all others.
+_NAMES: Mapping[str, _Table] = {
     "deepspeed.ops.adam": {
-        "DeepSpeedCPUAdam": (
-            own.CPUAdam,
-            "model_params lr bias_correction betas eps weight_decay amsgrad adamw_mode "
-            "fp32_optimizer_states",
-            {},
-        ),
-        "FusedAdam": (
-            own.HybridAdam,
-            "params lr bias_correction betas eps adam_w_mode weight_decay amsgrad set_grad_none",
-            {},
-        ),
-        "DeepSpeedCPULion": (
-            own.HybridLion,
-            "model_params lr betas weight_decay fp32_optimizer_states",
-            _LION,
-        ),
-        "FusedLion": (own.HybridLion, "params lr betas weight_decay set_grad_none", _LION),
-        "DeepSpeedCPUAdagrad": (
-            own.HybridAdagrad,
-            "model_params lr eps weight_decay amsgrad fp32_optimizer_states",
-            {},
-        ),
+        "DeepSpeedCPUAdam": (own.CPUAdam, lambda model_params, lr=1e-3, bias_correction=True,
+            betas=_BETAS, eps=1e-8, weight_decay=0.0, amsgrad=False, adamw_mode=True,
+            fp32_optimizer_states=True: None),
+        "FusedAdam": (own.HybridAdam, lambda params, lr=1e-3, bias_correction=True, betas=_BETAS,
+            eps=1e-8, adam_w_mode=True, weight_decay=0.0, amsgrad=False, set_grad_none=True: None),
+        "DeepSpeedCPULion": (own.HybridLion, lambda model_params, lr=1e-3, betas=_BETAS,
+            weight_decay=0.0, fp32_optimizer_states=True: None),
+        "FusedLion": (own.HybridLion, lambda params, lr=1e-3, betas=_BETAS, weight_decay=0.0,
+            set_grad_none=True: None),
+        "DeepSpeedCPUAdagrad": (Adagrad, lambda model_params, lr=1e-2, eps=1e-10, weight_decay=0.0,
+            amsgrad=False, fp32_optimizer_states=True: None),
     },
     "colossalai.nn.optimizer": {
-        "HybridAdam": (own.HybridAdam, _COLOSSALAI_ADAM, {}),
-        "CPUAdam": (own.CPUAdam, _COLOSSALAI_ADAM, {}),
+        kind.__name__: (kind, lambda model_params, lr=1e-3, bias_correction=True, betas=_BETAS,
+            eps=1e-8, weight_decay=0.0, adamw_mode=True, nvme_offload_fraction=0.0,
+            nvme_offload_dir=None, **defaults: None)
+        for kind in (own.HybridAdam, own.CPUAdam)
     },
     "oneflow.optim": {
-        "SGD": (SGD, "params lr momentum dampening weight_decay nesterov **options", {}),
-        "Adagrad": (Adagrad, "", {}),
-        "Adam": (Adam, _ONEFLOW_ADAM, {}),
-        "AdamW": (Adam, _ONEFLOW_ADAM, {"decoupled_weight_decay": True}),
+        "SGD": (SGD, lambda params, lr=1e-3, momentum=0.0, dampening=0.0, weight_decay=0.0,
+            nesterov=False, **options: None),
+        "Adagrad": (Adagrad, lambda params, lr=1e-2, lr_decay=0.0, weight_decay=0.0,
+            initial_accumulator_value=0.0, eps=1e-10, **options: None),
+        **{kind.__name__: (kind, lambda params, lr=1e-3, betas=_BETAS, eps=1e-8, weight_decay=0.0,
+            amsgrad=False, do_bias_correction=True, **options: None) for kind in (Adam, AdamW)},
     },
 }
+# fmt: on
 # Of a DeepSpeed configuration, by the type in lower case: the class, and the params that it takes.
 _ADAM = "lr betas eps weight_decay bias_correction adam_w_mode torch_adam fp32_optimizer_states"
 _TYPES: Mapping[str, tuple[Any, str]] = {
@@ -109,6 +77,7 @@ _TYPES: Mapping[str, tuple[Any, str]] = {
     "adagrad": (Adagrad, "lr lr_decay eps weight_decay fp32_optimizer_states"),
     "sgd": (SGD, "lr momentum dampening weight_decay nesterov"),
 }
+_OF_TORCH = ("amsgrad", "maximize", "foreach", "fused", "capturable", "differentiable")
 
 
 class RenamedOptimizer(DeclaresArguments, HybridOptimizer):
@@ -121,25 +90,6 @@ class RenamedOptimizer(DeclaresArguments, HybridOptimizer):
     Raises ValueError for a fraction without a directory, or beyond 0 to 1.
     """
 
-    _defaults: Mapping[str, Any]
-
-    def __init_subclass__(cls, arguments: str = "", **defaults: Any) -> None:
-        super().__init_subclass__()
-        if not arguments:
-            return
-        known = {
-            name: parameter.default
-            for base in reversed(cls.__mro__)
-            if "__init__" in vars(base) and not issubclass(base, RenamedOptimizer)
-            for name, parameter in signature(base.__init__).parameters.items()
-        }
-        known |= {name: argument.default for name, argument in _ARGUMENTS.items()}
-        known |= {"amsgrad": False, **defaults}
-        first, *names = arguments.split()
-        known[first] = REQUIRED
-        cls._defaults = defaults
-        cls._declare({name: known.get(name) for name in (first, *names)})
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         given = self._given(args, kwargs)
         params = given.pop(next(iter(self._signature.parameters)))
@@ -150,32 +100,27 @@ class RenamedOptimizer(DeclaresArguments, HybridOptimizer):
         if fraction and folder is None:
             raise ValueError("nvme_offload_fraction needs nvme_offload_dir, a directory on NVMe")
         self.nvme_offload_fraction, self.nvme_offload_dir = fraction, folder
-        super().__init__(params, **_own_options(type(self).__name__, {**self._defaults, **given}))
+        super().__init__(params, **_own_options(type(self).__name__, given))
 
 
 def optimizers_of(path: str) -> Any:
-    """Makes the module `path` of another project's optimizers: see _NAMES."""
-    made = mirrored(path, {})
-    for name, (kind, arguments, defaults) in _NAMES[path.removeprefix("hetero.compat.")].items():
+    """Makes the module `path`, below hetero.compat, of another project's optimizers."""
+    made = mirrored(f"{__package__}.{path}", {})
+    for name, (kind, arguments) in _NAMES[path].items():
         doc = f"hetero's {kind.__name__} with other arguments."
-        members = {"__module__": path, "__doc__": doc}
-        bases = RenamedOptimizer, kind
-        found = type(name, bases, members, arguments=arguments, **defaults) if arguments else kind
-        setattr(made, name, found)
+        members = {"__module__": made.__name__, "__doc__": doc}
+        setattr(made, name, type(name, (RenamedOptimizer, kind), members, arguments=arguments))
     return made
 
 
 def _own_options(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """hetero's options for another project's arguments; logs once those that are not needed."""
-    options: dict[str, Any] = {}
-    for argument, value in given.items():
-        known = _ARGUMENTS.get(argument)
-        if known is None:
-            options[argument] = value
-        elif known.option:
-            options[known.option] = value if known.values is None else known.values[bool(value)]
-        elif value != known.default:
-            log_not_needed(f"{name}: {argument}", known.reason)
+    options = {_OWN_NAMES.get(argument, argument): value for argument, value in given.items()}
+    if not options.pop("fp32_optimizer_states", True):
+        options["state_dtype"] = "bf16"
+    for argument, (usual, reason) in _NOT_NEEDED.items():
+        if options.pop(argument, usual) != usual:
+            log_not_needed(f"{name}: {argument}", reason)
     return options
 
 
@@ -197,15 +142,16 @@ def named_optimizer(
         )
     made, known = _TYPES[kind]
     refuse_unknown(f"the params of the optimizer {type_}", given, [*known.split(), *_OF_TORCH])
-    given = {**(_LION if kind == "lion" else {}), **given}
-    check_torch_arguments(type_, {each: given.pop(each, None) for each in _OF_TORCH})
-    options = _own_options(type_, given)
+    rest = {name: value for name, value in given.items() if name not in _OF_TORCH}
+    check_torch_arguments(type_, {name: given.get(name) for name in _OF_TORCH})
+    options = _own_options(type_, rest)
     if made is own.HybridAdam:
         options["adamw_mode"] = kind == "adamw" or bool(options.get("adamw_mode", True))
         if given.get("torch_adam") and options["adamw_mode"]:  # as torch.optim.AdamW has it
             options.setdefault("weight_decay", 1e-2)
-    if options.get("state_dtype") != "bf16":
-        options["state_dtype"] = state_dtype
+    if made is own.HybridLion:  # DeepSpeed's defaults
+        options = {"lr": 1e-3, "betas": _BETAS, **options}
+    options.setdefault("state_dtype", state_dtype)
     if "betas" in options:
         options["betas"] = tuple(options["betas"])
     optimizer: HybridOptimizer = made(params, **options)

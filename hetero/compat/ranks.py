@@ -10,6 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hetero.ranks.process_groups import init_default_group, is_distributed
 
+_LAUNCHED = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}  # what torchrun sets
+
 
 def rank() -> int:
     """The number of this rank in the world."""
@@ -27,21 +29,14 @@ def barrier() -> None:
         dist.barrier()
 
 
-_LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torchrun sets
-
-
 def join(backend: str | None = None, **where: Any) -> None:
     """Makes the default process group of torchrun's ranks, of one alone, too, unless there is one.
 
-    Idempotent.
-
-    Args:
-        backend: of torch.distributed. Default: gloo, which hetero needs; with NCCL gloo is added.
-        where: arguments of torch.distributed.init_process_group(), if torchrun does not say all.
+    `backend` is gloo by default, which hetero needs; with NCCL gloo is added. `where` has arguments
+    of torch.distributed.init_process_group(), if torchrun does not say all.
     """
     is_alone = int(os.environ.get("WORLD_SIZE", "1")) < 2
-    is_launched = all(name in os.environ for name in _LAUNCHED)
-    if is_distributed() or (is_alone and not is_launched and not where):
+    if is_distributed() or (is_alone and _LAUNCHED - os.environ.keys() and not where):
         return
     if backend in (None, "gloo") and not where:
         init_default_group()

@@ -20,11 +20,7 @@ class BucketTensorShardStrategy:
 def register_external_parameter(module: torch.nn.Module, parameter: torch.nn.Parameter) -> None:
     """Does nothing: hetero sees uses of a parameter outside its owner as they happen.
 
-    DeepSpeed needs this call for each parameter that a module uses and does not own.
-
-    Args:
-        module: the module that uses the parameter.
-        parameter: the parameter.
+    DeepSpeed needs this call for each `parameter` that a `module` uses and does not own.
 
     Raises:
         ValueError: if `parameter` is not a torch.nn.Parameter, as with DeepSpeed.
@@ -33,6 +29,4 @@ def register_external_parameter(module: torch.nn.Module, parameter: torch.nn.Par
         raise ValueError(f"parameter must be a torch.nn.Parameter, not {type(parameter).__name__}")
 
 
-def unregister_external_parameter(module: torch.nn.Module, parameter: torch.nn.Parameter) -> None:
-    """Does nothing; the counterpart of register_external_parameter(), and raises as that does."""
-    register_external_parameter(module, parameter)
+unregister_external_parameter = register_external_parameter

@@ -27,25 +27,21 @@ else:
     _Base = object
 
 
-# TrainingArguments.optim, and the state_dtype of the optimizer that it becomes. What is "paged" in
-# bitsandbytes is what hetero does with all state.
-_ADAM = {
-    "adamw_torch": "fp32",
-    "adamw_torch_fused": "fp32",
-    "paged_adamw_32bit": "fp32",
-    "adamw_8bit": "8bit",
-    "adamw_bnb_8bit": "8bit",
-    "adamw_torch_8bit": "8bit",
-    "paged_adamw_8bit": "8bit",
+# By TrainingArguments.optim: the optimizer, and its state_dtype if it has a choice. "Paged" state
+# is what all state is here.
+_OPTIMIZERS: dict[str, tuple[type[HybridOptimizer], str]] = {
+    **dict.fromkeys(
+        ("adamw_torch", "adamw_torch_fused", "paged_adamw_32bit"), (HybridAdam, "fp32")
+    ),
+    **dict.fromkeys(
+        ("adamw_8bit", "adamw_bnb_8bit", "adamw_torch_8bit", "paged_adamw_8bit"),
+        (HybridAdam, "8bit"),
+    ),
+    **dict.fromkeys(("lion_32bit", "paged_lion_32bit"), (HybridLion, "fp32")),
+    **dict.fromkeys(("lion_8bit", "paged_lion_8bit"), (HybridLion, "8bit")),
+    "adagrad": (HybridAdagrad, ""),
+    "sgd": (HybridSGD, ""),
 }
-_LION = {
-    "lion_32bit": "fp32",
-    "paged_lion_32bit": "fp32",
-    "lion_8bit": "8bit",
-    "paged_lion_8bit": "8bit",
-}
-_OTHERS: dict[str, type[HybridOptimizer]] = {"adagrad": HybridAdagrad, "sgd": HybridSGD}
-_KNOWN_OPTIMIZERS = (*_ADAM, *_LION, *_OTHERS)
 
 
 class HeteroTrainerMixin(_Base):
@@ -225,10 +221,10 @@ def _optimizer_of(arguments: Any) -> tuple[type[HybridOptimizer], dict[str, Any]
         ValueError: hetero has no such optimizer, or `optim_args` has options of another library's.
     """
     name = getattr(arguments.optim, "value", arguments.optim)
-    if name not in _KNOWN_OPTIMIZERS:
+    if name not in _OPTIMIZERS:
         raise ValueError(
             f"optim={name!r} is none of hetero's optimizers; give one of "
-            f"{', '.join(_KNOWN_OPTIMIZERS)}, or optimizer_cls_and_kwargs=(hetero.HybridAdam, "
+            f"{', '.join(_OPTIMIZERS)}, or optimizer_cls_and_kwargs=(hetero.HybridAdam, "
             f"{{...}}) to the Trainer"
         )
     if arguments.optim_args:
@@ -236,14 +232,14 @@ def _optimizer_of(arguments: Any) -> tuple[type[HybridOptimizer], dict[str, Any]
             f"optim_args={arguments.optim_args!r} has options for another library's optimizer; "
             f"give optimizer_cls_and_kwargs=(hetero.HybridAdam, {{...}}) to the Trainer"
         )
-    lr = {"lr": arguments.learning_rate}
-    betas = {"betas": (arguments.adam_beta1, arguments.adam_beta2)}
-    if name in _ADAM:
-        eps = {"eps": arguments.adam_epsilon}
-        return HybridAdam, {**lr, **betas, **eps, "state_dtype": _ADAM[name]}
-    if name in _LION:
-        return HybridLion, {**lr, **betas, "state_dtype": _LION[name]}
-    return _OTHERS[name], lr
+    kind, state_dtype = _OPTIMIZERS[name]
+    options: dict[str, Any] = {"lr": arguments.learning_rate}
+    if state_dtype:
+        options["betas"] = (arguments.adam_beta1, arguments.adam_beta2)
+        options["state_dtype"] = state_dtype
+    if kind is HybridAdam:
+        options["eps"] = arguments.adam_epsilon
+    return kind, options
 
 
 def _check_arguments(arguments: Any) -> None:

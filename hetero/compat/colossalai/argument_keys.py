@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from hetero.compat.key_table import KeyTable
 from hetero.config import option_names
 
-_SEARCHED = "sizes of chunks and slots are searched (hetero: chunk_numel sets them)"
-_EXACT = "ranks exchange parts and sum them in fp32, which needs no scaling and has fixed bits"
+_ENGINE = "the engine does it, or does without it, by itself"
 _FREE = "what a step leaves free on the device is found out and used (hetero: device_memory)"
 _NO_SUCH = "hetero has no such feature"
-_PLACEMENT = "placement_policy says where parameters live"
-_POLICY = "tensor_placement_policy says it"
+_PLACEMENT = "the placement policy says where parameters live"
 _RANKS = "the context that built the model knows the ranks"
-_SLOTS = "slots are given up when others need them"
-_EXPLAIN = "engine.explain() says what was chosen"
-_OVERLAP = "communication overlaps with compute always"
+_SEARCHED = "sizes of chunks and slots are searched (hetero: chunk_numel sets them)"
 
 INIT_CONTEXT = KeyTable(
     "ZeroInitContext",
@@ -32,9 +28,7 @@ INIT_CONTEXT = KeyTable(
     },
     not_needed={
         _PLACEMENT: "target_device convert_cuda",
-        "gradients are sharded from stage 2 on": "shard_grad",
-        "construction keeps to its budget always": "rm_torch_payload_on_the_fly",
-        "all parameters are": "replicated",
+        _ENGINE: "shard_grad rm_torch_payload_on_the_fly replicated",
     },
     refused={"sum(p.numel() for p in model.parameters()) counts them": "model_numel_tensor"},
 )
@@ -47,14 +41,11 @@ SHARDED_MODEL = KeyTable(
         "fp32_reduce_scatter": '`reduce_dtype="fp32"`',
     },
     not_needed={
-        _EXACT: "gradient_predivide_factor",
-        "gradients have homes of their own, and may accumulate": "reuse_fp16_shard",
+        _ENGINE: """gradient_predivide_factor reuse_fp16_shard use_memory_tracer mixed_precision
+            reshard_after_forward""",
         _SEARCHED: "reduce_scatter_bucket_size_mb",
         _RANKS: "reduce_scatter_process_group",
-        "the ledger counts every byte": "use_memory_tracer",
-        _POLICY: "offload_config",
-        _SLOTS: "reshard_after_forward",
-        "masters are always kept in fp32": "mixed_precision",
+        _PLACEMENT: "offload_config",
     },
 )
 _SCALE = {
@@ -71,13 +62,11 @@ SHARDED_OPTIMIZER = KeyTable(
     honoured=_SCALE,
     not_needed={
         _FREE: "gpu_margin_mem_ratio",
-        _RANKS: "dp_process_group",
-        "there is no model parallelism": "mp_process_group",
-        _POLICY: "cpu_offload",
-        _EXPLAIN: "verbose",
+        _RANKS: "dp_process_group mp_process_group",
+        _PLACEMENT: "cpu_offload",
+        _ENGINE: "verbose",
     },
 )
-# The orders are those in which ColossalAI takes arguments; the last ones are of earlier releases.
 GEMINI = KeyTable(
     "GeminiDDP",
     honoured={"force_outputs_fp32": "floating outputs become fp32"},
@@ -89,44 +78,26 @@ GEMINI = KeyTable(
         "strict_ddp_mode": "`zero_stage=1`",
         "mixed_precision": "`dtype`",
         "zero_group": "`process_group` of hetero.initialize()",
-        "process_group": "`process_group` of hetero.initialize()",
+        "process_group": "its older name",
     },
     not_needed={
         _SEARCHED: """chunk_config_dict search_range_m hidden_dim min_chunk_size_m search_range_mb
             min_chunk_size_mb""",
         _PLACEMENT: "chunk_init_device device",
-        "gradients always accumulate until zero_grad()": "enable_gradient_accumulation",
-        "four uses are gathered ahead": "max_prefetch",
         _FREE: "warmup_non_model_data_ratio steady_cuda_cap_ratio memstats",
-        "buffers to and from a device are always page-locked": "pin_memory",
-        _SLOTS: "scatter_after_inference",
-        "exact masters cost 2 bytes more than bf16": "master_weights",
-        _EXPLAIN: "verbose",
-        _OVERLAP: "enable_async_reduce",
+        _ENGINE: """enable_gradient_accumulation max_prefetch pin_memory scatter_after_inference
+            master_weights verbose enable_async_reduce""",
     },
     refused={
         "give hetero.ZeroInitContext a mesh of two dimensions": "extra_dp_group",
         _NO_SUCH: "fp8_communication use_fp8",
     },
-    order="""chunk_config_dict chunk_init_device placement_policy enable_gradient_accumulation
-        max_prefetch shard_param_frac offload_optim_frac offload_param_frac
-        warmup_non_model_data_ratio steady_cuda_cap_ratio search_range_m hidden_dim min_chunk_size_m
-        pin_memory force_outputs_fp32 strict_ddp_mode scatter_after_inference mixed_precision
-        zero_group memstats master_weights extra_dp_group verbose enable_async_reduce
-        fp8_communication use_fp8 device search_range_mb min_chunk_size_mb process_group""",
 )
 GEMINI_OPTIMIZER = KeyTable(
     "GeminiOptimizer",
     honoured={**_SCALE, "max_norm": "step() clips the total norm", "norm_type": "2, or infinity"},
-    not_needed={
-        _FREE: "gpu_margin_mem_ratio",
-        "parameters are known by their names": "params_info",
-        _EXPLAIN: "verbose",
-        _OVERLAP: "enable_async_reduce",
-    },
+    not_needed={_FREE: "gpu_margin_mem_ratio", _ENGINE: "params_info verbose enable_async_reduce"},
     refused={_NO_SUCH: "tp_group"},
-    order=f"""gpu_margin_mem_ratio {" ".join(_SCALE)} max_norm norm_type tp_group params_info
-        verbose enable_async_reduce""",
 )
 _NOT_OF_PLUGIN = ("mixed_precision", "tp_group", "params_info", "zero_group", "device")
 PLUGIN = KeyTable(
@@ -165,19 +136,6 @@ TABLES = (
 )
 
 
-def by_name(table: KeyTable, positional: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
-    """A call's arguments by their names, from those that were given by their order.
-
-    Raises TypeError for one that is given twice, or for too many.
-    """
-    if len(positional) > len(table.keys):
-        raise TypeError(f"{table.name}() takes {len(table.keys)} arguments, not {len(positional)}")
-    ordered = dict(zip(table.keys, positional, strict=False))
-    for name in ordered.keys() & named.keys():
-        raise TypeError(f"{table.name}() got multiple values for argument {name!r}")
-    return {**ordered, **named}
-
-
 def read_arguments(
     table: KeyTable, given: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -185,6 +143,5 @@ def read_arguments(
 
     Raises ValueError for an unknown argument, with the nearest name, and for a refused one.
     """
-    fields = set(option_names()) - set(table.keys)
-    own = {name: value for name, value in given.items() if name in fields}
+    own = {name: given[name] for name in option_names() if name in given.keys() - table.keys}
     return table.read({name: v for name, v in given.items() if name not in own}), own

@@ -26,19 +26,17 @@ from hetero.compat.colossalai.zero import (
     WrappedModel,
 )
 from hetero.compat.dtypes import TORCH
-from hetero.compat.key_table import log_not_needed
+from hetero.compat.key_table import log_given
 from hetero.compat.ranks import barrier, join, rank
 
 
 class GeminiPlugin:
     """Wraps models by GeminiDDP and optimizers by GeminiOptimizer.
 
-    Args:
-        arguments: of both, and `precision` ("fp16", "bf16" or "fp32"; default: "fp16"); and
-            hetero's options, as host_memory and nvme_path.
+    It takes the arguments of both, `precision` ("fp16", the default, "bf16" or "fp32"), and
+    hetero's options, as host_memory and nvme_path.
 
-    Raises:
-        ValueError: an unknown argument, with the nearest name, or a wrong value.
+    Raises ValueError for an unknown argument, with the nearest name, and for a wrong value.
     """
 
     def __init__(self, **arguments: Any) -> None:
@@ -56,14 +54,11 @@ class GeminiPlugin:
     ) -> tuple[GeminiDDP, GeminiOptimizer | None]:
         """The model and the optimizer, wrapped. Raises as hetero.initialize()."""
         join()
-        wrapped = (
-            model
-            if isinstance(model, GeminiDDP)
-            else GeminiDDP(model, mixed_precision=TORCH[self.precision], **self._of_model)
-        )
-        if optimizer is None or isinstance(optimizer, GeminiOptimizer):
-            return wrapped, optimizer
-        return wrapped, GeminiOptimizer(optimizer, wrapped, **self._of_optimizer)
+        if not isinstance(model, GeminiDDP):
+            model = GeminiDDP(model, mixed_precision=TORCH[self.precision], **self._of_model)
+        if optimizer is not None and not isinstance(optimizer, GeminiOptimizer):
+            optimizer = GeminiOptimizer(optimizer, model, **self._of_optimizer)
+        return model, optimizer
 
     def prepare_dataloader(self, dataset: Any, batch_size: int, **options: Any) -> Any:
         """A loader of this rank's part of a dataset; options as of colossalai.utils."""
@@ -73,22 +68,18 @@ class GeminiPlugin:
 class Booster:
     """Applies a plugin to a model, its optimizer and its scheduler, and saves and loads them.
 
-    Args:
-        device: not needed: parameters come to where compute happens.
-        mixed_precision: not needed: the plugin's `precision` says it.
-        plugin: a GeminiPlugin. Default: one without arguments.
+    All ranks save and load. A checkpoint is a file for torch.load(), or, saved with `shard`, a
+    folder of hetero.save(); that of an optimizer has the parameters, too.
 
-    Raises:
-        ValueError: another plugin.
+    The plugin is a GeminiPlugin, by default one without arguments; other arguments are not needed.
+    Raises ValueError for another plugin.
     """
 
     def __init__(
         self, device: Any = None, mixed_precision: Any = None, plugin: GeminiPlugin | None = None
     ) -> None:
-        if device is not None:
-            log_not_needed("Booster: device", "parameters come to where compute happens")
-        if mixed_precision is not None:
-            log_not_needed("Booster: mixed_precision", "the plugin's precision says it")
+        log_given("Booster", "parameters come to where compute happens", device=device)
+        log_given("Booster", "the plugin's precision says it", mixed_precision=mixed_precision)
         self.plugin = GeminiPlugin() if plugin is None else plugin
         if not isinstance(self.plugin, GeminiPlugin):
             raise ValueError(f"the plugin must be a GeminiPlugin, not {type(plugin).__name__}")
@@ -103,10 +94,8 @@ class Booster:
     ) -> tuple[Any, Any, Any, Any, Any]:
         """The same five things, of which the first two are wrapped. Raises as the plugin.
 
-        Args:
-            model: built inside ZeroInitContext, or outside.
-            optimizer: as of ShardedOptimizerV2.
-            criterion, dataloader, lr_scheduler: come back as they are.
+        The model was built inside ZeroInitContext, or outside; the optimizer is as of
+        ShardedOptimizerV2.
         """
         wrapped, scaled = self.plugin.configure(model, optimizer)
         return wrapped, scaled, criterion, dataloader, lr_scheduler
@@ -119,18 +108,11 @@ class Booster:
         """hetero.no_sync() of the model."""
         return no_sync(model.module)
 
-    # All ranks call each of these. A checkpoint is a file for torch.load(), or, saved with `shard`,
-    # a folder of hetero.save(); that of an optimizer has the parameters, too.
-
     def save_model(
         self, model: WrappedModel, checkpoint: str | Path, shard: bool = False, **options: Any
     ) -> None:
         """Saves parameters; `options` are not needed."""
-        _name_options("save_model", options)
-        if shard:
-            save(checkpoint, model.module)
-        else:
-            _save_whole(model.module.state_dict(), checkpoint)
+        _save(model.module, checkpoint, model.module if shard else None, **options)
 
     def load_model(self, model: WrappedModel, checkpoint: str | Path, strict: bool = True) -> None:
         """Loads what save_model() saved; `strict`: a file must have all parameters."""
@@ -147,12 +129,7 @@ class Booster:
         **options: Any,
     ) -> None:
         """Saves optimizer state; `options` are not needed."""
-        _name_options("save_optimizer", options)
-        if shard:
-            extra = {"loss_scale": optimizer.grad_scale}
-            save(checkpoint, optimizer.model.module, optimizer.optim, extra=extra)
-        else:
-            _save_whole(optimizer.state_dict(), checkpoint)
+        _save(optimizer, checkpoint, optimizer.model.module if shard else None, **options)
 
     def load_optimizer(self, optimizer: ScaledOptimizer, checkpoint: str | Path) -> None:
         """Loads what save_optimizer() saved."""
@@ -164,20 +141,23 @@ class Booster:
 
     def save_lr_scheduler(self, lr_scheduler: Any, checkpoint: str | Path) -> None:
         """Saves a scheduler's state."""
-        _save_whole(lr_scheduler.state_dict(), checkpoint)
+        _save(lr_scheduler, checkpoint)
 
     def load_lr_scheduler(self, lr_scheduler: Any, checkpoint: str | Path) -> None:
         """Loads it."""
         lr_scheduler.load_state_dict(torch.load(checkpoint))
 
 
-def _save_whole(state: Any, path: str | Path) -> None:
-    """The first rank writes a file."""
-    if rank() == 0:
-        torch.save(state, path)
-    barrier()
-
-
-def _name_options(call: str, options: dict[str, Any]) -> None:
-    for name in options:
-        log_not_needed(f"Booster.{call}: {name}", "files are of the format that the call names")
+def _save(
+    what: Any, path: str | Path, sharded: torch.nn.Module | None = None, **not_needed: Any
+) -> None:
+    """Saves a folder of the model `sharded`, with an optimizer's state, or what's state_dict()."""
+    log_given("Booster", "files are of the format that the call names", **not_needed)
+    if sharded is None:
+        if rank() == 0:
+            torch.save(what.state_dict(), path)
+        barrier()
+    elif isinstance(what, ScaledOptimizer):
+        save(path, sharded, what.optim, extra={"loss_scale": what.grad_scale})
+    else:
+        save(path, sharded)

@@ -1,12 +1,10 @@
 """ColossalAI's older route: launch() reads a configuration, initialize() makes an engine of it.
 
-The names of colossalai.core, engine, trainer, logging and utils are here; arguments are
-ColossalAI's, and those that have no effect are named in the log of hetero.compat.
+The names of colossalai.core, engine, logging and utils are here; arguments are ColossalAI's.
 """
 
 from __future__ import annotations
 
-import argparse
 import difflib
 import functools
 import logging
@@ -15,8 +13,7 @@ import runpy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, ParamSpec, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,10 +22,9 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from hetero.compat import ranks as places
 from hetero.compat.colossalai.argument_keys import CONFIGURATION
 from hetero.compat.colossalai.zero import ScaledOptimizer, ShardedModelV2, ShardedOptimizerV2
-from hetero.compat.key_table import log_not_needed, refuse_unknown
+from hetero.compat.key_table import log_given, refuse_unknown
 from hetero.ranks.process_groups import is_distributed
 
-_Given = ParamSpec("_Given")
 _Configuration = Mapping[str, Any] | str | PathLike[str]
 
 
@@ -75,21 +71,6 @@ class GlobalContext:
 global_context = GlobalContext()
 
 
-def _config_may_come_first(function: Callable[_Given, None]) -> Callable[_Given, None]:
-    """Takes a first argument that is a configuration as `config`, as earlier releases have it."""
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> None:
-        first = args[0] if args else 0
-        is_file = isinstance(first, str) and first.endswith(".py")
-        if first is None or is_file or isinstance(first, (PathLike, Mapping)):
-            kwargs["config"], args = first, args[1:]
-        function(*args, **kwargs)
-
-    return cast("Callable[_Given, None]", call)
-
-
-@_config_may_come_first
 def launch_from_torch(
     backend: str = "nccl",
     seed: int = 1024,
@@ -110,7 +91,6 @@ def launch_from_torch(
     torch.manual_seed(seed)
 
 
-@_config_may_come_first
 def launch(
     rank: int,
     world_size: int,
@@ -135,17 +115,6 @@ def launch(
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
 
 
-def get_default_parser() -> argparse.ArgumentParser:
-    """A parser with ColossalAI's arguments."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--config", help="the path of the configuration")
-    parser.add_argument("--host", help="as torchrun says, if it is not given")
-    for name in ("port", "world_size", "rank", "local_rank"):
-        parser.add_argument(f"--{name}", type=int, help="as torchrun says, if it is not given")
-    parser.add_argument("--backend", default="nccl", help="of torch.distributed")
-    return parser
-
-
 class CriterionEngine:
     """A model, its criterion and its optimizer, and the calls of a training loop.
 
@@ -166,11 +135,6 @@ class CriterionEngine:
         self._accumulation_steps = int(config.get("gradient_accumulation", 1))
         self._micro_batches = 0  # of this step, whose gradients are there
         self.train, self.eval = model.train, model.eval
-
-    @property
-    def training(self) -> bool:
-        """Whether the model is in training mode."""
-        return bool(self.model.training)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.model(*args, **kwargs)
@@ -196,24 +160,12 @@ class CriterionEngine:
         self.optimizer.zero_grad()
         return done is not False
 
-    def execute_schedule(self, batch: Any) -> tuple[Any, Any, torch.Tensor | None]:
-        """Computes outputs, label and loss of a micro-batch (data, label); trains in that mode.
 
-        Data may be a tensor, a list or tuple of arguments, or a mapping of them.
-        """
-        data, label = batch
-        if isinstance(data, dict):
-            output = self(**data)
-        else:
-            output = self(*data) if isinstance(data, (list, tuple)) else self(data)
-        loss = None if self.criterion is None else self.criterion(output, label)
-        if self.training and loss is not None:
-            self.backward(loss)
-        return output, label, loss
+Engine = CriterionEngine  # as ColossalAI names it
 
 
 def initialize(
-    model: torch.nn.Module | Callable[[], torch.nn.Module],
+    model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     criterion: Callable[..., torch.Tensor] | None = None,
     train_dataloader: Iterable[Any] | None = None,
@@ -230,10 +182,7 @@ def initialize(
     Raises ValueError for an unknown key or argument, with the nearest name; and as
     hetero.initialize().
     """
-    if ophooks:
-        log_not_needed("colossalai.initialize: ophooks", "the engine's hooks move parameters")
-    if not isinstance(model, torch.nn.Module):
-        model = model()
+    log_given("initialize", "the engine's hooks move parameters", ophooks=ophooks)
     zero = global_context.config.get("zero")
     if zero is None:  # plain data parallelism there
         zero = {"model_config": {"dtype": "fp32", "zero_stage": 1}}
@@ -242,153 +191,6 @@ def initialize(
     scaled = ShardedOptimizerV2(wrapped, optimizer, **zero.get("optimizer_config", {}))
     engine = CriterionEngine(wrapped, scaled, criterion)
     return engine, train_dataloader, test_dataloader, lr_scheduler
-
-
-class Hook:
-    """Calls of a training; each does nothing here.
-
-    after_train_iter() and after_test_iter() get the trainer, output, label and loss, and all others
-    the trainer. Hooks of smaller `priority` are called first.
-    """
-
-    def __init__(self, priority: int = 10) -> None:
-        self.priority = priority
-
-    def _ignore(self, trainer: EpochTrainer, *_: Any) -> None:
-        """Does nothing."""
-
-    before_train = after_train = before_train_epoch = after_train_epoch = _ignore
-    before_train_iter = before_test_epoch = after_test_epoch = _ignore
-    after_train_iter = after_test_iter = _ignore
-
-
-class LossHook(Hook):
-    """Keeps the mean loss of the epoch in trainer.states["loss"], and "test_loss"."""
-
-    def __init__(self, priority: int = 0) -> None:
-        super().__init__(priority)
-        self._losses: list[torch.Tensor] = []
-
-    def _begin(self, trainer: EpochTrainer, *_: Any) -> None:
-        self._losses = []
-
-    def _add(self, trainer: EpochTrainer, *found: Any) -> None:
-        self._losses.append(found[-1].detach().float())
-
-    def _end(self, trainer: EpochTrainer, *_: Any) -> None:
-        name = "loss" if trainer.engine.training else "test_loss"
-        trainer.states[name] = float(torch.stack(self._losses).mean())
-
-    before_train_epoch = before_test_epoch = _begin
-    after_train_iter = after_test_iter = _add
-    after_train_epoch = after_test_epoch = _end
-
-
-class LRSchedulerHook(Hook):
-    """Steps a scheduler at the end of each epoch (by_epoch), or after each update."""
-
-    def __init__(self, lr_scheduler: Any, by_epoch: bool, priority: int = 1) -> None:
-        super().__init__(priority)
-        self._scheduler, self._by_epoch = lr_scheduler, by_epoch
-
-    def after_train_iter(self, trainer: EpochTrainer, *_: Any) -> None:
-        if not self._by_epoch and trainer.was_stepped:
-            self._scheduler.step()
-
-    def after_train_epoch(self, trainer: EpochTrainer, *_: Any) -> None:
-        if self._by_epoch:
-            self._scheduler.step()
-
-
-class LogMetricByEpochHook(Hook):
-    """Logs trainer.states at the end of each `interval` epochs."""
-
-    def __init__(self, logger: DistributedLogger, interval: int = 1, priority: int = 10) -> None:
-        super().__init__(priority)
-        self._logger, self._interval = logger, interval
-
-    def after_train_epoch(self, trainer: EpochTrainer, *_: Any) -> None:
-        if (trainer.cur_epoch + 1) % self._interval == 0:
-            said = ", ".join(f"{name}={value:.6g}" for name, value in trainer.states.items())
-            self._logger.info(f"epoch {trainer.cur_epoch}: {said}", ranks=[0])
-
-
-hooks = SimpleNamespace(
-    BaseHook=Hook,
-    LossHook=LossHook,
-    LRSchedulerHook=LRSchedulerHook,
-    LogMetricByEpochHook=LogMetricByEpochHook,
-)
-
-
-class EpochTrainer:
-    """Trains an engine of colossalai.initialize() over epochs.
-
-    Attributes:
-        states: values that hooks have found.
-        cur_epoch, cur_step: the epoch, and the micro-batch in the training, that run now.
-        was_stepped: whether the last micro-batch ended with an update.
-    """
-
-    def __init__(self, engine: CriterionEngine, timer: Any = None, logger: Any = None) -> None:
-        if timer is not None:
-            log_not_needed("Trainer: timer", "optimizer.engine.explain() says where time goes")
-        self.engine, self.logger = engine, logger
-        self.states: dict[str, float] = {}
-        self.cur_epoch = self.cur_step = 0
-        self.was_stepped = False
-        self._hooks: list[Hook] = []
-
-    def fit(
-        self,
-        train_dataloader: Iterable[Any],
-        epochs: int,
-        max_steps: int | None = None,
-        test_dataloader: Iterable[Any] | None = None,
-        test_interval: int = 1,
-        hooks: Sequence[Hook] = (),
-        display_progress: bool = False,
-        return_output_label: bool = True,
-    ) -> None:
-        """Trains over `epochs`, of which each batch is (data, label), and calls the hooks.
-
-        It ends after max_steps micro-batches, if they are given, and evaluates by test_dataloader
-        after each test_interval epochs.
-        """
-        if display_progress:
-            log_not_needed("Trainer.fit: display_progress", "hooks say what happens")
-        self._hooks = sorted(hooks, key=lambda hook: hook.priority)
-        self._call("before_train")
-        for self.cur_epoch in range(epochs):
-            self._pass(train_dataloader, "train", max_steps)
-            if test_dataloader is not None and (self.cur_epoch + 1) % test_interval == 0:
-                self._pass(test_dataloader, "test", None)
-            if max_steps is not None and self.cur_step >= max_steps:
-                break
-        self._call("after_train")
-
-    def _call(self, name: str, *given: Any) -> None:
-        for hook in self._hooks:
-            getattr(hook, name)(self, *given)
-
-    def _pass(self, data: Iterable[Any], kind: str, max_steps: int | None) -> None:
-        """One pass over the data, "train" or "test"."""
-        trains = kind == "train"
-        (self.engine.train if trains else self.engine.eval)()
-        self._call(f"before_{kind}_epoch")
-        with torch.set_grad_enabled(trains):
-            for batch in data:
-                if trains:
-                    self._call("before_train_iter")
-                    self.engine.zero_grad()
-                found = self.engine.execute_schedule(batch)
-                if trains:
-                    self.was_stepped = self.engine.step()
-                    self.cur_step += 1
-                self._call(f"after_{kind}_iter", *found)
-                if trains and max_steps is not None and self.cur_step >= max_steps:
-                    break
-        self._call(f"after_{kind}_epoch")
 
 
 class DistributedLogger(logging.LoggerAdapter):  # type: ignore[type-arg]
@@ -456,7 +258,6 @@ def get_dataloader(
     shuffle: bool = False,
     seed: int = 1024,
     add_sampler: bool = True,
-    drop_last: bool = False,
     **options: Any,
 ) -> DataLoader[Any]:
     """A loader of this rank's part of a dataset; with add_sampler=False of all.
@@ -466,14 +267,6 @@ def get_dataloader(
     sampler: Any = None
     if add_sampler and places.ranks() > 1:
         sampler = DistributedSampler(dataset, places.ranks(), places.rank(), shuffle, seed)
-    return DataLoader(
-        dataset,
-        shuffle=shuffle and sampler is None,
-        sampler=sampler,
-        drop_last=drop_last,
-        generator=torch.Generator().manual_seed(seed),
-        **options,
-    )
-
-
-Engine, Trainer = CriterionEngine, EpochTrainer  # as ColossalAI names them
+        shuffle = False
+    order = torch.Generator().manual_seed(seed)
+    return DataLoader(dataset, shuffle=shuffle, sampler=sampler, generator=order, **options)

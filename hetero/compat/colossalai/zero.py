@@ -15,18 +15,11 @@ from typing import Any
 import torch
 
 from hetero.api.optimizer import HybridOptimizer
-from hetero.compat.colossalai.argument_keys import (
-    GEMINI,
-    GEMINI_OPTIMIZER,
-    INIT_CONTEXT,
-    SHARDED_MODEL,
-    SHARDED_OPTIMIZER,
-    by_name,
-    read_arguments,
-)
+from hetero.compat.colossalai import argument_keys as keys
+from hetero.compat.colossalai.argument_keys import read_arguments
 from hetero.compat.dtypes import NAMES, cast
-from hetero.compat.grad_scale import GradScale, ScaledSteps, ScalePolicy
-from hetero.compat.key_table import log_not_needed
+from hetero.compat.grad_scale import ScaledSteps, ScalePolicy
+from hetero.compat.key_table import DeclaresArguments
 from hetero.compat.late_start import EarlyContext, start
 from hetero.compat.optimizers import hybrid_optimizer
 from hetero.compat.ranks import join
@@ -41,17 +34,12 @@ _BASE = {"backend": "auto", "dtype": "fp16", "initial_loss_scale": None}
 
 
 class ColossalInitContext(EarlyContext):
-    """hetero.ZeroInitContext with ColossalAI's arguments.
+    """hetero.ZeroInitContext with ColossalAI's arguments, and its own.
 
-    Args:
-        target_device: not needed.
-        shard_strategy: TensorShardStrategy() or BucketTensorShardStrategy(). Default: chunks.
-        shard_param: parameters are sharded over the ranks (stage 3), or whole on each (stage 2).
-        arguments: convert_fp16 (default: True), seed, default_dtype, and others of ColossalAI's.
+    With `shard_param` parameters are sharded over the ranks (stage 3), else whole on each (stage
+    2). `shard_strategy` is TensorShardStrategy() or BucketTensorShardStrategy(); None: chunks.
 
-    Raises:
-        ValueError: an unknown argument, with the nearest name, or a wrong value.
-        Exception: as hetero.ZeroInitContext.
+    Raises ValueError for an unknown argument, with the nearest name, and as hetero's.
     """
 
     def __init__(
@@ -61,8 +49,7 @@ class ColossalInitContext(EarlyContext):
         shard_param: bool = False,
         **arguments: Any,
     ) -> None:
-        given = {"shard_strategy": shard_strategy, "shard_param": shard_param, **arguments}
-        values, own = read_arguments(INIT_CONTEXT, given)
+        values, own = read_arguments(keys.INIT_CONTEXT, arguments)
         options = {
             **_BASE,
             "dtype": "fp16" if values.get("convert_fp16", True) else "fp32",
@@ -76,14 +63,12 @@ class ColossalInitContext(EarlyContext):
 
     def __enter__(self) -> ColossalInitContext:
         super().__enter__()
-        with ExitStack() as inside:
-            if self._seed is not None:
-                inside.callback(torch.set_rng_state, torch.get_rng_state())
-                torch.manual_seed(self._seed)
-            if self._dtype is not None:
-                inside.callback(torch.set_default_dtype, torch.get_default_dtype())
-                torch.set_default_dtype(self._dtype)
-            self._inside = inside.pop_all()
+        if self._seed is not None:
+            self._inside.callback(torch.set_rng_state, torch.get_rng_state())
+            torch.manual_seed(self._seed)
+        if self._dtype is not None:
+            self._inside.callback(torch.set_default_dtype, torch.get_default_dtype())
+            torch.set_default_dtype(self._dtype)
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -158,14 +143,10 @@ class WrappedModel(torch.nn.Module):
 class ShardedModelV2(WrappedModel):
     """A model with the options that ShardedOptimizerV2 initializes it with.
 
-    Args:
-        module: built inside ZeroInitContext, or outside.
-        shard_strategy: TensorShardStrategy() or BucketTensorShardStrategy().
-        process_group: the ranks to shard over, for a model that was built outside.
-        arguments: tensor_placement_policy (default: "cuda"), fp32_reduce_scatter, and others.
+    The model was built inside ZeroInitContext, or outside, with the ranks of a `process_group`
+    then; tensor_placement_policy is "cuda" by default.
 
-    Raises:
-        ValueError: an unknown argument, with the nearest name, or a wrong value.
+    Raises ValueError for an unknown argument, with the nearest name, and for a wrong value.
     """
 
     def __init__(
@@ -175,48 +156,54 @@ class ShardedModelV2(WrappedModel):
         process_group: Any = None,
         **arguments: Any,
     ) -> None:
-        values, own = read_arguments(SHARDED_MODEL, arguments)
+        values, own = read_arguments(keys.SHARDED_MODEL, arguments)
         options = {"placement_policy": _placement(values.get("tensor_placement_policy", "cuda"))}
         if values.get("fp32_reduce_scatter"):
             options["reduce_dtype"] = "fp32"
         super().__init__(module, {**options, **_strategy(shard_strategy), **own}, process_group)
 
 
-class GeminiDDP(WrappedModel):
+class GeminiDDP(
+    DeclaresArguments,
+    WrappedModel,
+    arguments=lambda module, chunk_config_dict=None, chunk_init_device=None,
+    placement_policy="static", enable_gradient_accumulation=None, max_prefetch=None,
+    shard_param_frac=1.0, offload_optim_frac=0.0, offload_param_frac=0.0,
+    warmup_non_model_data_ratio=None, steady_cuda_cap_ratio=None, search_range_m=None,
+    hidden_dim=None, min_chunk_size_m=None, pin_memory=None, force_outputs_fp32=False,
+    strict_ddp_mode=False, scatter_after_inference=None, mixed_precision=torch.float16,
+    zero_group=None, memstats=None, master_weights=None, extra_dp_group=None, verbose=None,
+    enable_async_reduce=None, fp8_communication=None, use_fp8=None, **arguments: None,
+):  # fmt: skip
     """A model with the options that GeminiOptimizer initializes it with.
 
-    Args:
-        module: built inside ZeroInitContext, or outside.
-        positional: as ColossalAI takes them.
-        arguments: placement_policy (default: "static"), mixed_precision, force_outputs_fp32, and
-            others.
+    Its arguments are ColossalAI's, in their order, and hetero's own options: placement_policy
+    (default: "static"), mixed_precision, force_outputs_fp32 and others. The model was built inside
+    ZeroInitContext, or outside.
 
-    Raises:
-        ValueError: an unknown argument, with the nearest name, or a wrong value.
+    Raises ValueError for an unknown argument, with the nearest name, and for a wrong value.
     """
 
-    def __init__(self, module: torch.nn.Module, *positional: Any, **arguments: Any) -> None:
-        values, own = read_arguments(GEMINI, by_name(GEMINI, positional, arguments))
-        dtype = values.get("mixed_precision", torch.float16)
+    def __init__(self, *positional: Any, **arguments: Any) -> None:
+        given = self._given(positional, arguments)
+        module = given.pop("module")
+        given = {name: value for name, value in given.items() if value is not None}
+        values, own = read_arguments(keys.GEMINI, given)
+        dtype, policy = values["mixed_precision"], values["placement_policy"]
         if dtype not in NAMES:
             raise ValueError(f"GeminiDDP: mixed_precision must be a floating dtype, not {dtype!r}")
-        policy = values.get("placement_policy", "static")
         if policy == "static":
-            optimizer = values.get("offload_optim_frac", 0.0)
-            whole = values.get("offload_param_frac", 0.0) > 0 or optimizer == 1
+            optimizer = values["offload_optim_frac"]
+            whole = values["offload_param_frac"] > 0 or optimizer == 1
             policy = "cpu" if whole else "auto" if optimizer > 0 else "cuda"
-        stage = 2 if values.get("shard_param_frac", 1.0) == 0 else 3
+        stage = 2 if values["shard_param_frac"] == 0 else 3
         options = {
             "placement_policy": _placement(policy),
             "dtype": NAMES[dtype],
-            "zero_stage": 1 if values.get("strict_ddp_mode") else stage,
+            "zero_stage": 1 if values["strict_ddp_mode"] else stage,
         }
-        super().__init__(
-            module,
-            {**options, **own},
-            values.get("zero_group", values.get("process_group")),
-            bool(values.get("force_outputs_fp32", False)),
-        )
+        group = values.get("zero_group", values.get("process_group"))
+        super().__init__(module, {**options, **own}, group, bool(values["force_outputs_fp32"]))
 
     @staticmethod
     def set_params_to_ignore(params_to_ignore: Iterable[torch.Tensor]) -> None:
@@ -239,20 +226,12 @@ class GeminiDDP(WrappedModel):
         keep_vars: bool = False,
         max_shard_size: float = 1024,
         only_rank_0: bool = True,
-        pinned_state_dicts: Mapping[str, torch.Tensor] | None = None,
+        **not_needed: Any,
     ) -> Iterator[tuple[dict[str, Any], float]]:
-        """state_dict() in parts.
+        """Yields state_dict() in parts of at most max_shard_size MiB, each with its size.
 
-        Args:
-            prefix, keep_vars: as of torch.nn.Module.state_dict().
-            max_shard_size: of a part, in MiB; a tensor that is larger is a part of its own.
-            only_rank_0, pinned_state_dicts: not needed.
-
-        Yields:
-            A part, and its size in MiB.
+        A tensor that is larger is a part of its own.
         """
-        if pinned_state_dicts is not None:
-            log_not_needed("state_dict_shard: pinned_state_dicts", "homes of state are in RAM")
         part: dict[str, Any] = {}
         size = 0.0
         for name, value in self.state_dict(prefix=prefix, keep_vars=keep_vars).items():
@@ -264,14 +243,16 @@ class GeminiDDP(WrappedModel):
         yield part, size
 
 
-class ScaledOptimizer(torch.optim.Optimizer):
+class ScaledOptimizer(ScaledSteps, torch.optim.Optimizer):
     """An optimizer of hetero's whose losses are scaled under fp16; param groups are hetero's.
 
     Making one initializes the model: it is hetero.initialize() with the options of the wrapper.
+    Under fp16 backward() takes the place of loss.backward().
 
     Attributes:
         optim: hetero's optimizer.
         model: the wrapper of the model.
+        grad_scale: the loss scale, which checkpoints keep.
     """
 
     def __init__(
@@ -294,14 +275,12 @@ class ScaledOptimizer(torch.optim.Optimizer):
         if isinstance(optimizer, ScaledOptimizer):
             raise ValueError(f"the optimizer is a {type(optimizer).__name__} already; wrap it once")
         policy = _scale_policy(scale)
-        self.model, self.optim = model, hybrid_optimizer(optimizer)
-        self._steps = ScaledSteps(
-            self.optim,
-            policy if model.config.dtype == "fp16" else None,
-            f"step() of the {type(self).__name__}",
-        )
-        self._clipping = float(max_norm), float(norm_type)
         config = model.config
+        self.model, self.optim = model, hybrid_optimizer(optimizer)
+        self._clipping = float(max_norm), float(norm_type)
+        name = f"step() of the {type(self).__name__}"
+        ScaledSteps.__init__(self, self.optim, policy if config.dtype == "fp16" else None, name)
+        self.grad_scale = self.scale
         fraction = getattr(optimizer, "nvme_offload_fraction", 0.0)
         if fraction:
             placement = "nvme" if fraction == 1.0 else "auto"
@@ -312,21 +291,12 @@ class ScaledOptimizer(torch.optim.Optimizer):
     param_groups = property(lambda self: self.optim.param_groups)
     defaults = property(lambda self: self.optim.defaults)
     state = property(lambda self: self.optim.state)
+    loss_scale = property(lambda self: self.scale.value)  # the factor of losses now
 
     @property
     def engine(self) -> Engine:
         """hetero's engine."""
         return self.optim.engine
-
-    @property
-    def grad_scale(self) -> GradScale:
-        """The loss scale, which checkpoints keep."""
-        return self._steps.scale
-
-    @property
-    def loss_scale(self) -> float:
-        """The factor of losses now."""
-        return self.grad_scale.value
 
     def unwrap(self) -> HybridOptimizer:
         """hetero's optimizer."""
@@ -341,7 +311,7 @@ class ScaledOptimizer(torch.optim.Optimizer):
 
     def state_dict(self, only_rank_0: bool = True) -> dict[str, Any]:
         """hetero's, and the loss scale; a rank that calls this gets the values."""
-        return {**self.optim.state_dict(), "loss_scale": self.grad_scale.state_dict()}
+        return {**self.optim.state_dict(), "loss_scale": self.scale.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes what state_dict() gave."""
@@ -349,30 +319,15 @@ class ScaledOptimizer(torch.optim.Optimizer):
         scale = rest.pop("loss_scale", None)
         self.optim.load_state_dict(rest)
         if scale is not None:
-            self.grad_scale.load_state_dict(scale)
-
-    def backward(self, loss: torch.Tensor, **options: Any) -> None:
-        """Adds the gradients of a loss; under fp16 it must be used instead of loss.backward().
-
-        Args:
-            loss: a scalar.
-            options: as of torch.Tensor.backward().
-        """
-        self._steps.backward(loss, **options)
+            self.scale.load_state_dict(scale)
 
     def clip_grad_norm(self, model: Any, max_norm: float, norm_type: float = 2.0) -> float:
-        """Clips the norm of all gradients together, once before a step.
+        """Clips the norm (of type 2, or infinity) of all gradients together, once before a step.
 
-        Args:
-            model: not looked at: the optimizer's parameters are meant.
-            max_norm: the limit; 0: nothing is done.
-            norm_type: 2 or infinity.
-
-        Returns:
-            The norm before clipping; -1 if nothing is done.
+        Returns the norm before clipping; -1 if nothing is done, as for a max_norm of 0.
         """
-        clipped = max_norm > 0 and self._steps.clip(max_norm, norm_type)
-        return self._steps.norm if clipped and self._steps.norm is not None else -1.0
+        clipped = max_norm > 0 and self.clip(max_norm, norm_type)
+        return self.norm if clipped and self.norm is not None else -1.0
 
     def clip_grad_by_norm(self, max_norm: float, norm_type: float = 2.0) -> float:
         """As clip_grad_norm()."""
@@ -380,26 +335,18 @@ class ScaledOptimizer(torch.optim.Optimizer):
 
     def get_grad_norm(self, norm_type: float = 2.0, **_: Any) -> float | None:
         """The norm before the last clipping, of its norm_type; None if none was clipped yet."""
-        return self._steps.norm
+        return self.norm
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """One update, after clipping; overflows skip it, and make the loss scale smaller.
+        """One update, after clipping; an overflow skips it, and makes the loss scale smaller.
 
-        Args:
-            closure: None.
-
-        Returns:
-            False if the step was skipped, else None.
+        Returns False if the step was skipped, else None. Raises ValueError for a closure.
         """
         if closure is not None:
             raise ValueError("closures are not supported with scaled losses; call backward() first")
         if self._clipping[0] > 0:
-            self._steps.clip(*self._clipping)
-        return None if self._steps.step() else False
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients."""
-        self._steps.zero_grad(set_to_none)
+            self.clip(*self._clipping)
+        return None if super().step() else False
 
 
 def _scale_policy(given: Mapping[str, Any]) -> ScalePolicy:
@@ -418,36 +365,34 @@ def _scale_policy(given: Mapping[str, Any]) -> ScalePolicy:
 class ShardedOptimizerV2(ScaledOptimizer):
     """Initializes a sharded model with its optimizer, and scales losses under fp16.
 
-    Args:
-        sharded_model: a ShardedModelV2.
-        optimizer: of hetero.compat.colossalai.nn.optimizer, of hetero, or torch's Adam, AdamW, SGD
-            or Adagrad before its first step.
-        arguments: of loss scaling (initial_scale, ...), and others of ColossalAI's.
+    The optimizer is of hetero.compat.colossalai.nn.optimizer, of hetero, or torch's Adam, AdamW,
+    SGD or Adagrad before its first step.
 
-    Raises:
-        ValueError: an unknown argument, with the nearest name, or a wrong value.
-        Exception: as hetero.initialize().
+    Raises ValueError for an unknown argument, with the nearest name, and as hetero.initialize().
     """
 
     def __init__(
         self, sharded_model: WrappedModel, optimizer: torch.optim.Optimizer, **arguments: Any
     ) -> None:
-        super().__init__(sharded_model, optimizer, SHARDED_OPTIMIZER.read(arguments))
+        super().__init__(sharded_model, optimizer, keys.SHARDED_OPTIMIZER.read(arguments))
 
 
-class GeminiOptimizer(ScaledOptimizer):
+class GeminiOptimizer(
+    DeclaresArguments,
+    ScaledOptimizer,
+    arguments=lambda optim, module, gpu_margin_mem_ratio=None, initial_scale=2**32, min_scale=1,
+    growth_factor=2, backoff_factor=0.5, growth_interval=1000, hysteresis=2, max_scale=2**32,
+    max_norm=0.0, norm_type=2.0, tp_group=None, params_info=None, verbose=None,
+    enable_async_reduce=None, **arguments: None,
+):  # fmt: skip
     """As ShardedOptimizerV2, of a GeminiDDP; arguments max_norm and norm_type make step() clip.
 
     Raises as that.
     """
 
-    def __init__(
-        self,
-        optim: torch.optim.Optimizer,
-        module: WrappedModel,
-        *positional: Any,
-        **arguments: Any,
-    ) -> None:
-        values = GEMINI_OPTIMIZER.read(by_name(GEMINI_OPTIMIZER, positional, arguments))
-        clipping = values.pop("max_norm", 0.0), values.pop("norm_type", 2.0)
-        super().__init__(module, optim, values, *clipping)
+    def __init__(self, *positional: Any, **arguments: Any) -> None:
+        given = self._given(positional, arguments)
+        optimizer, model = given.pop("optim"), given.pop("module")
+        values = keys.GEMINI_OPTIMIZER.read({n: v for n, v in given.items() if v is not None})
+        clipping = values.pop("max_norm"), values.pop("norm_type")
+        super().__init__(model, optimizer, values, *clipping)

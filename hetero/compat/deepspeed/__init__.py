@@ -28,7 +28,7 @@ from hetero.compat.optimizers import optimizers_of
 from hetero.ranks.process_groups import is_distributed as is_initialized
 
 mirrored(__name__, {"utils": utils, "utils.zero_to_fp32": checkpoints})
-optimizers = optimizers_of(f"{__name__}.ops.adam")
+optimizers = optimizers_of("deepspeed.ops.adam")
 ops = mirrored(f"{__name__}.ops", dict.fromkeys(("adagrad", "adam", "lion"), optimizers))
 runtime = mirrored(
     f"{__name__}.runtime",

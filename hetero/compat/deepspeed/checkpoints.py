@@ -12,7 +12,7 @@ from hetero.checkpoint.formats.opening import open_checkpoint
 from hetero.checkpoint.load import load
 from hetero.checkpoint.manifest import master_key
 from hetero.checkpoint.save import save
-from hetero.compat.key_table import log_not_needed, logger
+from hetero.compat.key_table import log_given, logger
 from hetero.compat.ranks import barrier, rank
 from offload.errors import CheckpointError
 
@@ -30,15 +30,11 @@ def save_checkpoint(
 ) -> bool:
     """Saves a checkpoint of hetero's in save_dir/tag, and raises as hetero.save(); all call it.
 
-    Args:
-        save_dir: the folder of checkpoints.
-        tag: the checkpoint's name. Default: "global_step" and the number of steps.
-        client_state: the loop's own, plain values.
-        save_latest: the file "latest" in save_dir names it afterwards.
-        exclude_frozen_parameters: not needed: they cost no states.
+    The `tag` is by default "global_step" and the number of steps; with `save_latest` the file
+    "latest" in save_dir names it afterwards. `client_state` has plain values of the loop's own.
     """
-    if exclude_frozen_parameters:
-        log_not_needed("save_checkpoint: exclude_frozen_parameters", "they have no states")
+    reason = "they have no states"
+    log_given("save_checkpoint", reason, exclude_frozen_parameters=exclude_frozen_parameters)
     name = tag or f"global_step{engine.global_steps}"
     extra: dict[str, Any] = {
         "client_state": dict(client_state or {}),
@@ -67,13 +63,9 @@ def load_checkpoint(
 ) -> tuple[str | None, dict[str, Any]]:
     """Goes on from a checkpoint of save_checkpoint(), with any number of ranks; all call it.
 
-    Args:
-        load_dir: the folder of checkpoints.
-        tag: the checkpoint's name. Default: the one that the file "latest" names.
-        load_module_strict: True.
-        load_optimizer_states: states of the optimizer, the loss scale and random numbers, too.
-        load_lr_scheduler_states: the scheduler's, too.
-        load_module_only: parameters alone.
+    The `tag` is by default the one that the file "latest" in load_dir names. Beside parameters the
+    states of the optimizer, the loss scale and random numbers are loaded, and the scheduler's,
+    unless the arguments leave them out.
 
     Returns:
         The checkpoint's path and its client_state; (None, {}) if there is none.
@@ -127,15 +119,8 @@ def get_fp32_state_dict_from_zero_checkpoint(
 ) -> dict[str, torch.Tensor]:
     """The masters of a checkpoint of engine.save_checkpoint(), and its buffers, by name.
 
-    `hetero convert` writes them without having all in RAM.
-
-    Args:
-        checkpoint_dir: the folder of checkpoints.
-        tag: the checkpoint's name. Default: the one that the file "latest" names.
-        exclude_frozen_parameters: those that are trained alone.
-
-    Raises:
-        CheckpointError, StoreError: it cannot be read.
+    `hetero convert` writes them without having all in RAM. The `tag` is by default the one that the
+    file "latest" names. Raises CheckpointError or StoreError if it cannot be read.
     """
     folder = Path(checkpoint_dir)
     if tag is None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed
 
-from hetero.compat.key_table import log_not_needed
+from hetero.compat.key_table import log_given
 from hetero.compat.ranks import join
 
 
@@ -34,13 +34,13 @@ def init_distributed(
         dist_init_required: False: no group is made.
         auto_mpi_discovery, distributed_port, verbose, config: not needed.
     """
-    for name, value in (
-        ("auto_mpi_discovery", not auto_mpi_discovery),
-        ("distributed_port", distributed_port != 29500),
-        ("config", config is not None),
-    ):
-        if value:
-            log_not_needed(f"init_distributed: {name}", "torchrun's environment says it")
+    log_given(
+        "init_distributed",
+        "torchrun's environment says it",
+        auto_mpi_discovery=not auto_mpi_discovery,
+        distributed_port=distributed_port != 29500,
+        config=config,
+    )
     is_launched = not {"RANK", "WORLD_SIZE", "MASTER_ADDR"} - os.environ.keys()
     if dist_init_required is False or (init_method is None and not is_launched):
         return

@@ -20,7 +20,7 @@ from hetero.compat.deepspeed.checkpoints import (
 )
 from hetero.compat.deepspeed.options import DeepSpeedOptions
 from hetero.compat.grad_scale import ScaledSteps
-from hetero.compat.key_table import log_not_needed, logger
+from hetero.compat.key_table import log_given, logger
 from hetero.compat.ranks import rank, ranks
 from hetero.planning.placement import PlacementError
 from hetero.runtime.engine import Engine
@@ -36,10 +36,6 @@ class DeepSpeedUseError(HeteroError, ValueError, AssertionError, RuntimeError):
 
 def _of_groups(engine: DeepSpeedEngine, option: str) -> list[Any]:
     return [group[option] for group in engine._optimizer.param_groups]
-
-
-def _momentum(engine: DeepSpeedEngine) -> list[Any]:
-    return _of_groups(engine, "betas" if "betas" in engine._optimizer.defaults else "momentum")
 
 
 def _set_train_batch_size(engine: DeepSpeedEngine, train_batch_size: int) -> None:
@@ -65,9 +61,9 @@ def _module_state_dict(
     engine: DeepSpeedEngine, exclude_frozen_parameters: bool = False
 ) -> dict[str, Any]:
     """The model's whole state_dict(), without frozen parameters if so wished."""
-    frozen = {n for n, p in engine.module.named_parameters() if not p.requires_grad}
-    left_out = frozen if exclude_frozen_parameters else set[str]()
-    return {n: v for n, v in engine.module.state_dict().items() if n not in left_out}
+    named = engine.module.named_parameters()
+    frozen = {n for n, p in named if exclude_frozen_parameters and not p.requires_grad}
+    return {n: v for n, v in engine.module.state_dict().items() if n not in frozen}
 
 
 # Methods about the configuration, the optimizer and the last step.
@@ -87,12 +83,13 @@ _ABOUT: Mapping[str, Callable[..., Any]] = {
     "fp16_enabled": lambda e: e.options.config.dtype == "fp16",
     "bfloat16_enabled": lambda e: e.options.config.dtype == "bf16",
     "get_lr": lambda e: _of_groups(e, "lr"),
-    "get_mom": _momentum,  # the betas of each param group, or SGD's momentum
+    "get_mom": lambda e: _of_groups(e, "betas" if "betas" in e._optimizer.defaults else "momentum"),
     "get_global_grad_norm": lambda e: None if e._steps is None else e._steps.norm,
     "was_step_applied": lambda e: e._was_applied,
-    "empty_partition_cache": lambda e: log_not_needed(
-        "empty_partition_cache()", "gathered parameters stay within the budget"
-    ),
+    "empty_partition_cache": lambda e: None,  # gathered parameters stay within the budget
+    "save_checkpoint": save_checkpoint,
+    "load_checkpoint": load_checkpoint,
+    "save_16bit_model": save_16bit_model,
 }
 
 
@@ -121,7 +118,6 @@ class DeepSpeedEngine(torch.nn.Module):
     global_steps: int
     global_samples: int
     skipped_steps: int
-    _backwards: int  # backward() calls since the last update
 
     def __init__(
         self,
@@ -139,11 +135,12 @@ class DeepSpeedEngine(torch.nn.Module):
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
         self.training_dataloader = training_dataloader
-        vars(self).update(dict.fromkeys((*COUNTS, "_backwards"), 0))
+        vars(self).update(dict.fromkeys(COUNTS, 0))
         self._engine = engine
-        self._steps: ScaledSteps | None = None
-        if optimizer is not None:
-            self._steps = ScaledSteps(optimizer, options.scale, "engine.step()")
+        self._steps = (
+            None if optimizer is None else ScaledSteps(optimizer, options.scale, "engine.step()")
+        )
+        self._backwards = 0  # backward() calls since the last update
         self._boundary: bool | None = None  # as the loop has set it
         self._is_announced = False  # scale() was called for the next backward
         self._unsynced = False  # inside no_sync()
@@ -160,19 +157,17 @@ class DeepSpeedEngine(torch.nn.Module):
             return getattr(module, name)
 
     @property
-    def _optimizer(self) -> HybridOptimizer:
-        if self.optimizer is None:
+    def _scaled_steps(self) -> ScaledSteps:
+        if self._steps is None:
             raise DeepSpeedUseError(
                 "this engine has no optimizer; give deepspeed.initialize() one, or name one in the "
                 "configuration"
             )
-        return self.optimizer
+        return self._steps
 
     @property
-    def _scaled_steps(self) -> ScaledSteps:
-        _ = self._optimizer  # raises if there is none
-        assert self._steps is not None
-        return self._steps
+    def _optimizer(self) -> HybridOptimizer:
+        return self._scaled_steps.optimizer
 
     # A micro-batch
 
@@ -202,13 +197,9 @@ class DeepSpeedEngine(torch.nn.Module):
         return grad / steps if steps > 1 else None
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss times fp16's scale, for a backward() of the loop's own.
+        """A scalar loss times fp16's scale, for a backward() of the loop's own.
 
-        Args:
-            loss: a scalar.
-
-        Raises:
-            DeepSpeedUseError: it is none, or has no graph, or the engine has no optimizer.
+        Raises DeepSpeedUseError as backward().
         """
         self._check_loss(loss)
         self._is_announced = True
@@ -225,18 +216,10 @@ class DeepSpeedEngine(torch.nn.Module):
     def backward(
         self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
     ) -> torch.Tensor:
-        """Adds the gradients of a micro-batch.
+        """Adds the gradients of a micro-batch, and returns its loss.
 
-        Args:
-            loss: a scalar.
-            retain_graph: as of torch.Tensor.backward().
-            scale_wrt_gas: the loss is divided by gradient_accumulation_steps.
-
-        Returns:
-            The loss, divided so.
-
-        Raises:
-            DeepSpeedUseError: the engine has no optimizer, or the loss is no scalar with a graph.
+        With `scale_wrt_gas` the loss is divided by gradient_accumulation_steps. Raises
+        DeepSpeedUseError if the engine has no optimizer, or the loss is no scalar with a graph.
         """
         global _running
         self._check_loss(loss)
@@ -266,12 +249,8 @@ class DeepSpeedEngine(torch.nn.Module):
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """Ends a micro-batch; the last one of a step updates the parameters.
 
-        Args:
-            lr_kwargs: arguments of the scheduler's step().
-
-        Raises:
-            DeepSpeedUseError: inside no_sync(), or without an optimizer.
-            Exception: as of step() of hetero's optimizers.
+        `lr_kwargs` are arguments of the scheduler's step(). Raises DeepSpeedUseError inside
+        no_sync() and without an optimizer, and as step() of hetero's optimizers.
         """
         if self._unsynced:
             raise DeepSpeedUseError("It is illegal to call Engine.step() inside no_sync()")
@@ -309,8 +288,7 @@ class DeepSpeedEngine(torch.nn.Module):
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """From now on each micro-batch is the last one of its step, or none is.
 
-        Raises:
-            DeepSpeedUseError: without managed_gradient_accumulation.
+        Raises DeepSpeedUseError without managed_gradient_accumulation.
         """
         self._check_managed("set_gradient_accumulation_boundary")
         self._boundary = is_boundary
@@ -326,8 +304,7 @@ class DeepSpeedEngine(torch.nn.Module):
     def no_sync(self) -> Iterator[None]:
         """Inside the block no gradient is sent to other ranks, as with hetero.no_sync().
 
-        Raises:
-            DeepSpeedUseError: inside another one.
+        Raises DeepSpeedUseError inside another one.
         """
         if self._unsynced:
             raise DeepSpeedUseError("no_sync context manager reentry is unsupported")
@@ -342,8 +319,7 @@ class DeepSpeedEngine(torch.nn.Module):
     def coalesce_grad_reduction(self) -> Iterator[None]:
         """Inside the block no gradient is sent; at its end the sums are, once.
 
-        Raises:
-            DeepSpeedUseError: inside no_sync(), or without managed_gradient_accumulation.
+        Raises DeepSpeedUseError inside no_sync(), or without managed_gradient_accumulation.
         """
         self._check_managed("coalesce_grad_reduction")
         with self.no_sync():
@@ -370,33 +346,27 @@ class DeepSpeedEngine(torch.nn.Module):
     def offload_states(
         self,
         include: Iterable[Any] | None = None,
-        device: str = "cpu",
+        device: Any = "cpu",
         pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> None:
         """Moves what is on the device away from it, in place, until reload_states().
 
         Without a device, all is in RAM, or on NVMe, anyway. All ranks must call it, between steps.
+        Homes leave together, except for the slots that a layer needs: other arguments are not
+        needed.
 
-        Args:
-            include: not needed: all leaves, except for the slots that a layer needs.
-            device: "cpu"; "none" does nothing.
-            pin_memory, non_blocking: not needed.
-
-        Raises:
-            ValueError: another device.
-            DeepSpeedUseError: the engine has no optimizer.
-            Exception: as of engine.set_budget() of hetero.
+        Raises ValueError unless `device` is "cpu", or "none", which does nothing; and as
+        engine.set_budget() of hetero.
         """
         engine = self._optimizer.engine
+        log_given("offload_states", "homes leave the device together", include=include)
         device = getattr(device, "value", device)
         if device not in ("cpu", "none"):
             raise ValueError(
                 f"offload_states: device must be 'cpu', not {device!r}; the configuration says "
                 f"what lives on NVMe"
             )
-        if include is not None:
-            log_not_needed("offload_states: include", "homes leave the device together")
         if device == "none" or not engine.backend.separate or self._device_memory is not None:
             return
         before = engine.ledger.budget_bytes[Tier.DEVICE.value]
@@ -413,12 +383,6 @@ class DeepSpeedEngine(torch.nn.Module):
         if self._device_memory is not None:
             self._optimizer.engine.set_budget(device_memory=self._device_memory)
             self._device_memory = None
-
-    # Checkpoints
-
-    save_checkpoint = save_checkpoint
-    load_checkpoint = load_checkpoint
-    save_16bit_model = save_16bit_model
 
     def destroy(self) -> None:
         """Frees memory, files and threads, as hetero's engine.close()."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from os import PathLike
 from typing import Any
 
@@ -17,11 +17,10 @@ from hetero.compat.deepspeed.engine import DeepSpeedEngine
 from hetero.compat.deepspeed.lr_schedules import make_schedule
 from hetero.compat.deepspeed.options import DeepSpeedOptions, read_options
 from hetero.compat.deepspeed.utils import remember
-from hetero.compat.key_table import log_not_needed, log_once
+from hetero.compat.key_table import log_given, log_once
 from hetero.compat.late_start import start
 from hetero.compat.optimizers import hybrid_optimizer, named_optimizer
 from hetero.compat.ranks import join, rank, ranks, shard_mesh
-from hetero.runtime.engine import Engine
 
 _OptimizerMaker = Callable[[Any], torch.optim.Optimizer]
 _SchedulerMaker = Callable[[torch.optim.Optimizer], Any]
@@ -54,11 +53,11 @@ def initialize(
         training_data: a dataset, of which a loader is made.
         lr_scheduler: of the optimizer, or a function that makes one of the optimizer. It goes
             before the configuration's.
-        distributed_port, dist_init_required: not needed: torchrun says where ranks meet.
+        distributed_port, dist_init_required, mesh_param: not needed: torchrun says where ranks
+            meet, and there is no sequence parallelism.
         mpu: an object whose get_data_parallel_group() gives the ranks to shard over.
         collate_fn: of the loader.
         config: a mapping, or the path of a JSON file.
-        mesh_param: not needed: there is no sequence parallelism.
         config_params: another name of config.
 
     Returns:
@@ -71,41 +70,36 @@ def initialize(
     """
     if model is None:
         raise ValueError("deepspeed.initialize() needs a model")
-    if dist_init_required is False or distributed_port != 29500:
-        log_not_needed("initialize: distributed_port, dist_init_required", "torchrun says it")
-    if mesh_param is not None:
-        log_not_needed("initialize: mesh_param", "there is no sequence parallelism")
+    log_given(
+        "initialize",
+        "torchrun says where ranks meet",
+        distributed_port=distributed_port != 29500,
+        dist_init_required=dist_init_required is False,
+    )
+    log_given("initialize", "there is no sequence parallelism", mesh_param=mesh_param)
     join()
     options = read_options(_given(args, config, config_params), ranks())
     made = _optimizer(model, optimizer, model_parameters, options)
     group = None if mpu is None else mpu.get_data_parallel_group()
     scheduler = None if made is None else _scheduler(lr_scheduler, made, options)
+    for name, given in (("optimizer", optimizer), ("scheduler", lr_scheduler)):
+        configured = given is not None and getattr(options, name) is not None
+        log_given("the configuration", "initialize() was given another", **{name: configured})
     if options.buffer_dtype is not None:
         for buffer in model.buffers():
             if buffer.is_floating_point():
                 buffer.data = buffer.data.to(options.buffer_dtype)
     started = made or _no_updates(model)
-    start(
-        model,
-        started,
-        options.config,
-        process_group=group,
-        mesh=shard_mesh(options.shard_size, group),
-    )
+    mesh = shard_mesh(options.shard_size, group)
+    start(model, started, options.config, process_group=group, mesh=mesh)
     remember(started)
     if options.config.dtype != "fp32" and not options.config.durable:
-        _begin_rounded(started.engine)
-    loader = None
-    if training_data is not None:
-        loader = _loader(training_data, collate_fn, options)
+        # Masters begin as the parameters do, in fp16 or bf16, with which DeepSpeed begins.
+        trained = [m for m in started.engine.params.in_order() if m.chunk.trainable]
+        write_parts(started.engine, trained, lambda piece: piece.set_master(piece.values.float()))
+    loader = None if training_data is None else _loader(training_data, collate_fn, options)
     engine = DeepSpeedEngine(model, options, started.engine, made, scheduler, loader)
     return engine, made, loader, scheduler
-
-
-def _begin_rounded(engine: Engine) -> None:
-    """Masters begin as the parameters do, in fp16 or bf16, with which DeepSpeed begins."""
-    trained = [m for m in engine.params.in_order() if m.chunk.trainable]
-    write_parts(engine, trained, lambda piece: piece.set_master(piece.values.float()))
 
 
 def _no_updates(model: torch.nn.Module) -> HybridOptimizer:
@@ -117,14 +111,7 @@ def _no_updates(model: torch.nn.Module) -> HybridOptimizer:
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Adds --deepspeed and --deepspeed_config, which deepspeed.initialize(args=...) reads.
-
-    Args:
-        parser: of the training.
-
-    Returns:
-        The same parser.
-    """
+    """Adds --deepspeed and --deepspeed_config, which deepspeed.initialize(args=...) reads."""
     group = parser.add_argument_group("DeepSpeed", "configuration of the training")
     group.add_argument("--deepspeed", action="store_true", help="train as the configuration says")
     group.add_argument("--deepspeed_config", help="the path of a DeepSpeed configuration, JSON")
@@ -154,24 +141,20 @@ def _optimizer(
     if params is None:
         params = [param for param in model.parameters() if param.requires_grad]
     elif not isinstance(params, torch.Tensor):
-        params = list(params) if isinstance(params, Iterable) else params
-    if optimizer is None:
-        if options.optimizer is None:
-            return None
-        named = options.optimizer
-        return named_optimizer(named.type, named.params, params, options.state_dtype)
-    source = optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer(params)
-    if options.optimizer is not None:
-        log_not_needed("the configuration's optimizer", "initialize() was given another one")
-    return hybrid_optimizer(source)
+        params = list(params)
+    named = options.optimizer
+    if optimizer is not None:
+        source = optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer(params)
+        return hybrid_optimizer(source)
+    if named is None:
+        return None
+    return named_optimizer(named.type, named.params, params, options.state_dtype)
 
 
 def _scheduler(given: Any, optimizer: HybridOptimizer, options: DeepSpeedOptions) -> Any:
     """The scheduler of the optimizer; None if there is none."""
     if given is None:
         return None if options.scheduler is None else make_schedule(options.scheduler, optimizer)
-    if options.scheduler is not None:
-        log_not_needed("the configuration's scheduler", "initialize() was given another one")
     return given if hasattr(given, "step") else given(optimizer)
 
 
@@ -207,9 +190,4 @@ init_inference = _refused(
     "compute from offloaded parameters",
 )
 tp_model_init = _refused("tp_model_init", "tensor parallelism")
-
-
-class PipelineModule:
-    """Pipeline parallelism, which hetero has not."""
-
-    __init__ = _refused("PipelineModule", "pipeline parallelism; give it the whole model")
+PipelineModule = _refused("PipelineModule", "pipeline parallelism; give it the whole model")

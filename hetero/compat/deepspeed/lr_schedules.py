@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hetero.compat.deepspeed.options import Named
-from hetero.compat.key_table import REQUIRED, DeclaresArguments, logger, nearest
+from hetero.compat.key_table import DeclaresArguments, logger, nearest
 from hetero.option_checks import check_integer
 
 _SECOND_BETA = 0.99  # of an optimizer whose momentum cycles
@@ -22,56 +22,48 @@ _SECOND_BETA = 0.99  # of an optimizer whose momentum cycles
 class RateSchedule(DeclaresArguments):
     """Sets the learning rates of an optimizer's param groups at each step().
 
-    A class statement names a schedule's arguments with their defaults, in DeepSpeed's order; they
-    are attributes. Rates may be one number, or a list with one for each param group.
-    `last_batch_iteration` is the iteration after which the schedule goes on; -1: it begins.
+    A schedule's arguments are its attributes. Rates may be one number, or a list with one for each
+    param group. `last_batch_iteration` is the iteration after which it goes on; -1: it begins.
 
     Raises ValueError for numbers that cannot be, and lists that do not fit the param groups.
     """
 
-    _defaults: Mapping[str, Any]
+    optimizer: torch.optim.Optimizer
+    last_batch_iteration: int
+    warmup_num_steps: Any
+    cycle_momentum: Any
 
-    def __init_subclass__(cls, **arguments: Any) -> None:
-        super().__init_subclass__()
-        if arguments:
-            cls._defaults = {"optimizer": REQUIRED, **arguments, "last_batch_iteration": -1}
-            cls._declare(cls._defaults)
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._arguments = {**self._defaults, **self._given(args, kwargs)}
-        self.optimizer: torch.optim.Optimizer = self._arguments.pop("optimizer")
-        self.last_batch_iteration: int = self._arguments.pop("last_batch_iteration")
-        rates = [group["lr"] for group in self.optimizer.param_groups]
-        self._last_lr: list[Any] = rates
-        self.org_lrs = [rate.clone() if isinstance(rate, torch.Tensor) else rate for rate in rates]
-        self._check(self._arguments)
-        if self.last_batch_iteration == -1:
-            self._set_rates(self.get_lr())
-
-    def __getattr__(self, name: str) -> Any:
-        arguments = vars(self).get("_arguments", {})
-        if name not in arguments:
-            raise AttributeError(f"{type(self).__name__} has no {name!r}")
-        return arguments[name]
-
-    def _check(self, arguments: dict[str, Any]) -> None:
-        """Raises ValueError for an argument that cannot be; mends others."""
-        groups = len(self.optimizer.param_groups)
-        for name, value in arguments.items():
-            if isinstance(value, (list, tuple)) and len(value) != groups:
+        given = self._given(args, kwargs)
+        vars(self).update(given)
+        groups = self.optimizer.param_groups
+        for name, value in given.items():
+            if isinstance(value, (list, tuple)) and len(value) != len(groups):
                 raise ValueError(
-                    f"{name} has {len(value)} values, and the optimizer has {groups} param groups"
+                    f"{name} has {len(value)} values, and the optimizer has {len(groups)} param "
+                    f"groups"
                 )
             if name in ("warmup_num_steps", "lr_range_test_step_size"):
                 check_integer(name, value, 1)
-        if "warmup_type" in arguments:
-            arguments["warmup_num_steps"] = max(2, arguments["warmup_num_steps"])
-            kind = arguments["warmup_type"]
-            if kind not in ("log", "linear"):
-                logger.warning(
-                    "there is no warmup_type %r; rates rise as a logarithm ('log')", kind
-                )
-                arguments["warmup_type"] = "log"
+        if "warmup_type" in given:
+            self.warmup_num_steps = max(2, self.warmup_num_steps)
+            if self.warmup_type not in ("log", "linear"):
+                said = "there is no warmup_type %r; rates rise as a logarithm ('log')"
+                logger.warning(said, self.warmup_type)
+        self._last_lr: list[Any] = [group["lr"] for group in groups]
+        self.org_lrs = [
+            rate.clone() if isinstance(rate, torch.Tensor) else rate for rate in self._last_lr
+        ]
+        self._begin()
+        if self.last_batch_iteration == -1:
+            self._set_rates(self.get_lr())
+
+    def _begin(self) -> None:
+        """Derives from the arguments what stays the same. Raises ValueError as the constructor."""
 
     def get_lr(self) -> list[Any]:
         """The learning rate of each param group at the iteration that was begun last."""
@@ -96,11 +88,10 @@ class RateSchedule(DeclaresArguments):
                 group["lr"] = lr
         self._last_lr = [group["lr"] for group in self.optimizer.param_groups]
 
-    def _of_groups(self, *names: str) -> list[list[Any]]:
-        """The values of each of these arguments, one for each param group."""
+    def _of_groups(self, value: Any) -> list[Any]:
+        """One value for each param group."""
         groups = len(self.optimizer.param_groups)
-        found = [self._arguments[name] for name in names]
-        return [list(v) if isinstance(v, (list, tuple)) else [v] * groups for v in found]
+        return list(value) if isinstance(value, (list, tuple)) else [value] * groups
 
     def _warm(self) -> float:
         """The share of a warm-up that is over, from 0 to 1."""
@@ -122,11 +113,9 @@ class RateSchedule(DeclaresArguments):
 
 class LRRangeTest(
     RateSchedule,
-    lr_range_test_min_lr=1e-3,
-    lr_range_test_step_size=2000,
-    lr_range_test_step_rate=1.0,
-    lr_range_test_staircase=False,
-):
+    arguments=lambda optimizer, lr_range_test_min_lr=1e-3, lr_range_test_step_size=2000,
+    lr_range_test_step_rate=1.0, lr_range_test_staircase=False, last_batch_iteration=-1: None,
+):  # fmt: skip
     """Rates that rise from their least, to find the largest one that trains (Smith, 2018).
 
     In each step_size steps they rise by step_rate times the first rate; with `staircase` at the end
@@ -137,22 +126,22 @@ class LRRangeTest(
         passed = (self.last_batch_iteration + 1) / self.lr_range_test_step_size
         whole = math.floor(passed) if self.lr_range_test_staircase else passed
         factor = 1 + self.lr_range_test_step_rate * whole
-        return [least * factor for least in self._of_groups("lr_range_test_min_lr")[0]]
+        return [least * factor for least in self._of_groups(self.lr_range_test_min_lr)]
 
 
 class WarmupLR(
-    RateSchedule, warmup_min_lr=0.0, warmup_max_lr=None, warmup_num_steps=1000, warmup_type="log"
-):
+    RateSchedule,
+    arguments=lambda optimizer, warmup_min_lr=0.0, warmup_max_lr=None, warmup_num_steps=1000,
+    warmup_type="log", last_batch_iteration=-1: None,
+):  # fmt: skip
     """Rates that rise from warmup_min_lr to warmup_max_lr, by default each group's own, and stay.
 
     `warmup_type` is "log" or "linear"; another one is taken for "log", with a warning.
     """
 
-    def _check(self, arguments: dict[str, Any]) -> None:
-        if arguments["warmup_max_lr"] is None:
-            arguments["warmup_max_lr"] = self.org_lrs
-        super()._check(arguments)
-        self.min_lrs, self.max_lrs = self._of_groups("warmup_min_lr", "warmup_max_lr")
+    def _begin(self) -> None:
+        most = self.org_lrs if self.warmup_max_lr is None else self.warmup_max_lr
+        self.min_lrs, self.max_lrs = self._of_groups(self.warmup_min_lr), self._of_groups(most)
 
     def get_lr(self) -> list[Any]:
         if self.last_batch_iteration < 0:
@@ -167,29 +156,23 @@ class WarmupLR(
 
 class WarmupDecayLR(
     WarmupLR,
-    total_num_steps=REQUIRED,
-    warmup_min_lr=0.0,
-    warmup_max_lr=0.001,
-    warmup_num_steps=1000,
-    warmup_type="log",
-):
+    arguments=lambda optimizer, total_num_steps, warmup_min_lr=0.0, warmup_max_lr=0.001,
+    warmup_num_steps=1000, warmup_type="log", last_batch_iteration=-1: None,
+):  # fmt: skip
     """WarmupLR, after which rates fall linearly to 0 at step total_num_steps."""
 
     def _share(self) -> float:
         if self.last_batch_iteration < self.warmup_num_steps:
-            return super()._share()
+            return self._warm()
         left: float = self.total_num_steps - self.last_batch_iteration
         return max(0.0, left / max(1.0, float(self.total_num_steps - self.warmup_num_steps)))
 
 
 class WarmupCosineLR(
     RateSchedule,
-    total_num_steps=REQUIRED,
-    warmup_min_ratio=0.0,
-    warmup_num_steps=1000,
-    cos_min_ratio=0.0001,
-    warmup_type="log",
-):
+    arguments=lambda optimizer, total_num_steps, warmup_min_ratio=0.0, warmup_num_steps=1000,
+    cos_min_ratio=0.0001, warmup_type="log", last_batch_iteration=-1: None,
+):  # fmt: skip
     """The optimizer's rates times a factor that rises from warmup_min_ratio to 1, and then falls.
 
     It falls as a half cosine, to cos_min_ratio at step total_num_steps.
@@ -215,19 +198,11 @@ class WarmupCosineLR(
 
 class OneCycle(
     RateSchedule,
-    cycle_min_lr=REQUIRED,
-    cycle_max_lr=REQUIRED,
-    decay_lr_rate=0.0,
-    cycle_first_step_size=2000,
-    cycle_second_step_size=None,
-    cycle_first_stair_count=0,
-    cycle_second_stair_count=None,
-    decay_step_size=0,
-    cycle_momentum=True,
-    cycle_min_mom=0.8,
-    cycle_max_mom=0.9,
-    decay_mom_rate=0.0,
-):
+    arguments=lambda optimizer, cycle_min_lr, cycle_max_lr, decay_lr_rate=0.0,
+    cycle_first_step_size=2000, cycle_second_step_size=None, cycle_first_stair_count=0,
+    cycle_second_stair_count=None, decay_step_size=0, cycle_momentum=True, cycle_min_mom=0.8,
+    cycle_max_mom=0.9, decay_mom_rate=0.0, last_batch_iteration=-1: None,
+):  # fmt: skip
     """Rates that rise and fall once, and then decay; momentum moves the other way (Smith, 2018).
 
     They rise in cycle_first_step_size steps, in so many stairs (0: in each step), and fall in the
@@ -236,48 +211,48 @@ class OneCycle(
     of decay_step_size steps each; 0: there is no decay.
     """
 
-    def _check(self, arguments: dict[str, Any]) -> None:
+    def _begin(self) -> None:
         for name in ("step_size", "stair_count"):
-            if arguments[f"cycle_second_{name}"] is None:
-                arguments[f"cycle_second_{name}"] = arguments[f"cycle_first_{name}"]
-        first, second = arguments["cycle_first_step_size"], arguments["cycle_second_step_size"]
+            if getattr(self, f"cycle_second_{name}") is None:
+                setattr(self, f"cycle_second_{name}", getattr(self, f"cycle_first_{name}"))
+        first, second = self.cycle_first_step_size, self.cycle_second_step_size
         if first <= 0 or second < 0:
             raise ValueError(
                 f"cycle_first_step_size must be above 0, and cycle_second_step_size 0 or more, not "
                 f"{first} and {second}"
             )
-        super()._check(arguments)
-        self.total_size, self.step_ratio = first + second, first / (first + second)
-        self.min_lrs, self.max_lrs = self._of_groups("cycle_min_lr", "cycle_max_lr")
-        self._moms = self._of_groups("cycle_min_mom", "cycle_max_mom")
-        momentum = arguments["cycle_momentum"] and "betas" in self.optimizer.defaults
-        arguments["cycle_momentum"] = bool(momentum)
+        self.min_lrs = self._of_groups(self.cycle_min_lr)
+        self.max_lrs = self._of_groups(self.cycle_max_lr)
+        self.cycle_momentum = bool(self.cycle_momentum and "betas" in self.optimizer.defaults)
         # Before the cycle rate and momentum are the least ones.
-        if self.last_batch_iteration == -1 and arguments["cycle_momentum"]:
-            self._set_momentum(self._moms[0])
+        if self.last_batch_iteration == -1 and self.cycle_momentum:
+            least = self._of_groups(self.cycle_min_mom)
+            self._set_betas([(first, _SECOND_BETA) for first in least])
 
     def _height(self) -> float:
         """The height in the cycle, from 0 to 1."""
-        passed = (self.last_batch_iteration + 1) % self.total_size
-        half = "first" if passed <= self.cycle_first_step_size else "second"
-        steps = self._arguments[f"cycle_{half}_step_size"]
-        stairs = self._arguments[f"cycle_{half}_stair_count"]
-        left = passed if half == "first" else self.total_size - passed
+        total = self.cycle_first_step_size + self.cycle_second_step_size
+        left = (self.last_batch_iteration + 1) % total
+        steps, stairs = self.cycle_first_step_size, self.cycle_first_stair_count
+        if left > steps:
+            steps, stairs = self.cycle_second_step_size, self.cycle_second_stair_count
+            left = total - left
         # (The product first: it is exact, so no stair is missed by a rounding.)
         height: float = math.floor(left * stairs / steps) / stairs if stairs else left / steps
         return height
 
-    def _decay_steps(self) -> float | None:
-        """The decay steps that have passed; None in the cycle."""
-        after = self.last_batch_iteration - self.total_size
-        if after < 0:
+    def _decayed(self, rate: float) -> float | None:
+        """The factor of a decay at this rate; None in the cycle."""
+        after = self.last_batch_iteration + 1
+        after -= self.cycle_first_step_size + self.cycle_second_step_size
+        if after <= 0:
             return None
-        return (after + 1) / self.decay_step_size if self.decay_step_size else 0.0
+        return 1 + rate * (after / self.decay_step_size if self.decay_step_size else 0.0)
 
     def get_lr(self) -> list[Any]:
-        decay = self._decay_steps()
+        decay = self._decayed(self.decay_lr_rate)
         if decay is not None:
-            return [least / (1 + self.decay_lr_rate * decay) for least in self.min_lrs]
+            return [least / decay for least in self.min_lrs]
         pairs = zip(self.min_lrs, self.max_lrs, strict=True)
         return [least + (most - least) * self._height() for least, most in pairs]
 
@@ -285,23 +260,20 @@ class OneCycle(
         """Each group's betas at the iteration that was begun last; None if they do not change."""
         if not self.cycle_momentum:
             return None
-        decay = self._decay_steps()
-        if decay is None:
-            pairs = zip(*self._moms, strict=True)
-            firsts = [most - (most - least) * self._height() for least, most in pairs]
-        else:
-            firsts = [most * (1 + self.decay_mom_rate * decay) for most in self._moms[1]]
-        return [(first, _SECOND_BETA) for first in firsts]
+        least, most = self._of_groups(self.cycle_min_mom), self._of_groups(self.cycle_max_mom)
+        decay = self._decayed(self.decay_mom_rate)
+        if decay is not None:
+            return [(high * decay, _SECOND_BETA) for high in most]
+        height, pairs = self._height(), zip(least, most, strict=True)
+        return [(high - (high - low) * height, _SECOND_BETA) for low, high in pairs]
 
     def step(self, last_batch_iteration: int | None = None) -> None:
         super().step(last_batch_iteration)
-        betas = self.get_mom()
-        if betas is not None:
-            self._set_momentum([first for first, _ in betas])
+        self._set_betas(self.get_mom() or [])
 
-    def _set_momentum(self, firsts: Sequence[float]) -> None:
-        for group, first in zip(self.optimizer.param_groups, firsts, strict=True):
-            group["betas"] = (first, _SECOND_BETA)
+    def _set_betas(self, betas: Sequence[tuple[float, float]]) -> None:
+        for group, pair in zip(self.optimizer.param_groups, betas, strict=False):
+            group["betas"] = pair
 
 
 SCHEDULES: Mapping[str, Callable[..., RateSchedule]] = {

@@ -16,7 +16,13 @@ import torch
 from hetero.compat.deepspeed import config_keys
 from hetero.compat.dtypes import TORCH
 from hetero.compat.grad_scale import ScalePolicy
-from hetero.compat.key_table import log_not_needed, log_once, logger, refuse_unknown
+from hetero.compat.key_table import (
+    KeyTable,
+    log_not_needed,
+    log_once,
+    logger,
+    refuse_unknown,
+)
 from hetero.compat.ranks import ranks
 from hetero.config import Config
 from hetero.option_checks import check_choice, check_integer, is_number, options_from_file
@@ -102,13 +108,10 @@ class DeepSpeedOptions:
 class DeepSpeedConfig:
     """The numbers of a configuration that code asks for before there is an engine.
 
-    Attributes:
-        train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps,
-            gradient_clipping, zero_optimization_stage: as of the configuration, the missing ones
-            by DeepSpeed's rules.
-        zero_enabled: the stage is 1 or more.
-        gradient_allreduce_op: "mean", the only one.
+    They have DeepSpeed's names; those that are missing in the configuration follow by its rules.
     """
+
+    gradient_allreduce_op = "mean"
 
     def __init__(
         self,
@@ -128,15 +131,6 @@ class DeepSpeedConfig:
         self.gradient_clipping = options.gradient_clipping
         self.zero_optimization_stage = options.stage
         self.zero_enabled = options.stage > 0
-        self.gradient_allreduce_op = "mean"
-
-
-def load(config: Mapping[str, Any] | str | PathLike[str]) -> Mapping[str, Any]:
-    """A DeepSpeed configuration's keys, from a mapping or the path of a JSON file.
-
-    Raises ValueError if the file cannot be read, is not JSON, or has a key twice.
-    """
-    return config if isinstance(config, Mapping) else options_from_file(config)
 
 
 def read_options(
@@ -154,21 +148,25 @@ def read_options(
             each other.
         StoreError: nvme_path cannot be used.
     """
-    top = config_keys.TOP.read(load(config))
-    _refuse_auto("the DeepSpeed configuration", top)
-    zero = _read_zero(top.get("zero_optimization", {}))
+    given = config if isinstance(config, Mapping) else options_from_file(config)
+    top = _read(config_keys.TOP, given)
+    zero = top.get("zero_optimization", {})
+    if isinstance(zero, bool):  # as of DeepSpeed's first versions
+        zero = {"stage": int(zero)}
+    zero = _read(config_keys.ZERO, zero)
     for table in (config_keys.AIO, config_keys.CHECKPOINT):
-        table.read(top.get(table.name, {}))
+        _read(table, top.get(table.name))
+    _read(config_keys.ZENFLOW, zero.get("zenflow"))
     stage: int = zero.get("stage", 0)
     check_choice("zero_optimization: stage", stage, (0, 1, 2, 3))
     if stage == 0:
         log_not_needed(
             "zero_optimization: stage 0", "stage 1 gives the same numbers with less memory"
         )
-    options: dict[str, Any] = {"backend": "auto", "zero_stage": max(stage, 1)}
-    options |= defaults | _placement(zero)
     dtype, scale, state_dtype = _precision(top)
-    options["dtype"] = dtype
+    grad_dtype, buffer_dtype = _data_types(top.get("data_types"), dtype)
+    options: dict[str, Any] = {"backend": "auto", "zero_stage": max(stage, 1), "dtype": dtype}
+    options |= defaults | _placement(zero)
     if scale is not None:
         options["initial_loss_scale"] = None  # the engine of the adapter scales losses
     if top.get("log_level") is not None:
@@ -179,14 +177,12 @@ def read_options(
             f"gradient_allreduce_op={op!r} is refused: hetero averages over ranks; multiply the "
             f"loss by the number of ranks to have the sum"
         )
-    grad_dtype, buffer_dtype = _data_types(top.get("data_types", {}), dtype)
     if grad_dtype is not None:
         options["grad_dtype"] = grad_dtype
     if top.get("communication_data_type") is not None:
         options["reduce_dtype"] = _dtype("communication_data_type", top["communication_data_type"])
-    if config_keys.ACTIVATIONS.read(top.get("activation_checkpointing", {})).get(
-        "cpu_checkpointing"
-    ):
+    activations = _read(config_keys.ACTIVATIONS, top.get("activation_checkpointing"))
+    if activations.get("cpu_checkpointing"):
         options["activation_memory"] = "auto"
     if zero.get("stage3_prefetch_bucket_size") == 0:
         options["prefetch"] = False
@@ -195,10 +191,9 @@ def read_options(
         raise ValueError(f"hetero must be a mapping of hetero's options, not {own!r}")
     micro, accumulation = _batch_sizes(top, world)
     shard_size = zero.get("mics_shard_size", -1)
-    for name, value in (
-        ("mics_shard_size", None if shard_size == -1 else shard_size),
-        ("steps_per_print", top.get("steps_per_print")),
-    ):
+    shard_size = None if shard_size == -1 else shard_size
+    printed = top.get("steps_per_print")
+    for name, value in (("mics_shard_size", shard_size), ("steps_per_print", printed)):
         if value is not None:
             check_integer(name, value, 1)
     return DeepSpeedOptions(
@@ -211,12 +206,19 @@ def read_options(
         _named("scheduler", top.get("scheduler")),
         state_dtype,
         scale,
-        top.get("steps_per_print"),
+        printed,
         bool(top.get("dataloader_drop_last", False)),
         stage,
-        shard_size if shard_size > 0 else None,
+        shard_size,
         buffer_dtype,
     )
+
+
+def _read(table: KeyTable, given: object) -> dict[str, Any]:
+    """The keys of a part of the configuration. Raises ValueError for "auto", too."""
+    values = table.read({} if given is None else given)
+    _refuse_auto(table.name, values)
+    return values
 
 
 def _clipping(top: Mapping[str, Any]) -> float:
@@ -229,7 +231,7 @@ def _clipping(top: Mapping[str, Any]) -> float:
 
 def _data_types(given: object, dtype: str) -> tuple[str | None, torch.dtype | None]:
     """The dtypes of gradients and of buffers, where the configuration has them."""
-    found = config_keys.DATA_TYPES.read(given)
+    found = config_keys.DATA_TYPES.read({} if given is None else given)
     names = ("grad_accum_dtype", "param_dtype", "buffer_dtype")
     grad, param, buffer = (
         None if found.get(name) is None else _dtype(name, found[name]) for name in names
@@ -245,54 +247,40 @@ def _data_types(given: object, dtype: str) -> tuple[str | None, torch.dtype | No
     return grad, None if buffer is None else TORCH[buffer]
 
 
-def _read_zero(given: object) -> dict[str, Any]:
-    """The keys of zero_optimization, with those of its parts read."""
-    if isinstance(given, bool):  # as of DeepSpeed's first versions
-        given = {"stage": int(given)}
-    zero = config_keys.ZERO.read(given)
-    _refuse_auto("zero_optimization", zero)
-    for table in (config_keys.OFFLOAD_OPTIMIZER, config_keys.OFFLOAD_PARAM):
-        zero[table.name] = table.read(zero.get(table.name) or {})
-    if zero.get("zenflow"):
-        config_keys.ZENFLOW.read(zero["zenflow"])
-    return zero
-
-
 def _placement(zero: Mapping[str, Any]) -> dict[str, Any]:
     """placement_policy and nvme_path, from what is offloaded where."""
     devices: set[str] = set()
     paths: list[str] = []
-    for part, old in (("offload_optimizer", "cpu_offload"), ("offload_param", "cpu_offload_param")):
-        device = zero[part].get("device", "none") or "none"
-        device = getattr(device, "value", device)
+    ratio = 1.0
+    for table, old in (
+        (config_keys.OFFLOAD_OPTIMIZER, "cpu_offload"),
+        (config_keys.OFFLOAD_PARAM, "cpu_offload_param"),
+    ):
+        part = _read(table, zero.get(table.name))
+        device = getattr(part.get("device"), "value", part.get("device")) or "none"
         if device not in ("none", "cpu", "nvme"):
-            raise ValueError(f"{part}: device must be none, cpu or nvme, not {device!r}")
-        path = zero[part].get("nvme_path")
+            raise ValueError(f"{table.name}: device must be none, cpu or nvme, not {device!r}")
+        devices |= {device, "cpu" if zero.get(old) else "none"}
+        ratio = _number("ratio", part.get("ratio", ratio))
         if device == "nvme":
+            path = part.get("nvme_path")
             if path is None:
-                raise ValueError(f"{part}: device 'nvme' needs nvme_path, a directory on the disk")
-            if str(path) not in paths:
-                paths.append(str(path))
+                raise ValueError(
+                    f"{table.name}: device 'nvme' needs nvme_path, a directory on the disk"
+                )
+            paths += [] if str(path) in paths else [str(path)]
             with suppress(OSError):  # as DeepSpeed does; what cannot be made is told of below
                 Path(path).mkdir(parents=True, exist_ok=True)
-        devices.add(device)
-        if zero.get(old):
-            devices.add("cpu")
-    options: dict[str, Any] = {}
     if "nvme" in devices:
-        options = {"placement_policy": "nvme", "nvme_path": paths if len(paths) > 1 else paths[0]}
-    elif "cpu" in devices:
-        ratio = _number("ratio", zero["offload_optimizer"].get("ratio", 1.0))
-        options = {"placement_policy": "cpu" if ratio == 1 else "auto"}
-    return options
+        return {"placement_policy": "nvme", "nvme_path": paths if len(paths) > 1 else paths[0]}
+    if "cpu" in devices:
+        return {"placement_policy": "cpu" if ratio == 1 else "auto"}
+    return {}
 
 
 def _precision(top: Mapping[str, Any]) -> tuple[str, ScalePolicy | None, str]:
     """The compute dtype, how losses are scaled, and the dtype of optimizer states."""
-    fp16 = config_keys.FP16.read(top.get("fp16", {}))
-    bf16 = config_keys.BF16.read(top.get("bf16", {}))
-    _refuse_auto("fp16", fp16)
-    _refuse_auto("bf16", bf16)
+    fp16, bf16 = _read(config_keys.FP16, top.get("fp16")), _read(config_keys.BF16, top.get("bf16"))
     state_dtype = "bf16" if bf16.get("bf16_optimizer_states") else "fp32"
     if fp16.get("enabled") and bf16.get("enabled"):
         raise ValueError("fp16 and bf16 are both enabled; enable one of them")
@@ -307,18 +295,15 @@ def _precision(top: Mapping[str, Any]) -> tuple[str, ScalePolicy | None, str]:
     fixed = _number("fp16.loss_scale", fp16.get("loss_scale", 0))
     if fixed:
         return "fp16", ScalePolicy.fixed(fixed), state_dtype
-    return (
-        "fp16",
-        ScalePolicy(
-            initial=2.0 ** _number("initial_scale_power", fp16.get("initial_scale_power", 16)),
-            growth_interval=_whole("loss_scale_window", fp16.get("loss_scale_window", 1000)),
-            grows_late=True,
-            hysteresis=_whole("hysteresis", fp16.get("hysteresis", 2)),
-            refills_hysteresis=bool(fp16.get("consecutive_hysteresis", False)),
-            least=_number("min_loss_scale", fp16.get("min_loss_scale", 1)),
-        ),
-        state_dtype,
+    dynamic = ScalePolicy(
+        initial=2.0 ** _number("initial_scale_power", fp16.get("initial_scale_power", 16)),
+        growth_interval=_whole("loss_scale_window", fp16.get("loss_scale_window", 1000)),
+        grows_late=True,
+        hysteresis=_whole("hysteresis", fp16.get("hysteresis", 2)),
+        refills_hysteresis=bool(fp16.get("consecutive_hysteresis", False)),
+        least=_number("min_loss_scale", fp16.get("min_loss_scale", 1)),
     )
+    return "fp16", dynamic, state_dtype
 
 
 def _batch_sizes(top: Mapping[str, Any], world: int) -> tuple[int, int]:

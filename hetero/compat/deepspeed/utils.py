@@ -3,15 +3,14 @@
 A parameter's fp32 master, gradient and optimizer states are read and changed as whole tensors. With
 several ranks all call each function for the same parameters, in one order. A "local" tensor is the
 part that DeepSpeed's stage 3 would have on this rank: as many elements of the flat tensor for each
-rank, zeros at the end. Marks of modules whose parameters DeepSpeed gathers together can be set and
-asked for, so that code which does so runs; hetero has no use for them.
+rank, zeros at the end.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,13 +19,11 @@ import torch.distributed as dist
 from hetero.api.access import grads, masters
 from hetero.api.optimizer import HybridOptimizer
 from hetero.api.whole_state import export_states, import_states, store_values
-from hetero.compat.key_table import log_not_needed
 from hetero.compat.key_table import logger as logger
 from hetero.compat.ranks import rank, ranks
 from hetero.runtime.engine import Engine
 
 _MARK = "_z3_leaf"
-Modules = list[torch.nn.Module]
 Found = torch.Tensor | None
 # hetero's engines know their optimizers' updates, and not the names of their states.
 _optimizers: weakref.WeakKeyDictionary[Engine, weakref.ref[HybridOptimizer]]
@@ -56,33 +53,27 @@ def safe_set_full_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
         store_values(engine, {engine.find(param): value.float()})
 
 
-def _states(param: torch.Tensor) -> tuple[Engine, Sequence[str], dict[str, torch.Tensor]] | None:
+def _states(param: torch.Tensor) -> tuple[Sequence[str], dict[str, torch.Tensor]]:
+    """The names of an optimizer's states, and a parameter's own; none if hetero has none."""
     engine = _engine(param)
     optimizer = None if engine is None else _optimizers.get(engine, lambda: None)()
     if engine is None or optimizer is None:
-        return None
-    names = optimizer.state_names
-    return engine, names, export_states(engine, [param], names)[param]
+        return (), {}
+    return optimizer.state_names, export_states(engine, [param], optimizer.state_names)[param]
 
 
 def safe_get_full_optimizer_state(param: torch.Tensor, optim_state_key: str) -> Found:
     """A copy of one state in fp32, as "exp_avg"; None if there is no such state."""
-    found = _states(param)
-    return None if found is None else found[2].get(optim_state_key)
+    return _states(param)[1].get(optim_state_key)
 
 
 def safe_set_full_optimizer_state(
     param: torch.Tensor, value: torch.Tensor, optim_state_key: str
 ) -> None:
-    """Replaces one state.
-
-    Raises:
-        ValueError: the optimizer has no such state.
-    """
-    found = _states(param)
-    if found is None:
+    """Replaces one state. Raises ValueError if the optimizer has no such state."""
+    engine, (names, states) = _engine(param), _states(param)
+    if engine is None or not names:
         return
-    engine, names, states = found
     if optim_state_key not in names:
         raise ValueError(f"there is no state {optim_state_key!r}; there are {', '.join(names)}")
     import_states(engine, {param: {**states, optim_state_key: value}}, names)
@@ -121,33 +112,31 @@ def safe_update_full_grad_vectorized(
             safe_set_full_grad(param, update_func(found, param))
 
 
-def _part(whole: Found) -> Found:
-    """This rank's part."""
-    if whole is None:
-        return None
-    numel = -(-whole.numel() // ranks())
-    mine = whole.reshape(-1)[rank() * numel : (rank() + 1) * numel]
-    return torch.nn.functional.pad(mine, (0, numel - mine.numel()))
-
-
-def _whole(param: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """The tensor that all ranks' parts make."""
-    parts = [torch.empty_like(part) for _ in range(ranks())]
-    if ranks() > 1:
-        dist.all_gather(parts, part.contiguous())
-    else:
-        parts = [part]
-    return torch.cat(parts)[: param.numel()].view(param.shape)
-
-
 def _local_get(get: Callable[..., Found]) -> Callable[..., Found]:
     """Gets this rank's part of what `get` gets."""
-    return lambda param, *key, **named: _part(get(param, *key, **named))
+
+    def part(param: torch.Tensor, *key: Any, **named: Any) -> Found:
+        whole = get(param, *key, **named)
+        if whole is None:
+            return None
+        numel = -(-whole.numel() // ranks())
+        mine = whole.reshape(-1)[rank() * numel : (rank() + 1) * numel]
+        return torch.nn.functional.pad(mine, (0, numel - mine.numel()))
+
+    return part
 
 
 def _local_set(replace: Callable[..., None]) -> Callable[..., None]:
     """Replaces this rank's part of what `replace` replaces, and raises as that does."""
-    return lambda param, value, *key, **named: replace(param, _whole(param, value), *key, **named)
+
+    def set_part(param: torch.Tensor, value: torch.Tensor, *key: Any, **named: Any) -> None:
+        parts = [value] * ranks()
+        if ranks() > 1:
+            parts = [torch.empty_like(value) for _ in range(ranks())]
+            dist.all_gather(parts, value.contiguous())
+        replace(param, torch.cat(parts)[: param.numel()].view(param.shape), *key, **named)
+
+    return set_part
 
 
 safe_get_local_fp32_param = _local_get(safe_get_full_fp32_param)
@@ -158,8 +147,7 @@ safe_set_local_grad = _local_set(safe_set_full_grad)
 safe_set_local_optimizer_state = _local_set(safe_set_full_optimizer_state)
 
 
-# Leaf modules: marks can be set and asked for. Each function returns the modules that it found, and
-# raises ValueError if there is none, unless raise_if_not_found is False.
+# Leaf modules, whose parameters DeepSpeed gathers together: marks can be set and asked for.
 
 
 def z3_leaf_module(model: torch.nn.Module) -> bool:
@@ -167,32 +155,23 @@ def z3_leaf_module(model: torch.nn.Module) -> bool:
     return getattr(model, _MARK, False)
 
 
-def set_z3_leaf_module(model: torch.nn.Module, flag: bool) -> None:
-    """Marks a module, or takes its mark away."""
-    log_not_needed("set_z3_leaf_modules", "parameters come in wherever they are used")
-    setattr(model, _MARK, flag)
-
-
-def get_z3_leaf_modules(model: torch.nn.Module) -> Modules:
+def get_z3_leaf_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
     """The marked modules of a model."""
     return [module for module in model.modules() if z3_leaf_module(module)]
 
 
-def _of_class(module: torch.nn.Module, _: str, given: Any) -> bool:
-    kind = type(module)
-    if isinstance(given, str):
-        return given in (kind.__name__, f"{kind.__module__}.{kind.__qualname__}")
-    return isinstance(module, given)
+def set_z3_leaf_module(model: torch.nn.Module, flag: bool) -> None:
+    """Marks a module, or takes its mark away."""
+    setattr(model, _MARK, flag)
 
 
-def _marks(
-    argument: str, is_meant: Callable[[torch.nn.Module, str, Any], bool], flag: bool = True
-) -> Callable[..., Modules]:
-    """The function that marks the modules that its second `argument` lists."""
+def _marking(argument: str, is_meant: Callable[..., bool], flag: bool = True) -> Any:
+    """The function that marks the modules that its second `argument` lists, and returns them."""
 
     def mark(
         model: torch.nn.Module, given: Any = None, raise_if_not_found: bool = True, **named: Any
-    ) -> Modules:
+    ) -> list[torch.nn.Module]:
+        """Raises ValueError if there is none, unless raise_if_not_found is False."""
         wanted = list(named[argument] if given is None else given)
         paths = model.named_modules()
         found = [m for path, m in paths if any(is_meant(m, path, each) for each in wanted)]
@@ -205,33 +184,34 @@ def _marks(
     return mark
 
 
-set_z3_leaf_modules = _marks("leaf_module_classes", _of_class)
-unset_z3_leaf_modules = _marks("leaf_module_classes", _of_class, flag=False)
-set_z3_leaf_modules_by_name = _marks("module_names", lambda _, path, name: path == name)
-set_z3_leaf_modules_by_suffix = _marks(
+def _is_of_class(module: torch.nn.Module, _: str, given: Any) -> bool:
+    kind = type(module)
+    if isinstance(given, str):
+        return given in (kind.__name__, f"{kind.__module__}.{kind.__qualname__}")
+    return isinstance(module, given)
+
+
+set_z3_leaf_modules = _marking("leaf_module_classes", _is_of_class)
+unset_z3_leaf_modules = _marking("leaf_module_classes", _is_of_class, flag=False)
+set_z3_leaf_modules_by_name = _marking("module_names", lambda _, path, name: path == name)
+set_z3_leaf_modules_by_suffix = _marking(
     "module_name_suffixes", lambda _, path, end: path.endswith(str(end))
 )
 
 
-class OnDevice(AbstractContextManager["OnDevice"]):
+@contextmanager
+def OnDevice(dtype: torch.dtype, device: str = "meta", enabled: bool = True) -> Iterator[None]:
     """Inside the block tensors are made on `device`, floating-point ones with `dtype`.
 
-    Args:
-        dtype: of torch.
-        device: of torch; "meta" makes none at all.
-        enabled: False: the block does nothing.
+    On "meta" none is made at all; with enabled=False the block does nothing.
     """
-
-    def __init__(self, dtype: torch.dtype, device: str = "meta", enabled: bool = True) -> None:
-        self._dtype, self._device, self._enabled = dtype, device, enabled
-        self._left = ExitStack()
-
-    def __enter__(self) -> OnDevice:
-        if self._enabled:
-            self._left.callback(torch.set_default_dtype, torch.get_default_dtype())
-            torch.set_default_dtype(self._dtype)
-            self._left.enter_context(torch.device(self._device))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._left.close()
+    before = torch.get_default_dtype()
+    if not enabled:
+        yield
+        return
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            yield
+    finally:
+        torch.set_default_dtype(before)

@@ -12,33 +12,25 @@ import torch
 from hetero.api.access import gathered
 from hetero.compat.deepspeed.options import read_options
 from hetero.compat.dtypes import NAMES
-from hetero.compat.key_table import KeyTable, log_not_needed
+from hetero.compat.key_table import KeyTable, log_given
 from hetero.compat.late_start import EarlyContext
 from hetero.compat.ranks import join, ranks, shard_mesh
 from hetero.compat.shared_names import (
-    register_external_parameter,
-    unregister_external_parameter,
+    register_external_parameter as register_external_parameter,
+)
+from hetero.compat.shared_names import (
+    unregister_external_parameter as unregister_external_parameter,
 )
 from hetero.config import Config
 from hetero.stand_ins.construction_uses import arena_of
 from hetero.tiling import tiled_linear
 
-__all__ = [
-    "GatheredParameters",
-    "Init",
-    "TiledLinear",
-    "register_external_parameter",
-    "unregister_external_parameter",
-]
-
 _INIT = KeyTable(
     "zero.Init",
     not_needed={
-        "saved parameters hold no memory": "mem_efficient_linear",
-        "buffers to and from a device are always page-locked": "pin_memory",
-        "ranks of a machine read each other's memory": "zero_param_parallel_group",
-        "gathers are exact": "zero_quantized_weights zero_quantized_nontrainable_weights",
-        "there is no sequence parallelism": "sequence_data_parallel_group",
+        "the engine does it, or does without it": """mem_efficient_linear pin_memory
+            zero_param_parallel_group zero_quantized_weights zero_quantized_nontrainable_weights
+            sequence_data_parallel_group"""
     },
 )
 
@@ -51,14 +43,12 @@ class Init(EarlyContext):
 
     Args:
         module: a model that was built outside; its parameters are taken at once.
-        data_parallel_group: the process group to shard over. Default: all ranks.
-        mem_efficient_linear, pin_memory, not_needed: have no effect.
+        data_parallel_group: the process group to shard over. Default: that of `mpu`, or all ranks.
         remote_device: "cpu" or "nvme": where parameters live. Default: as configured.
-        config_dict_or_path: a DeepSpeed configuration, or the path of one.
-        config: another name of config_dict_or_path.
+        config_dict_or_path, config: a DeepSpeed configuration, or the path of one.
         enabled: False: plain parameters are built.
         dtype: of the model's parameters in training, if there is no configuration.
-        mpu: an object whose get_data_parallel_group() gives the group.
+        mem_efficient_linear, pin_memory, not_needed: have no effect.
 
     Raises:
         ValueError: a configuration that cannot work.
@@ -85,38 +75,26 @@ class Init(EarlyContext):
             join()
         if data_parallel_group is None and mpu is not None:
             data_parallel_group = mpu.get_data_parallel_group()
+        device = str(remote_device)
+        if device not in ("None", "none", "cpu", "nvme") and not device.startswith("cuda"):
+            raise ValueError(
+                f"remote_device must be None, 'none', 'cpu', 'nvme' or 'cuda', not {device!r}"
+            )
+        policy = {"placement_policy": device} if device in ("cpu", "nvme") else {}
         given = config_dict_or_path if config_dict_or_path is not None else config
         mesh: Any = None
         if given is not None:
-            options = read_options(given, ranks(), **_placement(remote_device, with_path=True))
+            options = read_options(given, ranks(), **policy)
             made, mesh = options.config, shard_mesh(options.shard_size, data_parallel_group)
         else:
+            # (For NVMe deepspeed.initialize() has a path; there is none yet.)
+            policy = {} if device == "nvme" else policy
             made = Config.make(
-                backend="auto",
-                dtype=NAMES.get(dtype, "fp32") if dtype is not None else "fp32",
-                **_placement(remote_device, with_path=False),
+                backend="auto", dtype=NAMES.get(dtype or torch.float32, "fp32"), **policy
             )
         super().__init__(
-            made,
-            process_group=data_parallel_group,
-            mesh=mesh,
-            enabled=enabled,
-            module=module,
+            made, process_group=data_parallel_group, mesh=mesh, enabled=enabled, module=module
         )
-
-
-def _placement(remote_device: str | None, with_path: bool) -> dict[str, Any]:
-    """placement_policy, from zero.Init's remote_device."""
-    if remote_device in (None, "none") or str(remote_device).startswith("cuda"):
-        return {}
-    if remote_device == "nvme":
-        # Without a path yet, which deepspeed.initialize() will have.
-        return {"placement_policy": "nvme"} if with_path else {}
-    if remote_device != "cpu":
-        raise ValueError(
-            f"remote_device must be None, 'none', 'cpu', 'nvme' or 'cuda', not {remote_device!r}"
-        )
-    return {"placement_policy": "cpu"}
 
 
 def GatheredParameters(
@@ -127,22 +105,11 @@ def GatheredParameters(
 ) -> AbstractContextManager[None]:
     """hetero.gathered(): inside the block parameters are whole; also while the model is built.
 
-    Args:
-        params: parameters; those that hetero does not have are whole anyway.
-        modifier_rank: the rank whose changes count. Default: values are for reading.
-        fwd_module: not needed: parameters come in wherever they are used.
-        enabled: False: the block does nothing.
-
-    Returns:
-        The context manager.
-
-    Raises:
-        Exception: as hetero.gathered().
+    `modifier_rank` is the rank whose changes count; None: values are for reading. Parameters that
+    hetero does not have are whole anyway. Raises as hetero.gathered().
     """
-    if fwd_module is not None:
-        log_not_needed(
-            "zero.GatheredParameters: fwd_module", "parameters come in wherever they are used"
-        )
+    reason = "parameters come in wherever they are used"
+    log_given("zero.GatheredParameters", reason, fwd_module=fwd_module)
     listed = [params] if isinstance(params, torch.Tensor) else list(params)
     managed = [p for p in listed if arena_of(p) is not None or hasattr(p, "_hetero_engine")]
     if not enabled or not managed:

@@ -35,7 +35,6 @@ PATHS = {
     "colossalai.core": "global_context",
     "colossalai.engine": "Engine",
     "colossalai.logging": "disable_existing_loggers get_dist_logger",
-    "colossalai.trainer": "Trainer hooks",
     "colossalai.utils": "get_current_device get_dataloader is_main_process",
     "colossalai.zero.gemini": "GeminiDDP GeminiOptimizer",
     "colossalai.zero.init_ctx": "ZeroInitContext",

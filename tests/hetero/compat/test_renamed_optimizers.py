@@ -21,50 +21,9 @@ from hetero.compat.key_table import forget_logged
 from hetero.compat.optimizers import RenamedOptimizer
 
 BETAS = (0.9, 0.999)
-SIGNATURES: list[tuple[Any, str]] = [
-    *(
-        (
-            kind,
-            "(model_params, lr=0.001, bias_correction=True, betas=(0.9, 0.999), eps=1e-08, "
-            "weight_decay=0.0, adamw_mode=True, nvme_offload_fraction=0.0, nvme_offload_dir=None, "
-            "**defaults)",
-        )
-        for kind in (HybridAdam, CPUAdam)
-    ),
-    (
-        DeepSpeedCPUAdam,
-        "(model_params, lr=0.001, bias_correction=True, betas=(0.9, 0.999), eps=1e-08, "
-        "weight_decay=0.0, amsgrad=False, adamw_mode=True, fp32_optimizer_states=True)",
-    ),
-    (
-        FusedAdam,
-        "(params, lr=0.001, bias_correction=True, betas=(0.9, 0.999), eps=1e-08, adam_w_mode=True, "
-        "weight_decay=0.0, amsgrad=False, set_grad_none=True)",
-    ),
-    (
-        DeepSpeedCPULion,
-        "(model_params, lr=0.001, betas=(0.9, 0.999), weight_decay=0.0, "
-        "fp32_optimizer_states=True)",
-    ),
-    (FusedLion, "(params, lr=0.001, betas=(0.9, 0.999), weight_decay=0.0, set_grad_none=True)"),
-    (
-        DeepSpeedCPUAdagrad,
-        "(model_params, lr=0.01, eps=1e-10, weight_decay=0.0, amsgrad=False, "
-        "fp32_optimizer_states=True)",
-    ),
-    (
-        oneflow.optim.SGD,
-        "(params, lr=0.001, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False, "
-        "**options)",
-    ),
-    *(
-        (
-            kind,
-            "(params, lr=0.001, betas=(0.9, 0.999), eps=1e-08, weight_decay=0.0, amsgrad=False, "
-            "do_bias_correction=True, **options)",
-        )
-        for kind in (oneflow.optim.Adam, oneflow.optim.AdamW)
-    ),
+RENAMED: list[Any] = [
+    *(HybridAdam, CPUAdam, DeepSpeedCPUAdam, FusedAdam, DeepSpeedCPULion, FusedLion),
+    *(DeepSpeedCPUAdagrad, oneflow.optim.SGD, oneflow.optim.Adam, oneflow.optim.AdamW),
 ]
 
 
@@ -72,9 +31,8 @@ def params() -> list[torch.nn.Parameter]:
     return [torch.nn.Parameter(torch.ones(3))]
 
 
-@pytest.mark.parametrize(("kind", "signature"), SIGNATURES)
-def test_order_and_defaults_are_the_projects(kind: Any, signature: str) -> None:
-    assert str(inspect.signature(kind)) == signature
+@pytest.mark.parametrize("kind", RENAMED)
+def test_defaults_are_the_projects(kind: Any) -> None:
     made, groups = kind(params()), {}
     for name, parameter in list(inspect.signature(kind).parameters.items())[1:]:
         if name in made.defaults:
@@ -98,9 +56,6 @@ def test_arguments_by_their_order() -> None:
     assert isinstance(oneflow.optim.Adagrad(params()), hetero.HybridAdagrad)
     adamw = oneflow.optim.AdamW(params(), 0.1, BETAS, 1e-3, 0.2, False, False, state_dtype="bf16")
     assert (adamw.defaults["bias_correction"], adamw.state_dtype) == (False, "bf16")
-    assert oneflow.optim.AdamW(params(), decoupled_weight_decay=False).defaults["adamw_mode"] is (
-        False
-    )
 
 
 @pytest.mark.parametrize(

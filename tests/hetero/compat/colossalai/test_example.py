@@ -85,7 +85,7 @@ def data(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def test_the_example_of_the_high_level_api(tmp_path: Path, nothing_left: None) -> None:
-    """The document's small model by the configuration, with an engine and with a Trainer."""
+    """The document's small model by the configuration, with an engine."""
     path = configuration(tmp_path, gradient_accumulation=2, clip_grad_norm=0.5, BATCH_SIZE=4)
     colossalai.launch_from_torch(config=path)
     assert gpc.config.BATCH_SIZE == 4
@@ -129,34 +129,19 @@ def test_the_example_of_the_high_level_api(tmp_path: Path, nothing_left: None) -
                     for param, master in zip(plain.parameters(), masters, strict=True):
                         param.copy_(master)
 
-    batches = data(8)
+    batches = data(4)
     engine.train()
-    for number, (x, y) in enumerate(batches[:4]):
+    for number, (x, y) in enumerate(batches):
         engine.zero_grad()
         loss = engine.criterion(engine(x), y)
         engine.backward(loss)
         assert engine.step() == bool(number % 2)
         if number % 2:
             scheduler.step()
-    expect(batches[:4])
-    trainer = colossalai.trainer.Trainer(engine, logger=colossalai.logging.get_dist_logger())
-    hooks = colossalai.trainer.hooks
-    trainer.fit(
-        batches[4:],
-        epochs=1,
-        test_dataloader=batches,
-        hooks=[
-            hooks.LossHook(),
-            hooks.LRSchedulerHook(scheduler, by_epoch=False),
-            hooks.LogMetricByEpochHook(colossalai.logging.get_dist_logger()),
-        ],
-    )
-    expect(batches[4:])
-    assert optimizer.param_groups[0]["lr"] == adamw.param_groups[0]["lr"] == 1e-2 / 16
+    expect(batches)
+    assert optimizer.param_groups[0]["lr"] == adamw.param_groups[0]["lr"] == 1e-2 / 4
     for found, master in zip(hetero.masters(model.parameters()), masters, strict=True):
         torch.testing.assert_close(found, master.detach(), rtol=1e-5, atol=1e-6)
-    assert trainer.cur_step == 4
-    assert set(trainer.states) == {"loss", "test_loss"}
     assert engine.optimizer.engine.config.placement_policy == "auto"
     engine.optimizer.engine.close()
 

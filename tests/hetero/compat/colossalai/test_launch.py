@@ -1,4 +1,4 @@
-"""hetero/compat/colossalai: launching, configurations, loaders, and the Trainer's loop."""
+"""hetero/compat/colossalai: launching, configurations and loaders."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from hetero.compat import colossalai
 from hetero.compat.colossalai.booster.plugin import GeminiPlugin
 from hetero.compat.colossalai.core import Options
 from hetero.compat.colossalai.core import global_context as gpc
-from hetero.compat.colossalai.trainer import Hook, LRSchedulerHook, Trainer
 from hetero.compat.colossalai.utils import get_current_device, get_dataloader, is_main_process
 
 
@@ -31,7 +30,7 @@ def test_launch_says_what_torchrun_would(monkeypatch: pytest.MonkeyPatch) -> Non
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK"):
         monkeypatch.setenv(name, "before")  # which it puts back
         monkeypatch.delenv(name)
-    colossalai.launch({"SEQ": {"length": 3}}, 0, 1, "127.0.0.1", 29500, seed=3)
+    colossalai.launch(0, 1, "127.0.0.1", 29500, seed=3, config={"SEQ": {"length": 3}})
     assert [os.environ[n] for n in ("RANK", "WORLD_SIZE", "LOCAL_RANK")] == ["0", "1", "0"]
     drawn = torch.rand(1)
     torch.manual_seed(3)
@@ -48,36 +47,22 @@ def test_launch_says_what_torchrun_would(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not torch.backends.cudnn.benchmark
 
 
-@pytest.mark.parametrize("first", [{"mine": 1}, "a file", "a path"])
-def test_the_configuration_may_come_first(
-    first: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("given", [{"mine": 1}, "a file", "a path"])
+def test_the_configuration_may_be_a_file(
+    given: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """launch(config, rank, ...) of earlier releases, and today's launch(rank, ...)."""
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK"):
         monkeypatch.setenv(name, "0")
     file = tmp_path / "configuration.py"
     file.write_text("mine = 1\n")
-    given: Any = {"a file": str(file), "a path": file}.get(str(first), first)
-    colossalai.launch(given, 0, 1, "127.0.0.1", 29500, "gloo")
-    assert gpc.config.mine == 1
-    colossalai.launch(0, 1, "127.0.0.1", 29500, "gloo", 0, 7, False)
-    assert (gpc.config, os.environ["WORLD_SIZE"]) == ({}, "1")
+    config: Any = {"a file": str(file), "a path": file}.get(str(given), given)
+    colossalai.launch(0, 1, "127.0.0.1", 29500, "gloo", 0, 7, False, config=config)
+    assert (gpc.config.mine, os.environ["WORLD_SIZE"]) == (1, "1")
     drawn = torch.rand(1)
     torch.manual_seed(7)
     assert torch.equal(drawn, torch.rand(1))
-    colossalai.launch_from_torch(given)
-    assert gpc.config.mine == 1
     colossalai.launch_from_torch("gloo", 3, verbose=False)
     assert gpc.config == {}
-    colossalai.launch(None, 0, 1, "127.0.0.1", 29500)
-    colossalai.launch(rank=0, world_size=1, host="localhost", port=29500, config={"mine": 2})
-    assert gpc.config.mine == 2
-    gpc.load_config({})
-
-
-def test_the_default_parser() -> None:
-    args = colossalai.get_default_parser().parse_args(["--config", "a.py", "--port", "5"])
-    assert (args.config, args.port, args.backend) == ("a.py", 5, "nccl")
 
 
 def test_loaders_and_utilities() -> None:
@@ -93,43 +78,3 @@ def test_loaders_and_utilities() -> None:
     assert [len(x) for (x,) in loader] == [4, 4]
     assert get_current_device().type in ("cpu", "cuda")
     assert is_main_process()
-
-
-class Count(Hook):
-    """What was called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[str] = []
-
-    def __getattribute__(self, name: str) -> Any:
-        if name.startswith(("before_", "after_")):
-            self.calls.append(name)
-        return super().__getattribute__(name)
-
-
-def test_the_trainers_loop(tmp_path: Path) -> None:
-    path = tmp_path / "config.py"
-    path.write_text("clip_grad_norm = 1.0\nNUM_EPOCHS = 2\n")
-    colossalai.launch_from_torch(config=str(path))
-    model = torch.nn.Linear(2, 2)
-    optimizer = colossalai.nn.optimizer.CPUAdam(model.parameters(), lr=0.5)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    engine, train, test, _ = colossalai.initialize(
-        model,
-        optimizer,
-        torch.nn.functional.mse_loss,
-        [([torch.ones(1, 2)], torch.zeros(1, 2)), ({"input": torch.ones(1, 2)}, torch.ones(1, 2))],
-        [(torch.ones(1, 2), torch.zeros(1, 2))],
-        scheduler,
-    )
-    trainer, count = Trainer(engine), Count()
-    hooks = [count, LRSchedulerHook(scheduler, by_epoch=True)]
-    trainer.fit(train, gpc.config.NUM_EPOCHS, test_dataloader=test, test_interval=2, hooks=hooks)
-    assert optimizer.param_groups[0]["lr"] == 0.125
-    assert count.calls.count("after_train_iter") == 4
-    assert count.calls.count("after_test_iter") == 1
-    assert (count.calls[0], count.calls[-1]) == ("before_train", "after_train")
-    trainer.fit(train, 5, max_steps=5)
-    assert trainer.cur_step == 5
-    engine.optimizer.engine.close()

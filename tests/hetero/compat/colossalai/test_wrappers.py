@@ -223,7 +223,7 @@ def test_arguments_by_their_order() -> None:
     assert [name for name, _ in gemini.named_parameters()] == list(gemini.state_dict())
     with pytest.raises(TypeError, match="multiple values for argument 'chunk_config_dict'"):
         GeminiDDP(model, {}, chunk_config_dict={})
-    with pytest.raises(TypeError, match="takes 30 arguments, not 31"):
+    with pytest.raises(TypeError, match="too many positional arguments"):
         GeminiDDP(model, *([None] * 31))
     optimizer.engine.close()
 

@@ -246,48 +246,16 @@ def test_stairs_have_no_rounding() -> None:
     assert max(stairs) == pytest.approx(0.01)
 
 
-@pytest.mark.parametrize(
-    ("name", "arguments"),
-    [
-        (
-            "LRRangeTest",
-            "lr_range_test_min_lr=0.001, lr_range_test_step_size=2000, "
-            "lr_range_test_step_rate=1.0, lr_range_test_staircase=False",
-        ),
-        (
-            "WarmupLR",
-            "warmup_min_lr=0.0, warmup_max_lr=None, warmup_num_steps=1000, warmup_type='log'",
-        ),
-        (
-            "WarmupDecayLR",
-            "total_num_steps, warmup_min_lr=0.0, warmup_max_lr=0.001, warmup_num_steps=1000, "
-            "warmup_type='log'",
-        ),
-        (
-            "WarmupCosineLR",
-            "total_num_steps, warmup_min_ratio=0.0, warmup_num_steps=1000, cos_min_ratio=0.0001, "
-            "warmup_type='log'",
-        ),
-        (
-            "OneCycle",
-            "cycle_min_lr, cycle_max_lr, decay_lr_rate=0.0, cycle_first_step_size=2000, "
-            "cycle_second_step_size=None, cycle_first_stair_count=0, "
-            "cycle_second_stair_count=None, decay_step_size=0, cycle_momentum=True, "
-            "cycle_min_mom=0.8, cycle_max_mom=0.9, decay_mom_rate=0.0",
-        ),
-    ],
-)
-def test_arguments_are_deepspeeds(name: str, arguments: str) -> None:
-    """Their order and defaults; and arguments are attributes."""
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_arguments_are_attributes(name: str) -> None:
     found = inspect.signature(SCHEDULES[name])
-    assert str(found) == f"(optimizer, {arguments}, last_batch_iteration=-1)"
     given = {p.name: 0.5 for p in found.parameters.values() if p.default is p.empty}
     given["optimizer"] = optimizer()
     made: Any = SCHEDULES[name](**given)
     assert made.last_batch_iteration == -1
     for argument in given.keys() - {"optimizer"}:
         assert getattr(made, argument) == 0.5
-    with pytest.raises(AttributeError, match=f"{name} has no 'warmup'"):
+    with pytest.raises(AttributeError, match=f"'{name}' object has no attribute 'warmup'"):
         _ = made.warmup
     with pytest.raises(TypeError, match=rf"{name}\(\): missing a required argument: 'optimizer'"):
         SCHEDULES[name]()
