@@ -71,10 +71,10 @@ class LineObserver:
     def __init__(self, stream: TextIO, log_every: int) -> None:
         self._stream = stream
         self._log_every = log_every
-        self._steps = 0
+        self._steps: int | None = None
 
     def begin(self, setting: Setting) -> None:
-        self._steps = setting.steps
+        self._steps = setting.planned_steps
         for line in opening_lines(setting):
             print(line, file=self._stream, flush=True)
 
@@ -133,7 +133,9 @@ class ScreenObserver:
         for line in opening_lines(setting):
             self._console.print(line, highlight=False, markup=False)
         self._setting = setting
-        self._task = self._progress.add_task("train", total=setting.steps, figures="first step")
+        self._task = self._progress.add_task(
+            "train", total=setting.planned_steps, figures="first step"
+        )
         self._live.start()
 
     def step(self, point: StepPoint) -> None:
@@ -180,7 +182,7 @@ class ScreenObserver:
             )
             grid.add_row(name, bar, f"{format_bytes(nbytes)} {limit}, at most {format_bytes(peak)}")
         grid.add_row("loss", Text(sparkline(self._losses)), f"{point.loss:.4f}")
-        speed = f"{point.tokens_per_s:,.0f} tokens/s, {point.step_s:.3f} s per step"
+        speed = f"{point.tokens_per_s:,.0f} tokens/s, {point.seconds:.3f} s per step"
         grid.add_row("speed", Text(sparkline(self._speeds)), speed)
         moved = [
             f"{LINK_WORDS[link]} {format_bytes(nbytes)}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
@@ -29,7 +28,6 @@ from hetero.reporting.recorder import Recorder, facts_of
 from offload import _native
 from offload.memory.process_memory import peak_resident_bytes
 from offload.memory.sizes import format_bytes
-from offload.memory.tiers import Tier
 
 # Below this a third of the state of a small model is less than its chunks need to move at all.
 LEAST_DEFAULT_HOST_BYTES = 256 << 20
@@ -86,10 +84,9 @@ class ManagedRun:
     predicted: dict[str, Any] | None  # figures() of a step; None: nothing says how fast it is
 
     def complete(self, result: TrainResult, ranks: Ranks) -> None:
-        """Adds to the result of a run that has not failed where homes are in the end: they may have
-        moved after some steps. And what each rank's process held at most; all of them call it."""
+        """Adds to the result of a run that has not failed what a step of it is predicted to take
+        in the end, and what each rank's process held at most; all of them call it."""
         engine = self.engine
-        result.placement = _chunk_counts(engine)
         result.predicted = _predicted(self.options, engine, [])
         notes = (*result.notes, *engine.notes, engine.recompute.words())
         result.notes = tuple(dict.fromkeys(filter(None, notes)))
@@ -191,16 +188,19 @@ def managed_run(
     rows.append(("run folder", str(folder.path)))
     chance = math.log(built.source.vocab_size)
     facts = facts_of(engine, built.source.label, tuple(rows), True, chance)
+    planned, trained = steps or options.steps, built.trained_numel
+    facts = replace(facts, planned_steps=planned, trained_params=trained)
     setting = Setting(
-        **vars(facts),
-        trained_params=built.trained_numel,
+        **(
+            vars(facts)
+            | {"trained_params": built.trained_numel, "planned_steps": steps or options.steps}
+        ),
         vocab_size=built.source.vocab_size,
         threads=threads,
         engine=engine.io_engine,
         isa=isa,
         budget_bytes=dict(engine.ledger.budget_bytes),
         notes=tuple(notes),
-        steps=options.steps if steps is None else steps,
         tokens_per_step=options.tokens_per_step * ranks.count,
         data=data,
         nvme_path=nvme_path,
@@ -281,19 +281,6 @@ def arrange_shape(
         device_bytes=device_bytes,
         policy=policy,
     )
-
-
-def _chunk_counts(engine: hetero.Engine) -> str:
-    """How many chunks have which kind of state where."""
-    found = []
-    for state_kind in ("param", "grad", "optim_state"):
-        homes = Counter(
-            tier for b in engine.chunk_groups for tier in getattr(b.placement, state_kind)
-        )
-        places = ((Tier.DEVICE, "DEVICE"), (Tier.HOST, "RAM"), (Tier.DISK, "NVMe"))
-        counts = [f"{homes[tier]} in {where}" for tier, where in places if homes[tier]]
-        found.append(f"{state_kind.upper()} {', '.join(counts)}")
-    return f"chunks: {'; '.join(found)}"
 
 
 def _predicted(
