@@ -187,6 +187,7 @@ class PointList:
 
     def add(self, step: StepPoint) -> None:
         """Takes the next step."""
+        self._last = step
         self._newest.append(step)
         if len(self._newest) == self._stride:
             self._kept.append(max(self._newest, key=lambda p: p.held_bytes))
@@ -198,7 +199,8 @@ class PointList:
     @property
     def points(self) -> list[StepPoint]:
         """Those that are kept, in order, and the last one."""
-        return [*self._kept, *self._newest[-1:]]
+        is_there = not self._kept or self._kept[-1] is self._last
+        return [*self._kept, *([] if is_there else [self._last])]
 
 
 @dataclass(frozen=True)
