@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,9 +13,7 @@ from tests.support.run_records import MIB, make_record, point, sample
 
 
 @given(st.integers(0, 200), st.integers(1, 200))
-def test_a_long_run_keeps_few_points_evenly_and_the_one_that_held_most(
-    steps: int, largest: int
-) -> None:
+def test_a_long_run_keeps_few_points_and_the_one_that_held_most(steps: int, largest: int) -> None:
     found = PointList(most=8)
     for number in range(1, steps + 1):
         more = {"samples": (sample(4.0, 90 * MIB),)} if number == largest else {}
@@ -25,9 +22,7 @@ def test_a_long_run_keeps_few_points_evenly_and_the_one_that_held_most(
     assert len(numbers) <= 9
     assert numbers == sorted(set(numbers))
     assert not steps or (numbers[0] == 1 and numbers[-1] == steps)
-    assert largest > steps or largest in numbers or largest - steps > -8
-    gaps = [b - a for a, b in pairwise(numbers)]
-    assert max(gaps, default=1) <= max(1, steps)
+    assert largest > steps // 2 or largest in numbers
 
 
 def test_few_points_are_all_kept() -> None:
