@@ -21,9 +21,6 @@ from hetero.job.ranks import ALONE, Ranks
 from hetero.job.result import Setting, TrainResult, usual_state_bytes
 from hetero.job.run_folder import RunFolder
 from hetero.planning.group_plans import Arrangement, arrange
-from hetero.planning.profiles import saved_profile
-from hetero.planning.step_cost import figures, predict
-from hetero.planning.step_problem import Work
 from hetero.reporting.recorder import Recorder, facts_of
 from offload import _native
 from offload.memory.process_memory import peak_resident_bytes
@@ -81,14 +78,11 @@ class ManagedRun:
     engine: hetero.Engine
     setting: Setting
     recorder: Recorder
-    predicted: dict[str, Any] | None  # figures() of a step; None: nothing says how fast it is
 
     def complete(self, result: TrainResult, ranks: Ranks) -> None:
-        """Adds to the result of a run that has not failed what a step of it is predicted to take
-        in the end, and what each rank's process held at most; all of them call it."""
-        engine = self.engine
-        result.predicted = _predicted(self.options, engine, [])
-        notes = (*result.notes, *engine.notes, engine.recompute.words())
+        """Adds to the result of a run that has not failed what is noted of it in the end, and what
+        each rank's process held at most; all of them call it."""
+        notes = (*result.notes, *self.engine.notes, self.engine.recompute.words())
         result.notes = tuple(dict.fromkeys(filter(None, notes)))
         result.peak_rss_by_rank_bytes = [int(n) for n in ranks.gather(peak_resident_bytes())]
 
@@ -179,7 +173,6 @@ def managed_run(
     `data` says what it is trained on, and `steps` how many there will be; None: those of options.
     """
     notes = [*built.notes, *engine.notes]
-    predicted = _predicted(options, engine, notes)
     threads, isa = torch.get_num_threads(), _native.isa()
     nvme_path = ", ".join(built.config.nvme_paths) or None
     rows = [("data", data), ("compute", f"{threads} threads, {isa}, on {engine.backend.device}")]
@@ -191,10 +184,7 @@ def managed_run(
     planned, trained = steps or options.steps, built.trained_numel
     facts = replace(facts, planned_steps=planned, trained_params=trained)
     setting = Setting(
-        **(
-            vars(facts)
-            | {"trained_params": built.trained_numel, "planned_steps": steps or options.steps}
-        ),
+        **vars(facts),
         vocab_size=built.source.vocab_size,
         threads=threads,
         engine=engine.io_engine,
@@ -206,7 +196,7 @@ def managed_run(
         nvme_path=nvme_path,
         run_dir=str(folder.path),
     )
-    return ManagedRun(options, engine, setting, recorder, predicted)
+    return ManagedRun(options, engine, setting, recorder)
 
 
 def _mesh(options: TrainOptions, ranks: Ranks) -> DeviceMesh | None:
@@ -281,37 +271,6 @@ def arrange_shape(
         device_bytes=device_bytes,
         policy=policy,
     )
-
-
-def _predicted(
-    options: TrainOptions, engine: hetero.Engine, notes: list[str]
-) -> dict[str, Any] | None:
-    """What a step is predicted to take by the saved profile of this machine, or else by the rates
-    of the steps that were made.
-
-    `notes` gets the reason if the profile that there is says nothing. None then, if nothing is
-    known yet, or with several ranks; the recorder has what the engine learns from its steps.
-    """
-    if engine.world.size > 1:
-        return None
-    config, clips = engine.config, options.clip > 0
-    try:
-        profile = saved_profile(config, threads=options.threads)
-        if profile is None:
-            plans = engine.predictions.plans(grad_factors=clips)
-        else:
-            plans = predict(
-                engine.budget_moves.group_plans(),
-                profile,
-                Work(options.batch_size * options.seq_len, options.accumulate),
-                prefetch=config.debugging.prefetch,
-                overlap=config.debugging.overlap,
-                grad_factors=clips,
-            )
-    except ValueError as error:  # of another version, or without what this run uses
-        notes.append(f"the saved profile predicts nothing: {error}")
-        return None
-    return figures(plans) if plans else None
 
 
 def memory_config(

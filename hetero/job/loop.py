@@ -73,7 +73,7 @@ def train(
                 notes.append("--resume found no checkpoint, so the run began anew")
             else:
                 notes += [f"resumed after step {made} from {found.path}", *found.notes]
-        result = TrainResult(job.setting, predicted=job.predicted, notes=tuple(notes))
+        result = TrainResult(job.setting, notes=tuple(notes))
         observer.begin(job.setting)
         try:
             with sigterm_calls(checkpoints.note_sigterm, checkpoints.keeps_state):

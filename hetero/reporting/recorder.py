@@ -195,13 +195,10 @@ class Recorder:
         return self._on_disk
 
     def complete(self, record: RunRecord) -> None:
-        """Adds all that was recorded, and what the engine says of the run; before it is closed.
-
-        A prediction that the record has already stays, and so do its notes.
-        """
+        """Adds all that was recorded, and what the engine says of the run; before it is closed."""
         self._add_waiting()
         engine, ledger = self._engine, self._engine.ledger
-        if record.predicted is None and (plans := engine.plans):
+        if plans := engine.plans:
             record.predicted = figures(plans)
         record.points = self._points.points
         record.budget_bytes = _by_tier(ledger.budget_bytes)

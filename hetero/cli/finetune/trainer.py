@@ -122,7 +122,7 @@ class RunCallback(TrainerCallback):
         self._recording = StepsRecording(engine)
         self.run = self._begin(Recorder(engine, notes_compute=True), engine, state.max_steps)
         setting = self.run.setting
-        self.result = TrainResult(setting, predicted=self.run.predicted, notes=setting.notes)
+        self.result = TrainResult(setting, notes=setting.notes)
         self._folder.go_on_after(state.global_step)
         self._observer.begin(setting)
 
