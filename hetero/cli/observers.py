@@ -45,14 +45,11 @@ def opening_lines(setting: Setting) -> list[str]:
     lines = [
         f"model {setting.title}: {setting.params / 1e6:.1f}M parameters, whose training state"
         f" usually takes {format_bytes(setting.plain_bytes)}",
-        f"policy {setting.policy}, host memory for it {budget}, compute in {setting.dtype},"
-        f" {setting.isa}, {setting.threads} threads",
-        f"data {setting.data}",
+        f"policy {setting.policy}, host memory for it {budget}, in {setting.dtype}",
+        *(f"{label} {value}" for label, value in setting.rows),
     ]
     if setting.ranks > 1:
         lines.append(f"{setting.ranks} ranks, which share the model's state; budgets are of each")
-    if setting.engine is not None:
-        lines.append(f"state file in {setting.nvme_path} by {setting.engine}")
     lines += [f"note: {note}" for note in setting.notes]
     return lines
 

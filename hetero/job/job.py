@@ -71,26 +71,13 @@ class BuiltModel:
 
 
 @dataclass(frozen=True)
-class ManagedRun:
-    """A model that an engine has, and what its steps are recorded and judged by."""
+class Job:
+    """All parts of a run, ready for the first step; `engine` holds memory until it is closed."""
 
     options: TrainOptions
     engine: hetero.Engine
     setting: Setting
     recorder: Recorder
-
-    def complete(self, result: TrainResult, ranks: Ranks) -> None:
-        """Adds to the result of a run that has not failed what is noted of it in the end, and what
-        each rank's process held at most; all of them call it."""
-        notes = (*result.notes, *self.engine.notes, self.engine.recompute.words())
-        result.notes = tuple(dict.fromkeys(filter(None, notes)))
-        result.peak_rss_by_rank_bytes = [int(n) for n in ranks.gather(peak_resident_bytes())]
-
-
-@dataclass(frozen=True)
-class Job(ManagedRun):
-    """All parts of a run, ready for the first step; `engine` holds memory until it is closed."""
-
     task: BytesTask
     model: torch.nn.Module
     optimizer: hetero.HybridOptimizer
@@ -112,14 +99,16 @@ def open_job(options: TrainOptions, folder: RunFolder, ranks: Ranks = ALONE) -> 
     built = build_in_budgets(task, options, folder, ranks)
     model, optimizer = hetero.initialize(built.model, make_optimizer(options, built.model))
     with closing(optimizer.engine) as engine, closing(Recorder(engine)) as recorder:
-        made = managed_run(built, options, folder, ranks, task.data.description, recorder, engine)
         yield Job(
-            **vars(made),
-            task=task,
-            model=model,
-            optimizer=optimizer,
-            scheduler=make_scheduler(optimizer, options.warmup, options.steps, options.schedule),
-            ranks=ranks,
+            options,
+            engine,
+            make_setting(built, options, folder, ranks, task.data.description, engine),
+            recorder,
+            task,
+            model,
+            optimizer,
+            make_scheduler(optimizer, options.warmup, options.steps, options.schedule),
+            ranks,
         )
 
 
@@ -158,21 +147,19 @@ def build_in_budgets(
     return BuiltModel(source, model, config, trained, tiled, notes)
 
 
-def managed_run(
+def make_setting(
     built: BuiltModel,
     options: TrainOptions,
     folder: RunFolder,
     ranks: Ranks,
     data: str,
-    recorder: Recorder,
     engine: hetero.Engine,
     steps: int | None = None,
-) -> ManagedRun:
+) -> Setting:
     """What is known of a run before its first step.
 
     `data` says what it is trained on, and `steps` how many there will be; None: those of options.
     """
-    notes = [*built.notes, *engine.notes]
     threads, isa = torch.get_num_threads(), _native.isa()
     nvme_path = ", ".join(built.config.nvme_paths) or None
     rows = [("data", data), ("compute", f"{threads} threads, {isa}, on {engine.backend.device}")]
@@ -183,20 +170,27 @@ def managed_run(
     facts = facts_of(engine, built.source.label, tuple(rows), True, chance)
     planned, trained = steps or options.steps, built.trained_numel
     facts = replace(facts, planned_steps=planned, trained_params=trained)
-    setting = Setting(
+    return Setting(
         **vars(facts),
         vocab_size=built.source.vocab_size,
         threads=threads,
         engine=engine.io_engine,
         isa=isa,
         budget_bytes=dict(engine.ledger.budget_bytes),
-        notes=tuple(notes),
+        notes=(*built.notes, *engine.notes),
         tokens_per_step=options.tokens_per_step * ranks.count,
         data=data,
         nvme_path=nvme_path,
         run_dir=str(folder.path),
     )
-    return ManagedRun(options, engine, setting, recorder)
+
+
+def complete(result: TrainResult, engine: hetero.Engine, ranks: Ranks) -> None:
+    """Adds to the result of a run that has not failed what is noted of it in the end, and what each
+    rank's process held at most; all of them call it."""
+    notes = (*result.notes, *engine.notes, engine.recompute.words())
+    result.notes = tuple(dict.fromkeys(filter(None, notes)))
+    result.peak_rss_by_rank_bytes = [int(n) for n in ranks.gather(peak_resident_bytes())]
 
 
 def _mesh(options: TrainOptions, ranks: Ranks) -> DeviceMesh | None:
@@ -295,25 +289,16 @@ def memory_config(
         options.policy in ("nvme", "auto") or any(each is not None for each in others)
     ):
         nvme_path = (str(folder.path),)
+    same = (
+        *("backend", "link_gbps", "activation_memory", "recompute", "device_memory"),
+        *("nvme_capacity", "allow_ram_filesystem", "dtype", "chunk_numel", "io_engine"),
+        *("prefetch", "overlap_updates", "zero_stage", "process_memory", "verify_reads"),
+    )
     return hetero.Config.make(
+        **{name: getattr(options, name) for name in same},
         placement_policy=options.policy,
-        backend=options.backend,
-        link_gbps=options.link_gbps,
         host_memory=host_memory,
-        activation_memory=options.activation_memory,
-        recompute=options.recompute,
-        device_memory=options.device_memory,
         nvme_path=nvme_path or None,
-        nvme_capacity=options.nvme_capacity,
-        allow_ram_filesystem=options.allow_ram_filesystem,
-        dtype=options.dtype,
-        chunk_numel=options.chunk_numel,
-        io_engine=options.io_engine,
-        prefetch=options.prefetch,
-        overlap_updates=options.overlap_updates,
-        zero_stage=options.zero_stage,
-        process_memory=options.process_memory,
-        verify_reads=options.verify_reads,
         durable=options.commit_every is not None,
         discard_state=options.discard_state and options.commit_every is not None,
         commit_every=0,  # the loop commits, with its scheduler and its place in the data

@@ -15,7 +15,7 @@ import torch
 
 import hetero
 from hetero.job.checkpoints import Checkpoints, agreed_resumption, sigterm_calls
-from hetero.job.job import Job, open_job
+from hetero.job.job import Job, complete, open_job
 from hetero.job.options import TrainOptions
 from hetero.job.ranks import ALONE, Ranks
 from hetero.job.result import Setting, TrainResult
@@ -85,7 +85,7 @@ def train(
                 with failing_of_the_run():
                     result.model_folder = job.task.finish(job.model, folder)
             result.checkpoint = checkpoints.saved
-            job.complete(result, ranks)
+            complete(result, job.engine, ranks)
         except END_A_RUN as error:
             note_end(result, error)
             checkpoints.settle()

@@ -61,7 +61,7 @@ def draw_picture(record: RunRecord, path: Path) -> None:
 
 def draw_run(record: RunRecord, whole: bool = True) -> Figure:
     """Loss, memory of each tier with its limits, and the time of a step, over the steps; `whole`:
-    speed and bytes moved, too. The record has at least one step."""
+    bytes moved, too. The record has at least one step."""
     points = thinned(record.points, _MOST_DRAWN)
     panels: list[tuple[str, Callable[[Axes], Sequence[Artist]]]] = []
     if record.loss_words:
@@ -73,8 +73,6 @@ def draw_run(record: RunRecord, whole: bool = True) -> Figure:
     words = f"A step takes {record.step_s:.3g} s, {share}"
     panels.append((words, partial(_draw_step_time, record, points)))
     if whole:
-        rate, unit = record.speed
-        panels.append((f"{rate} {unit} per second", partial(_draw_speed, points, unit)))
         for among in _LINKS:
             if links := record.used_links(among):
                 moved = [f"{LINK_WORDS[n]} {format_bytes(record.mean(n))}" for n in links]
@@ -130,16 +128,6 @@ def _draw_step_time(record: RunRecord, points: Sequence[StepPoint], axes: Axes) 
         Patch(color=colours[name], label=f"{name}: {s:.3g} s, {s / record.step_s:.0%}")
         for name, s in reversed(record.part_s.items())
     ]
-
-
-def _draw_speed(points: Sequence[StepPoint], unit: str, axes: Axes) -> Sequence[Artist]:
-    counts = [1 if unit == "steps" else p.tokens or 0 for p in points]
-    rates = [count / max(p.seconds, 1e-9) for count, p in zip(counts, points, strict=True)]
-    axes.plot([p.last for p in points], rates, color=INK, linewidth=1.6)
-    axes.axhline(statistics.median(rates), color=QUIET, linestyle=":", linewidth=1.3)
-    axes.set_ylabel(f"speed ({unit} per s)")
-    axes.set_ylim(0, 1.15 * max(rates))
-    return []
 
 
 def _draw_traffic(

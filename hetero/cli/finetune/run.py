@@ -32,7 +32,7 @@ from hetero.job.checkpoints import (
     extra_of,
     sigterm_calls,
 )
-from hetero.job.job import build_in_budgets, managed_run
+from hetero.job.job import build_in_budgets, complete, make_setting
 from hetero.job.loop import END_A_RUN, Observer, failing_of_the_run, note_end
 from hetero.job.ranks import Ranks
 from hetero.job.result import TrainResult
@@ -111,8 +111,8 @@ def fine_tune(
     about = {DATA_KEY: run}
     words = f"{options.data}: {len(data[0]):,} sequences"
     with make_trainer(options, folder, built, tokenizer, data, about, branch) as trainer:
-        begin = partial(managed_run, built, options, folder, ranks, words)
-        callback = RunCallback(trainer, begin, branch, folder, observer, ranks)
+        begin = partial(make_setting, built, options, folder, ranks, words)
+        callback = RunCallback(trainer, options, begin, branch, folder, observer, ranks)
         trainer.add_callback(callback)
         checkpoint = None if found.path is None else str(found.path.parent)
         return _run(trainer, callback, options, checkpoint, ranks, observer)
@@ -136,7 +136,7 @@ def _run(
             with failing_of_the_run():
                 export(trainer.model, options, trainer.processing_class, ranks.leads)
             callback.result.model_folder = options.output
-        callback.run.complete(callback.result, ranks)
+        complete(callback.result, trainer.initialize(), ranks)
     except END_A_RUN as error:
         if callback.result is None or not callback.result.every_step:
             raise
@@ -144,7 +144,7 @@ def _run(
     finally:
         callback.close()
         observer.end()
-    callback.run.recorder.complete(callback.result)
+    callback.recorder.complete(callback.result)
     return callback.result
 
 

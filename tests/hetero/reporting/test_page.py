@@ -101,7 +101,6 @@ def test_sections_and_numbers() -> None:
         "optimizer state: 200.0 MiB",
         "spare extents: 50.0 MiB",
         "Loss: at first 5, at last 1",
-        "50 tokens per second",
         "A step takes 2 s, 50% of it backward",
         "NVMe read 7.0 MiB, NVMe written 1.0 MiB per step",
     ):
