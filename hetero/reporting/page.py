@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import html
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from matplotlib.figure import Figure
 
@@ -50,7 +49,9 @@ def _body(record: RunRecord) -> Iterator[str]:
     title, summary = html.escape(record.facts.title), html.escape(_summary(record))
     yield f"<header>\n<h1>{title}</h1>\n<p>{summary}</p>\n</header>"
     yield f'<div class="cards">{"".join(_cards(record))}</div>'
-    yield f'<table id="facts">{_table_body(rows(record))}</table>'
+    escaped = [(html.escape(label), html.escape(value)) for label, value in rows(record)]
+    lines = "".join(f'<tr><th scope="row">{label}</th><td>{v}</td></tr>' for label, v in escaped)
+    yield f'<table id="facts"><tbody>{lines}</tbody></table>'
     yield _section(
         "run",
         _memory_finding(record),
@@ -70,20 +71,10 @@ def _body(record: RunRecord) -> Iterator[str]:
             " bars below one another were busy at the same time. Figures at the right are the share"
             " of the time, and the bytes that were moved.",
         )
-    yield _prediction(record)
     yield (
         '<p class="quiet">Written by hetero. GiB, MiB and KiB are powers of 1024; GB is'
         " 10<sup>9</sup> bytes.</p>"
     )
-
-
-def _table_body(lines: Sequence[Sequence[str]], cells: str = "<td>") -> str:
-    """Rows of a label and what is said of it; `cells` begins each but the first."""
-    found = ""
-    for label, *values in lines:
-        found += f'<tr><th scope="row">{html.escape(label)}</th>'
-        found += "".join(f"{cells}{html.escape(value)}</td>" for value in values) + "</tr>"
-    return f"<tbody>{found}</tbody>"
 
 
 def _cards(record: RunRecord) -> Iterator[str]:
@@ -158,46 +149,6 @@ def _recorded(timeline: Timeline) -> str:
     return text
 
 
-def _prediction(record: RunRecord) -> str:
-    """A step as it was predicted and as it was measured."""
-    predicted = record.predicted
-    if predicted is None or not predicted["step_s"]:
-        return (
-            '<section id="prediction">\n<h2>Nothing was predicted</h2>\n<p class="quiet">There is'
-            " no profile of this machine that says what is used here (hetero profile measures one),"
-            " and rates of the run's own steps are not known.</p>\n</section>"
-        )
-    compared = []
-
-    def compare(words: str, wanted: float, found: float, text: Callable[[Any], str]) -> None:
-        ratio = f"{found / wanted:.2f}" if wanted else "-"
-        compared.append((words, text(wanted), text(found), ratio))
-
-    compare("step", predicted["step_s"], record.step_s, lambda seconds: f"{seconds:.3f} s")
-    for words, link in (("read", "disk_read"), ("written", "disk_write")):
-        wanted, found = predicted[f"nvme_{words}_bytes"], record.mean(link)
-        if wanted or found:
-            compare(f"NVMe {words} per step", wanted, found, format_bytes)
-    head = "".join(
-        f'<th class="number" scope="col">{word}</th>'
-        for word in ("predicted", "measured", "measured / predicted")
-    )
-    by = (
-        "Computing was measured in this run, and transfers follow from the placement."
-        if predicted.get("measured_computing")
-        else "Predicted from the profile of this machine before any step was made."
-    )
-    ratio, cells = record.step_s / predicted["step_s"], '<td class="number">'
-    bound = html.escape(predicted["bound"])
-    return (
-        f'<section id="prediction">\n<h2>A step took {ratio:.2f} times as long as predicted;'
-        f' {bound} bounds it</h2>\n<table><thead><tr><th scope="col">of a step</th>{head}</tr>'
-        f'</thead>{_table_body(compared, cells)}</table>\n<p class="quiet">{by} Measured: of the'
-        " steady steps, seconds as medians. Predicted bytes are of model state; measured ones have"
-        " saved activations, too.</p>\n</section>"
-    )
-
-
 # On a screen and in print.
 _CSS = (
     """
@@ -219,8 +170,7 @@ h2 { font-size: 18px; line-height: 1.35; margin: 0 0 4px; break-after: avoid; }
 table { border-collapse: collapse; width: 100%; font-size: 14px; }
 td, th { padding: 5px 12px 5px 0; border-bottom: 1px solid FAINT; vertical-align: top;
   text-align: left; overflow-wrap: anywhere; }
-tbody th { width: 15em; font-weight: 600; }
-td.number, th.number { text-align: right; width: 10em; }
+th { width: 15em; font-weight: 600; }
 section { margin-top: 34px; }
 figure { margin: 6px 0 0; }
 figure svg { display: block; width: 100%; height: auto; }
@@ -228,7 +178,7 @@ figure svg { display: block; width: 100%; height: auto; }
   body { padding: 16px; }
   .wide { overflow-x: auto; }
   .wide svg { min-width: 760px; }
-  tbody th, td.number, th.number { width: auto; }
+  th { width: auto; }
 }
 @page { size: A4; margin: 14mm; }
 @media print {

@@ -50,7 +50,12 @@ def rows(record: RunRecord) -> list[tuple[str, str]]:
         predicted_s, ratio = record.predicted["step_s"], record.measured_over_predicted
         split = "; ".join(f"{name} {s:.3f}" for name, s in record.predicted["phases_s"].items())
         words = f"{predicted_s:.3f} s: {split}; bound by {record.predicted['bound']}; measured is"
-        table.append(("predicted", f"{words} {ratio:.2f} times as much"))
+        moved = [format_bytes(record.predicted[f"nvme_{way}_bytes"]) for way in ("read", "written")]
+        nvme = f"NVMe read {moved[0]} and written {moved[1]}, of model state alone"
+        table += [
+            ("predicted", f"{words} {ratio:.2f} times as much"),
+            ("predicted per step", nvme),
+        ]
     rate, unit = record.speed
     table.append(("speed", f"{rate} {unit} per second"))
     if links := record.used_links():

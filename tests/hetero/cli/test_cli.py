@@ -115,7 +115,7 @@ def test_json_is_one_object_and_the_run_folder_is_whole(
     page = Page.of((run / "report.html").read_text())
     assert f"{summary['losses'][-1]:.4g}" in page.text[""]
     assert "3 of 3, finished" in page.text["facts"]
-    assert {"run", "timeline", "prediction"} <= set(page.ids)
+    assert {"run", "timeline"} <= set(page.ids)
     # The learning rate warms up through the scheduler and falls in the last step.
     assert lines[0]["lr"] < lines[1]["lr"] > lines[2]["lr"]
 
