@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 
 import hetero
-from hetero.job.checkpoints import Checkpoints, agreed_resumption, sigterm_calls
+from hetero.job.checkpoints import Checkpoints, agreed_branch, sigterm_calls
 from hetero.job.job import Job, complete, open_job
 from hetero.job.options import TrainOptions
 from hetero.job.ranks import ALONE, Ranks
@@ -62,9 +62,9 @@ def train(
         folder.require_shared("--save-every")
     elif options.save_model:
         folder.require_shared("the trained model (without it: --no-save-model)")
-    resumption = agreed_resumption(options, folder, ranks)
+    branch = agreed_branch(options, folder, ranks)
     with open_job(options, folder, ranks) as job:
-        checkpoints = Checkpoints(job, folder, resumption)
+        checkpoints = Checkpoints(job, folder, branch)
         made, found = checkpoints.resume()
         notes = list(job.setting.notes)
         if options.resume is not None:

@@ -25,13 +25,7 @@ from hetero.cli.folders import make_writable
 from hetero.cli.train import run_training
 from hetero.integrations.adapters import adapter_state, merged
 from hetero.integrations.exports import export_into, moved_into
-from hetero.job.checkpoints import (
-    DATA_KEY,
-    Branch,
-    agreed_resumption,
-    extra_of,
-    sigterm_calls,
-)
+from hetero.job.checkpoints import DATA_KEY, agreed_branch, extra_of, sigterm_calls
 from hetero.job.job import build_in_budgets, complete, make_setting
 from hetero.job.loop import END_A_RUN, Observer, failing_of_the_run, note_end
 from hetero.job.ranks import Ranks
@@ -94,16 +88,16 @@ def fine_tune(
 
     data = read(options.data), read(options.eval_data)
     ranks.from_first(lambda: _check_output(options))
-    found = agreed_resumption(options, folder, ranks)
-    branch = Branch(found.lineage, folder.path, ranks)
+    branch = agreed_branch(options, folder, ranks)
+    path = branch.path
     per_step = options.batch_size * options.accumulate * ranks.count
     run = {"seed": options.seed, "sequences": len(data[0]), "sequences_per_step": per_step}
     notes = []
-    if found.path is not None:
-        extra = extra_of(found.path)
-        _check_goes_on(options, found.path, extra, run)
-        branch.go_on_from(extra, found.path, found.goes_back)
-        notes.append(f"resumed after step {extra['step']} from {found.path.parent}")
+    if path is not None:
+        extra = extra_of(path)
+        _check_goes_on(options, path, extra, run)
+        branch.go_on_from(extra, path)
+        notes.append(f"resumed after step {extra['step']} from {path.parent}")
     elif options.resume is not None:
         notes.append("--resume found no checkpoint, so the run began anew")
     built = build_in_budgets(source, options, folder, ranks)
@@ -114,7 +108,7 @@ def fine_tune(
         begin = partial(make_setting, built, options, folder, ranks, words)
         callback = RunCallback(trainer, options, begin, branch, folder, observer, ranks)
         trainer.add_callback(callback)
-        checkpoint = None if found.path is None else str(found.path.parent)
+        checkpoint = None if path is None else str(path.parent)
         return _run(trainer, callback, options, checkpoint, ranks, observer)
 
 
