@@ -62,8 +62,9 @@ class _Bytes:
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
-    def decode(self, tokens: list[int], **_: object) -> str:
-        text = bytes(token for token in tokens if token < 256 and token not in self._ends)
+    def decode(self, tokens: int | list[int], **_: object) -> str:
+        given = [tokens] if isinstance(tokens, int) else tokens
+        text = bytes(token for token in given if token < 256 and token not in self._ends)
         return text.decode(errors="replace")
 
 
