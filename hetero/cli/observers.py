@@ -31,7 +31,7 @@ def make_observer(log_every: int, ranks: Ranks = ALONE, live: bool = False) -> O
     `live`: on a terminal that can redraw lines, memory, loss and speed below a bar.
     """
     if not ranks.leads:
-        return SilentObserver()
+        return Observer()
     if not sys.stderr.isatty():
         return LineObserver(sys.stderr, log_every)
     console = Console(stderr=True)
@@ -54,15 +54,7 @@ def opening_lines(setting: Setting) -> list[str]:
     return lines
 
 
-class SilentObserver:
-    """Shows nothing."""
-
-    def begin(self, setting: Setting) -> None: ...
-    def step(self, point: StepPoint) -> None: ...
-    def end(self) -> None: ...
-
-
-class LineObserver:
+class LineObserver(Observer):
     """A line for the first, every `log_every`th and the last step."""
 
     def __init__(self, stream: TextIO, log_every: int) -> None:
@@ -102,7 +94,7 @@ _BAR_WIDTHS = 10, 40  # columns, by those of the terminal
 _WORDS_WIDTH = 60  # of all but the bars
 
 
-class ScreenObserver:
+class ScreenObserver(Observer):
     """A progress bar with the newest figures; they stay on the terminal at the end."""
 
     def __init__(self, console: Console, detailed: bool = False) -> None:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Protocol
 
 import torch
 
@@ -26,8 +25,8 @@ from offload import timeline
 PICTURED_STEPS = 2  # one step's writes go on during the next one's forward
 
 
-class Observer(Protocol):
-    """Is told of a run as it goes on, to show it."""
+class Observer:
+    """Is told of a run as it goes on, to show it; this one shows nothing."""
 
     def begin(self, setting: Setting) -> None: ...
     def step(self, point: StepPoint) -> None: ...
