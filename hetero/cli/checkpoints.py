@@ -216,8 +216,8 @@ def _lines(found: dict[str, Any], width: int) -> list[str]:
     lines = columns(rows, width)
     if params:
         table = [("module", "tensors", "elements", "dtype")]
-        for module, names in by_module(list(params)).items():
-            some = [params[name] for name in names]
+        for module, inside in by_module(list(params)).items():
+            some = [params[name] for name in inside]
             table.append((module, str(len(some)), f"{_numel(some):,}", _dtypes(some)))
         lines += ["", *columns(table, width)]
     return lines

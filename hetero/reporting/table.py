@@ -50,8 +50,8 @@ def rows(record: RunRecord) -> list[tuple[str, str]]:
         predicted_s, ratio = record.predicted["step_s"], record.measured_over_predicted
         split = "; ".join(f"{name} {s:.3f}" for name, s in record.predicted["phases_s"].items())
         words = f"{predicted_s:.3f} s: {split}; bound by {record.predicted['bound']}; measured is"
-        moved = [format_bytes(record.predicted[f"nvme_{way}_bytes"]) for way in ("read", "written")]
-        nvme = f"NVMe read {moved[0]} and written {moved[1]}, of model state alone"
+        ways = [format_bytes(record.predicted[f"nvme_{way}_bytes"]) for way in ("read", "written")]
+        nvme = f"NVMe read {ways[0]} and written {ways[1]}, of model state alone"
         table += [
             ("predicted", f"{words} {ratio:.2f} times as much"),
             ("predicted per step", nvme),
