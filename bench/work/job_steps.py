@@ -61,10 +61,7 @@ class JobSteps:
         self.read_share = moved["disk_read"] / nvme if nvme else 0.5
         return {
             "step_s": seconds / steps,
-            **{
-                f"{part}_s": statistics.mean(step.part_step_s[part] for step in made)
-                for part in PARTS
-            },
+            **{f"{part}_s": statistics.mean(step.parts_s[part] for step in made) for part in PARTS},
             **moved,
         }
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import sys
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,6 @@ from offload.memory.sizes import format_bytes
 
 _DAMAGED = 20  # pieces that are listed
 _ROWS = 12  # of the table of modules
-_LARGEST = 3  # parameters that are named
-_FILES = 8
 
 _TYPES = {
     "$tensor": "tensor",
@@ -77,11 +75,11 @@ def inspect(arguments: argparse.Namespace) -> int:
     """Prints what the checkpoint has; returns 1 if it was verified and is damaged."""
     with _open(Path(arguments.path)) as stored:
         verified = _verify(stored) if arguments.verify else None
+        found = _as_dict(stored)
         if arguments.json:
-            found = _as_dict(stored)
             print(json.dumps(found if verified is None else {**found, "verified": verified}))
         else:
-            print("\n".join(_lines(stored, terminal_width())))
+            print("\n".join(_lines(found, terminal_width())))
     if verified is None:
         return EXIT_OK
     damaged: list[str] = verified["damaged"]
@@ -186,80 +184,64 @@ def _type(packed: Any) -> str:
     return f"dict of {', '.join(list(packed)[:4])}{', ...' if len(packed) > 4 else ''}"
 
 
-def _lines(stored: StoredCheckpoint, width: int) -> list[str]:
-    """A page for people, however many parameters there are."""
-    manifest = stored.manifest
-    total = sum(stored.files.values())
-    rows = [("path", str(stored.path)), ("kind", stored.kind)]
-    if manifest.ranks or manifest.optimizers:
-        rows.append(("step", str(manifest.step)))
-    if manifest.ranks:
-        rows.append(("ranks", str(len(manifest.ranks))))
-    rows.append(("files", f"{_counted(len(stored.files), 'file')}, {format_bytes(total)}"))
-    if len(stored.files) <= _FILES:
-        rows += [("", f"{name}  {format_bytes(n)}") for name, n in stored.files.items()]
-    params = {name: manifest.tensors[master_key(name)] for name in manifest.params}
+def _lines(found: dict[str, Any], width: int) -> list[str]:
+    """What _as_dict() has found, as a page for people, however many parameters there are."""
+    params, optimizers = found["params"], found["optimizers"]
+    rows = [("path", found["path"]), ("kind", found["kind"])]
+    if found["ranks"] or optimizers:
+        rows.append(("step", str(found["step"])))
+    if found["ranks"]:
+        rows.append(("ranks", str(found["ranks"])))
+    files = _counted(len(found["files"]), "file")
+    rows.append(("files", f"{files}, {format_bytes(found['nbytes'])}"))
     rows.append(("parameters", _summary(params.values())))
-    frozen = sum(not param.trained for param in manifest.params.values())
-    if manifest.optimizers and frozen:
+    frozen = sum(not param["trained"] for param in params.values())
+    if optimizers and frozen:
         rows.append(("not trained", f"{_counted(frozen, 'tensor')} of these"))
-    tied = {name: p.aliases for name, p in manifest.params.items() if p.aliases}
+    tied = {name: param["aliases"] for name, param in params.items() if param["aliases"]}
     rows += [("tied", f"{name} = {', '.join(others)}") for name, others in tied.items()]
-    buffers = [manifest.tensors[master_key(name)] for name in manifest.buffers]
-    if buffers:
-        rows.append(("buffers", _summary(buffers)))
-    for number, optimizer in enumerate(manifest.optimizers):
-        rows.append(
-            (
-                f"optimizer {number}",
-                f"{optimizer.name}: {', '.join(optimizer.states)} in {optimizer.state_dtype}",
-            )
-        )
-        for index, group in enumerate(optimizer.groups):
-            options = ", ".join(f"{k}={v}" for k, v in _options(group.options).items())
-            names = _counted(len(group.params), "parameter")
-            rows.append((f"  param group {index}", f"{names}: {options or 'no options'}"))
-    if manifest.loss_scale is not None:
-        scale = ", ".join(f"{name}={value}" for name, value in manifest.loss_scale.items())
-        rows.append(("loss scale", scale))
-    rows += [(f"extra {name!r}", kind) for name, kind in _extra_types(manifest).items()]
-    rows += [("note", note) for note in stored.notes]
-    return [*columns(rows, width), *_table(params, width)]
+    if found["buffers"]:
+        rows.append(("buffers", _summary(found["buffers"].values())))
+    for number, each in enumerate(optimizers):
+        states = f"{', '.join(each['states'])} in {each['state_dtype']}"
+        rows.append((f"optimizer {number}", f"{each['name']}: {states}"))
+        for index, group in enumerate(each["groups"]):
+            options = _listed(group["options"]) or "no options"
+            names = _counted(group["params"], "parameter")
+            rows.append((f"  param group {index}", f"{names}: {options}"))
+    if found["loss_scale"] is not None:
+        rows.append(("loss scale", _listed(found["loss_scale"])))
+    rows += [(f"extra {name!r}", kind) for name, kind in found["extra"].items()]
+    rows += [("note", note) for note in found["notes"]]
+    lines = columns(rows, width)
+    if params:
+        table = [("module", "tensors", "elements", "dtype")]
+        for module, inside in by_module(list(params)).items():
+            some = [params[name] for name in inside]
+            table.append((module, str(len(some)), f"{_numel(some):,}", _dtypes(some)))
+        lines += ["", *columns(table, width)]
+    return lines
 
 
 def _counted(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
-def _summary(records: Iterable[TensorRecord]) -> str:
-    found = list(records)
-    numel = sum(each.numel for each in found)
-    return f"{_counted(len(found), 'tensor')}, {numel:,} elements, {_dtypes(found)}"
+def _listed(options: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in options.items())
 
 
-def _dtypes(records: Iterable[TensorRecord]) -> str:
-    numels: Counter[str] = Counter()
-    for each in records:
-        numels[dtype_name(each.dtype)] += each.numel
-    return ", ".join(name for name, _ in numels.most_common()) or "none"
+def _summary(tensors: Collection[dict[str, Any]]) -> str:
+    count = _counted(len(tensors), "tensor")
+    return f"{count}, {_numel(tensors):,} elements, {_dtypes(tensors)}"
 
 
-def _table(params: Mapping[str, TensorRecord], width: int) -> list[str]:
-    """Parameters by module, those of repeated layers together, and the largest ones."""
-    if not params:
-        return []
-    rows = [("module", "tensors", "elements", "dtype")]
-    for module, names in by_module(list(params)).items():
-        records = [params[name] for name in names]
-        numel = sum(each.numel for each in records)
-        rows.append((module, str(len(names)), f"{numel:,}", _dtypes(records)))
-    largest = sorted(params, key=lambda name: -params[name].numel)[:_LARGEST]
-    shown = [
-        (name, " x ".join(map(str, params[name].shape)) or "scalar", dtype_name(params[name].dtype))
-        for name in largest
-    ]
-    indented = [f"  {line}" for line in columns(shown, width - 2)]
-    return ["", *columns(rows, width), "", "largest:", *indented]
+def _numel(tensors: Iterable[dict[str, Any]]) -> int:
+    return sum(math.prod(each["shape"]) for each in tensors)
+
+
+def _dtypes(tensors: Iterable[dict[str, Any]]) -> str:
+    return ", ".join(dict.fromkeys(each["dtype"] for each in tensors)) or "none"
 
 
 def by_module(names: Sequence[str]) -> dict[str, list[str]]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 EXTRAS = {
     "train": ("matplotlib", "pyyaml", "rich", "safetensors", "transformers"),
     "finetune": ("accelerate", "datasets", "peft", "pyarrow", "trl"),
-    "completion": ("shtab",),
 }
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from hetero.cli.outcome import EXIT_OK
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the text as it comes."""
+    """Prints the text as it comes, as far as the model has positions for it."""
     if arguments.tokens < 1:
         raise ValueError(f"--tokens must be at least 1, got {arguments.tokens}")
     if not 0 <= arguments.temperature < float("inf"):
@@ -23,79 +22,50 @@ def run(arguments: argparse.Namespace) -> int:
     folder = _model_folder(None if arguments.path is None else Path(arguments.path))
     # Late, because transformers takes seconds and belongs to the extra `train`.
     import torch
+    from transformers import TextStreamer
 
     model, tokenizer = _load(folder)
-    printed = _Printed(model, tokenizer)
     tokens = tokenizer.encode(arguments.prompt)
     if not tokens:
         raise ValueError("--prompt needs at least one token, for the model to go on from")
-    sys.stdout.write(arguments.prompt)
-    torch.manual_seed(arguments.seed)
-    drawn = {"temperature": arguments.temperature, "top_k": arguments.top_k}
     positions = getattr(model.config, "max_position_embeddings", None)
-    left = arguments.tokens
-    while left and not printed.has_ended:
-        # Once all positions are full, the model goes on with the last half of them.
-        if positions is not None and len(tokens) > positions:
-            tokens = tokens[-max(1, positions // 2) :]
-        room = left if positions is None else min(left, positions + 1 - len(tokens))
-        found = model.generate(
-            torch.tensor([tokens]),
-            attention_mask=torch.ones(1, len(tokens), dtype=torch.int64),
-            max_new_tokens=room,
-            do_sample=arguments.temperature > 0,
-            streamer=printed,
-            pad_token_id=0,  # of one sequence there is nothing to pad
-            **(drawn if arguments.temperature > 0 else {}),
+    room = arguments.tokens
+    if positions is not None:
+        room = min(room, positions + 1 - len(tokens))
+    if room < 1:
+        raise ValueError(
+            f"--prompt has {len(tokens)} tokens, and the model {positions} positions; shorten it"
         )
-        tokens, left = found[0].tolist(), left - room
-    sys.stdout.write("\n")
+    print(arguments.prompt, end="", flush=True)
+    torch.manual_seed(arguments.seed)
+    drawn: dict[str, Any] = {"do_sample": False}
+    if arguments.temperature > 0:
+        drawn = {"do_sample": True, "temperature": arguments.temperature, "top_k": arguments.top_k}
+    model.generate(
+        torch.tensor([tokens]),
+        attention_mask=torch.ones(1, len(tokens), dtype=torch.int64),
+        max_new_tokens=room,
+        streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+        pad_token_id=0,  # of one sequence there is nothing to pad
+        **drawn,
+    )
     return EXIT_OK
 
 
 class _Bytes:
     """A tokenizer whose tokens are the values of bytes of UTF-8, as `hetero train` has them."""
 
+    def __init__(self, ends: int | list[int] | None) -> None:
+        """`ends`: tokens that are no text."""
+        self._ends = ends if isinstance(ends, list) else [ends]
+
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
-    def decode(self, tokens: list[int], **_: object) -> str:
-        return bytes(token for token in tokens if token < 256).decode(errors="replace")
-
-
-class _Printed:
-    """Prints tokens as they come: a streamer of transformers' generate().
-
-    Attributes:
-        has_ended: the model has said that its text ends.
-    """
-
-    def __init__(self, model: Any, tokenizer: Any) -> None:
-        ends = getattr(model.generation_config, "eos_token_id", None)
-        self._ends = {ends} if isinstance(ends, int) else set(ends or ())
-        self._tokenizer = tokenizer
-        self._tokens: list[int] = []
-        self._shown = ""
-        self.has_ended = False
-
-    def put(self, value: Any) -> None:
-        """Takes the prompt, [1, tokens], which is shown already, and then each new token, [1]."""
-        if value.dim() > 1:
-            return
-        self.has_ended = value.item() in self._ends
-        if self.has_ended:
-            return
-        self._tokens.append(value.item())
-        # The last characters may not be whole yet: a character has several bytes, or tokens.
-        text = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
-        text = text.rstrip("\N{REPLACEMENT CHARACTER}")
-        if text.startswith(self._shown):
-            sys.stdout.write(text[len(self._shown) :])
-            sys.stdout.flush()
-            self._shown = text
-
-    def end(self) -> None:
-        """Does nothing: generate() may go on."""
+    def decode(self, tokens: int | list[int], **_: object) -> str:
+        given = [tokens] if isinstance(tokens, int) else tokens
+        text = bytes(token for token in given if token < 256 and token not in self._ends)
+        return text.decode(errors="replace")
 
 
 def _load(folder: Path) -> tuple[Any, Any]:
@@ -112,7 +82,7 @@ def _load(folder: Path) -> tuple[Any, Any]:
             return model.eval(), AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, KeyError) as error:
         raise ValueError(f"{folder}: {error}") from error
-    return model.eval(), _Bytes()
+    return model.eval(), _Bytes(model.generation_config.eos_token_id)
 
 
 def _model_folder(path: Path | None) -> Path:

@@ -31,7 +31,7 @@ def make_observer(log_every: int, ranks: Ranks = ALONE, live: bool = False) -> O
     `live`: on a terminal that can redraw lines, memory, loss and speed below a bar.
     """
     if not ranks.leads:
-        return SilentObserver()
+        return Observer()
     if not sys.stderr.isatty():
         return LineObserver(sys.stderr, log_every)
     console = Console(stderr=True)
@@ -45,36 +45,25 @@ def opening_lines(setting: Setting) -> list[str]:
     lines = [
         f"model {setting.title}: {setting.params / 1e6:.1f}M parameters, whose training state"
         f" usually takes {format_bytes(setting.plain_bytes)}",
-        f"policy {setting.policy}, host memory for it {budget}, compute in {setting.dtype},"
-        f" {setting.isa}, {setting.threads} threads",
-        f"data {setting.data}",
+        f"policy {setting.policy}, host memory for it {budget}, in {setting.dtype}",
+        *(f"{label} {value}" for label, value in setting.rows),
     ]
     if setting.ranks > 1:
         lines.append(f"{setting.ranks} ranks, which share the model's state; budgets are of each")
-    if setting.engine is not None:
-        lines.append(f"state file in {setting.nvme_path} by {setting.engine}")
     lines += [f"note: {note}" for note in setting.notes]
     return lines
 
 
-class SilentObserver:
-    """Shows nothing."""
-
-    def begin(self, setting: Setting) -> None: ...
-    def step(self, point: StepPoint) -> None: ...
-    def end(self) -> None: ...
-
-
-class LineObserver:
+class LineObserver(Observer):
     """A line for the first, every `log_every`th and the last step."""
 
     def __init__(self, stream: TextIO, log_every: int) -> None:
         self._stream = stream
         self._log_every = log_every
-        self._steps = 0
+        self._steps: int | None = None
 
     def begin(self, setting: Setting) -> None:
-        self._steps = setting.steps
+        self._steps = setting.planned_steps
         for line in opening_lines(setting):
             print(line, file=self._stream, flush=True)
 
@@ -105,7 +94,7 @@ _BAR_WIDTHS = 10, 40  # columns, by those of the terminal
 _WORDS_WIDTH = 60  # of all but the bars
 
 
-class ScreenObserver:
+class ScreenObserver(Observer):
     """A progress bar with the newest figures; they stay on the terminal at the end."""
 
     def __init__(self, console: Console, detailed: bool = False) -> None:
@@ -133,7 +122,9 @@ class ScreenObserver:
         for line in opening_lines(setting):
             self._console.print(line, highlight=False, markup=False)
         self._setting = setting
-        self._task = self._progress.add_task("train", total=setting.steps, figures="first step")
+        self._task = self._progress.add_task(
+            "train", total=setting.planned_steps, figures="first step"
+        )
         self._live.start()
 
     def step(self, point: StepPoint) -> None:
@@ -180,7 +171,7 @@ class ScreenObserver:
             )
             grid.add_row(name, bar, f"{format_bytes(nbytes)} {limit}, at most {format_bytes(peak)}")
         grid.add_row("loss", Text(sparkline(self._losses)), f"{point.loss:.4f}")
-        speed = f"{point.tokens_per_s:,.0f} tokens/s, {point.step_s:.3f} s per step"
+        speed = f"{point.tokens_per_s:,.0f} tokens/s, {point.seconds:.3f} s per step"
         grid.add_row("speed", Text(sparkline(self._speeds)), speed)
         moved = [
             f"{LINK_WORDS[link]} {format_bytes(nbytes)}"

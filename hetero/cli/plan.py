@@ -10,19 +10,12 @@ import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from hetero.cli.outcome import EXIT_OK, EXIT_USAGE
-from hetero.cli.what_if import (
-    Case,
-    draw_what_if,
-    explain_cases,
-    other_budgets,
-    other_disks,
-)
+from hetero.cli.what_if import Case, explain_cases, other_budgets, other_disks
 from hetero.config import Config
 from hetero.job.job import arrange_shape
 from hetero.job.models import build_shape, model_config, model_label, wanted_vocab_size
@@ -52,17 +45,12 @@ def run(arguments: argparse.Namespace) -> int:
     options = replace(given, vocab_size=vocab_size)
     machine = _Machine.of(arguments)
     # Under --json nothing else may reach stdout, whatever a library prints.
-    picture = None if arguments.what_if is None else Path(arguments.what_if)
-    if picture is not None:
-        from hetero.reporting.drawing import check_picture  # matplotlib takes seconds
-
-        check_picture("--what-if", picture)
     with contextlib.redirect_stdout(sys.stderr):
         planner = _Planner(options, machine, arguments.lora_rank)
         groups = planner.arrange_within(planner.host_bytes, machine.device_bytes).chunk_groups
         plans = planner.predict(groups)
         least = smallest_budgets(planner.arrange_within, machine.device_bytes)
-        cases = [] if picture is None else _what_if(planner, plans, least)
+        cases = _what_if(planner, plans, least) if arguments.what_if else []
     facts = {"model": model_label(options), **_facts(planner, groups)}
     excess = planner.excess(groups, least)
     if options.json:
@@ -81,8 +69,6 @@ def run(arguments: argparse.Namespace) -> int:
         if not options.json:
             lines = wrapped(lines[0], terminal_width())
         print(*lines, sep="\n", file=sys.stderr if options.json else sys.stdout)
-    if picture is not None:
-        draw_what_if(cases, picture, f"{facts['model']}, policy {facts['policy']}")
     return EXIT_USAGE if excess else EXIT_OK
 
 

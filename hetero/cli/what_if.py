@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
 
 from hetero.planning.candidates import SmallestBudgets
 from hetero.planning.placement import PlacementError
 from hetero.planning.report import seconds_text
 from hetero.planning.step_cost import StepCost
-from hetero.reporting.palette import INK, QUIET, SERIES_COLOURS
 from hetero.text_table import table
 from offload.memory.sizes import format_bytes
 from offload.profile.machine_profile import Profile
@@ -21,8 +18,6 @@ _POINTS = 8  # budgets that are tried, beside the one that there is
 _ROOM = 1.1  # times all state: with as much everything that can be there is
 _NVME_RATES = ("nvme_read_bytes_per_s", "nvme_write_bytes_per_s", "nvme_mixed_bytes_per_s")
 _DISK_FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
-_PANEL_WIDTH, _HEIGHT = 4.2, 3.4  # inches
-_GIB = float(1 << 30)
 
 
 @dataclass(frozen=True)
@@ -132,59 +127,3 @@ def _case(of: str, nbytes: int, is_given: bool, step_with: Callable[[int], StepC
         return Case(of, nbytes, is_given, step_with(nbytes))
     except PlacementError:
         return Case(of, nbytes, is_given, None)
-
-
-def draw_what_if(cases: Sequence[Case], path: Path, title: str) -> None:
-    """Writes the picture of the step's seconds against each budget, in the format of the suffix.
-
-    Raises OSError.
-    """
-    from hetero.reporting.drawing import new_figure, save, styled  # matplotlib takes seconds
-
-    kinds = list(dict.fromkeys(case.of for case in cases))
-    bounds = list(dict.fromkeys(case.step.bound for case in cases if case.step is not None))
-    colour_of = {
-        bound: SERIES_COLOURS[number % len(SERIES_COLOURS)] for number, bound in enumerate(bounds)
-    }
-    with styled():
-        figure = new_figure(_PANEL_WIDTH * len(kinds), _HEIGHT)
-        figure.suptitle(f"{title}: one change at a time", fontweight="bold")
-        panels = figure.subplots(1, len(kinds), sharey=True, squeeze=False)[0]
-        for axes, kind in zip(panels, kinds, strict=True):
-            _draw_panel(axes, kind, [case for case in cases if case.of == kind], colour_of)
-        panels[0].set_ylabel("expected step time (s)")
-        handles = [
-            panels[0].plot([], [], "o", color=colour, label=f"bound by {bound}")[0]
-            for bound, colour in colour_of.items()
-        ]
-        figure.legend(handles=handles, loc="outside lower center", ncols=len(handles))
-        save(figure, path)
-
-
-def _draw_panel(axes: Any, kind: str, cases: Sequence[Case], colour_of: dict[str, str]) -> None:
-    known = [(case, case.step) for case in cases if case.step is not None]
-    values = [case.value / _GIB for case, _ in known]
-    seconds = [step.seconds for _, step in known]
-    axes.plot(values, seconds, color=QUIET, linewidth=1.2, zorder=1)
-    colours = [colour_of[step.bound] for _, step in known]
-    axes.scatter(values, seconds, c=colours, s=36, zorder=2, clip_on=False)
-    for case, step in known:
-        if case.is_given:
-            axes.axvline(case.value / _GIB, color=INK, linestyle="--", linewidth=1.2, zorder=0)
-            words = f"given: {case.words}\n{step.seconds:.3g} s"
-            # On the side on which there is room.
-            right = case.value / _GIB < sum((min(values), max(values))) / 2
-            axes.annotate(
-                words,
-                (case.value / _GIB, 1.0),
-                xycoords=("data", "axes fraction"),
-                xytext=(5 if right else -5, -4),
-                textcoords="offset points",
-                ha="left" if right else "right",
-                va="top",
-            )
-    axes.set_xlim(0, 1.05 * max(values))
-    axes.set_ylim(0, 1.35 * max(seconds))
-    axes.set_title("NVMe that is slower or faster" if kind == NVME_RATE else f"budget of {kind}")
-    axes.set_xlabel("read bandwidth (GiB/s)" if kind == NVME_RATE else f"{kind} (GiB)")
-    axes.grid(axis="y")

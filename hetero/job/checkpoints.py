@@ -116,20 +116,36 @@ class Lineage:
 
 
 class Branch:
-    """The branch that a run is on. The run folder is told of a new one before anything of it is
-    kept."""
+    """The branch that a run is on, and what it goes on from as --resume says.
 
-    def __init__(self, lineage: Lineage, run_folder: Path, ranks: Ranks) -> None:
-        """`lineage` is the run's, before this start."""
+    The run folder is told of a new branch before anything of it is kept.
+
+    Attributes:
+        lineage: the run's.
+        path: the checkpoint to go on from; None if the run begins anew, or has commits alone.
+        goes_back: the checkpoint was given by name: later ones, and commits, are left behind.
+    """
+
+    def __init__(
+        self,
+        lineage: Lineage,
+        run_folder: Path,
+        ranks: Ranks,
+        path: Path | None = None,
+        goes_back: bool = False,
+    ) -> None:
+        """`lineage` is the run's before this start."""
         self.lineage = lineage
+        self.path = path
+        self.goes_back = goes_back
         self._run_folder = run_folder
         self._ranks = ranks
         self._is_new = False
 
-    def go_on_from(self, extra: Mapping[str, Any], source: Path, goes_back: bool) -> None:
-        """The run goes on from the checkpoint `source` with this `extra`; on a new branch if it
-        `goes_back`, or has left the checkpoint's."""
-        if goes_back or not self.lineage.has(extra):
+    def go_on_from(self, extra: Mapping[str, Any], source: Path) -> None:
+        """The run goes on from the checkpoint or commit `source` with this `extra`; on a new branch
+        if it goes back, or has left that one's."""
+        if self.goes_back or not self.lineage.has(extra):
             self.lineage = self.lineage.begun_from(extra, source)
             self._is_new = True
 
@@ -156,48 +172,35 @@ def this_launch() -> str:
     return f"{run} {agent.pid} {agent.create_time()}"
 
 
-@dataclass(frozen=True)
-class Resumption:
-    """What --resume means.
-
-    Attributes:
-        path: the checkpoint; None if the run has none yet and begins anew, or has commits alone.
-        goes_back: the checkpoint was given by name: later ones, and commits, are left behind.
-        lineage: of the run in the run folder, before.
-    """
-
-    path: Path | None
-    goes_back: bool
-    lineage: Lineage
-
-
-def agreed_resumption(options: TrainOptions, folder: RunFolder, ranks: Ranks) -> Resumption:
+def agreed_branch(options: TrainOptions, folder: RunFolder, ranks: Ranks) -> Branch:
     """What --resume means, as the first rank sees it.
 
     Raises ValueError, on all ranks, if a path was given and has no checkpoint.
     """
-    return ranks.from_first(lambda: _resumption(options, folder.path))
+    lineage, path, goes_back = ranks.from_first(lambda: _resumption(options, folder.path))
+    return Branch(lineage, folder.path, ranks, path, goes_back)
 
 
-def _resumption(options: TrainOptions, run_folder: Path) -> Resumption:
+def _resumption(options: TrainOptions, run_folder: Path) -> tuple[Lineage, Path | None, bool]:
+    """Lineage, path and goes_back of the Branch."""
     if options.resume is None:
-        return Resumption(None, False, Lineage())
+        return Lineage(), None, False
     mine = run_folder / CHECKPOINTS_NAME
     if not options.resume:
-        return Resumption(_latest(mine, run_folder), False, Lineage.read(run_folder))
+        return Lineage.read(run_folder), _latest(mine, run_folder), False
     path = of_trainer(Path(options.resume))
     if is_checkpoint(path):
         # (A damaged file must not keep a run from going back: it is replaced.)
         with contextlib.suppress(ValueError):
             lineage = Lineage.read(run_folder)
             if lineage.was_begun_by(path):
-                return Resumption(_latest(mine, run_folder), False, lineage)
-        return Resumption(path, True, Lineage())
+                return lineage, _latest(mine, run_folder), False
+        return Lineage(), path, True
     for parent in (path, path / CHECKPOINTS_NAME):
         run = parent.parent if parent.name == CHECKPOINTS_NAME else parent
         found = _latest(parent, run)
         if found is not None:
-            return Resumption(found, False, Lineage.read(run_folder))
+            return Lineage.read(run_folder), found, False
     raise ValueError(f"--resume {path} is no checkpoint, and has none in it")
 
 
@@ -238,11 +241,10 @@ def extra_of(path: Path) -> dict[str, Any]:
 class Checkpoints:
     """Saves a job's checkpoints, and loads the one that it goes on from."""
 
-    def __init__(self, job: Job, folder: RunFolder, resumption: Resumption) -> None:
+    def __init__(self, job: Job, folder: RunFolder, branch: Branch) -> None:
         self._job = job
         self._folder = folder.path / CHECKPOINTS_NAME
-        self._resumption = resumption
-        self._branch = Branch(resumption.lineage, folder.path, job.ranks)
+        self._branch = branch
         self._last: hetero.Save | None = None
         self._commit: hetero.Save | None = None
         self._signalled = False  # SIGTERM has come to this rank
@@ -264,10 +266,9 @@ class Checkpoints:
         ValueError if there are more than the run is to make, or what was committed is of a branch
         that the run has left and nothing else is there.
         """
-        job, path = self._job, self._resumption.path
+        job, branch, path = self._job, self._branch, self._branch.path
         commit = found = self._last_commit()
-        lineage = self._branch.lineage
-        if found is not None and (self._resumption.goes_back or not lineage.has(found.extra)):
+        if found is not None and (branch.goes_back or not branch.lineage.has(found.extra)):
             found = None
         if path is not None and (found is None or extra_of(path)["step"] > found.extra["step"]):
             found = hetero.load(path, job.model, job.optimizer, extra=self._objects)
@@ -284,7 +285,7 @@ class Checkpoints:
                 f"{found.path} has all {made} steps; to go on from it ask for more than "
                 f"--max-steps {job.options.steps}"
             )
-        self._branch.go_on_from(found.extra, found.path, self._resumption.goes_back)
+        branch.go_on_from(found.extra, found.path)
         return made, found
 
     def _last_commit(self) -> hetero.Checkpoint | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
@@ -22,14 +21,10 @@ from hetero.job.ranks import ALONE, Ranks
 from hetero.job.result import Setting, TrainResult, usual_state_bytes
 from hetero.job.run_folder import RunFolder
 from hetero.planning.group_plans import Arrangement, arrange
-from hetero.planning.profiles import saved_profile
-from hetero.planning.step_cost import figures, predict
-from hetero.planning.step_problem import Work
 from hetero.reporting.recorder import Recorder, facts_of
 from offload import _native
 from offload.memory.process_memory import peak_resident_bytes
 from offload.memory.sizes import format_bytes
-from offload.memory.tiers import Tier
 
 # Below this a third of the state of a small model is less than its chunks need to move at all.
 LEAST_DEFAULT_HOST_BYTES = 256 << 20
@@ -76,30 +71,13 @@ class BuiltModel:
 
 
 @dataclass(frozen=True)
-class ManagedRun:
-    """A model that an engine has, and what its steps are recorded and judged by."""
+class Job:
+    """All parts of a run, ready for the first step; `engine` holds memory until it is closed."""
 
     options: TrainOptions
     engine: hetero.Engine
     setting: Setting
     recorder: Recorder
-    predicted: dict[str, Any] | None  # figures() of a step; None: nothing says how fast it is
-
-    def complete(self, result: TrainResult, ranks: Ranks) -> None:
-        """Adds to the result of a run that has not failed where homes are in the end: they may have
-        moved after some steps. And what each rank's process held at most; all of them call it."""
-        engine = self.engine
-        result.placement = _chunk_counts(engine)
-        result.predicted = _predicted(self.options, engine, [])
-        notes = (*result.notes, *engine.notes, engine.watch.recompute.words())
-        result.notes = tuple(dict.fromkeys(filter(None, notes)))
-        result.peak_rss_by_rank_bytes = [int(n) for n in ranks.gather(peak_resident_bytes())]
-
-
-@dataclass(frozen=True)
-class Job(ManagedRun):
-    """All parts of a run, ready for the first step; `engine` holds memory until it is closed."""
-
     task: BytesTask
     model: torch.nn.Module
     optimizer: hetero.HybridOptimizer
@@ -121,14 +99,16 @@ def open_job(options: TrainOptions, folder: RunFolder, ranks: Ranks = ALONE) -> 
     built = build_in_budgets(task, options, folder, ranks)
     model, optimizer = hetero.initialize(built.model, make_optimizer(options, built.model))
     with closing(optimizer.engine) as engine, closing(Recorder(engine)) as recorder:
-        made = managed_run(built, options, folder, ranks, task.data.description, recorder, engine)
         yield Job(
-            **vars(made),
-            task=task,
-            model=model,
-            optimizer=optimizer,
-            scheduler=make_scheduler(optimizer, options.warmup, options.steps, options.schedule),
-            ranks=ranks,
+            options,
+            engine,
+            make_setting(built, options, folder, ranks, task.data.description, engine),
+            recorder,
+            task,
+            model,
+            optimizer,
+            make_scheduler(optimizer, options.warmup, options.steps, options.schedule),
+            ranks,
         )
 
 
@@ -167,22 +147,19 @@ def build_in_budgets(
     return BuiltModel(source, model, config, trained, tiled, notes)
 
 
-def managed_run(
+def make_setting(
     built: BuiltModel,
     options: TrainOptions,
     folder: RunFolder,
     ranks: Ranks,
     data: str,
-    recorder: Recorder,
     engine: hetero.Engine,
     steps: int | None = None,
-) -> ManagedRun:
+) -> Setting:
     """What is known of a run before its first step.
 
     `data` says what it is trained on, and `steps` how many there will be; None: those of options.
     """
-    notes = [*built.notes, *engine.notes]
-    predicted = _predicted(options, engine, notes)
     threads, isa = torch.get_num_threads(), _native.isa()
     nvme_path = ", ".join(built.config.nvme_paths) or None
     rows = [("data", data), ("compute", f"{threads} threads, {isa}, on {engine.backend.device}")]
@@ -191,22 +168,29 @@ def managed_run(
     rows.append(("run folder", str(folder.path)))
     chance = math.log(built.source.vocab_size)
     facts = facts_of(engine, built.source.label, tuple(rows), True, chance)
-    setting = Setting(
+    planned, trained = steps or options.steps, built.trained_numel
+    facts = replace(facts, planned_steps=planned, trained_params=trained)
+    return Setting(
         **vars(facts),
-        trained_params=built.trained_numel,
         vocab_size=built.source.vocab_size,
         threads=threads,
         engine=engine.io_engine,
         isa=isa,
         budget_bytes=dict(engine.ledger.budget_bytes),
-        notes=tuple(notes),
-        steps=options.steps if steps is None else steps,
+        notes=(*built.notes, *engine.notes),
         tokens_per_step=options.tokens_per_step * ranks.count,
         data=data,
         nvme_path=nvme_path,
         run_dir=str(folder.path),
     )
-    return ManagedRun(options, engine, setting, recorder, predicted)
+
+
+def complete(result: TrainResult, engine: hetero.Engine, ranks: Ranks) -> None:
+    """Adds to the result of a run that has not failed what is noted of it in the end, and what each
+    rank's process held at most; all of them call it."""
+    notes = (*result.notes, *engine.notes, engine.watch.recompute.words())
+    result.notes = tuple(dict.fromkeys(filter(None, notes)))
+    result.peak_rss_by_rank_bytes = [int(n) for n in ranks.gather(peak_resident_bytes())]
 
 
 def _mesh(options: TrainOptions, ranks: Ranks) -> DeviceMesh | None:
@@ -283,50 +267,6 @@ def arrange_shape(
     )
 
 
-def _chunk_counts(engine: hetero.Engine) -> str:
-    """How many chunks have which kind of state where."""
-    found = []
-    for state_kind in ("param", "grad", "optim_state"):
-        homes = Counter(
-            tier for b in engine.chunk_groups for tier in getattr(b.placement, state_kind)
-        )
-        places = ((Tier.DEVICE, "DEVICE"), (Tier.HOST, "RAM"), (Tier.DISK, "NVMe"))
-        counts = [f"{homes[tier]} in {where}" for tier, where in places if homes[tier]]
-        found.append(f"{state_kind.upper()} {', '.join(counts)}")
-    return f"chunks: {'; '.join(found)}"
-
-
-def _predicted(
-    options: TrainOptions, engine: hetero.Engine, notes: list[str]
-) -> dict[str, Any] | None:
-    """What a step is predicted to take by the saved profile of this machine, or else by the rates
-    of the steps that were made.
-
-    `notes` gets the reason if the profile that there is says nothing. None then, if nothing is
-    known yet, or with several ranks; the recorder has what the engine learns from its steps.
-    """
-    if engine.world.size > 1:
-        return None
-    config, clips = engine.config, options.clip > 0
-    try:
-        profile = saved_profile(config, threads=options.threads)
-        if profile is None:
-            plans = engine.watch.predictions.plans(grad_factors=clips)
-        else:
-            plans = predict(
-                engine.watch.budget_moves.group_plans(),
-                profile,
-                Work(options.batch_size * options.seq_len, options.accumulate),
-                prefetch=config.debugging.prefetch,
-                overlap=config.debugging.overlap,
-                grad_factors=clips,
-            )
-    except ValueError as error:  # of another version, or without what this run uses
-        notes.append(f"the saved profile predicts nothing: {error}")
-        return None
-    return figures(plans) if plans else None
-
-
 def memory_config(
     options: TrainOptions, folder: RunFolder, state_bytes: int, ranks: Ranks = ALONE
 ) -> hetero.Config:
@@ -349,25 +289,16 @@ def memory_config(
         options.policy in ("nvme", "auto") or any(each is not None for each in others)
     ):
         nvme_path = (str(folder.path),)
+    same = (
+        *("backend", "link_gbps", "activation_memory", "recompute", "device_memory"),
+        *("nvme_capacity", "allow_ram_filesystem", "dtype", "chunk_numel", "io_engine"),
+        *("prefetch", "overlap_updates", "zero_stage", "process_memory", "verify_reads"),
+    )
     return hetero.Config.make(
+        **{name: getattr(options, name) for name in same},
         placement_policy=options.policy,
-        backend=options.backend,
-        link_gbps=options.link_gbps,
         host_memory=host_memory,
-        activation_memory=options.activation_memory,
-        recompute=options.recompute,
-        device_memory=options.device_memory,
         nvme_path=nvme_path or None,
-        nvme_capacity=options.nvme_capacity,
-        allow_ram_filesystem=options.allow_ram_filesystem,
-        dtype=options.dtype,
-        chunk_numel=options.chunk_numel,
-        io_engine=options.io_engine,
-        prefetch=options.prefetch,
-        overlap_updates=options.overlap_updates,
-        zero_stage=options.zero_stage,
-        process_memory=options.process_memory,
-        verify_reads=options.verify_reads,
         durable=options.commit_every is not None,
         discard_state=options.discard_state and options.commit_every is not None,
         commit_every=0,  # the loop commits, with its scheduler and its place in the data

@@ -9,13 +9,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Protocol
 
 import torch
 
 import hetero
-from hetero.job.checkpoints import Checkpoints, agreed_resumption, sigterm_calls
-from hetero.job.job import Job, open_job
+from hetero.job.checkpoints import Checkpoints, agreed_branch, sigterm_calls
+from hetero.job.job import Job, complete, open_job
 from hetero.job.options import TrainOptions
 from hetero.job.ranks import ALONE, Ranks
 from hetero.job.result import Setting, TrainResult
@@ -26,8 +25,8 @@ from offload import timeline
 PICTURED_STEPS = 2  # one step's writes go on during the next one's forward
 
 
-class Observer(Protocol):
-    """Is told of a run as it goes on, to show it."""
+class Observer:
+    """Is told of a run as it goes on, to show it; this one shows nothing."""
 
     def begin(self, setting: Setting) -> None: ...
     def step(self, point: StepPoint) -> None: ...
@@ -62,9 +61,9 @@ def train(
         folder.require_shared("--save-every")
     elif options.save_model:
         folder.require_shared("the trained model (without it: --no-save-model)")
-    resumption = agreed_resumption(options, folder, ranks)
+    branch = agreed_branch(options, folder, ranks)
     with open_job(options, folder, ranks) as job:
-        checkpoints = Checkpoints(job, folder, resumption)
+        checkpoints = Checkpoints(job, folder, branch)
         made, found = checkpoints.resume()
         notes = list(job.setting.notes)
         if options.resume is not None:
@@ -73,7 +72,7 @@ def train(
                 notes.append("--resume found no checkpoint, so the run began anew")
             else:
                 notes += [f"resumed after step {made} from {found.path}", *found.notes]
-        result = TrainResult(job.setting, predicted=job.predicted, notes=tuple(notes))
+        result = TrainResult(job.setting, notes=tuple(notes))
         observer.begin(job.setting)
         try:
             with sigterm_calls(checkpoints.note_sigterm, checkpoints.keeps_state):
@@ -85,7 +84,7 @@ def train(
                 with failing_of_the_run():
                     result.model_folder = job.task.finish(job.model, folder)
             result.checkpoint = checkpoints.saved
-            job.complete(result, ranks)
+            complete(result, job.engine, ranks)
         except END_A_RUN as error:
             note_end(result, error)
             checkpoints.settle()

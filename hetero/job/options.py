@@ -99,27 +99,23 @@ class TrainOptions:
     # Another flag for the path of --model; it was the only one in 0.1, and goes with 0.2.
     config: str | None = _option(argparse.SUPPRESS, metavar="FILE")
     vocab_size: int | None = _option(
-        "vocabulary of a built-in shape, at least 256; larger to measure a model as it was"
-        " published (default: 256, one token per byte value)"
+        "vocabulary of a built-in shape, at least 256 (default: 256, one token per byte value)"
     )
     data: str | None = _option(
-        "text file, or folder of text files, to train on (default: the source text of Python's"
-        " standard library)",
+        "text file, or folder of text files (default: the source of Python's standard library)",
         metavar="PATH",
     )
 
     policy: str = _option(
-        "tiers that may hold the model state (parameters, gradients, optimizer states): auto, the"
-        " fastest of all tiers that the budgets allow; cuda (or gpu), all on the GPU; cpu, all in"
-        " RAM; nvme, RAM and then NVMe",
+        "tiers that may hold the model state: auto, the fastest that the budgets allow; cuda (or"
+        " gpu), all on the GPU; cpu, all in RAM; nvme, RAM and then NVMe",
         "auto",
         choices=POLICIES,
         other_words={"gpu": "cuda"},
     )
     host_memory: str | None = _option(
-        "RAM budget for model state, of each rank, like 600MiB; a smaller one trains larger models,"
-        " and moves more bytes in each step (default: 80 %% of what is free; with --policy nvme a"
-        " third of 16 bytes per parameter of the rank, but at least 256MiB)",
+        "RAM budget for model state, of each rank, like 600MiB (default: 80 %% of what is free;"
+        " with --policy nvme a third of 16 bytes per parameter of the rank, but at least 256MiB)",
         metavar="BYTES",
     )
     device_memory: str | None = _option(
@@ -133,40 +129,34 @@ class TrainOptions:
         metavar="BYTES",
     )
     activation_memory: str | None = _option(
-        "part of the RAM budget for what autograd saves, like 1GiB or auto (a quarter); the rest of"
-        " it goes to NVMe and comes back ahead of backward (default: autograd keeps all, outside of"
-        " the budget)",
+        "part of the RAM budget for what autograd saves, like 1GiB or auto (a quarter); the rest"
+        " goes to NVMe and comes back (default: autograd keeps all, outside of the budget)",
         metavar="BYTES",
     )
     gradient_checkpointing: bool = _option(
-        "compute the forward of all layers again in backward, so that only their inputs are kept"
-        " (activation checkpointing); --process-memory and --activation-memory have as many"
-        " computed again as they need, without being asked",
+        "compute the forward of all layers again in backward, so that only their inputs are kept;"
+        " --process-memory and --activation-memory do that as far as they need it",
         False,
     )
     recompute: str = _option(
-        "which of the model's layers compute their forward again in backward, so that less of it"
-        " is kept or goes to NVMe, where --activation-memory or --process-memory limits that: auto"
-        " (as many as make a step shortest), none or all. The same bits in all cases",
+        "which layers compute their forward again in backward, where --activation-memory or"
+        " --process-memory limits what is kept: auto (as many as make a step shortest), none or"
+        " all. The same bits in all cases",
         RECOMPUTE[0],
         choices=RECOMPUTE,
         advanced=True,
     )
     nvme_path: tuple[str, ...] = _option(
-        "existing folder on the NVMe disk for the state file; give it once per disk to spread the"
-        " state over several (default: the run folder)",
+        "existing folder on NVMe for the state file, once per disk (default: the run folder)",
         (),
         metavar="DIR",
     )
     nvme_capacity: str | None = _option(
-        "budget of the state file; what does not fit is refused before training begins"
-        " (default: no limit)",
-        metavar="BYTES",
-        advanced=True,
+        "budget of the state file (default: no limit)", metavar="BYTES", advanced=True
     )
     allow_ram_filesystem: bool = _option(
-        "--nvme-path may be on a filesystem whose files are RAM, like /dev/shm, for trials: the"
-        " budget of the state file (default: half) is then taken from --host-memory",
+        "for trials, --nvme-path may be on a filesystem whose files are RAM, like /dev/shm; the"
+        " file's budget (default: half) is then taken from --host-memory",
         False,
         advanced=True,
     )
@@ -176,8 +166,8 @@ class TrainOptions:
         choices=DTYPES,
     )
     state_dtype: str = _option(
-        "dtype of the optimizer's moments; bf16 halves them, 8bit (in blocks with a scale) quarters"
-        " them, both rounded stochastically",
+        "dtype of the optimizer's moments; bf16 halves them, 8bit quarters them, both rounded"
+        " stochastically",
         "fp32",
         choices=STATE_DTYPES,
     )
@@ -187,15 +177,14 @@ class TrainOptions:
         3,
     )
     shard_ranks: int | None = _option(
-        "so many ranks, neighbours by number, share the model state, and further ones have copies"
-        " of it: those of a machine, so that gradients alone go between machines (default: all)",
+        "so many neighbouring ranks share the model state, and further ones have copies of it, so"
+        " that gradients alone go between machines (default: all)",
         least=1,
     )
     tiled_loss: bool | None = _option(
-        "compute the loss from a part of the logits at a time, and never hold them whole, nor their"
-        " gradient: much less memory with a large vocabulary or long sequences, for a third more"
-        " products in the model's head; gradients may differ in their last bits (default: where"
-        " whole ones would take a quarter of --process-memory)"
+        "compute the loss from a part of the logits at a time: much less memory with a large"
+        " vocabulary, a third more products in the head, and other last bits (default: where whole"
+        " logits would take a quarter of --process-memory)"
     )
 
     backend: str = _option(
@@ -206,49 +195,44 @@ class TrainOptions:
         other_words={"gpu": "cuda"},
     )
     threads: int | None = _option(
-        "CPU threads of torch and of the optimizer (default: torch's own number, and all usable"
-        " CPUs)",
+        "CPU threads of torch and of the optimizer (default: torch's own number, and all CPUs)",
         least=1,
     )
     prefetch: bool = _option(
-        "fetch parameters and optimizer states before they are needed; without it compute waits"
-        " for each of them (default: on)",
+        "fetch parameters and optimizer states before they are needed (default: on)",
         True,
         advanced=True,
     )
     verify_reads: bool = _option(
-        "compare what is read from NVMe with checksums of what was written there: a bit that the"
-        " disk has changed is an error; always so with --commit-every",
+        "compare what is read from NVMe with checksums of what was written there; always so with"
+        " --commit-every",
         False,
         advanced=True,
     )
     overlap_updates: str = _option(
-        "what optimizer updates overlap with: none (step() waits); forward (step() returns at once,"
-        " and the next forward waits for each module's parameters); backward (a chunk is updated as"
-        " soon as its gradients are complete, and made again if the step turns out to be clipped"
-        " otherwise than steps before); both; auto (both, while steps are clipped alike). The same"
-        " bits in all cases",
+        "what optimizer updates overlap with: none; forward (the next one waits for each module's"
+        " parameters); backward (a chunk is updated when its gradients are complete, and again if"
+        " the step is clipped otherwise than steps before); both; auto (both, while steps are"
+        " clipped alike). The same bits in all cases",
         OverlapUpdates.AUTO.value,
         choices=OVERLAPS,
         advanced=True,
     )
     chunk_numel: int | None = _option(
-        "elements per chunk, the unit that moves between tiers; larger chunks transfer faster and"
+        "elements per chunk, the unit that moves between tiers; larger ones transfer faster and"
         " need larger budgets (default: the size that wastes least)",
         least=1,
         advanced=True,
     )
     io_engine: str = _option(
-        "how files are read and written: io_uring; threads, where the kernel has no io_uring; or"
-        " auto",
+        "how files are read and written: io_uring; threads; or auto",
         "auto",
         choices=IO_ENGINES,
         advanced=True,
     )
     link_gbps: float | None = _option(
-        "with --backend emulated, which is for trials without a GPU: the CPU computes as if it had"
-        " --device-memory of its own, behind a link to RAM of so many GB/s in each direction"
-        " (default: 16)",
+        "with --backend emulated, for trials without a GPU: GB/s in each direction between RAM and"
+        " a --device-memory of its own (default: 16)",
         advanced=True,
     )
 
@@ -256,9 +240,7 @@ class TrainOptions:
     # A causal model predicts the next token, so a sequence of one token has no loss.
     seq_len: int = _option("tokens per sequence", 128, least=2)
     batch_size: int = _option("sequences per micro-batch, on each rank", 4, least=1)
-    accumulate: int = _option(
-        "micro-batches per step, on each rank: a larger batch without more memory", 1, least=1
-    )
+    accumulate: int = _option("micro-batches per step, on each rank", 1, least=1)
     optimizer: str = _option(
         "lion keeps one moment instead of two, adagrad a sum, sgd a momentum of 0.9",
         "adamw",
@@ -274,8 +256,7 @@ class TrainOptions:
     seed: int = _option("of the initial weights and of the data order", 0)
 
     run_dir: str | None = _option(
-        "folder for config.json, metrics.jsonl, summary.json, figure.png and report.html, a page"
-        " about the run (default: runs/TIME)",
+        "folder for options, metrics, figure.png and report.html (default: runs/TIME)",
         metavar="DIR",
     )
     save_every: int | None = _option(
@@ -284,26 +265,23 @@ class TrainOptions:
         least=1,
     )
     save_model: bool = _option(
-        "write the trained weights at the end, to the folder `model` of the run folder, which"
-        " hetero generate and transformers read (default: on)",
+        "write the trained weights to the folder `model` of the run folder, which hetero generate"
+        " and transformers read (default: on)",
         True,
     )
     commit_every: int | None = _option(
         "steps between commits: the state stays in files in --nvme-path, and after a crash --resume"
-        " goes on from the last commit; costs less than checkpoints that often (default: none)",
+        " goes on from the last one; costs less than checkpoints that often (default: none)",
         least=1,
         advanced=True,
     )
     discard_state: bool = _option(
-        "with --commit-every: a state in --nvme-path that cannot be gone on from, because it is"
-        " damaged, incomplete or of another version, is removed, and the run begins anew; without"
-        " it that is an error",
+        "with --commit-every: a state in --nvme-path that cannot be gone on from is removed, and"
+        " the run begins anew; without it that is an error",
         False,
         advanced=True,
     )
-    keep: int = _option(
-        "so many checkpoints of the run stay, the last ones", 2, least=1, advanced=True
-    )
+    keep: int = _option("so many last checkpoints of the run stay", 2, least=1, advanced=True)
     resume: str | None = _option(
         "go on from a checkpoint, or from the last one in a run folder, with any number of ranks"
         " and any memory; without PATH from the last checkpoint or commit of --run-dir, or else of"
@@ -312,22 +290,14 @@ class TrainOptions:
         alone="",
     )
     timeline: str | None = _option(
-        "also draw what computed, waited and moved when in the last two steps of a run that"
-        " finishes, as .png, .svg or .pdf, with a trace (.trace.json) for ui.perfetto.dev beside"
-        " it; of several ranks the first one's",
+        "also draw what computed, waited and moved in the last two steps, as .png, .svg or .pdf,"
+        " with a trace (.trace.json) for ui.perfetto.dev beside it",
         metavar="FILE",
     )
     json: bool = _option("print one JSON object on stdout instead of a table", False)
-    live: bool = _option(
-        "on a terminal show memory beside its budgets, loss and speed while training goes on;"
-        " elsewhere there are lines of progress as without it",
-        False,
-    )
+    live: bool = _option("on a terminal show memory beside its budgets, loss and speed", False)
     log_every: int = _option(
-        "steps between lines of progress where there is no terminal",
-        10,
-        least=1,
-        advanced=True,
+        "steps between lines of progress where there is no terminal", 10, least=1, advanced=True
     )
 
     def __post_init__(self) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hetero.reporting.run_record import LINKS, PARTS, RunFacts, RunRecord, StepPoint
+from hetero.reporting.table import placement_words
 from offload.memory.tiers import Tier
 
 # fp32 master, exp_avg, exp_avg_sq and gradient: what the state takes where nothing is split.
@@ -28,12 +29,10 @@ class Setting(RunFacts):
     budget_bytes: dict[str, int | None]  # per tier; None is no limit
     notes: tuple[str, ...]  # fallbacks worth knowing
     vocab_size: int
-    steps: int  # planned
     tokens_per_step: int  # of all ranks
     data: str
     nvme_path: str | None  # several with commas between
     run_dir: str
-    trained_params: int | None = None  # the others are frozen; None: all are trained
 
 
 @dataclass
@@ -51,7 +50,6 @@ class TrainResult(RunRecord):
     model_folder: str | None = None  # of the trained weights
     eval_losses: list[tuple[int, float]] = field(default_factory=list)  # after which step, and loss
     failure: Exception | None = None
-    placement: str | None = None  # at the end; None: the run failed
     timeline_paths: list[str] = field(default_factory=list)  # picture and trace
 
     def add(self, step: StepPoint) -> None:
@@ -73,13 +71,6 @@ class TrainResult(RunRecord):
         """What all steps moved."""
         return {link: sum(step.traffic_bytes[link] for step in self.every_step) for link in LINKS}
 
-    @property
-    def measured_over_predicted(self) -> float | None:
-        """The median step over what was predicted."""
-        if self.predicted is None or not self.points:
-            return None
-        return float(self.step_s / self.predicted["step_s"])
-
     def as_dict(self) -> dict[str, Any]:
         """The object that `--json` prints and summary.json holds."""
         facts, steps, moved = self.facts, self.every_step, self.bytes_per_step
@@ -99,8 +90,8 @@ class TrainResult(RunRecord):
             "losses": [step.loss for step in steps],
             "eval_losses": [list(each) for each in self.eval_losses],
             "grad_norms": [step.grad_norm for step in steps],
-            "step_s": [step.step_s for step in steps],
-            **{f"{part}_s": [step.part_step_s[part] for step in steps] for part in PARTS},
+            "step_s": [step.seconds for step in steps],
+            **{f"{part}_s": [step.parts_s[part] for step in steps] for part in PARTS},
             "tokens_per_s": self.tokens_per_s or 0.0,
             "peak_managed_bytes": {tier.value: self.peak_bytes[tier] for tier in Tier},
             "peak_rss_bytes": self.peak_rss_bytes,
@@ -113,7 +104,7 @@ class TrainResult(RunRecord):
                 for name in ("gather_wait_s", "update_s", "update_wait_s")
             },
             "total_bytes": self.total_bytes,
-            "placement": self.placement,
+            "placement": placement_words(self) or None,
             "changes": [why for _, why in self.changes],
             "predicted": self.predicted,
             "measured_over_predicted": self.measured_over_predicted,

@@ -1,4 +1,4 @@
-"""How all figures are drawn: sizes, axes, keys, and a figure as SVG inside an HTML page."""
+"""How all figures are drawn: their style, files, and a figure as SVG inside an HTML page."""
 
 from __future__ import annotations
 
@@ -6,40 +6,32 @@ import html
 import io
 import os
 import re
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
-from matplotlib.artist import Artist
-from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
 from hetero.reporting.palette import FAINT, INK, QUIET
 
-# Inches. Drawn at these sizes text is 9.5 points on a wide page and on a narrow one.
-FULL_WIDTH = 9.0
-HALF_WIDTH = 4.4
-FONT_SIZE = 9.5
-
+_FONT_SIZE = 9.5  # points, on a page of 9 inches
 _SUFFIXES = (".png", ".svg", ".pdf")  # of pictures
 
 _STYLE: dict[Any, Any] = {
     # Text stays text: it can be searched and copied, and is sharp in print.
     "svg.fonttype": "none",
     "font.family": "sans-serif",
-    "font.size": FONT_SIZE,
+    "font.size": _FONT_SIZE,
     "text.color": INK,
-    "axes.titlesize": FONT_SIZE + 0.5,
+    "axes.titlesize": _FONT_SIZE + 0.5,
     "axes.titlelocation": "left",
     "axes.titleweight": "bold",
-    "axes.labelsize": FONT_SIZE,
+    "axes.labelsize": _FONT_SIZE,
     "axes.labelcolor": INK,
-    "xtick.labelsize": FONT_SIZE - 0.5,
-    "ytick.labelsize": FONT_SIZE - 0.5,
+    "xtick.labelsize": _FONT_SIZE - 0.5,
+    "ytick.labelsize": _FONT_SIZE - 0.5,
     "axes.edgecolor": QUIET,
     "xtick.color": QUIET,
     "ytick.color": QUIET,
@@ -47,7 +39,7 @@ _STYLE: dict[Any, Any] = {
     "axes.spines.right": False,
     "axes.axisbelow": True,
     "legend.frameon": False,
-    "legend.fontsize": FONT_SIZE - 0.5,
+    "legend.fontsize": _FONT_SIZE - 0.5,
     "legend.handlelength": 2.0,
     "legend.borderaxespad": 0.0,
     "grid.color": FAINT,
@@ -85,26 +77,6 @@ def check_picture(flag: str, picture: Path, *beside: Path) -> None:
 def save(figure: Figure, path: Path) -> None:
     """Writes the picture, in the format of the path's suffix. Raises OSError."""
     figure.savefig(path, dpi=140)
-
-
-def key(axes: Axes, entries: Sequence[tuple[float, Artist]], narrow: bool = False) -> None:
-    """Names what is drawn, by height from the top, to the right of the axes.
-
-    `narrow`: below them, because the figure has no room at the right.
-    """
-    handles = [handle for _, handle in sorted(entries, key=lambda e: e[0], reverse=True)]
-    if narrow:
-        axes.figure.legend(handles=handles, loc="outside lower left")
-    else:
-        axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.015, 1.0))
-
-
-def step_axis(axes: Axes, first: int, last: int) -> None:
-    """Steps to the right, from the beginning of the first to the end of the last."""
-    axes.set_xlabel("step")
-    axes.set_xlim(first - 0.5, last + 0.5)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8, min_n_ticks=1))
-    axes.grid(axis="y")
 
 
 def byte_unit(most: int) -> tuple[int, str]:

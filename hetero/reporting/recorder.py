@@ -8,21 +8,20 @@ from __future__ import annotations
 
 import os
 import time
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import TypeVar
 
 import torch
 
-from hetero.chunk_groups.chunk_group import ChunkGroup
-from hetero.chunks.layout import Chunk
+from hetero.planning.group_plans import ChunkGroupPlan
+from hetero.planning.placement import Placement
+from hetero.planning.report import state_by_tier
 from hetero.planning.step_cost import figures
 from hetero.planning.step_problem import Phase
 from hetero.reporting.run_record import (
     LINKS,
     PARTS,
-    ChunkHomes,
     MemoryKind,
     MemorySample,
     PointList,
@@ -37,8 +36,7 @@ from offload.memory.tiers import Tier
 
 _Bytes = TypeVar("_Bytes", int, int | None)
 
-Home = Tier | None  # None: there is none, because the chunk is not trained
-
+_STATE_KINDS = (MemoryKind.PARAM, MemoryKind.GRAD, MemoryKind.OPTIM_STATE)
 # fp32 parameter and gradient, where plain PyTorch keeps both; states come on top.
 _PLAIN_BYTES = 8
 _STATES = {"adam": 2, "lion": 1, "adagrad": 1, "sgd": 1, "muon": 1}
@@ -67,7 +65,8 @@ class Recorder:
         self._phase: Phase | None = None
         self._phase_began_s = 0.0
         self._made = 0
-        self._homes = _HomesOnDisk(engine)
+        self._placements: list[Placement] = []
+        self._on_disk: dict[MemoryKind, int] = {}
         self.begin()
         engine.watch.tracer.step_clock.listeners.append(self._phase_changes)
         engine.watch.listeners.append(self._note_update)
@@ -166,7 +165,7 @@ class Recorder:
             update_s=moved["update_s"],
             update_wait_s=moved["update_wait_s"],
             samples=tuple(self._samples),
-            on_disk=self._homes.now(),
+            on_disk=self._homes_on_disk(),
         )
         self._add_waiting()
         if isinstance(loss, torch.Tensor):
@@ -186,49 +185,29 @@ class Recorder:
             (point, loss), self._waiting = self._waiting, None
             self._points.add(replace(point, loss=float(loss)))
 
-    def complete(self, record: RunRecord) -> None:
-        """Adds all that was recorded, and what the engine says of the run; before it is closed.
+    def _homes_on_disk(self) -> dict[MemoryKind, int]:
+        """Bytes of homes on NVMe by kind; counted again when homes have moved."""
+        placements = [group.placement for group in self._engine.chunk_groups]
+        if placements != self._placements:
+            self._placements = placements
+            found = _homes(self._engine)[Tier.DISK]
+            self._on_disk = {k: found[k.name] for k in _STATE_KINDS if found[k.name]}
+        return self._on_disk
 
-        A prediction that the record has already stays, and so do its notes.
-        """
+    def complete(self, record: RunRecord) -> None:
+        """Adds all that was recorded, and what the engine says of the run; before it is closed."""
         self._add_waiting()
         engine, ledger = self._engine, self._engine.ledger
-        if record.predicted is None and (plans := engine.plans):
+        if plans := engine.plans:
             record.predicted = figures(plans)
-        record.begin_s = self.begin_s
         record.points = self._points.points
         record.budget_bytes = _by_tier(ledger.budget_bytes)
         record.largest_budget_bytes = _by_tier(ledger.largest_budget_bytes)
         record.peak_bytes = _by_tier(ledger.peak_bytes)
         record.peak_rss_bytes = peak_resident_bytes()
-        record.chunks = chunk_homes(engine)
+        record.homes = _homes(engine)
         record.changes = tuple((change.step, change.words()) for change in engine.changes)
         record.notes = tuple(dict.fromkeys((*record.notes, *engine.notes)))
-
-
-class _HomesOnDisk:
-    """Bytes of an engine's homes on NVMe by kind; counted again when homes have moved."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._placements: list[object] = []
-        self._nbytes: Mapping[MemoryKind, int] = {}
-
-    def now(self) -> Mapping[MemoryKind, int]:
-        """What they are at the moment."""
-        groups = self._engine.chunk_groups
-        placements = [group.placement for group in groups]
-        same = len(placements) == len(self._placements)
-        pairs = zip(placements, self._placements, strict=False)
-        if not same or any(now is not before for now, before in pairs):
-            self._placements = list(placements)
-            found: Counter[MemoryKind] = Counter()
-            for group in groups:
-                for _, state in _state_of(group):
-                    for kind, (tier, nbytes) in state.items():
-                        found[kind] += nbytes if tier is Tier.DISK else 0
-            self._nbytes = +found
-        return self._nbytes
 
 
 def _by_tier(by_name: Mapping[str, _Bytes]) -> dict[Tier, _Bytes]:
@@ -244,17 +223,14 @@ def facts_of(
     chance_loss: float | None = None,
 ) -> RunFacts:
     """What an engine says of its model; the other arguments are as RunFacts has them."""
-    layouts = [(group.layout, group.dtypes) for group in engine.chunk_groups]
     plain = params = 0
     frozen_bytes = 4 if engine.config.dtypes.compute == "fp32" else 2
-    for layout, dtypes in layouts:
-        for chunk in layout.chunks:
+    for group in engine.chunk_groups:
+        trained_bytes = _PLAIN_BYTES + 4 * _STATES[group.dtypes.rule]
+        for chunk in group.layout.chunks:
             numel = sum(each.param.numel for each in chunk.slices)
             params += numel
-            per_element = (
-                _PLAIN_BYTES + 4 * _STATES[dtypes.rule] if chunk.trainable else frozen_bytes
-            )
-            plain += per_element * numel
+            plain += (trained_bytes if chunk.trainable else frozen_bytes) * numel
     return RunFacts(
         title=title,
         params=params,
@@ -270,30 +246,7 @@ def facts_of(
     )
 
 
-def chunk_homes(engine: Engine) -> tuple[ChunkHomes, ...]:
-    """Where the state of each chunk is now, chunk group by chunk group."""
-    return tuple(
-        ChunkHomes(
-            group=number,
-            name=chunk.name,
-            nbytes=sum(nbytes for tier, nbytes in state.values() if tier is not None),
-            homes={kind: tier for kind, (tier, _) in state.items()},
-        )
-        for number, group in enumerate(engine.chunk_groups)
-        for chunk, state in _state_of(group)
-    )
-
-
-def _state_of(group: ChunkGroup) -> Iterator[tuple[Chunk, dict[MemoryKind, tuple[Home, int]]]]:
-    """Each chunk with the home of each kind of its state, and this rank's bytes of that."""
-    made, slot = group.placement, group.plan.spec.slot
-    kinds = (
-        (MemoryKind.PARAM, made.param, slot.param),
-        (MemoryKind.GRAD, made.grad, slot.grad),
-        (MemoryKind.OPTIM_STATE, made.optim_state, slot.optim_state),
-    )
-    for chunk in group.layout.chunks:
-        yield (
-            chunk,
-            {kind: (homes[chunk.id], chunk.slots * nbytes) for kind, homes, nbytes in kinds},
-        )
+def _homes(engine: Engine) -> dict[Tier, dict[str, int]]:
+    """This rank's bytes of state by tier and kind, where it is now."""
+    groups = engine.chunk_groups
+    return state_by_tier([ChunkGroupPlan(g.plan.spec, g.placement) for g in groups])

@@ -155,9 +155,9 @@ def report(
 ) -> Report:
     """A recorder for any training loop, which writes one HTML page about it.
 
-    The page shows memory by tier and kind over time beside the budgets, a step by resource, where
-    each chunk is, predicted against measured, loss, throughput and bytes moved. It needs no network
-    and no other file. docs/reports.md describes it.
+    The page shows loss, memory by tier and kind beside the budgets, time and bytes moved over the
+    steps, a step by resource, and a table of where state is, speed, and predicted against measured.
+    It needs no network and no other file. docs/reports.md describes it.
 
         with hetero.report("run.html", model) as report:
             for batch in data:

@@ -3,7 +3,7 @@
 Vocabulary of this package:
 
     memory kind  what bytes of a tier are for, as pictures tell them apart; a few accounts each
-    point        figures of some steps in a row: of one at first, of more when the run gets long
+    point        figures of a step; of a long run not every step has one
     record       all points of a run with what is known of it at its end: what the page is made of
 """
 
@@ -77,6 +77,11 @@ class MemorySample:
         """What hetero holds of the tier."""
         return sum(self.managed_bytes[tier].values())
 
+    @property
+    def held_bytes(self) -> int:
+        """The bytes of all tiers, of the process, and of torch on a DEVICE."""
+        return sum(map(self.total, self.managed_bytes)) + self.beside_bytes + self.rss_bytes
+
     def by_kind(self, tier: Tier, on_disk: Mapping[MemoryKind, int]) -> dict[MemoryKind, int]:
         """total() by kind; the file of all homes on NVMe has `on_disk`, and the rest is spare."""
         found: Counter[MemoryKind] = Counter()
@@ -93,21 +98,20 @@ class MemorySample:
 
 @dataclass(frozen=True)
 class StepPoint:
-    """Figures of `steps` steps in a row; seconds, bytes and tokens are of all of them together.
+    """Figures of a step.
 
     Attributes:
-        last: the number of the last step, from 1.
-        loss: the mean; None if none was told.
+        last: its number, from 1.
+        loss: None if none was told.
         seconds: in all.
         parts_s: of these, what forward, backward and optimizer took; the rest is the loop's.
         tokens: None if their number was not told.
         traffic_bytes: by LINKS.
         gather_wait_s: in which compute waited for parameters that other ranks hold.
         update_s, update_wait_s: in which updates were made, and in which they were waited for.
-        samples: of memory, of the step that held most: after each forward and backward, and after
-            the optimizer.
+        samples: of memory: after each forward and backward, and after the optimizer.
         on_disk: bytes of homes on NVMe by kind then.
-        grad_norm, lr: of a single step; the norm before clipping, None without it or if not finite.
+        grad_norm, lr: the norm is that before clipping, None without it or if not finite.
 
     Times and bytes are those of this rank, loss, norm and tokens of all ranks together. What is not
     forward, backward or optimizer is the data, the scheduler, the measuring itself, and a
@@ -125,19 +129,8 @@ class StepPoint:
     update_wait_s: float
     samples: tuple[MemorySample, ...]
     on_disk: Mapping[MemoryKind, int]
-    steps: int = 1
     grad_norm: float | None = None
     lr: float | None = None
-
-    @property
-    def step_s(self) -> float:
-        """Seconds of one step."""
-        return self.seconds / self.steps
-
-    @property
-    def part_step_s(self) -> dict[str, float]:
-        """Seconds of one step by PARTS."""
-        return {name: seconds / self.steps for name, seconds in self.parts_s.items()}
 
     @property
     def tokens_per_s(self) -> float:
@@ -145,12 +138,13 @@ class StepPoint:
         return (self.tokens or 0) / self.seconds
 
     def as_dict(self, begin_s: float) -> dict[str, Any]:
-        """A single step as JSON takes it; times of samples are since `begin_s`."""
+        """The step as JSON takes it; times of samples are since `begin_s`."""
         names = ("tokens", "traffic_bytes", "gather_wait_s", "update_s", "update_wait_s")
         return {
             "step": self.last,
-            **{name: getattr(self, name) for name in ("loss", "grad_norm", "lr", "step_s")},
-            **{f"{name}_s": seconds for name, seconds in self.part_step_s.items()},
+            **{name: getattr(self, name) for name in ("loss", "grad_norm", "lr")},
+            "step_s": self.seconds,
+            **{f"{name}_s": seconds for name, seconds in self.parts_s.items()},
             **{name: getattr(self, name) for name in names},
             "memory": [
                 {
@@ -164,82 +158,49 @@ class StepPoint:
             "tokens_per_s": self.tokens_per_s,
         }
 
-    def plus(self, later: StepPoint) -> StepPoint:
-        """This point and the one after it as one."""
-        most = max(self, later, key=lambda p: max((_held(s) for s in p.samples), default=0))
-        losses = [(p.loss, p.steps) for p in (self, later) if p.loss is not None]
-        counted = self.tokens is not None and later.tokens is not None
-        count = sum(steps for _, steps in losses)
-        return StepPoint(
-            last=later.last,
-            loss=sum(loss * steps for loss, steps in losses) / count if losses else None,
-            seconds=self.seconds + later.seconds,
-            parts_s={name: self.parts_s[name] + later.parts_s[name] for name in PARTS},
-            tokens=(self.tokens or 0) + (later.tokens or 0) if counted else None,
-            traffic_bytes={n: self.traffic_bytes[n] + later.traffic_bytes[n] for n in LINKS},
-            gather_wait_s=self.gather_wait_s + later.gather_wait_s,
-            update_s=self.update_s + later.update_s,
-            update_wait_s=self.update_wait_s + later.update_wait_s,
-            samples=most.samples,
-            on_disk=most.on_disk,
-            steps=self.steps + later.steps,
-        )
+    @property
+    def held_bytes(self) -> int:
+        """The most that was held at once, of all tiers together and by the process."""
+        return max((sample.held_bytes for sample in self.samples), default=0)
 
 
-def _held(sample: MemorySample) -> int:
-    return sum(sample.total(tier) for tier in Tier) + sample.beside_bytes + sample.rss_bytes
-
-
-def halved(points: Sequence[StepPoint]) -> list[StepPoint]:
-    """The same steps in half as many points, or one more."""
-    pairs = [a.plus(b) for a, b in zip(points[::2], points[1::2], strict=False)]
-    return [*pairs, *points[2 * len(pairs) :]]
+def thinned(points: Sequence[StepPoint], most: int) -> list[StepPoint]:
+    """No more than `most` points: the first and the last, and of some in a row between them the one
+    that held most memory."""
+    if len(points) <= most:
+        return list(points)
+    inner = points[1:-1]
+    stride = -(-len(inner) // (most - 2))
+    groups = (inner[i : i + stride] for i in range(0, len(inner), stride))
+    return [points[0], *(max(some, key=lambda p: p.held_bytes) for some in groups), points[-1]]
 
 
 class PointList:
-    """The points of a run, however long: when there are too many, two in a row become one."""
+    """The points of a run, however long: from time to time half of them go."""
 
     def __init__(self, most: int = 2048) -> None:
-        """Keeps between half of `most`, an even number, and `most` points of a long run."""
-        assert most % 2 == 0, most
+        """Keeps between half of `most` and `most` points of a long run."""
         self._most = most
-        self._points: list[StepPoint] = []
-        self._open: StepPoint | None = None  # of fewer steps than the others
+        self._kept: list[StepPoint] = []
+        self._newest: list[StepPoint] = []  # one of `_stride` of them will be kept
         self._stride = 1
 
     def add(self, step: StepPoint) -> None:
         """Takes the next step."""
-        now = step if self._open is None else self._open.plus(step)
-        self._open = now
-        if now.steps < self._stride:
-            return
-        self._points.append(now)
-        self._open = None
-        if len(self._points) == self._most:
-            self._points = halved(self._points)
+        self._last = step
+        self._newest.append(step)
+        if len(self._newest) == self._stride:
+            self._kept.append(max(self._newest, key=lambda p: p.held_bytes))
+            self._newest.clear()
+        if len(self._kept) == self._most:
+            self._kept = thinned(self._kept, self._most // 2 + 1)
             self._stride *= 2
 
     @property
     def points(self) -> list[StepPoint]:
-        """All of them, in order."""
-        return [*self._points, *([] if self._open is None else [self._open])]
-
-
-@dataclass(frozen=True)
-class ChunkHomes:
-    """Where the state of one chunk is at the end of the run.
-
-    Attributes:
-        group: the number of its chunk group.
-        name: of its first parameter, for people.
-        nbytes: of this rank's PARAM, GRAD and OPTIM_STATE, together.
-        homes: by kind; None: it has none, because it is not trained.
-    """
-
-    group: int
-    name: str
-    nbytes: int
-    homes: Mapping[MemoryKind, Tier | None]
+        """Those that are kept, in order, and the last one."""
+        is_there = not self._kept or self._kept[-1] is self._last
+        return [*self._kept, *([] if is_there else [self._last])]
 
 
 @dataclass(frozen=True)
@@ -254,7 +215,9 @@ class RunFacts:
         dtype: of parameters and compute.
         policy: the placement policy.
         ranks: how many train together; all bytes are of the first one.
-        rows: more of what is known, as label and value, for the table at the top.
+        rows: more of what is known, as label and value, for tables.
+        planned_steps: None: unknown.
+        trained_params: elements of those that are not frozen; None: unknown.
         losses_are_means: over all ranks; else they are the first one's.
         process_bytes: limit of the whole process; None: it has none.
         chance_loss: of guessing, in the unit of the losses; None: unknown.
@@ -271,6 +234,8 @@ class RunFacts:
     losses_are_means: bool = False
     process_bytes: int | None = None
     chance_loss: float | None = None
+    planned_steps: int | None = None
+    trained_params: int | None = None
 
 
 def _no_budgets() -> dict[Tier, int | None]:
@@ -282,11 +247,10 @@ class RunRecord:
     """A run, from its first step to its last; a Recorder completes it.
 
     Attributes:
-        begin_s: of time.perf_counter(): when the first step began.
         budget_bytes, peak_bytes: by tier; None: no budget.
         largest_budget_bytes: by tier, where the budget was larger for a time than at the end.
         peak_rss_bytes: the most that the process ever held.
-        chunks: where state is at the end, in the order of the model.
+        homes: bytes by tier and kind of state at the end, as state_by_tier() has them.
         changes: of homes: after which step, and why.
         predicted: figures() of a step, and by what; None: nothing says how fast anything is.
         timeline: of a step or two near the end; None: none was recorded.
@@ -296,12 +260,11 @@ class RunRecord:
     """
 
     facts: RunFacts
-    begin_s: float = 0.0
     points: list[StepPoint] = field(default_factory=list)
     budget_bytes: Mapping[Tier, int | None] = field(default_factory=_no_budgets)
     peak_bytes: Mapping[Tier, int] = field(default_factory=lambda: dict.fromkeys(Tier, 0))
     peak_rss_bytes: int = 0
-    chunks: tuple[ChunkHomes, ...] = ()
+    homes: Mapping[Tier, Mapping[str, int]] = field(default_factory=dict)
     changes: tuple[tuple[int, str], ...] = ()
     predicted: Mapping[str, Any] | None = None
     timeline: Timeline | None = None
@@ -334,12 +297,7 @@ class RunRecord:
     @property
     def steps(self) -> int:
         """How many were made."""
-        return sum(point.steps for point in self.points)
-
-    @property
-    def first_and_last(self) -> tuple[int, int]:
-        """The numbers of the first and the last step."""
-        return self.points[0].last - self.points[0].steps + 1, self.points[-1].last
+        return self.points[-1].last - self.points[0].last + 1 if self.points else 0
 
     @property
     def steady(self) -> list[StepPoint]:
@@ -348,28 +306,31 @@ class RunRecord:
         After homes have moved those that came then, without the first of them.
         """
         moved = max((step for step, _ in self.changes), default=0)
-        later = [p for p in self.points if p.last - p.steps > moved]
-        return later or self.points[1:] or self.points
+        return [p for p in self.points if p.last > moved + 1] or self.points[1:] or self.points
 
     @property
     def step_s(self) -> float:
         """The median of the steady steps."""
-        return max(1e-9, statistics.median(point.seconds / point.steps for point in self.steady))
+        return max(1e-9, statistics.median(point.seconds for point in self.steady))
 
     @property
     def part_s(self) -> dict[str, float]:
         """Medians of the steady steps of each of PARTS, and what is left of step_s as REST."""
-        parts = {
-            name: statistics.median(point.part_step_s[name] for point in self.steady)
-            for name in PARTS
-        }
+        parts = {name: statistics.median(p.parts_s[name] for p in self.steady) for name in PARTS}
         return {**parts, REST: max(0.0, self.step_s - sum(parts.values()))}
 
     def mean(self, name: str) -> float:
-        """A figure of StepPoint, or bytes on one of LINKS, per steady step on average; 0 without
+        """A figure of StepPoint, or bytes on one of LINKS, of a steady step on average; 0 without
         steps."""
-        found = (p.traffic_bytes[name] if name in LINKS else getattr(p, name) for p in self.steady)
-        return float(sum(found)) / max(1, sum(point.steps for point in self.steady))
+        found = [p.traffic_bytes[name] if name in LINKS else getattr(p, name) for p in self.steady]
+        return float(sum(found)) / max(1, len(found))
+
+    @property
+    def measured_over_predicted(self) -> float | None:
+        """The median step over what was predicted."""
+        if self.predicted is None or not self.points or not self.predicted["step_s"]:
+            return None
+        return float(self.step_s / self.predicted["step_s"])
 
     def used_links(self, among: Sequence[str] = LINKS) -> list[str]:
         """Those of `among` that moved anything."""
@@ -384,8 +345,7 @@ class RunRecord:
         # One batch says little about the next one.
         count = max(1, len(losses) // 10)
         first, last = statistics.fmean(losses[:count]), statistics.fmean(losses[-count:])
-        steps = sum(point.steps for point in self.points[:count])
-        means = f" (means of {steps} steps)" if steps > 1 else ""
+        means = f" (means of {count} steps)" if count > 1 else ""
         return f"at first {first:.4g}, at last {last:.4g}{means}"
 
     @property

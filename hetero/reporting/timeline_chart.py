@@ -44,7 +44,7 @@ def trace_path(picture: Path) -> Path:
     return picture.with_suffix(".trace.json")
 
 
-def hidden_spans(timeline: Timeline) -> list[tuple[float, float]]:
+def hidden_spans(timeline: Timeline) -> list[Span]:
     """From when until when forward or backward computed while anything was updated or moved.
 
     Forward and backward do not compute while they wait for a chunk or an activation: what is
@@ -88,20 +88,23 @@ def hidden_finding(timeline: Timeline) -> str:
 
 def make_figure(timeline: Timeline, width: float, lane_height: float) -> Figure:
     """The picture without a title, so many inches wide, and per lane so high."""
-    lanes = timeline.lanes
     hidden = hidden_spans(timeline)
-    rows = max(1, len(lanes) + bool(hidden))
-    figure = new_figure(width, 1.0 + lane_height * rows)
-    axes = figure.add_subplot()
-    names = [LANES[lane] for lane in lanes]
+    names = [LANES[lane] for lane in timeline.lanes]
+    notes = [_figures(timeline, lane) for lane in timeline.lanes]
     if hidden:
         names.append("overlap: work during\nforward or backward")
-        _draw_hidden(axes, timeline, hidden, len(lanes))
-    for place, lane in enumerate(lanes):
+        share = sum(end - begin for begin, end in hidden) / max(timeline.seconds, 1e-9)
+        notes.append(f"{share:.0%}")
+    figure = new_figure(width, 1.0 + lane_height * max(1, len(names)))
+    axes = figure.add_subplot()
+    for place, lane in enumerate(timeline.lanes):
         _draw_lane(axes, timeline, lane, place)
-        _annotate(axes, place, _figures(timeline, lane))
+    _draw_spans(axes, timeline, hidden, (len(names) - 1 - _BAND / 4, _BAND / 2), INK)
+    for place, note in enumerate(notes):  # beside the right end of the row
+        at, where = (1.008, place), ("axes fraction", "data")
+        axes.annotate(note, at, xycoords=where, va="center", color=QUIET)
     axes.set_yticks(range(len(names)), names)
-    axes.set_ylim(rows - 0.45, -0.55)
+    axes.set_ylim(max(1, len(names)) - 0.45, -0.55)
     axes.set_xlim(0, max(timeline.seconds, 1e-9))
     axes.set_xlabel("time (s)")
     axes.tick_params(axis="y", length=0, labelcolor=INK)
@@ -110,37 +113,25 @@ def make_figure(timeline: Timeline, width: float, lane_height: float) -> Figure:
     return figure
 
 
-def _draw_hidden(
-    axes: Axes, timeline: Timeline, hidden: list[tuple[float, float]], place: int
-) -> None:
-    spans = [(begin - timeline.begin_s, end - timeline.begin_s) for begin, end in hidden]
-    _draw_spans(axes, spans, place - _BAND / 4, _BAND / 2, INK)
-    seconds = sum(end - begin for begin, end in hidden)
-    _annotate(axes, place, f"{seconds / timeline.seconds:.0%}" if timeline.seconds else "")
-
-
-def _annotate(axes: Axes, place: int, text: str) -> None:
-    """Beside the right end of a row."""
-    at = (1.008, place)
-    where = ("axes fraction", "data")
-    axes.annotate(text, at, xycoords=where, va="center", color=QUIET)
-
-
 def _draw_spans(
     axes: Axes,
-    spans: Sequence[tuple[float, float]],
-    bottom: float,
-    height: float,
+    timeline: Timeline,
+    spans: Sequence[Span],
+    row: tuple[float, float],
     colour: str,
     edged: bool = False,
 ) -> None:
-    """Rectangles from `bottom` up, as one shape; `edged`: told apart from neighbours."""
-    top = bottom + height
-    corners = [
-        corner
-        for begin, end in spans
-        for corner in ((begin, bottom), (begin, top), (end, top), (end, bottom), (begin, bottom))
-    ]
+    """Rectangles in a row from a height, and so high, as one shape: a step has thousands.
+
+    `edged`: told apart from neighbours.
+    """
+    if not spans:
+        return
+    bottom, top = row[0], row[0] + row[1]
+    corners = []
+    for span in spans:
+        begin, end = (edge - timeline.begin_s for edge in span)
+        corners += [(begin, bottom), (begin, top), (end, top), (end, bottom), (begin, bottom)]
     codes = [Shape.MOVETO, Shape.LINETO, Shape.LINETO, Shape.LINETO, Shape.CLOSEPOLY] * len(spans)
     edge, width = (GROUND, 0.4) if edged else (colour, 0.3)
     shape = Shape(corners, codes)
@@ -148,26 +139,21 @@ def _draw_spans(
 
 
 def _draw_lane(axes: Axes, timeline: Timeline, lane: LaneName, place: int) -> None:
-    rows = timeline.rows(lane)
-    least = _LEAST_EDGED * timeline.seconds
+    rows, whole_s = timeline.rows(lane), timeline.seconds
     height = _BAND / len(rows)
     for number, row in enumerate(rows):
         bottom = place - _BAND / 2 + number * height
-        # One shape for all that look alike: a step has thousands.
-        alike: dict[tuple[str, bool], list[tuple[float, float]]] = {}
+        alike: dict[tuple[str, bool], list[Span]] = {}
         for i in row:
-            if lane == "gather" and i.seconds < _NO_WAIT * timeline.seconds:
-                continue
-            edged = i.seconds > least
-            span = i.begin_s - timeline.begin_s, i.end_s - timeline.begin_s
-            alike.setdefault((_colour(i), edged), []).append(span)
-        for (colour, edged), spans in alike.items():
-            _draw_spans(axes, spans, bottom, height, colour, edged)
-        for i in row:
-            if i.name and i.seconds > _LEAST_NAMED * timeline.seconds:
+            if lane != "gather" or i.seconds >= _NO_WAIT * whole_s:
+                look = _colour(i), i.seconds > _LEAST_EDGED * whole_s
+                alike.setdefault(look, []).append((i.begin_s, i.end_s))
+            if i.name and i.seconds > _LEAST_NAMED * whole_s:
                 middle = (i.begin_s + i.end_s) / 2 - timeline.begin_s
                 at, ink = (middle, bottom + height / 2), ink_on(_colour(i))
                 axes.text(*at, i.name, ha="center", va="center", color=ink)
+        for (colour, edged), spans in alike.items():
+            _draw_spans(axes, timeline, spans, (bottom, height), colour, edged)
 
 
 def _colour(interval: Interval) -> str:

@@ -9,7 +9,6 @@ from typing import Any
 
 from hetero.reporting.run_record import (
     LINKS,
-    ChunkHomes,
     MemoryKind,
     MemorySample,
     RunFacts,
@@ -20,7 +19,7 @@ from offload.memory.tiers import Account, Tier
 from offload.timeline import Interval, Sample, Timeline
 
 MIB = 1 << 20
-PARAM, GRAD, OPTIM_STATE = MemoryKind.PARAM, MemoryKind.GRAD, MemoryKind.OPTIM_STATE
+GRAD, OPTIM_STATE = MemoryKind.GRAD, MemoryKind.OPTIM_STATE
 VOID = {"area", "base", "br", "col", "hr", "img", "input", "link", "meta", "source", "wbr"}
 
 
@@ -70,8 +69,7 @@ def timeline() -> Timeline:
 
 def make_record(steps: int = 5, **changed: Any) -> RunRecord:
     """A run within 160 of 200 MiB of RAM, whose optimizer state is on NVMe."""
-    homes = {PARAM: Tier.HOST, GRAD: Tier.DISK, OPTIM_STATE: Tier.DISK}
-    frozen = {PARAM: Tier.HOST, GRAD: None, OPTIM_STATE: None}
+    none = {"PARAM": 0, "GRAD": 0, "OPTIM_STATE": 0, "pools": 0}
     made: dict[str, Any] = {
         "facts": RunFacts(
             title="tiny <net> & co",
@@ -82,16 +80,15 @@ def make_record(steps: int = 5, **changed: Any) -> RunRecord:
             policy="nvme",
             rows=(("data", 'a "text"'),),
         ),
-        "begin_s": 0.0,
         "points": [point(number) for number in range(1, steps + 1)],
         "budget_bytes": {Tier.DEVICE: None, Tier.HOST: 200 * MIB, Tier.DISK: None},
         "peak_bytes": {Tier.DEVICE: 0, Tier.HOST: 160 * MIB, Tier.DISK: 310 * MIB},
         "peak_rss_bytes": 450 * MIB,
-        "chunks": (
-            ChunkHomes(0, "embed.weight (and 2 more in its chunk)", 3 * MIB, homes),
-            ChunkHomes(0, "layers.0.weight", MIB, homes),
-            ChunkHomes(1, "frozen.weight", MIB, frozen),
-        ),
+        "homes": {
+            Tier.DEVICE: none,
+            Tier.HOST: none | {"PARAM": 100 * MIB, "GRAD": 5 * MIB, "pools": 35 * MIB},
+            Tier.DISK: none | {"GRAD": 50 * MIB, "OPTIM_STATE": 200 * MIB},
+        },
         "predicted": {
             "step_s": 1.0,
             "phases_s": {"forward": 0.25, "backward": 0.5, "update": 0.25},

@@ -25,7 +25,7 @@ def make_result(steps: int, host_budget: int | None = 300 * MIB, ranks: int = 1)
         isa="avx2",
         budget_bytes={"device": None, "host": host_budget, "disk": 1 << 40},
         notes=("a note",),
-        steps=steps,
+        planned_steps=steps,
         tokens_per_step=100,
         data="text",
         nvme_path="folder",
@@ -67,12 +67,11 @@ def make_result(steps: int, host_budget: int | None = 300 * MIB, ranks: int = 1)
     ]
     result = TrainResult(
         setting,
-        begin_s=0.0,
         points=points,
         budget_bytes=budgets,
         peak_bytes={Tier.DEVICE: 0, Tier.HOST: 200 * MIB, Tier.DISK: 95 * MIB},
         peak_rss_bytes=900 * MIB,
-        chunks=make_record().chunks,
+        homes=make_record().homes,
         peak_rss_by_rank_bytes=[(900 + rank) * MIB for rank in range(ranks)],
     )
     for each in points:

@@ -25,14 +25,8 @@ from hetero.cli.folders import make_writable
 from hetero.cli.train import run_training
 from hetero.integrations.adapters import adapter_state, merged
 from hetero.integrations.exports import export_into, moved_into
-from hetero.job.checkpoints import (
-    DATA_KEY,
-    Branch,
-    agreed_resumption,
-    extra_of,
-    sigterm_calls,
-)
-from hetero.job.job import build_in_budgets, managed_run
+from hetero.job.checkpoints import DATA_KEY, agreed_branch, extra_of, sigterm_calls
+from hetero.job.job import build_in_budgets, complete, make_setting
 from hetero.job.loop import END_A_RUN, Observer, failing_of_the_run, note_end
 from hetero.job.ranks import Ranks
 from hetero.job.result import TrainResult
@@ -94,16 +88,16 @@ def fine_tune(
 
     data = read(options.data), read(options.eval_data)
     ranks.from_first(lambda: _check_output(options))
-    found = agreed_resumption(options, folder, ranks)
-    branch = Branch(found.lineage, folder.path, ranks)
+    branch = agreed_branch(options, folder, ranks)
+    path = branch.path
     per_step = options.batch_size * options.accumulate * ranks.count
     run = {"seed": options.seed, "sequences": len(data[0]), "sequences_per_step": per_step}
     notes = []
-    if found.path is not None:
-        extra = extra_of(found.path)
-        _check_goes_on(options, found.path, extra, run)
-        branch.go_on_from(extra, found.path, found.goes_back)
-        notes.append(f"resumed after step {extra['step']} from {found.path.parent}")
+    if path is not None:
+        extra = extra_of(path)
+        _check_goes_on(options, path, extra, run)
+        branch.go_on_from(extra, path)
+        notes.append(f"resumed after step {extra['step']} from {path.parent}")
     elif options.resume is not None:
         notes.append("--resume found no checkpoint, so the run began anew")
     built = build_in_budgets(source, options, folder, ranks)
@@ -111,10 +105,10 @@ def fine_tune(
     about = {DATA_KEY: run}
     words = f"{options.data}: {len(data[0]):,} sequences"
     with make_trainer(options, folder, built, tokenizer, data, about, branch) as trainer:
-        begin = partial(managed_run, built, options, folder, ranks, words)
-        callback = RunCallback(trainer, begin, branch, folder, observer, ranks)
+        begin = partial(make_setting, built, options, folder, ranks, words)
+        callback = RunCallback(trainer, options, begin, branch, folder, observer, ranks)
         trainer.add_callback(callback)
-        checkpoint = None if found.path is None else str(found.path.parent)
+        checkpoint = None if path is None else str(path.parent)
         return _run(trainer, callback, options, checkpoint, ranks, observer)
 
 
@@ -136,7 +130,7 @@ def _run(
             with failing_of_the_run():
                 export(trainer.model, options, trainer.processing_class, ranks.leads)
             callback.result.model_folder = options.output
-        callback.run.complete(callback.result, ranks)
+        complete(callback.result, trainer.initialize(), ranks)
     except END_A_RUN as error:
         if callback.result is None or not callback.result.every_step:
             raise
@@ -144,7 +138,7 @@ def _run(
     finally:
         callback.close()
         observer.end()
-    callback.run.recorder.complete(callback.result)
+    callback.recorder.complete(callback.result)
     return callback.result
 
 

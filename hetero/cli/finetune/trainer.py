@@ -14,14 +14,15 @@ from transformers import EarlyStoppingCallback, PrinterCallback, TrainerCallback
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
+import hetero
 from hetero.cli.finetune.options import FinetuneOptions
 from hetero.integrations.trainer import HeteroTrainerMixin
 from hetero.job.checkpoints import Branch
-from hetero.job.job import BuiltModel, ManagedRun
+from hetero.job.job import BuiltModel
 from hetero.job.loop import Observer, require_number
 from hetero.job.optimization import make_optimizer
 from hetero.job.ranks import Ranks
-from hetero.job.result import TrainResult
+from hetero.job.result import Setting, TrainResult
 from hetero.job.run_folder import CHECKPOINTS_NAME, RunFolder
 from hetero.reporting.recorder import Recorder
 from hetero.reporting.report import StepsRecording
@@ -89,7 +90,7 @@ class RunCallback(TrainerCallback):
     """Keeps of a Trainer's run what `hetero train` keeps of its own, and ends it at SIGTERM.
 
     Attributes:
-        run: what the engine's steps are recorded by; there is none before training begins.
+        recorder: of the engine's steps; there is none before training begins.
         result: of the run; None before training begins.
         terminated: SIGTERM has come to a rank, as all know.
     """
@@ -97,18 +98,20 @@ class RunCallback(TrainerCallback):
     def __init__(
         self,
         trainer: FinetuneTrainer,
-        begin: Callable[[Recorder, Any, int], ManagedRun],
+        options: FinetuneOptions,
+        begin: Callable[[hetero.Engine, int], Setting],
         branch: Branch,
         folder: RunFolder,
         observer: Observer,
         ranks: Ranks,
     ) -> None:
-        """`begin` makes what is known of the run of a recorder, its engine and so many steps."""
-        self.run: ManagedRun
+        """`begin` makes what is known of the run of its engine and of so many steps."""
+        self.recorder: Recorder
         self.result: TrainResult | None = None
         self.terminated = False
         self._signalled = False  # this rank
         self._trainer = trainer
+        self._options = options
         self._begin = begin
         self._branch = branch
         self._folder = folder
@@ -120,16 +123,16 @@ class RunCallback(TrainerCallback):
         """Begins to record."""
         engine = self._trainer.initialize()
         self._recording = StepsRecording(engine)
-        self.run = self._begin(Recorder(engine, notes_compute=True), engine, state.max_steps)
-        setting = self.run.setting
-        self.result = TrainResult(setting, predicted=self.run.predicted, notes=setting.notes)
+        self.recorder = Recorder(engine, notes_compute=True)
+        setting = self._begin(engine, state.max_steps)
+        self.result = TrainResult(setting, notes=setting.notes)
         self._folder.go_on_after(state.global_step)
         self._observer.begin(setting)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Raises DivergedError, on all ranks before any updates, if the loss is no number."""
         loss, tokens = self._trainer.taken_step()
-        require_number(self._ranks.mean(loss), state.global_step + 1, self.run.options)
+        require_number(self._ranks.mean(loss), state.global_step + 1, self._options)
         self._tokens = int(sum(self._ranks.gather(tokens)))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
@@ -142,7 +145,7 @@ class RunCallback(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Keeps the metrics of each step and of each evaluation."""
         logs: dict[str, Any] = given["logs"]
-        run, result, step = self.run, self.result, state.global_step
+        recorder, result, step = self.recorder, self.result, state.global_step
         assert result is not None
         said = {name: value for name, value in logs.items() if not name.startswith("hetero/")}
         if "eval_loss" in logs:
@@ -153,24 +156,24 @@ class RunCallback(TrainerCallback):
         if "loss" not in logs:
             return
         state.log_history.pop()  # or each checkpoint has the figures of all steps
-        point = run.recorder.end_step(logs["loss"], self._tokens, step=step)
+        point = recorder.end_step(logs["loss"], self._tokens, step=step)
         self._recording.end_step(len(result.every_step) + 1)
         norm, lr = logs.get("grad_norm"), logs["learning_rate"]
         point = replace(point, grad_norm=norm, lr=lr)
         result.add(point)
-        self._folder.append_metrics({**said, **point.as_dict(run.recorder.begin_s)})
+        self._folder.append_metrics({**said, **point.as_dict(recorder.begin_s)})
         self._observer.step(point)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Leaves the time that it took out of the next step."""
-        self.run.recorder.begin_step()
+        self.recorder.begin_step()
 
     def on_save(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Notes the checkpoint, and leaves its time out of the next step."""
         assert self.result is not None
         name = f"checkpoint-{state.global_step}"
         self.result.checkpoint = str(self._folder.path / CHECKPOINTS_NAME / name)
-        self.run.recorder.begin_step()
+        self.recorder.begin_step()
 
     def note_sigterm(self) -> None:
         """Ends the run after the step that is under way."""
@@ -181,7 +184,7 @@ class RunCallback(TrainerCallback):
         if self.result is not None:
             self._recording.close()
             self.result.timeline = self._recording.timeline
-            self.run.recorder.close()
+            self.recorder.close()
 
 
 def make_trainer(

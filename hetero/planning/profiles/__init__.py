@@ -52,21 +52,16 @@ def shipped_profiles() -> dict[str, Path]:
     return {path.stem: path for path in sorted(Path(__file__).parent.glob("*.json"))}
 
 
-def saved_profile(
-    config: Config, local_ranks: int = 1, threads: int | None = None
-) -> Profile | None:
+def saved_profile(config: Config, local_ranks: int = 1) -> Profile | None:
     """What one of `local_ranks` of this machine has of it, as the backend of `config` uses it.
 
-    None if no profile was saved. Raises ValueError if the saved one is of another version, backend
-    or number of `threads` (None: as many as were measured).
+    None if no profile was saved. Raises ValueError if the saved one is of another version or
+    backend.
     """
     path = default_path()
     if not path.exists():
         return None
-    profile = Profile.load(path)
-    if threads not in (None, profile.threads):
-        raise ValueError(f"the profile is of {profile.threads} threads; measure it again")
-    profile = profile.share(local_ranks)
+    profile = Profile.load(path).share(local_ranks)
     profile.check_backend(config.backend)
     if config.backend == "emulated":
         assert config.debugging.link_gbps is not None

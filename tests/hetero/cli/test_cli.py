@@ -114,8 +114,8 @@ def test_json_is_one_object_and_the_run_folder_is_whole(
     assert [line["step"] for line in lines] == [1, 2, 3]
     page = Page.of((run / "report.html").read_text())
     assert f"{summary['losses'][-1]:.4g}" in page.text[""]
-    assert "3, finished" in page.text["facts"]
-    assert {"memory", "timeline", "placement", "loss", "step-time", "moved"} <= set(page.ids)
+    assert "3 of 3, finished" in page.text["facts"]
+    assert {"run", "timeline"} <= set(page.ids)
     # The learning rate warms up through the scheduler and falls in the last step.
     assert lines[0]["lr"] < lines[1]["lr"] > lines[2]["lr"]
 
@@ -129,7 +129,7 @@ def test_table_on_stdout_and_a_new_run_folder(
         "model state in RAM",
         "whole process (RSS)",
         "step time, median",
-        "NVMe read",
+        "moved per step",
         "loss",
     ):
         assert label in out

@@ -149,23 +149,3 @@ class TestTrain:
         assert train("--json", "--steps", "1") == 0
         summary = json.loads(capsys.readouterr().out)
         assert summary["predicted"] is summary["measured_over_predicted"] is None
-
-    def test_a_profile_of_other_threads_is_a_note(
-        self, train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        self.save(tmp_path)
-        assert train("--json", "--threads", "2") == 0
-        summary = json.loads(capsys.readouterr().out)
-        assert summary["predicted"]["measured_computing"]  # by the run's own steps
-        assert any("the profile is of 1 threads" in note for note in summary["notes"])
-
-    def test_a_profile_that_cannot_be_read_is_a_note(
-        self, train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        self.save(tmp_path)
-        path = tmp_path / "cache" / "hetero" / "profile.json"
-        path.write_text(path.read_text().replace('"format": 2', '"format": 9'))
-        assert train("--json") == 0
-        summary = json.loads(capsys.readouterr().out)
-        assert summary["predicted"]["measured_computing"]
-        assert any("the saved profile predicts nothing" in note for note in summary["notes"])

@@ -63,10 +63,10 @@ def test_any_loop_gets_a_page_and_the_same_bits(tmp_path: Path) -> None:
     assert f"at first {losses[0]:.4g}" in page.text[""]
     assert "tokens per second" in page.text[""]
     assert "of a budget of 1.0 MiB" in page.text[""]
-    assert f"RAM: at most {peak} of a budget of 1.0 MiB" in page.text["memory"]
+    assert f"RAM: at most {peak} of a budget of 1.0 MiB" in page.text["run"]
     assert "GPT2LMHeadModel" in page.text[""]
-    assert "on NVMe" in page.text["placement"]
-    assert "optimizer state" in page.text["memory"]
+    assert "on NVMe" in page.text["facts"]
+    assert "optimizer state" in page.text["run"]
     assert "training loop" in page.text["timeline"]
     assert "2 steps in a row" in page.text["timeline"]
     assert f"{STEPS}, finished" in page.text["facts"]
@@ -203,6 +203,6 @@ def test_of_several_ranks_the_first_writes_and_nothing_more_is_sent(
     found = ranks2.run(on_ranks, str(tmp_path), True)
     assert [path.name for path in tmp_path.iterdir()] == ["rank0.html"]
     page = Page.of((tmp_path / "rank0.html").read_text())
-    assert "2; bytes on this page are of rank 0" in page.text["facts"]
-    assert "Sent to other ranks" in page.text["ranks"]
+    assert "2; bytes are of rank 0" in page.text["facts"]
+    assert "Sent to other ranks" in page.text["run"]
     assert ranks2.run(on_ranks, str(tmp_path), False) == found

@@ -4,42 +4,31 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetero.reporting.run_record import MemoryKind, PointList
+from hetero.reporting.run_record import MemoryKind, PointList, thinned
 from offload.memory.tiers import Account, Tier
 from tests.support.run_records import MIB, make_record, point, sample
 
 
-@given(st.integers(0, 200))
-def test_a_long_run_keeps_few_points_and_loses_no_step(steps: int) -> None:
+@given(st.integers(0, 200), st.integers(1, 200))
+def test_a_long_run_keeps_few_points_and_the_one_that_held_most(steps: int, largest: int) -> None:
     found = PointList(most=8)
     for number in range(1, steps + 1):
-        found.add(point(number, loss=float(number), seconds=1.0))
-    points = found.points
-    assert len(points) <= 8
-    assert sum(p.steps for p in points) == steps
-    assert sum(p.seconds for p in points) == steps
-    assert sum(p.tokens or 0 for p in points) == 100 * steps
-    assert sum(p.traffic_bytes["disk_read"] for p in points) == 7 * MIB * steps
-    total = sum((p.loss or 0) * p.steps for p in points)
-    assert total == pytest.approx(steps * (steps + 1) / 2)
-    assert [p.last for p in points] == sorted(p.last for p in points)
-    assert not points or points[-1].last == steps
+        more = {"samples": (sample(4.0, 90 * MIB),)} if number == largest else {}
+        found.add(point(number, **more))
+    numbers = [p.last for p in found.points]
+    assert len(numbers) <= 9
+    assert numbers == sorted(set(numbers))
+    assert not steps or (numbers[0] == 1 and numbers[-1] == steps)
+    assert largest > steps // 2 or largest in numbers
 
 
-def test_the_step_that_held_most_is_kept_of_several() -> None:
-    small, large = point(1), point(2, samples=(sample(4.0, 90 * MIB),))
-    assert small.plus(large).samples == large.samples == large.plus(small).samples
-
-
-def test_losses_and_tokens_that_were_not_told() -> None:
-    told, not_told = point(1, loss=3.0), point(2, loss=None, tokens=None)
-    both = told.plus(not_told)
-    assert (both.loss, both.tokens, both.steps) == (3.0, None, 2)
-    assert not_told.plus(not_told).loss is None
+def test_few_points_are_all_kept() -> None:
+    points = [point(number) for number in range(1, 6)]
+    assert thinned(points, 5) == points
+    assert [p.last for p in thinned(points, 4)][::3] == [1, 5]
 
 
 def test_the_file_on_nvme_is_told_apart_by_what_is_at_home_there() -> None:

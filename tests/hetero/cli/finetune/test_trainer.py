@@ -25,7 +25,7 @@ def test_sigterm_while_ranks_agree_ends_the_next_step(tmp_path: Path) -> None:
             return [value]
 
     parts: dict[str, Any] = {"ranks": Ranks(), "branch": Branch(Lineage(), tmp_path, ALONE)}
-    others: dict[str, Any] = dict.fromkeys(("trainer", "begin", "folder", "observer"))
+    others: dict[str, Any] = dict.fromkeys(("trainer", "options", "begin", "folder", "observer"))
     callback = RunCallback(**parts, **others)
     for ends in (False, True):
         control = TrainerControl()
