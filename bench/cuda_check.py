@@ -3,10 +3,10 @@
 usage: python -m bench.cuda_check [--save DIR] [--nvme DIR] [--minutes 8.75] [--parts LIST]
                                   [--models LIST] [--contenders LIST] [PYTEST OPTION ...]
 
-It needs torch with CUDA, numpy, psutil, pytest, cmake, ninja and a C++ compiler, and downloads
-nothing. All that is missing is said first. No part's failure stops another, and what is known is in
-a file of --save at once: one JSON line for each test and for each row of the benchmark. Without a
-GPU all of it is skipped.
+It needs torch with CUDA, numpy, psutil, pytest and a C++ compiler, and downloads nothing. All that
+is missing is said first. No part's failure stops another, and what is known is in a file of --save
+at once: one JSON line for each test and for each row of the benchmark. Without a GPU all of it is
+skipped.
 
     build      the extension
     tests      tests/cuda in three processes side by side: training, kernels and copies, ranks
@@ -39,12 +39,11 @@ TEST_GROUPS = {
     "ranks": ["test_ranks.py"],
 }
 _NEEDED = ("numpy", "torch")
-# What is skipped without the module.
+# What is skipped without the module or program.
 _WANTED = {
     "pytest": "no test",
     "psutil": "no test and no benchmark",
-    "cmake": "no build",
-    "ninja": "no build",
+    os.environ.get("CXX", "c++"): "no build",
 }
 
 
