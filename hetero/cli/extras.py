@@ -9,6 +9,7 @@ from __future__ import annotations
 EXTRAS = {
     "train": ("matplotlib", "pyyaml", "rich", "safetensors", "transformers"),
     "finetune": ("accelerate", "datasets", "peft", "pyarrow", "trl"),
+    "completion": ("shtab",),
 }
 
 

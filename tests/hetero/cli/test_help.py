@@ -1,4 +1,4 @@
-"""`hetero --help`, examples, and errors that are one line."""
+"""`hetero --help`, examples, completion, and errors that are one line."""
 
 from __future__ import annotations
 
@@ -176,3 +176,49 @@ def test_a_reader_that_has_gone_is_no_error() -> None:
     os.close(writer)
     assert done.returncode == 141
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [
+        (("hetero", "doc"), "doctor"),
+        (("hetero", "train", "--overlap-u"), "--overlap-updates"),
+        (("hetero", "train", "--policy", "n"), "nvme"),
+        (("hetero", "plan", "--dtype", "b"), "bf16"),
+        (("hetero", "finetune", "--backend", "c"), "cuda"),
+        (("hetero", "convert", "--to", "dc"), "dcp"),
+    ],
+)
+def test_bash_completes(
+    words: tuple[str, ...], completed: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main(["completion", "bash"]) == 0
+    (tmp_path / "script").write_text(capsys.readouterr().out)
+    given = " ".join(map(shlex.quote, words))
+    asked = f"COMP_WORDS=({given}); COMP_CWORD={len(words) - 1}; _shtab_hetero hetero {words[-1]}"
+    done = subprocess.run(
+        ["bash", "-c", f'source ./script; {asked}; echo "${{COMPREPLY[@]}}"'],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert completed in done.stdout.split(), done.stderr
+
+
+@pytest.mark.parametrize(("shell", "mark"), [("zsh", "#compdef hetero"), ("fish", "complete ")])
+def test_other_shells(shell: str, mark: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    assert mark in script
+    assert "overlap-updates" in script
+
+
+def test_completion_without_its_extra(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delitem(sys.modules, "hetero.cli.completion", raising=False)
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    assert main(["completion", "bash"]) == 2
+    assert capsys.readouterr().err == (
+        'hetero completion: error: shtab is missing; install it: pip install "hetero[completion]"\n'
+    )
