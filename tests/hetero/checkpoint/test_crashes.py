@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.checkpoint.crashing import PLACES
-
-ROOT = Path(__file__).resolve().parents[3]
+from tests.support.checkpoint.crashing import PLACES, crash
+from tests.support.ranks.processes import run_forked
 
 
 @pytest.mark.parametrize(
@@ -23,14 +19,8 @@ def test_a_training_that_is_killed_again_and_again(
 ) -> None:
     """While it starts, loads, trains, saves or commits, removes and moves homes: a whole checkpoint
     or commit is there each time."""
-    command = [sys.executable, "-m", "tests.support.checkpoint.crashing"]
     seed = list(PLACES).index(place)  # so that the moments of the kills differ
-    arguments = [str(tmp_path), place, str(kills), str(steps), str(seed)]
-    done = subprocess.run(
-        [*command, *arguments], cwd=ROOT, capture_output=True, text=True, check=False, timeout=3000
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = run_forked(crash, tmp_path, place, kills, steps, seed, timeout_s=3000)
     assert sum(found["died_in"].values()) == kills
     assert set(found["died_in"]) <= set("bltscm"), "begin, load, train, save, commit, move"
     assert found["same"]

@@ -1,18 +1,14 @@
 """A training that is killed again and again, and goes on from what it last kept each time.
 
-    python -m tests.support.checkpoint.crashing FOLDER PLACE KILLS STEPS SEED
-
 Children are forks of this process, which has imported everything and started no thread, so that a
 life takes a fraction of a second. Each is killed by SIGKILL a random time after a random one of its
 calls has begun: while it starts, loads, trains, saves or commits beside training, puts a checkpoint
 in its place, removes an old one, or moves homes. When all kills are used up the last child makes
-the remaining steps. Prints how many lives were killed in what, and whether the masters are those of
-a training without kills, as JSON.
+the remaining steps.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import shutil
@@ -152,8 +148,9 @@ def child(run: Callable[[Callable[[str], None]], None]) -> tuple[int, int]:
         os._exit(code)
 
 
-def main(folder: Path, place: str, kills: int, steps: int, seed: int) -> None:
-    """Runs the training with and without kills, and compares."""
+def crash(folder: Path, place: str, kills: int, steps: int, seed: int) -> dict[str, Any]:
+    """Runs the training with and without kills, and compares: how many lives were killed in what,
+    whether the masters are the same, and which checkpoints are left."""
     generator = random.Random(seed)
     plain, killed = folder / "plain", folder / "killed"
     for each in (plain, killed):
@@ -185,8 +182,4 @@ def main(folder: Path, place: str, kills: int, steps: int, seed: int) -> None:
     run = killed / "run"
     left = sorted(path.name for path in run.iterdir()) if run.exists() else []
     same = all(map(torch.equal, found, wanted))
-    print(json.dumps({"died_in": died_in, "same": same, "left": left}))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:6]))
+    return {"died_in": died_in, "same": same, "left": left}

@@ -22,9 +22,10 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -38,13 +39,13 @@ _DUMP_S = 0.5  # for a rank to write all of where it is
 
 # What the server imports, while it has a single thread; what is missing here a rank imports itself.
 _IMPORTED = [
+    "tests.support.ranks.imported",
     "tests.support.ranks.rank_training",
     "tests.support.ranks.chunk_group_ranks",
     "tests.support.overlap.any_training",
     "tests.support.ranks.loading",
     "tests.zoo.rank_loops",
     "tests.zoo.rank_runs",
-    "transformers.models.gpt2.modeling_gpt2",
 ]
 
 
@@ -66,6 +67,21 @@ def run_ranks(
     """
     with RankPool(world) as pool:
         return pool.run(function, *args, timeout_s=timeout_s)
+
+
+def run_forked(function: Callable[..., Any], *args: Any, timeout_s: float = _TIMEOUT_S) -> Any:
+    """function(*args) on a process that has imported much, and done nothing: no rank.
+
+    Raises what the function raises, and TimeoutError.
+    """
+    with ProcessPoolExecutor(1, mp_context=_context()) as pool:
+        return pool.submit(function, *args).result(timeout_s)
+
+
+def _context() -> ForkServerContext:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_IMPORTED)
+    return context
 
 
 @dataclass
@@ -157,8 +173,7 @@ class RankPool:
 
     def _start(self) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_IMPORTED)
+        context = _context()
         for rank in range(self.world):
             ours, theirs = context.Pipe()
             stacks = self._folder / f"stacks-{rank}"
