@@ -11,9 +11,9 @@ BUILD_INPUTS := setup.py pyproject.toml CMakeLists.txt \
 	$(shell find native -type f)
 
 # Files of tests at a time, the longest first (tests/seconds.txt, which ARGS=--record-seconds writes
-# anew). Tests of one file may share builds. One more than two cores: many tests wait, for a disk,
-# for other ranks, for an end.
-TEST_JOBS ?= 3
+# anew). Tests of one file may share builds. More than two cores: a third of the time tests wait, for
+# a disk, for other ranks, for an end.
+TEST_JOBS ?= 5
 # A test that hangs says where, by the stacks of all threads after so many seconds.
 PYTEST := $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder -x -q \
 	-o faulthandler_timeout=900
