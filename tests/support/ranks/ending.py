@@ -20,7 +20,7 @@ from hetero.ranks.peers import Peers
 from hetero.ranks.shard_server import ShardServer
 from hetero.ranks.start.meeting import Meeting, PolledStore
 from hetero.ranks.waiting import wait_for_job
-from hetero.runtime import engine
+from hetero.runtime import step as steps
 from tests.support.ranks.rank_training import Experts, Layers, inputs
 from tests.support.ranks.scripts import Place
 from tests.support.waiting import until
@@ -120,13 +120,13 @@ def _train(
 ) -> None:
     if rank == 1 and where == "forward":
         _answer_only_after(place, "go")
-    meet = engine.meet_with_same
+    meet = steps._meet_with_same
 
     def meet_later(*args: Any) -> None:
         here("step")
         meet(*args)
 
-    pytest.MonkeyPatch().setattr(engine, "meet_with_same", meet_later)
+    pytest.MonkeyPatch().setattr(steps, "_meet_with_same", meet_later)
     here("forward")
     for step in range(2):
         loss = model(inputs(rank, step, 128)).square().mean()
