@@ -1,4 +1,4 @@
-"""hetero/ranks/start/polled_store: waits that end."""
+"""hetero/ranks/start/meeting: waits that end."""
 
 from __future__ import annotations
 

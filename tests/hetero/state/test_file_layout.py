@@ -1,4 +1,4 @@
-"""hetero/state/memory/file_layout: the file's map."""
+"""hetero/state/memory/homes: the file's map."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""hetero/state/loss_scale: dynamic loss scaling."""
+"""hetero/state/grads: dynamic loss scaling."""
 
 from hypothesis import given
 from hypothesis import strategies as st

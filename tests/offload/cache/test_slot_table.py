@@ -1,4 +1,4 @@
-"""offload/cache/slot_table: it finds the slots that a search through all windows finds."""
+"""offload/cache/slot_cache: it finds the slots that a search through all windows finds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""hetero/runtime/relocation/memory_limit: what a step had beside model state at its peak."""
+"""hetero/runtime/relocation/budget_moves: what a step had beside model state at its peak."""
 
 from __future__ import annotations
 
