@@ -260,7 +260,7 @@ class DcpWrite:
         first = self._rank == 0
         with _as_store_error(self._path):
             self._planner.set_up_planner({}, self._writer.storage_meta(), first)
-            self._writer.set_up_storage_writer(first, rank=self._rank, use_collectives=True)
+            self._writer.set_up_storage_writer(first)
             plan = self._planner.create_local_plan()
             return pickle.dumps(self._writer.prepare_local_plan(plan))
 

@@ -32,7 +32,9 @@ class CountedGroup:
 
     def __init__(self, counts: Counts, channel: Channel, rank: int, size: int) -> None:
         self._counts, self._channel = counts, channel
-        self._group = FakeProcessGroup._create_internal(rank, size)
+        # torch 2.6 makes one by its constructor.
+        make = getattr(FakeProcessGroup, "_create_internal", FakeProcessGroup)
+        self._group = make(rank, size)
 
     def __getattr__(self, name: str) -> Any:
         call: Callable[..., Any] = getattr(self._group, name)

@@ -31,7 +31,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int
 
 def save(path: Path, state: dict[str, Any]) -> Metadata:
     """Saves by torch; gives what torch reads."""
-    dcp.save(state, storage_writer=dcp.FileSystemWriter(path), no_dist=True)
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(path))
     found: Metadata = FileSystemReader(path).read_metadata()
     return found
 
