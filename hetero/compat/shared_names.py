@@ -29,4 +29,6 @@ def register_external_parameter(module: torch.nn.Module, parameter: torch.nn.Par
         raise ValueError(f"parameter must be a torch.nn.Parameter, not {type(parameter).__name__}")
 
 
-unregister_external_parameter = register_external_parameter
+def unregister_external_parameter(module: torch.nn.Module, parameter: torch.nn.Parameter) -> None:
+    """Does nothing; the counterpart of register_external_parameter(), and raises as that does."""
+    register_external_parameter(module, parameter)
