@@ -83,13 +83,16 @@ class TensorRecord:
         dtype = _DTYPES.get(found[0])
         if dtype is None:
             raise CheckpointError(f"{at} has the dtype {shortened(found[0])}, which is unknown")
-        # (torch multiplies the other sizes of an empty tensor, too.)
-        most = math.prod(max(size, 1) for size in sizes[:_MOST_SIZES])
-        if len(sizes) > _MOST_SIZES or most * dtype.itemsize > _MOST_TENSOR_BYTES:
-            raise CheckpointError(
-                f"{at} has the shape {shortened(sizes)}, which no tensor can have"
-            )
+        check_shape(sizes, dtype, at)
         return cls(tuple(sizes), dtype)
+
+
+def check_shape(sizes: Sequence[int], dtype: torch.dtype, at: str) -> None:
+    """Raises CheckpointError if no tensor can have these sizes, which are 0 or more."""
+    # (torch multiplies the other sizes of an empty tensor, too.)
+    most = math.prod(max(size, 1) for size in sizes[:_MOST_SIZES])
+    if len(sizes) > _MOST_SIZES or most * dtype.itemsize > _MOST_TENSOR_BYTES:
+        raise CheckpointError(f"{at} has the shape {shortened(sizes)}, which no tensor can have")
 
 
 @dataclass(frozen=True)

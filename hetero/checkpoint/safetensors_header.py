@@ -1,8 +1,8 @@
 """The header of a safetensors file: the place, dtype and shape of each tensor in the file.
 
 A file is 8 bytes with the length of the header as a little-endian integer, the header in JSON, and
-the data of all tensors. Reading trusts nothing: a file that disagrees with itself raises
-CheckpointError before anything is taken from it.
+the data of all tensors, which have no holes. The safetensors library reads and validates headers.
+Writing needs what the library has not: places of tensors before their values are known.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from hetero.checkpoint.schema import parse_json, shortened, typed
+from hetero.checkpoint.schema import shortened
 from offload.errors import CheckpointError
 
 _PREFIX_BYTES = 8
@@ -139,90 +139,34 @@ def encode(
 def read(path: str | os.PathLike[str]) -> Header:
     """The header of the file `path`, which fits the file's size.
 
-    Reads the header alone, after its length was compared with the file's.
-
     Raises:
         CheckpointError: the file is no safetensors file, or is damaged or cut off.
         OSError: it cannot be opened or read.
     """
-    # (Not blocking: opening a pipe would wait for a writer.)
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    import safetensors  # (the checks of a GPU do without it)
+
+    where = os.fspath(path)
+    if not stat.S_ISREG(os.stat(path).st_mode):  # (opening a pipe would wait for a writer)
+        raise CheckpointError(f"{where} is not a regular file")
     try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise CheckpointError(f"{os.fspath(path)} is not a regular file")
-        return _parsed(descriptor, status.st_size, os.fspath(path))
-    except ValueError as error:
-        raise CheckpointError(f"{os.fspath(path)}: {error}") from None
-    finally:
-        os.close(descriptor)
-
-
-def _parsed(descriptor: int, file_bytes: int, path: str) -> Header:
-    """Raises CheckpointError, or ValueError, if the file is not as it should be."""
-    if file_bytes < _PREFIX_BYTES:
-        raise ValueError(f"has {file_bytes} bytes; a safetensors file has {_PREFIX_BYTES} at least")
-    header_bytes = int.from_bytes(_read(descriptor, 0, _PREFIX_BYTES), "little")
-    if header_bytes > MAX_HEADER_BYTES:
-        raise ValueError(
-            f"says that its header has {header_bytes} bytes, and {MAX_HEADER_BYTES} is the most "
-            f"that a safetensors file may have"
-        )
-    data_offset = _PREFIX_BYTES + header_bytes
-    if data_offset > file_bytes:
-        raise ValueError(
-            f"says that its header ends at byte {data_offset}, and the file has {file_bytes} bytes"
-        )
-    text = _read(descriptor, _PREFIX_BYTES, header_bytes)
-    fields = parse_json(text, f"the header of {path}")
-    metadata = typed(Mapping[str, str], fields.pop(_METADATA, {}), f"{_METADATA} of {path}")
-    for each in (*fields, *metadata, *metadata.values()):
-        each.encode()  # JSON's escapes can write halves of characters, which no UTF-8 has
-    # (A value goes as its entry comes: a header may have a million.)
-    entries = [_entry(name, fields.pop(name), path) for name in list(fields)]
-    entries.sort(key=lambda e: (e.begin, e.end))
-    _check_places(entries, file_bytes - data_offset)
-    return Header({e.name: e for e in entries}, metadata, data_offset)
-
-
-def _read(descriptor: int, offset: int, nbytes: int) -> bytes:
-    parts = []
-    end = offset + nbytes
-    while offset < end:
-        part = os.pread(descriptor, end - offset, offset)
-        if not part:
-            raise ValueError(f"ended at byte {offset} while its header was read up to {end}")
-        parts.append(part)
-        offset += len(part)
-    return b"".join(parts)
-
-
-@dataclass(frozen=True)
-class _Fields:
-    """The object of an entry in a header."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    data_offsets: tuple[int, ...]
-
-
-def _entry(name: str, value: Any, path: str) -> Entry:
-    """The entry `name` of a header; its place is not compared with others yet."""
-    what = f"tensor {name[:80]!r}"
-    found: _Fields = typed(_Fields, value, f"{what} of {path}")
-    dtype = DTYPES.get(found.dtype)
-    if dtype is None:
-        raise ValueError(
-            f"{what} has the dtype {shortened(found.dtype)}; these are known: {', '.join(DTYPES)}"
-        )
-    nbytes = _data_bytes(what, dtype, found.shape)
-    begin, end = found.data_offsets if len(found.data_offsets) == 2 else (0, -1)
-    if end - begin != nbytes:
-        raise ValueError(
-            f"{what} of shape {shortened(found.shape)} and dtype {found.dtype} has {nbytes} bytes, "
-            f"and its data_offsets are {shortened(found.data_offsets)}"
-        )
-    return Entry(name, dtype, found.shape, begin, end)
+        with safetensors.safe_open(where, "numpy") as stored, open(path, "rb") as stream:
+            metadata = dict(stored.metadata() or {})
+            begin, entries = 0, {}
+            for name in stored.offset_keys():
+                tensor = stored.get_slice(name)
+                dtype, shape = DTYPES.get(tensor.get_dtype()), tuple(tensor.get_shape())
+                if dtype is None:
+                    raise ValueError(f"{shortened(name)} has the dtype {tensor.get_dtype()}")
+                end = begin + _data_bytes(f"tensor {shortened(name)}", dtype, shape)
+                entries[name] = Entry(name, dtype, shape, begin, end)
+                begin = end
+            nbytes = int.from_bytes(stream.read(_PREFIX_BYTES), "little")
+    except (safetensors.SafetensorError, ValueError) as error:
+        text = str(error)[:500]
+        raise CheckpointError(
+            f"{where} is no whole safetensors file, or of a kind that torch lacks: {text}"
+        ) from None
+    return Header(entries, metadata, _PREFIX_BYTES + nbytes)
 
 
 def _data_bytes(what: str, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
@@ -233,22 +177,3 @@ def _data_bytes(what: str, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
         if nbytes > _MAX_INT:  # at once: the product of a million sizes would take forever
             raise ValueError(f"{what} has the shape {shortened(shape)}, more than 2^63 bytes")
     return 0 if 0 in shape else nbytes
-
-
-def _check_places(entries: Sequence[Entry], data_bytes: int) -> None:
-    """Raises ValueError unless `entries`, sorted by place, cover the data without holes."""
-    end, last = 0, "the data's beginning"
-    for e in entries:
-        what = f"tensor {shortened(e.name)}"
-        if e.begin != end:
-            kind = "overlaps with" if e.begin < end else "leaves a hole after"
-            raise ValueError(
-                f"{what} begins at byte {e.begin} of the data and {kind} {last}, which ends at "
-                f"byte {end}"
-            )
-        end, last = e.end, what
-    if end != data_bytes:
-        fact = "is cut off" if end > data_bytes else "has bytes that belong to no tensor"
-        raise ValueError(
-            f"{fact}: its tensors have {end} bytes of data, and {data_bytes} follow the header"
-        )

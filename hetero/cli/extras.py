@@ -7,7 +7,7 @@ from __future__ import annotations
 
 # Of several extras that bring a module, the first is the smallest.
 EXTRAS = {
-    "train": ("matplotlib", "pyyaml", "rich", "safetensors", "transformers"),
+    "train": ("matplotlib", "pyyaml", "rich", "transformers"),
     "finetune": ("accelerate", "datasets", "peft", "pyarrow", "trl"),
     "completion": ("shtab",),
 }

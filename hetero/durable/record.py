@@ -1,13 +1,11 @@
 """The record of a commit: what one rank's state was, and where in its data files it lies.
 
-docs/formats.md describes the format. decode() takes nothing on trust: a record that was cut,
-changed or made up is an error that names what is wrong.
+docs/formats.md describes the format. A record that was cut or changed is an error.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -16,12 +14,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import numpy as np
 import torch
 
-from hetero.checkpoint.engine_checkpoint import STATE_NAMES
 from hetero.checkpoint.manifest import Manifest, parse_manifest
-from hetero.checkpoint.schema import LARGEST, crc_of, member, parse_json, shortened
+from hetero.checkpoint.schema import crc_of, parse_json, typed
 from hetero.chunks.dtypes import Dtypes
 from hetero.state.memory.scratch_space import StateFiles, is_state_file
 from offload._native import StripeMap
@@ -37,12 +33,6 @@ _ORDER = 0x01020304  # as this machine has it: another one's bytes are in anothe
 _HEAD = struct.Struct("=16s4I4Q4Q")
 _MOST_BYTES = 1 << 40  # of a section
 _PIECE_BYTES = 1 << 20  # of checksums that are in memory at once
-# Of a chunk group's fields.
-_CHOICES = {
-    "compute": ("fp32", "bf16", "fp16"),
-    "rule": tuple(STATE_NAMES),
-    "state": ("fp32", "bf16", "8bit"),
-}
 
 
 @dataclass(frozen=True)
@@ -245,15 +235,6 @@ class RecordFiles:
         self._open.clear()
 
 
-def encode(record: Record) -> bytes:
-    """The record without its checksums, for a rank that does not see its file."""
-    before, small = _texts(record), b"".join(map(_bytes_of, record.small.values()))
-    sections = [*before, b"", small]
-    rest = b"".join(sections)
-    numbers = (record.generation, record.number, record.rank, record.ranks)
-    return _sealed_head(crc_of(rest), numbers, list(map(len, sections))) + rest
-
-
 def _texts(record: Record) -> list[bytes]:
     """The first two sections."""
     groups = [
@@ -307,11 +288,11 @@ def read_record(path: str, folders: tuple[str, ...]) -> Record | None:
     return None if record is None else replace(record, path=path, folders=folders)
 
 
-def decode(stream: BinaryIO, where: str, has_checksums: bool = True) -> Record | None:
+def decode(stream: BinaryIO, where: str) -> Record | None:
     """The record that the file `where` has; None if none was ever written to it.
 
-    `has_checksums`: it was made by write(), not by encode(). Raises OtherFormatError if it is of
-    another version or byte order, CheckpointError if it is damaged or cut off.
+    Raises OtherFormatError if it is of another version or byte order, CheckpointError if it is
+    damaged or cut off.
     """
     nbytes = stream.seek(0, os.SEEK_END)
     stream.seek(0)
@@ -343,123 +324,61 @@ def decode(stream: BinaryIO, where: str, has_checksums: bool = True) -> Record |
     if crc_of(small, found_crc) != crc:
         raise CheckpointError(f"{where} is damaged, or was not written to its end")
     manifest = parse_manifest(manifest_text, f"the manifest in {where}")
-    fields = parse_json(text, where)
-    groups = _groups(fields, checksums_at if has_checksums else None, sizes[2], where)
+    fields: _Fields = typed(_Fields, parse_json(text, where), where)
     if not 0 <= rank < ranks or number < 1 or generation < 1 or len(manifest.ranks) != 1:
         raise CheckpointError(f"{where} is of rank {rank} of {ranks} and commit {number}")
-    made = Record(
-        generation, number, rank, ranks, manifest, groups, _small(fields, manifest, small, where)
-    )
-    _check_params(made, where)
-    return made
+    try:
+        groups = _with_checksums(fields.groups, checksums_at, sizes[2])
+        tensors = _small(fields.small, manifest, small)
+        _check_names(groups, manifest, tensors)
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+        what = f"{type(error).__name__}: {str(error)[:300]}"
+        raise CheckpointError(f"{where} is not as hetero writes it: {what}") from None
+    return Record(generation, number, rank, ranks, manifest, groups, tensors)
 
 
-def _groups(
-    content: Mapping[str, Any], checksums_at: int | None, checksum_bytes: int, where: str
+@dataclass(frozen=True)
+class _Fields:
+    """The second section."""
+
+    groups: tuple[StoredGroup, ...]
+    small: tuple[str, ...]
+
+
+def _with_checksums(
+    groups: Iterable[StoredGroup], begin: int, nbytes: int
 ) -> tuple[StoredGroup, ...]:
-    """`checksums_at`: where those of all groups begin; None if they are not there."""
-    found, at = [], checksums_at
-    for each in member(content, "groups", tuple[StoredGroup, ...], where):
-        _check_group(each, where)
-        found.append(replace(each, checksums_at=at))
-        at = None if at is None else at + each.checksum_bytes
-    wanted = 0 if checksums_at is None else sum(group.checksum_bytes for group in found)
-    if checksum_bytes != wanted:
-        raise CheckpointError(
-            f"{where} has {checksum_bytes} bytes of checksums, and its pages have {wanted}"
-        )
+    """The groups, whose checksums are `nbytes` from `begin` on. Raises ValueError and others."""
+    found, at = [], begin
+    for group in groups:
+        StripeMap(group.weights, group.unit_bytes)
+        if not is_state_file(group.name) or "/" in group.name or group.tile_numel < 1:
+            raise ValueError(f"a data file {group.name[:80]!r} with tiles of {group.tile_numel}")
+        found.append(replace(group, checksums_at=at))
+        at += group.checksum_bytes
+    if at != begin + nbytes:
+        raise ValueError(f"{nbytes} bytes of checksums, and its pages have {at - begin}")
     return tuple(found)
 
 
-def _check_group(group: StoredGroup, where: str) -> None:
-    """Raises CheckpointError if parts of it contradict each other."""
-    for name, choices in _CHOICES.items():
-        if getattr(group, name) not in choices:
-            raise CheckpointError(
-                f"{name} in {where} is {shortened(getattr(group, name))}, must be one of "
-                f"{', '.join(choices)}"
-            )
-    if any(chunk.trained != (chunk.optim_state is not None) for chunk in group.chunks):
-        raise CheckpointError(f"{where} has a chunk with optim_state that is frozen, or without")
-    if not 0 < group.tile_numel <= 2**40 or group.tile_numel % 2048:
-        raise CheckpointError(f"{where} has tiles of {group.tile_numel} elements")
-    if not 0 <= group.rank < group.ranks <= 2**31:
-        raise CheckpointError(f"{where} has the shard {group.rank} of {group.ranks}")
-    if not is_state_file(group.name) or "/" in group.name:
-        raise CheckpointError(f"{where} has a data file {shortened(group.name)}")
-    places = group.places
-    if len(places) != len(group.weights) or len(set(places)) != len(places):
-        raise CheckpointError(
-            f"{where} has a file in the folders {places}, and weights of {len(group.weights)}"
-        )
-    try:
-        StripeMap(group.weights, group.unit_bytes)
-    except (ValueError, TypeError) as error:  # the latter of numbers that are none of C++'s
-        raise CheckpointError(f"{where} has stripes that cannot be: {error}") from None
-    end = 0
-    for chunk, offset, nbytes in sorted(group.extents(), key=lambda each: each[1]):
-        if not 0 < chunk.slots <= 2**31 or offset % PAGE_BYTES or offset < end:
-            raise CheckpointError(f"{where} has an extent at {offset}, where another one is")
-        end = offset + nbytes
-    if end > LARGEST:
-        raise CheckpointError(f"{where} has an extent that ends at {end}")
-    for chunk in group.chunks:
-        end = 0
-        for each in sorted(chunk.slices, key=lambda each: each.offset):
-            if each.offset < end or each.numel < 1:
-                raise CheckpointError(
-                    f"{where} has {shortened(each.name)} where another parameter is"
-                )
-            end = each.offset + each.numel
-        if end > chunk.slots * group.tile_numel * group.ranks:
-            raise CheckpointError(f"{where} has a chunk with {end} elements, more than it holds")
+def _small(keys: Iterable[str], manifest: Manifest, content: bytes) -> dict[str, torch.Tensor]:
+    """The tensors whose bytes follow one another. Raises LookupError, ValueError."""
+    records = {key: manifest.tensors[key] for key in keys}
+    sizes = [record.numel * record.dtype.itemsize for record in records.values()]
+    if sum(sizes) != len(content):
+        raise ValueError(f"{len(content)} bytes of small tensors, which have {sum(sizes)}")
+    # (Of one byte more: torch makes no tensor of nothing.)
+    parts = torch.frombuffer(bytearray(content + b"\0"), dtype=torch.uint8)[:-1].split(sizes)
+    each = zip(records.items(), parts, strict=True)
+    return {key: part.clone().view(r.dtype).view(r.shape) for (key, r), part in each}
 
 
-def _small(
-    fields: Mapping[str, Any], manifest: Manifest, content: bytes, where: str
-) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
-    at = 0
-    for key in member(fields, "small", tuple[str, ...], where):
-        tensor = manifest.tensors.get(key)
-        if tensor is None:
-            raise CheckpointError(f"{where} has {shortened(key)}, of which its manifest knows not")
-        nbytes = tensor.numel * tensor.dtype.itemsize
-        if nbytes > len(content) - at:
-            raise CheckpointError(f"{where} lacks bytes of {shortened(key)}")
-        flat = torch.empty(tensor.numel, dtype=tensor.dtype)
-        if nbytes:
-            # (Copied, because a bytes object must not be written to.)
-            part = np.frombuffer(content, dtype=np.uint8, count=nbytes, offset=at)
-            flat.view(torch.uint8).numpy()[:] = part
-        found[key] = flat.view(tensor.shape)
-        at += nbytes
-    if at != len(content):
-        raise CheckpointError(f"{where} has {len(content) - at} bytes of small tensors too many")
-    return found
-
-
-def _check_params(record: Record, where: str) -> None:
-    """Raises CheckpointError unless each parameter is in one chunk, as the manifest says."""
-    manifest = record.manifest
-    seen: set[str] = set()
-    for group in record.groups:
-        for chunk in group.chunks:
-            for each in chunk.slices:
-                param = manifest.params.get(each.name)
-                if param is None or each.name in seen:
-                    raise CheckpointError(
-                        f"{where} has {shortened(each.name)} twice, or not as a parameter"
-                    )
-                numel = math.prod(manifest.tensors[f"model/{each.name}"].shape)
-                if numel != each.numel or param.trained != chunk.trained:
-                    raise CheckpointError(f"{where} has {shortened(each.name)} in two ways")
-                seen.add(each.name)
-    missing = sorted(
-        name for name in set(manifest.params) - seen if manifest.tensors[f"model/{name}"].numel
-    )
-    if missing:
-        raise CheckpointError(f"{where} has no place of {shortened(missing[0])}")
-    for name in manifest.buffers:
-        if f"model/{name}" not in record.small:
-            raise CheckpointError(f"{where} has no values of {shortened(name)}")
+def _check_names(
+    groups: Iterable[StoredGroup], manifest: Manifest, small: Mapping[str, torch.Tensor]
+) -> None:
+    """Raises ValueError unless each parameter has a place, and each buffer a value."""
+    placed = {each.name for group in groups for chunk in group.chunks for each in chunk.slices}
+    wanted = {name for name in manifest.params if manifest.tensors[f"model/{name}"].numel}
+    missing = [*(wanted - placed), *(n for n in manifest.buffers if f"model/{n}" not in small)]
+    if missing or placed - set(manifest.params):
+        raise ValueError(f"no place of {sorted(missing)[:3]}, or one of unknown parameters")

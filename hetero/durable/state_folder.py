@@ -12,19 +12,14 @@ import stat
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from hetero.checkpoint.schema import typed
-from hetero.durable.record import (
-    OtherFormatError,
-    Record,
-    decode,
-    encode,
-    read_record,
-)
+import torch
+
+from hetero.durable.record import OtherFormatError, Record, read_record
 from hetero.durable.state_set import StateSet, in_order, join, note_commit
 from hetero.ranks.process_groups import ProcessGroups
 from hetero.state.memory.scratch_space import (
@@ -43,22 +38,6 @@ _T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
-class _Found:
-    """A record in the folder: which commit of which rank it is of, and its file."""
-
-    generation: int
-    number: int
-    rank: int
-    ranks: int
-    path: str
-
-    @classmethod
-    def all_of(cls, records: Iterable[Record]) -> tuple[_Found, ...]:
-        """Of records, which may be large, what says whose they are."""
-        return tuple(cls(r.generation, r.number, r.rank, r.ranks, r.path) for r in records)
-
-
-@dataclass(frozen=True)
 class _View:
     """What one rank sees in its folders.
 
@@ -67,14 +46,34 @@ class _View:
         folders: the set's, by place.
         committed: the last start that has made a commit in them.
         newest: the largest generation in any name in them.
-        found: their records.
+        records: the whole ones in them; of ranks with the same folders one alone has read them.
+        notes: lines for the user.
     """
 
     identity: str
     folders: tuple[str, ...]
     committed: int
     newest: int
-    found: tuple[_Found, ...]
+    records: tuple[Record, ...]
+    notes: tuple[str, ...]
+
+    def seen_from(self, folders: tuple[str, ...]) -> _View:
+        """With the records as a process has them that knows these as the folders of the set.
+
+        It reads data files if it sees them: another machine may have another set of these names.
+        """
+        sees = False
+        with contextlib.suppress(OSError, CheckpointError):
+            found = StateSet.read(folders[0], [])
+            sees = found is not None and found.set == self.identity
+        records = []
+        for each in self.records:
+            path = os.path.join(folders[0], os.path.basename(each.path))
+            groups = each.groups
+            if not sees:
+                groups = tuple(replace(group, checksums_at=None) for group in groups)
+            records.append(replace(each, path=path, folders=folders, groups=groups))
+        return replace(self, records=tuple(records))
 
 
 class StateFolder:
@@ -104,7 +103,6 @@ class StateFolder:
         self._rank, self._ranks = (0, 1) if everyone is None else (everyone.rank, everyone.size)
         self._world = world
         self._locks: list[int] = []
-        self._seen: dict[str, Record] = {}
         self.folders = tuple(os.path.join(directory, FOLDER) for directory in directories)
         self.notes: list[str] = []
         self.last: tuple[Record, ...] = ()
@@ -197,19 +195,16 @@ class StateFolder:
     def _find(self) -> int:
         """Reads the last commit, and returns the number of this start. All ranks call it."""
         self._on_all("recognise the folders of the durable state", self._join)
-        mine = self._on_all("look for the last commit", self._look)
-        views = self._gather(mine)
+        views = self._gather(self._on_all("look for the last commit", self._look))
         generation = 1 + max(max(view.newest, view.committed) for view in views)
-        chosen = _last_whole([each for view in views for each in view.found], self.folders)
-        kept = next((each.generation for each in chosen.values()), 0)
+        self.last = _last_whole([r for view in views for r in view.records], self.folders)
+        kept = max((each.generation for each in self.last), default=0)
         for view in views:
             if view.committed > kept:
                 raise CheckpointError(
                     f"{view.folders[0]} has no whole record of start {view.committed}, which has "
                     f"made commits, as {SET_NAMES[0]} there says{_removable(view.folders)}"
                 )
-        records = self._on_all("read the last commit", lambda: self._read(chosen, views))
-        self.last = self._exchange(records, sorted(chosen), views)
         committed = max(kept, *(view.committed for view in views))
         self._remove(lambda each: committed < each < generation)
         self._has_older = True
@@ -226,68 +221,26 @@ class StateFolder:
         identity, self.folders, committed = in_order(self.folders)
         names = [name for folder in self.folders for name in os.listdir(folder)]
         generations = [numbers[0] for name in names if (numbers := numbers_of(name)) is not None]
-        self._seen = _records_in(self.folders, committed, self.notes)
-        found, newest = _Found.all_of(self._seen.values()), max(generations, default=0)
-        return _View(identity, self.folders, committed, newest, found)
+        records = _records_in(self.folders, committed, self.notes) if self._leads else ()
+        newest = max(generations, default=0)
+        return _View(identity, self.folders, committed, newest, records, tuple(self.notes))
 
     def _gather(self, mine: _View) -> list[_View]:
         """What all ranks have found, each set once; notes of others become this rank's, too."""
-        everyone = self._world.everyone
-        if everyone is None:
-            return [mine]
-        content = json.dumps({"view": asdict(mine), "notes": self.notes}).encode()
-        gathered = everyone.all_gather_bytes(content, "looking for the last commit")
-        views: dict[str, _View] = {}
-        for each in map(json.loads, gathered):
-            view: _View = typed(_View, each["view"], "what a rank has found")
-            views.setdefault(view.identity, view)
-            self.notes.extend(note for note in each["notes"] if note not in self.notes)
-        return list(views.values())
-
-    def _read(self, chosen: Mapping[int, _Found], views: Sequence[_View]) -> dict[int, Record]:
-        """By rank, the records of the last commit that this rank sees."""
-        records: dict[int, Record] = {}
-        for rank, found in chosen.items():
-            if found.path in self._seen:
-                records[rank] = self._seen[found.path]
-                continue
-            view = next(view for view in views if found in view.found)
-            # (Another machine has folders of the same names, which are another set.)
-            with contextlib.suppress(OSError, CheckpointError):
-                theirs = StateSet.read(view.folders[0], [])
-                if theirs is not None and theirs.set == view.identity:
-                    record = read_record(found.path, view.folders)
-                    if record is not None:
-                        records[rank] = record
-        self._seen.clear()
-        return records
-
-    def _exchange(
-        self, records: Mapping[int, Record], ranks: Sequence[int], views: Sequence[_View]
-    ) -> tuple[Record, ...]:
-        """The records of all ranks: what this rank does not see comes from one that does."""
-        everyone = self._world.everyone
-        missing = [rank for rank in ranks if rank not in records]
-        if everyone is None or not self._world.agree(len(missing), max, "reading the last commit"):
-            return tuple(records[rank] for rank in ranks)
-        content = encode(records[self._rank]) if self._rank in records else b""
-        found = everyone.all_gather_bytes(content, "exchanging the last commit's records")
-
-        def join_records() -> tuple[Record, ...]:
-            made = dict(records)
-            for rank in missing:
-                path = next(e.path for view in views for e in view.found if e.rank == rank)
-                if rank >= len(found) or not found[rank]:
-                    raise CheckpointError(
-                        f"the last commit needs {path}, which {self._world.name} does not see; "
-                        f"with another number of ranks all must see all of the directories"
-                    )
-                record = decode(io.BytesIO(found[rank]), path, has_checksums=False)
-                assert record is not None
-                made[rank] = replace(record, path=path)
-            return tuple(made[rank] for rank in ranks)
-
-        return self._on_all("exchange the last commit's records", join_records)
+        everyone, views = self._world.everyone, [mine]
+        if everyone is not None:
+            content = io.BytesIO()
+            torch.save(mine, content)
+            sent = everyone.all_gather_bytes(content.getvalue(), "looking for the last commit")
+            # (The ranks trust each other, and these come from no file.)
+            views = [torch.load(io.BytesIO(each), weights_only=False) for each in sent]
+        sets: dict[str, _View] = {}
+        for view in views:  # (of a set the first one has read its records)
+            self.notes.extend(note for note in view.notes if note not in self.notes)
+            if view.identity not in sets:
+                folders = mine.folders if view.identity == mine.identity else view.folders
+                sets[view.identity] = view.seen_from(folders)
+        return list(sets.values())
 
     # Removing
 
@@ -402,13 +355,13 @@ def _listed(folder: str) -> list[str]:
         return []
 
 
-def _records_in(folders: tuple[str, ...], committed: int, notes: list[str]) -> dict[str, Record]:
-    """The whole records in a set of folders, by path; starts up to `committed` have made commits.
+def _records_in(folders: tuple[str, ...], committed: int, notes: list[str]) -> tuple[Record, ...]:
+    """The whole records in a set of folders; starts up to `committed` have made commits.
 
     Notes what is damaged beside a whole one, as a crash in a commit leaves it, too. Raises
     CheckpointError for a commit without a whole record, StoreError.
     """
-    found: dict[str, Record] = {}
+    found: dict[tuple[int, int, int], Record] = {}  # one of two copies
     damaged: dict[str, list[str]] = {}
     whole: set[str] = set()
     for name in sorted(os.listdir(folders[0])):
@@ -431,7 +384,7 @@ def _records_in(folders: tuple[str, ...], committed: int, notes: list[str]) -> d
                 f"{path} is of another file: it says generation {said[0]}, rank {said[1]} of "
                 f"{said[2]}{_removable(folders)}"
             )
-        found[path] = record
+        found[record.generation, record.rank, record.number] = record
         whole.add(stem)
         other = f"{path[:-1]}{1 - int(path[-1])}"
         if record.generation <= committed and not os.path.lexists(other):
@@ -452,20 +405,21 @@ def _records_in(folders: tuple[str, ...], committed: int, notes: list[str]) -> d
                 f"no commit record of start {generation} of the training on rank {rank} is whole: "
                 f"{'; '.join(errors)}{_removable(folders)}"
             )
-    return found
+    return tuple(found.values())
 
 
-def _last_whole(found: Iterable[_Found], folders: Iterable[str]) -> dict[int, _Found]:
-    """By rank, the records of the last commit that all its ranks have made; empty without any.
+def _last_whole(found: Iterable[Record], folders: Iterable[str]) -> tuple[Record, ...]:
+    """The records of the last commit that all its ranks have made, by rank; empty without any.
 
     Raises CheckpointError if there are commits, and of none the records of all ranks.
     """
-    commits: dict[tuple[int, int, int], dict[int, _Found]] = {}
+    commits: dict[tuple[int, int, int], dict[int, Record]] = {}
     for each in found:
         commits.setdefault((each.generation, each.number, each.ranks), {})[each.rank] = each
     whole = [key for key, ranks in commits.items() if len(ranks) == key[2]]
     if whole:
-        return commits[max(whole)]
+        last = commits[max(whole)]
+        return tuple(last[rank] for rank in sorted(last))
     if any(number > 1 for _, number, _ in commits):
         generation, number, count = max(commits)
         has = sorted(commits[generation, number, count])
@@ -473,7 +427,7 @@ def _last_whole(found: Iterable[_Found], folders: Iterable[str]) -> dict[int, _F
             f"commit {number} of {count} ranks has records of the ranks {has} alone; the "
             f"directories of the others are also needed{_removable(folders)}"
         )
-    return {}
+    return ()
 
 
 def read_last_commit(folder: Path, notes: list[str]) -> tuple[Record, ...]:
@@ -488,6 +442,4 @@ def read_last_commit(folder: Path, notes: list[str]) -> tuple[Record, ...]:
             f"version 1 of the format, or {SET_NAMES[0]} was removed"
         )
     _, folders, committed = in_order(one.paths(str(folder)))
-    seen = _records_in(folders, committed, notes)
-    chosen = _last_whole(_Found.all_of(seen.values()), folders)
-    return tuple(seen[chosen[rank].path] for rank in sorted(chosen))
+    return _last_whole(_records_in(folders, committed, notes), folders)

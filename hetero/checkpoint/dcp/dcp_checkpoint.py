@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import io
 import math
-import pickle
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from hetero.checkpoint.data_writer import Range
 from hetero.checkpoint.dcp.boxes import Box, rows_around
 from hetero.checkpoint.dcp.layout import STEP, Layout, param_groups
-from hetero.checkpoint.dcp.metadata import read_metadata
+from hetero.checkpoint.dcp.metadata import Place, read_metadata
 from hetero.checkpoint.manifest import (
     OptimizerRecord,
     ParamRecord,
@@ -47,11 +44,7 @@ class DcpCheckpoint(StoredCheckpoint):
         super().__init__(path)
         self._metadata = read_metadata(path)
         self._layout = layout = Layout.of(self._metadata)
-        self._tensors = {
-            key: TensorRecord(tuple(entry.size), entry.properties.dtype)
-            for key, entry in self._metadata.state_dict_metadata.items()
-            if isinstance(entry, TensorStorageMetadata)
-        }
+        self._tensors = self._metadata.tensors
         self.files = self._check_files()
         self._keys = {master_key(name): key for name, key in layout.model.items()}
         self._groups = self._param_groups() if with_optimizer else []
@@ -103,12 +96,9 @@ class DcpCheckpoint(StoredCheckpoint):
 
     def _tied(self, trained: set[str]) -> dict[str, tuple[str, ...]]:
         """Names that share their bytes with another name, as save_dcp() writes tied ones."""
-        metadata = self._metadata
         by_place: dict[tuple[str, int], list[str]] = {}
         for name, key in self._layout.model.items():
-            entry = metadata.state_dict_metadata[key]
-            assert isinstance(entry, TensorStorageMetadata)
-            place = metadata.storage_data[MetadataIndex(key, entry.chunks[0].offsets)]
+            _, place = self._metadata.boxes[key][0]
             by_place.setdefault((place.relative_path, place.offset), []).append(name)
         found = {}
         for names in by_place.values():
@@ -185,7 +175,9 @@ class DcpCheckpoint(StoredCheckpoint):
     def _check_files(self) -> dict[str, int]:
         """The sizes of the files. Raises CheckpointError if one is missing or too short."""
         ends: dict[str, int] = {}
-        for place in self._metadata.storage_data.values():
+        metadata = self._metadata
+        of_tensors = (place for boxes in metadata.boxes.values() for _, place in boxes)
+        for place in (*of_tensors, *metadata.objects.values()):
             end = place.offset + place.length
             ends[place.relative_path] = max(end, ends.get(place.relative_path, 0))
         sizes = {}
@@ -207,14 +199,11 @@ class DcpCheckpoint(StoredCheckpoint):
         Raises CheckpointError.
         """
         for key, (box, tensor) in wanted.items():
-            entry = self._metadata.state_dict_metadata[key]
-            assert isinstance(entry, TensorStorageMetadata)
             covered = 0
-            for chunk in entry.chunks if box.numel else ():
-                stored = Box(tuple(chunk.offsets), tuple(chunk.sizes))
+            for stored, place in self._metadata.boxes[key] if box.numel else ():
                 common = box.common_with(stored)
                 if common is not None:
-                    value = self._value(MetadataIndex(key, chunk.offsets))
+                    value = self._value(key, place)
                     if not isinstance(value, torch.Tensor) or tuple(value.shape) != stored.sizes:
                         raise CheckpointError(
                             f"{self.path} is damaged in {key}: at {stored.offsets} is no tensor "
@@ -232,7 +221,7 @@ class DcpCheckpoint(StoredCheckpoint):
     def _small(self, key: str) -> Any:
         """A small tensor as a whole, or plain data. Raises CheckpointError."""
         if key not in self._tensors:
-            return self._value(MetadataIndex(key))
+            return self._value(key, self._metadata.objects[key])
         stored = self._tensors[key]
         found = torch.empty(stored.shape, dtype=stored.dtype)
         self._fill({key: (Box((0,) * found.ndim, stored.shape), found)})
@@ -246,30 +235,16 @@ class DcpCheckpoint(StoredCheckpoint):
         except ValueError as error:
             raise CheckpointError(f"{self.path}: {error}") from error
 
-    def _value(self, index: MetadataIndex) -> Any:
-        """What torch.save() was given: tensors and plain data, as load_plain() takes them.
-
-        Raises CheckpointError.
-        """
-        place = self._metadata.storage_data[index]
-        path, key = self.path / place.relative_path, index.fqn
+    def _value(self, key: str, place: Place) -> Any:
+        """What torch.save() was given: tensors and plain data. Raises CheckpointError."""
+        path = self.path / place.relative_path
         try:
             with path.open("rb") as stream:
                 stream.seek(place.offset)
-                return load_plain(io.BytesIO(stream.read(place.length)), f"{key!r} of {path}")
-        except CheckpointError:
-            raise
-        except pickle.UnpicklingError as error:
-            names = re.findall(r"GLOBAL ([\w.]+)", str(error))
-            what = f"names {names[0]}" if names else "is damaged, or has more than plain data"
-            raise CheckpointError(
-                f"{key!r} of the checkpoint {what}, which is not loaded: it could run anything"
-            ) from None
-        except Exception as error:  # (of whatever class torch's reading of a damaged file raises)
-            raise CheckpointError(
-                f"{path} cannot be read, or is damaged, in {key}: {type(error).__name__}: "
-                f"{' '.join(str(error).split())[:300]}"
-            ) from error
+                content = io.BytesIO(stream.read(place.length))
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+        return load_plain(content, f"{key!r} of {path}")
 
     def close(self) -> None:
         """See StoredCheckpoint."""

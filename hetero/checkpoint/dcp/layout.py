@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from hetero.checkpoint.dcp.metadata import DcpMetadata
 
 MODEL, OPTIMIZER = "model", "optim"
 STEP = "step"
@@ -39,24 +40,20 @@ class Layout:
     others: list[str] = field(default_factory=list)
 
     @classmethod
-    def of(cls, metadata: Metadata) -> Layout:
+    def of(cls, metadata: DcpMetadata) -> Layout:
         """That of a checkpoint's keys."""
-        made = cls()
-        paths: Mapping[str, Sequence[str | int]] = metadata.planner_data or {}
-        entries = metadata.state_dict_metadata
+        made, paths = cls(), metadata.paths
+        keys = (*metadata.tensors, *metadata.objects)
         # (A flat state dict may have names that begin with "model.", too.)
-        nested = {paths[key][0] for key in entries if len(paths.get(key, ())) > 1}
+        nested = {paths[key][0] for key in keys if len(paths.get(key, ())) > 1}
         if not paths:
-            nested = {key.partition(".")[0] for key in entries}
+            nested = {key.partition(".")[0] for key in keys}
         is_flat = MODEL not in nested and not nested & {*_OPTIMIZER_NAMES}
-        for key, entry in entries.items():
+        for key in keys:
             top, _, rest = key.partition(".")
-            is_tensor = isinstance(entry, TensorStorageMetadata)
-            if is_flat or (top == MODEL and MODEL in nested):
-                if is_tensor:
-                    made.model[key if is_flat else rest] = key
-                else:
-                    made.others.append(key)
+            is_tensor = key in metadata.tensors
+            if (is_flat or (top == MODEL and MODEL in nested)) and is_tensor:
+                made.model[key if is_flat else rest] = key
             elif top in _OPTIMIZER_NAMES and top in nested:
                 made._add_optimizer_key(key, rest, paths.get(key, ()), is_tensor)
             else:

@@ -1,16 +1,13 @@
 """A managed model saved as torch.distributed.checkpoint does, and loaded from what that has saved.
 
-Each rank plans boxes of its own shards, and of replicas each writes some chunks. Values are read
-from homes as torch's writer asks for them, into buffers that are used again, because it keeps the
-last tensor of every key.
+Each rank writes boxes of its own shards, from their homes, and of replicas each writes some chunks.
 DCP's checkpoints have no checksums, random numbers and `extra`: they are for exchange.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -42,7 +39,7 @@ def save_dcp(
     dcp.load() reads it into FSDP2's and plain torch's state dicts, whatever their ranks: the layout
     is {"model": ..., "optim": ...} with what torch's get_state_dict(model, optimizer) gives. All
     ranks must call it, between steps: each writes its own shards, from their homes, a few MiB at a
-    time, by DCP's planner and FileSystemWriter. Names of tied parameters share their bytes.
+    time. Names of tied parameters share their bytes.
 
     It has no random numbers, no loss scale, no `extra` and no checksums: to go on with the same
     bits, use hetero.save().
@@ -66,48 +63,40 @@ def save_dcp(
     engine.check_usable()
     optimizers = listed(optimizer)
     check_optimizers(engine, optimizers)
-    everyone = engine.world.everyone
+    world, folder = engine.world, NewFolder(path)
+    everyone = world.everyone
     rank = 0 if everyone is None else everyone.rank
-    folder = NewFolder(path)
-    write: DcpWrite | None = None
 
-    def together(what: str, do: Callable[[], bytes]) -> list[bytes]:
-        """Every rank's bytes, once none has failed."""
-        made = engine.world.together(f"{what} {folder.path}", do, _SAME_CLASS)
-        if everyone is None:
-            return [made]
-        return everyone.all_gather_bytes(made, f"{what} {folder.path}")
+    def begin() -> None:
+        if rank == 0:
+            _refuse_other(folder.path)
+            folder.begin()
 
-    with ExitStack() as resources:
-        resources.callback(folder.abandon)
+    def write_part() -> tuple[DcpWrite, bytes]:
+        folder.require_seen(world.name)
+        finish_updates(engine)
+        with (
+            folder.as_store_error("write the checkpoint"),
+            EngineCheckpoint(engine, optimizers) as state,
+        ):
+            write = DcpWrite(folder.incomplete, state, torch_dtype(dtype), rank)
+            return write, write.write()
 
-        def begin() -> bytes:
-            if rank == 0:
-                _refuse_other(folder.path)
-                folder.begin()
-            return b""
+    def finish(write: DcpWrite, parts: list[bytes]) -> None:
+        if rank == 0:
+            with folder.as_store_error("complete the checkpoint"):
+                write.finish(folder.path, parts)
+            folder.complete()
 
-        def plan() -> bytes:
-            nonlocal write
-            folder.require_seen(engine.world.name)
-            finish_updates(engine)
-            state = resources.enter_context(EngineCheckpoint(engine, optimizers))
-            write = DcpWrite(folder.incomplete, folder.path, state, torch_dtype(dtype), rank)
-            return write.plan()
-
-        def finish() -> bytes:
-            assert write is not None
-            if rank == 0:
-                write.finish(results)
-                folder.complete()
-            return b""
-
-        together("begin to save", begin)
-        plans = together("plan to save", plan)
-        assert write is not None
-        made = write
-        results = together("save", lambda: made.write(plans))
-        together("complete", finish)
+    try:
+        world.together(f"begin to save {folder.path}", begin, _SAME_CLASS)
+        write, part = world.together(f"save {folder.path}", write_part, _SAME_CLASS)
+        parts = [part]
+        if everyone is not None:
+            parts = everyone.all_gather_bytes(part, f"save {folder.path}")
+        world.together(f"complete {folder.path}", partial(finish, write, parts), _SAME_CLASS)
+    finally:
+        folder.abandon()
 
 
 @uninterrupted

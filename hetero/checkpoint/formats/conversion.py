@@ -79,8 +79,8 @@ def _write_dcp(stored: StoredCheckpoint, folder: Path, dtype: torch.dtype | None
     from hetero.checkpoint.dcp.write import DcpWrite
 
     final = folder.with_name(folder.name.removeprefix(".").removesuffix(".incomplete"))
-    write = DcpWrite(folder, final, stored, dtype)
-    write.finish([write.write([write.plan()])])
+    write = DcpWrite(folder, stored, dtype)
+    write.finish(final, [write.write()])
 
 
 _Write = Callable[[StoredCheckpoint, Path, "torch.dtype | None"], None]

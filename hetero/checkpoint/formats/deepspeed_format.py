@@ -1,8 +1,7 @@
 """Reads DeepSpeed's universal checkpoints: a folder of files for each parameter.
 
 The folder has zero/NAME/fp32.pt and one file for each state, NAME.pt. A file has a tensor, or a
-dict with it under "param". They are pickles, and torch.load(weights_only=True) reads them, which
-admits tensors and plain data.
+dict with it under "param". They are pickles, of which tensors and plain data are read.
 """
 
 from __future__ import annotations
@@ -108,18 +107,8 @@ def _natural(name: str) -> list[Any]:
     return [(int(p), "") if p.isdecimal() else (-1, p) for p in re.split(r"(\d+)", name)]
 
 
-def _load(path: Path) -> Any:
-    try:
-        return load_plain(path, str(path))
-    except CheckpointError:
-        raise
-    except Exception as error:  # (of whatever class torch's reading of a damaged file raises)
-        text = " ".join(str(error).split())[:300]
-        raise CheckpointError(f"{path} is damaged, or has more than tensors: {text}") from error
-
-
 def _tensor(path: Path) -> torch.Tensor:
-    found = _load(path)
+    found = load_plain(path, str(path))
     if isinstance(found, dict):
         found = found.get("param")
     if not isinstance(found, torch.Tensor) or not found.dtype.is_floating_point:
@@ -129,7 +118,7 @@ def _tensor(path: Path) -> torch.Tensor:
 
 
 def _step(path: Path) -> int:
-    found = _load(path)
+    found = load_plain(path, str(path))
     if isinstance(found, dict):
         found = found.get("param", found.get("step"))
     if isinstance(found, torch.Tensor) and found.numel() == 1:

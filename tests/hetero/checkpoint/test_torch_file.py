@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import pickle
 import zipfile
 from contextlib import suppress
 from pathlib import Path
@@ -29,9 +28,9 @@ DATA: dict[str, Any] = {
 HUGE = b"K\x01" + b"".join(b"q" + bytes([i]) + b"h" + bytes([i]) + b"\x86" for i in range(60))
 
 
-def saved(is_archive: bool = True) -> bytes:
+def saved() -> bytes:
     stream = io.BytesIO()
-    torch.save(DATA, stream, _use_new_zipfile_serialization=is_archive)
+    torch.save(DATA, stream)
     return stream.getvalue()
 
 
@@ -44,11 +43,10 @@ def archive(pickled: bytes, compression: int = zipfile.ZIP_STORED) -> bytes:
     return stream.getvalue()
 
 
-@pytest.mark.parametrize("is_archive", [True, False])
-def test_what_torch_saves(tmp_path: Path, is_archive: bool) -> None:
+def test_what_torch_saves(tmp_path: Path) -> None:
     path = tmp_path / "data.pt"
-    path.write_bytes(saved(is_archive))
-    for source in (path, io.BytesIO(saved(is_archive))):
+    path.write_bytes(saved())
+    for source in (path, io.BytesIO(saved())):
         found = load_plain(source, "data")
         assert torch.equal(found.pop("param"), DATA["param"])
         assert torch.equal(found["dict"][3].pop("nested")[2], torch.ones(2))
@@ -60,12 +58,12 @@ def test_what_torch_saves(tmp_path: Path, is_archive: bool) -> None:
 @pytest.mark.parametrize(
     ("content", "match"),
     [
-        (archive(b"\x80\x02}" + HUGE + b"Ns."), "its keys have more objects"),
-        (archive(b"\x80\x02}(" + HUGE + b"Nu."), "its keys have more objects"),
+        (archive(b"\x80\x02}" + HUGE + b"Ns."), "more objects"),
+        (archive(b"\x80\x02}(" + HUGE + b"Nu."), "more objects"),
         (archive(b"\x80\x02cbuiltins\nset\n](" + HUGE + b"e\x85R."), "more objects"),
         (archive(b"\x80\x02Nr\xff\xff\xff\x7f."), "puts number 2147483647 into a memo of 0"),
         (archive(b"\x80\x02N.", zipfile.ZIP_DEFLATED), "compressed"),
-        (b"\x80\x02}" + HUGE + b"Ns.", "its keys have more objects"),
+        (b"\x80\x02}Ns.", "not a zip file"),
     ],
 )
 def test_what_asks_for_more_than_it_has(content: bytes, match: str) -> None:
@@ -85,15 +83,14 @@ def test_elements_over_the_same_memory() -> None:
 
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 @settings(deadline=None, max_examples=60)
-@given(data=st.data(), is_archive=st.booleans())
-def test_changed_files(data: st.DataObject, is_archive: bool) -> None:
-    """A file that was changed anywhere is read, or is an error of torch's or hetero's."""
-    content = bytearray(saved(is_archive))
+@given(data=st.data())
+def test_changed_files(data: st.DataObject) -> None:
+    """A file that was changed anywhere is read, or is an error of hetero's."""
+    content = bytearray(saved())
     for _ in range(data.draw(st.integers(1, 3))):
         at = data.draw(st.integers(0, len(content) - 1))
         content[at : at + data.draw(st.integers(0, 3))] = data.draw(
             st.one_of(st.binary(max_size=3), st.sampled_from([HUGE, b"h\x01", b"\x86", b"2"]))
         )
-    known = (CheckpointError, RuntimeError, pickle.UnpicklingError, EOFError, KeyError, TypeError)
-    with suppress(*known, AttributeError, AssertionError, IndexError, ValueError, LookupError):
+    with suppress(CheckpointError):
         load_plain(io.BytesIO(bytes(content)), "it")

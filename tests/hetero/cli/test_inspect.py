@@ -205,7 +205,7 @@ def test_a_universal_checkpoint_of_deepspeeds(
     hostile = tmp_path / "step7" / "zero" / "b.weight" / "fp32.pt"
     torch.save({"param": _Hostile(tmp_path / "ran")}, hostile)
     assert main(["inspect", str(tmp_path / "step7")]) == 2
-    assert "has more than tensors" in capsys.readouterr().err
+    assert "names posix.mkdir, which is not loaded" in capsys.readouterr().err
     assert not (tmp_path / "ran").exists()
 
 

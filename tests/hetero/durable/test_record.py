@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetero.durable import record as format_
-from hetero.durable.record import OtherFormatError, Record, encode
+from hetero.durable.record import OtherFormatError, Record
 from offload.errors import CheckpointError
 from offload.memory.sizes import PAGE_BYTES
 from tests.support.durable.records import SAMPLE, sample, sealed, sections_of
@@ -96,16 +96,6 @@ def test_files_of_others_are_told_from_damaged_ones(at: int, value: bytes, match
     with pytest.raises(CheckpointError, match=match) as caught:
         decode(bytes(content), WHERE)
     assert isinstance(caught.value, OtherFormatError) == (at > 0)
-
-
-def test_what_another_rank_sends_is_the_same_but_for_checksums() -> None:
-    """They are of no use where the data files are not seen."""
-    found = format_.decode(io.BytesIO(encode(SAMPLE)), WHERE, has_checksums=False)
-    assert found is not None
-    assert found == Record(**{**vars(SAMPLE), "small": found.small})
-    assert [group.checksums_at for group in found.groups] == [None]
-    with pytest.raises(CheckpointError, match="0 bytes of checksums"):
-        decode(encode(SAMPLE), WHERE)
 
 
 def test_checksums_are_never_in_memory_as_a_whole(tmp_path: Path) -> None:

@@ -375,7 +375,7 @@ def point_elsewhere(folder: Path) -> None:
         (lambda folder: shutil.rmtree(folder), "No such file"),
         (lambda folder: [p.unlink() for p in folder.iterdir()], "has neither model.safetensors"),
         (lambda folder: min(folder.glob("*.safetensors")).unlink(), "No such file"),
-        (cut_off, "is cut off"),
+        (cut_off, "is no whole safetensors file"),
         (copy_twice, "both have"),
         (point_elsewhere, "and it is not"),
         (with_file("../out/model-00001-of-00003.safetensors"), "no file's name"),
