@@ -79,7 +79,9 @@ def losses(tmp_path: Path, name: str, ranks: int, hosts: Hosts | None) -> dict[s
 
 
 @needs_hosts
-@pytest.mark.parametrize(("ranks", "bytes_per_s"), [(2, GIGABIT), (4, SLOW)])
+@pytest.mark.parametrize(
+    ("ranks", "bytes_per_s"), [(2, GIGABIT), pytest.param(4, SLOW, marks=pytest.mark.extra)]
+)
 def test_two_hosts_train_as_one(ranks: int, bytes_per_s: float, tmp_path: Path) -> None:
     """The same bits; a host sends what its ranks exchange with the other's, and little more."""
     one = losses(tmp_path, "one", ranks, None)

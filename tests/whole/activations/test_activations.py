@@ -100,7 +100,14 @@ def test_the_same_bits(settings: dict[str, Any], reentrant: bool | None, tmp_pat
     assert engine.notes == [note for note in engine.notes if "no budget" not in note]
 
 
-@pytest.mark.parametrize("overlap", ["none", "forward", "backward", "both"])
+@pytest.mark.parametrize(
+    "overlap",
+    [
+        "none",
+        "both",
+        *(pytest.param(way, marks=pytest.mark.extra) for way in ("forward", "backward")),
+    ],
+)
 def test_beside_updates(overlap: str, tmp_path: Path) -> None:
     """Optimizer state shares the disk with activations."""
     settings = {"placement_policy": "nvme", "host_memory": "2MiB", "overlap_updates": overlap}

@@ -87,8 +87,10 @@ def test_checkpoints(ranks2: RankPool, stage: int, policy: str, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("stage", "nccl", "policy"),
     [
-        *((1, False, "cpu"), (3, False, "cpu")),
-        *((1, True, "cuda"), (2, True, "auto"), (3, True, "cpu")),
+        *((3, False, "cpu"), (2, True, "auto")),
+        pytest.param(1, False, "cpu", marks=pytest.mark.extra),
+        pytest.param(1, True, "cuda", marks=pytest.mark.extra),
+        pytest.param(3, True, "cpu", marks=pytest.mark.extra),
     ],
 )
 def test_hybrid_sharding(ranks4: RankPool, stage: int, nccl: bool, policy: str) -> None:
@@ -100,7 +102,9 @@ def test_hybrid_sharding(ranks4: RankPool, stage: int, nccl: bool, policy: str) 
     check(found, on_cpu(ranks4, stage, 2, 2))
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(
+    "stage", [3, *(pytest.param(stage, marks=pytest.mark.extra) for stage in (1, 2))]
+)
 def test_replicas_alone(ranks2: RankPool, stage: int) -> None:
     """Each rank has all of the state: a mesh of (2, 1)."""
     options = {"device_memory": "400KiB", "dtype": "bf16", "zero_stage": stage}

@@ -130,7 +130,13 @@ def test_what_comes_to_the_device_gets_the_room_of_slots_that_are_needed_no_more
         assert (slots, in_ram) == (0, 0)
 
 
-@pytest.mark.parametrize(("stage", "policy"), [(3, "cpu"), (3, "auto"), (2, "auto"), (1, "auto")])
+@pytest.mark.parametrize(
+    ("stage", "policy"),
+    [
+        *((3, "cpu"), (1, "auto")),
+        *(pytest.param(stage, "auto", marks=pytest.mark.extra) for stage in (2, 3)),
+    ],
+)
 def test_budgets_that_move(ranks2: RankPool, stage: int, policy: str) -> None:
     """(In stages 1 and 2 chunks are on the device of one rank, and in RAM of the other.)"""
     budgets = ["64MiB", "700KiB", "1MiB", "300KiB", "64MiB"]

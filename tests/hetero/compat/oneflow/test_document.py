@@ -17,8 +17,6 @@ def wanted() -> tuple[list[torch.Tensor], torch.Tensor]:
 @pytest.mark.parametrize(
     ("enable", "stage"),
     [
-        ("self.config.enable_zero(True, stage=1)", 1),
-        ("self.config.enable_zero(True, stage=2)", 2),
         ("self.config.enable_zero()", 2),
         ("self.config.enable_zero(True, stage=3)", 3),
         ("self.config.set_zero_redundancy_optimizer_mode()", 1),

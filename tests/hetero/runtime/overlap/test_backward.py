@@ -143,6 +143,7 @@ class OwnParameter(nn.Parameter):
     """A class of the user's."""
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("how", ["plain", "hooked", "own class", "parts"])
 def test_two_graphs_at_once(tmp_path: Path, place: str, how: str) -> None:
