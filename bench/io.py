@@ -2,11 +2,11 @@
 
 usage: python -m bench.io [--path DIR] [--size 2GiB] [--rounds N] [--peers fio|none] [--json]
 
-Rates are GB/s (1e9 bytes) of "read", "write" and "mixed", half of which reads. hetero moves 8 MiB
-at a time, four at once, as training does; fio has an O_DIRECT job of io_uring with its defaults,
-with registered buffers in huge pages ("tuned"), and with fewer system calls ("batched"). All take
-turns; ratios are taken within a round, and to the best of fio's settings. CPU seconds are of the
-process, its kernel's workers included; of fio's those of its job.
+Rates are GB/s (1e9 bytes) of "read", "write" and "mixed", half of which reads. hetero moves 64 MiB
+at a time, four at once, in blocks of 1 MiB, of which 32 are in flight. fio has an O_DIRECT job of
+io_uring with as many: with its defaults, with registered buffers in huge pages ("tuned"), and with
+fewer system calls ("batched"). All take turns; ratios are taken within a round, and to the best of
+fio's settings. CPU seconds are of the process, its kernel's workers included; of fio of its job.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -42,6 +43,7 @@ BATCHED = ("--iodepth_batch_submit=8", "--iodepth_batch_complete_min=1",
            "--iodepth_batch_complete_max=16")  # fmt: skip
 SETTINGS = {"fio default": (), "fio tuned": TUNED, "fio batched": TUNED + BATCHED}
 TIMEOUT_S = 900.0
+TRANSFER_BYTES = 64 << 20  # so that as many blocks as fio has are in flight all the time
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -60,7 +62,9 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     failed: dict[str, str] = {}
     shares: dict[str, float] = {}
     with ExitStack() as stack:
-        disk = stack.enter_context(disk_alone(arguments.path, arguments.size))
+        disk = stack.enter_context(
+            disk_alone(arguments.path, arguments.size, transfer_bytes=TRANSFER_BYTES)
+        )
         temporary = tempfile.TemporaryDirectory(prefix="hetero-bench-", dir=arguments.path)
         folder = stack.enter_context(temporary)
         for pattern, share in READ_SHARES.items():
@@ -87,11 +91,11 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _sample(disk: Callable[[float], Sample], read_share: float) -> Sample:
-    """The rate, and CPU seconds of this process for each GB, which is moved in the window."""
-    cpu_s = -_cpu_s()
+    """The rate, and CPU seconds of this process for each GB."""
+    begin_s, cpu_s = time.perf_counter(), _cpu_s()
     gbps = disk(read_share)["gbps"]
-    cpu_s += _cpu_s()
-    return {"gbps": gbps, "cpu_s_per_gb": cpu_s / (gbps * bandwidths.DISK_WINDOW_S)}
+    moved_gb = gbps * (time.perf_counter() - begin_s)
+    return {"gbps": gbps, "cpu_s_per_gb": (_cpu_s() - cpu_s) / moved_gb}
 
 
 def _cpu_s() -> float:

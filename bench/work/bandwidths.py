@@ -21,12 +21,13 @@ def memory_alone() -> Callable[[], Sample]:
 
 
 @contextmanager
-def disk_alone(path: str, area_bytes: int) -> Iterator[Callable[[float], Sample]]:
+def disk_alone(path: str, area_bytes: int, **options: int) -> Iterator[Callable[[float], Sample]]:
     """Samples {"gbps"} of transfers in a file of `area_bytes`, of which a share (0 to 1) reads.
 
-    Raises ValueError for what is no directory.
+    `options` are further ones of open_disk(). Raises ValueError for what is no directory.
     """
     if not Path(path).is_dir():
         raise ValueError(f"--path {path} is not a directory; make it first")
-    with open_disk([path], tell, area_bytes=area_bytes, window_s=DISK_WINDOW_S) as rate:
+    options["area_bytes"] = area_bytes
+    with open_disk([path], tell, window_s=DISK_WINDOW_S, **options) as rate:
         yield lambda read_share: {"gbps": rate(read_share) / 1e9}

@@ -198,14 +198,15 @@ def open_disk(
     *,
     area_bytes: int = DISK_AREA_BYTES,
     window_s: float = DISK_WINDOW_S,
+    transfer_bytes: int = TRANSFER_BYTES,
 ) -> Iterator[Callable[[float], float]]:
     """Writes a file of `area_bytes` at most, and gives what measures transfers within it.
 
     That takes the share of the bytes that are read, 0 to 1, the others being written, and gives
     bytes per second, both directions together. Raises StoreError and NativeIoError.
     """
-    area_bytes = min(area_bytes, total_free_bytes(paths) // 2) // TRANSFER_BYTES * TRANSFER_BYTES
-    area_bytes = max(area_bytes, TRANSFER_BYTES)
+    area_bytes = min(area_bytes, total_free_bytes(paths) // 2) // transfer_bytes * transfer_bytes
+    area_bytes = max(area_bytes, transfer_bytes)
     with ExitStack() as resources:
         scratch = ScratchFile(paths, Ledger({}), Account.FILE)
         resources.callback(scratch.close)
@@ -215,22 +216,22 @@ def open_disk(
         scratch.reserve(area_bytes)
         transfers = Transfers(engine, scratch)
         resources.callback(transfers.close)
-        arena = Arena(IN_FLIGHT * TRANSFER_BYTES)
+        arena = Arena(IN_FLIGHT * transfer_bytes)
         fill_randomly(arena)
         engine.register(arena)
         for note in (*notes, *scratch.notes):
             tell(f"note: {note}")
         first, end = arena.address, arena.address + arena.nbytes
-        addresses = itertools.cycle(range(first, end, TRANSFER_BYTES))
+        addresses = itertools.cycle(range(first, end, transfer_bytes))
         offsets: list[int] = []  # written
 
         def fill() -> Iterator[IoOp]:
             end_s = time.perf_counter() + FILL_S
-            while len(offsets) * TRANSFER_BYTES < area_bytes and time.perf_counter() < end_s:
-                offsets.append(len(offsets) * TRANSFER_BYTES)
-                yield transfers.write(next(addresses), TRANSFER_BYTES, offsets[-1])
+            while len(offsets) * transfer_bytes < area_bytes and time.perf_counter() < end_s:
+                offsets.append(len(offsets) * transfer_bytes)
+                yield transfers.write(next(addresses), transfer_bytes, offsets[-1])
 
-        transfer(fill(), TRANSFER_BYTES, IN_FLIGHT)
+        transfer(fill(), transfer_bytes, IN_FLIGHT)
         places = itertools.cycle(offsets)
 
         def rate(read_share: float) -> float:
@@ -240,8 +241,8 @@ def open_disk(
                 number = next(numbers)
                 is_read = int(number * read_share) > int((number - 1) * read_share)
                 move = transfers.read if is_read else transfers.write
-                return move(next(addresses), TRANSFER_BYTES, next(places))
+                return move(next(addresses), transfer_bytes, next(places))
 
-            return transfer(started_for(window_s, start), TRANSFER_BYTES, IN_FLIGHT)
+            return transfer(started_for(window_s, start), transfer_bytes, IN_FLIGHT)
 
         yield rate
