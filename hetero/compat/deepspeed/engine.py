@@ -118,6 +118,7 @@ class DeepSpeedEngine(torch.nn.Module):
     global_steps: int
     global_samples: int
     skipped_steps: int
+    _backwards: int  # backward() calls since the last update
 
     def __init__(
         self,
@@ -135,12 +136,11 @@ class DeepSpeedEngine(torch.nn.Module):
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
         self.training_dataloader = training_dataloader
-        vars(self).update(dict.fromkeys(COUNTS, 0))
+        vars(self).update(dict.fromkeys((*COUNTS, "_backwards"), 0))
         self._engine = engine
         self._steps = (
             None if optimizer is None else ScaledSteps(optimizer, options.scale, "engine.step()")
         )
-        self._backwards = 0  # backward() calls since the last update
         self._boundary: bool | None = None  # as the loop has set it
         self._is_announced = False  # scale() was called for the next backward
         self._unsynced = False  # inside no_sync()
