@@ -8,7 +8,7 @@ the engine has the parameters. Names that are not here are torch's.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partialmethod, wraps
+from functools import wraps
 from types import SimpleNamespace
 from typing import Any
 
@@ -79,10 +79,12 @@ class _Global:
             args = rest
         return super().to(*args, **kwargs) if args or kwargs else self  # type: ignore[misc]
 
-    cuda = partialmethod(to, "cuda")
+    def cuda(self, device: Any = None) -> Any:
+        """As to("cuda")."""
+        return self.to("cuda")
 
 
-class Tensor(_Global, torch.Tensor):
+class Tensor(_Global, torch.Tensor):  # type: ignore[misc]
     """torch's, with to_global()."""
 
 

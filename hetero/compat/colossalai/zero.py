@@ -187,23 +187,24 @@ class GeminiDDP(
     def __init__(self, *positional: Any, **arguments: Any) -> None:
         given = self._given(positional, arguments)
         module = given.pop("module")
-        given = {name: value for name, value in given.items() if value is not None}
+        given = {n: v for n, v in given.items() if v is not None or n in arguments}
         values, own = read_arguments(keys.GEMINI, given)
-        dtype, policy = values["mixed_precision"], values["placement_policy"]
+        dtype = values.get("mixed_precision", torch.float16)
+        policy = values.get("placement_policy", "static")
         if dtype not in NAMES:
             raise ValueError(f"GeminiDDP: mixed_precision must be a floating dtype, not {dtype!r}")
         if policy == "static":
-            optimizer = values["offload_optim_frac"]
-            whole = values["offload_param_frac"] > 0 or optimizer == 1
+            optimizer = values.get("offload_optim_frac", 0.0)
+            whole = values.get("offload_param_frac", 0.0) > 0 or optimizer == 1
             policy = "cpu" if whole else "auto" if optimizer > 0 else "cuda"
-        stage = 2 if values["shard_param_frac"] == 0 else 3
+        stage = 2 if values.get("shard_param_frac", 1.0) == 0 else 3
         options = {
             "placement_policy": _placement(policy),
             "dtype": NAMES[dtype],
-            "zero_stage": 1 if values["strict_ddp_mode"] else stage,
+            "zero_stage": 1 if values.get("strict_ddp_mode") else stage,
         }
         group = values.get("zero_group", values.get("process_group"))
-        super().__init__(module, {**options, **own}, group, bool(values["force_outputs_fp32"]))
+        super().__init__(module, {**options, **own}, group, bool(values.get("force_outputs_fp32")))
 
     @staticmethod
     def set_params_to_ignore(params_to_ignore: Iterable[torch.Tensor]) -> None:
@@ -393,6 +394,7 @@ class GeminiOptimizer(
     def __init__(self, *positional: Any, **arguments: Any) -> None:
         given = self._given(positional, arguments)
         optimizer, model = given.pop("optim"), given.pop("module")
-        values = keys.GEMINI_OPTIMIZER.read({n: v for n, v in given.items() if v is not None})
-        clipping = values.pop("max_norm"), values.pop("norm_type")
+        given = {n: v for n, v in given.items() if v is not None or n in arguments}
+        values = keys.GEMINI_OPTIMIZER.read(given)
+        clipping = values.pop("max_norm", 0.0), values.pop("norm_type", 2.0)
         super().__init__(model, optimizer, values, *clipping)

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from hetero.api.access import grads, masters
 from hetero.api.optimizer import HybridOptimizer
 from hetero.api.whole_state import export_states, import_states, store_values
+from hetero.compat.key_table import log_not_needed
 from hetero.compat.key_table import logger as logger
 from hetero.compat.ranks import rank, ranks
 from hetero.runtime.engine import Engine
@@ -162,6 +163,7 @@ def get_z3_leaf_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 def set_z3_leaf_module(model: torch.nn.Module, flag: bool) -> None:
     """Marks a module, or takes its mark away."""
+    log_not_needed("set_z3_leaf_modules", "parameters come in wherever they are used")
     setattr(model, _MARK, flag)
 
 

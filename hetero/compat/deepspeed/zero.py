@@ -75,7 +75,7 @@ class Init(EarlyContext):
             join()
         if data_parallel_group is None and mpu is not None:
             data_parallel_group = mpu.get_data_parallel_group()
-        device = str(remote_device)
+        device = str(getattr(remote_device, "value", remote_device))  # as OffloadDeviceEnum has it
         if device not in ("None", "none", "cpu", "nvme") and not device.startswith("cuda"):
             raise ValueError(
                 f"remote_device must be None, 'none', 'cpu', 'nvme' or 'cuda', not {device!r}"

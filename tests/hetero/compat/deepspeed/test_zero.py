@@ -12,6 +12,7 @@ from torch import nn
 
 import hetero
 from hetero.compat import deepspeed
+from hetero.compat.deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from hetero.compat.key_table import forget_logged
 from hetero.stand_ins.construction_uses import arena_of
 from tests.support.training.small_net import Net, assert_same, loss_of, plain
@@ -31,7 +32,7 @@ def expected() -> Net:
     return model
 
 
-@pytest.mark.parametrize("remote", [None, "none", "cpu", "nvme", "cuda:0"])
+@pytest.mark.parametrize("remote", [None, "none", "cpu", OffloadDeviceEnum.nvme, "cuda:0"])
 def test_options_may_come_with_initialize(
     remote: str | None, tmp_path: Path, nothing_left: None
 ) -> None:
