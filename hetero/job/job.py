@@ -172,7 +172,6 @@ def make_setting(
     facts = replace(facts, planned_steps=planned, trained_params=trained)
     return Setting(
         **vars(facts),
-        vocab_size=built.source.vocab_size,
         threads=threads,
         engine=engine.io_engine,
         isa=isa,

@@ -28,7 +28,6 @@ class Setting(RunFacts):
     isa: str
     budget_bytes: dict[str, int | None]  # per tier; None is no limit
     notes: tuple[str, ...]  # fallbacks worth knowing
-    vocab_size: int
     tokens_per_step: int  # of all ranks
     data: str
     nvme_path: str | None  # several with commas between

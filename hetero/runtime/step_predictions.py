@@ -50,18 +50,17 @@ class StepPredictions:
         self.learned = LearnedRates(lambda: counters_of(chunk_groups, backend, activations), clock)
         self._has_noted = False
 
-    def plans(self, grad_factors: bool = False) -> list[Plan]:
+    def plans(self) -> list[Plan]:
         """Each chunk group's placement with the step that is predicted for it, main one first.
 
-        None if neither a saved profile nor steps say how fast anything is. `grad_factors`: steps
-        take the norm of all gradients.
+        Empty if neither a saved profile nor steps say how fast anything is.
         """
         groups = self._group_plans()
         rates = self._saved_profile() or self._learned(groups)
         if rates is None:
             return []
         try:
-            return self._plans(groups, rates, grad_factors)
+            return self._plans(groups, rates)
         except ValueError:  # the profile says nothing about what is used
             return []
 
@@ -107,9 +106,7 @@ class StepPredictions:
             note += f"; one more GiB of host_memory is predicted to save {saved_s:.2g} s"
         self._shared.notes.append(f"{note} (engine.explain() has the figures)")
 
-    def _plans(
-        self, groups: Sequence[ChunkGroupPlan], rates: Rates, grad_factors: bool
-    ) -> list[Plan]:
+    def _plans(self, groups: Sequence[ChunkGroupPlan], rates: Rates) -> list[Plan]:
         made, network = self._tracer.latest, None
         if isinstance(rates, Profile):
             several_machines = self._world.is_on_several_machines
@@ -124,7 +121,6 @@ class StepPredictions:
             None if made is None else made.computing,
             prefetch=config.debugging.prefetch,
             overlap=config.debugging.overlap,
-            grad_factors=grad_factors,
             network_bytes_per_s=network,
         )
 

@@ -17,7 +17,6 @@ def make_result(steps: int, host_budget: int | None = 300 * MIB, ranks: int = 1)
         params=10_000_000,
         plain_bytes=160_000_000,
         plain_tier=Tier.HOST,
-        vocab_size=256,
         dtype="bf16",
         policy="nvme",
         threads=2,
