@@ -3,12 +3,13 @@
 usage: python -m bench.peers_tests PEER --repo FOLDER [TEST ...] [-k EXPRESSION] [--timeout-s 1800]
                                    [--json FILE]
 
-PEER is deepspeed, colossalai or accelerate. FOLDER is the project's repository. A TEST is a file,
-or a file::test, relative to the folder that the project's tests are run in; without any, the usual
-ones are run. Packages that only tests import must be installed (py-cpuinfo and hjson for
-DeepSpeed's). Prints, for each file, how many tests passed, were refused by name, failed, or need
-what hetero has not (the project's insides, or a device), and lists the reasons. --timeout-s is of
-each file. --json writes every test's outcome. The exit code is 1 if a test failed.
+PEER is deepspeed, colossalai, accelerate, transformers or pytorch. FOLDER is the project's
+repository. A TEST is a file, or a file::test, relative to the folder that the project's tests are
+run in; without any, the usual ones are run. Packages that only tests import must be installed:
+parameterized for transformers, expecttest for pytorch. Prints, for each file, how many tests
+passed, were refused by name, failed, or need what hetero has not (the project's insides, or a
+device), and lists the reasons. --timeout-s is of each file. --json writes every test's outcome. The
+exit code is 1 if a test failed.
 """
 
 from __future__ import annotations

@@ -113,6 +113,12 @@ def _test_kit() -> dict[str, Any]:
     return {**theirs, "parameterize": _parameterize}
 
 
+def _set_seed(seed: int) -> object:
+    import torch
+
+    return torch.manual_seed(seed)
+
+
 # apex
 
 
@@ -195,7 +201,7 @@ _NAMES: Mapping[str, Callable[[], Mapping[str, Any]]] = {
     },
     "colossalai.accelerator": lambda: {"get_accelerator": _accelerator},
     "colossalai.testing": _test_kit,
-    "colossalai.utils": lambda: {"set_seed": importlib.import_module("torch").manual_seed},
+    "colossalai.utils": lambda: {"set_seed": _set_seed},
     "colossalai.zero.gemini.chunk": lambda: {"search_chunk_configuration": _chunks},
     "colossalai.legacy.amp": lambda: {"convert_to_apex_amp": _apex},
     "apex": lambda: {"amp": importlib.import_module("apex.amp")},

@@ -6,9 +6,11 @@ imported inside of them: earlier, and the overlays of torch's own modules would 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
+from unittest import TestCase
 
 
 class NotThere(Exception):
@@ -65,7 +67,7 @@ def device_is_cpu(module: ModuleType) -> None:
     module.current_device = lambda: torch.device("cpu")  # type: ignore[attr-defined]
 
 
-# Accelerate
+# Accelerate and Transformers
 
 
 def accelerator(module: ModuleType) -> None:
@@ -87,3 +89,152 @@ def accelerator(module: ModuleType) -> None:
             return super().prepare(*given, **options)
 
     module.Accelerator = Managed  # type: ignore[attr-defined]
+
+
+def trainer(module: ModuleType) -> None:
+    """Trainer is hetero's, in fp32 and in RAM; logs, which tests compare, have no figures of it."""
+    import transformers
+
+    from hetero.compat.optimizers import hybrid_optimizer
+    from hetero.integrations.trainer import HeteroTrainerMixin
+
+    plain: Any = module.Trainer
+
+    class Managed(HeteroTrainerMixin, plain):  # type: ignore[misc]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            options = {"dtype": "fp32", "placement_policy": "cpu"}
+            optimizer, _ = kwargs.get("optimizers", (None, None))
+            if optimizer is not None:
+                hybrid_optimizer(optimizer)
+            super().__init__(*args, hetero_config=options, **kwargs)
+
+        def log(self, *args: Any, **kwargs: Any) -> None:
+            plain.log(self, *args, **kwargs)
+
+    # (The package keeps the name's value since hetero's own module has asked for it.)
+    module.Trainer = transformers.Trainer = Managed  # type: ignore[attr-defined, misc]
+
+
+def trainer_checkpoints(module: ModuleType) -> None:
+    """The tests look for the files of hetero's checkpoints."""
+
+    def check(
+        case: Any, output_dir: str, freq: int, total: int, is_pretrained: bool = True, **_: Any
+    ) -> None:
+        files = {"model.safetensors", "training_args.bin", "trainer_state.json", "hetero"}
+        files |= {"config.json"} if is_pretrained else set()
+        for step in range(freq, total, freq):
+            assert files <= set(os.listdir(f"{output_dir}/checkpoint-{step}"))
+
+    module.TrainerIntegrationCommon.check_saved_checkpoints = check
+
+
+# PyTorch: a test's optimizers of sharded modules are hetero's, and it compares whole values
+
+_FSDP2_NAMES = (
+    "CPUOffloadPolicy FSDPModule MixedPrecisionPolicy OffloadPolicy UnshardHandle fully_shard"
+    " register_fsdp_forward_method share_comm_ctx"
+)
+
+
+def fully_shard(module: ModuleType) -> None:
+    """FSDP2's names are hetero's; a model that has no optimizer at its first forward gets one."""
+    from hetero.api.optimizer import unmanaged
+    from hetero.compat import fsdp
+
+    for name in _FSDP2_NAMES.split():
+        setattr(module, name, getattr(fsdp, name))
+    initialize, kept = fsdp._initialize, []
+
+    def with_optimizer(root: Any) -> None:
+        trained = [param for param in root.parameters() if param.requires_grad]
+        updated = {
+            id(p) for each in unmanaged for group in each.param_groups for p in group["params"]
+        }
+        if trained and updated.isdisjoint(map(id, trained)):
+            kept.append(fsdp.optim.SGD(trained, lr=0.0))
+        initialize(root)
+
+    fsdp._initialize = with_optimizer
+
+
+def optimizers_of_shards(module: ModuleType) -> None:
+    """Optimizers of sharded modules are hetero's from their beginning."""
+
+    def then_managed(kind: Any, init: Callable[..., None]) -> Callable[..., None]:
+        def made(self: Any, *args: Any, **options: Any) -> None:
+            init(self, *args, **options)
+            if type(self) is not kind:
+                return
+            from hetero.api.optimizer import unmanaged
+            from hetero.compat import fsdp
+            from hetero.compat.optimizers import hybrid_optimizer
+
+            sharded = {id(param) for each in fsdp._sharded for param in each.parameters()}
+            if any(id(p) in sharded for group in self.param_groups for p in group["params"]):
+                unmanaged.add(hybrid_optimizer(self))
+
+        return made
+
+    for name in ("Adam", "AdamW", "SGD"):
+        kind = getattr(module, name)
+        kind.__init__ = then_managed(kind, kind.__init__)
+
+
+def without_gpus(module: ModuleType) -> None:
+    """Tests that ask for GPUs run on the CPU."""
+    module.skip_if_lt_x_gpu = lambda *_, **__: lambda test: test  # type: ignore[attr-defined]
+
+
+def whole_values(module: ModuleType) -> None:
+    """The test kit starts few ranks, and compares whole parameters and gradients."""
+    test: Any = module.FSDPTest
+    test._run = classmethod(module.FSDPTestMixin._run.__func__)
+
+    def with_ranks(most: int) -> Callable[[Any], None]:
+        def limit(kind: Any) -> None:
+            own = kind.__dict__.get("world_size")
+            if own is not None:
+                # (0 is the number of GPUs.)
+                kind.world_size = property(lambda test: min(most, own.fget(test) or most))
+
+        return limit
+
+    for kind, most in ((test, 2), (module.FSDPTestMultiThread, 1)):
+        kind.__init_subclass__ = classmethod(with_ranks(most))
+        kind.assertIsInstance = _assert_is_instance
+    module.check_sharded_parity = _check_parity  # type: ignore[attr-defined]
+
+
+_is_instance = TestCase.assertIsInstance
+
+
+def _assert_is_instance(case: TestCase, value: object, kind: Any, msg: Any = None) -> None:
+    """assertIsInstance(), which says of itself that hetero's parameters are not DTensors."""
+    if getattr(kind, "__name__", "") == "DTensor" and not isinstance(value, kind):
+        raise NotThere("parameters that are DTensors")
+    _is_instance(case, value, kind, msg)
+
+
+def _check_parity(
+    case: Any, replicated: Any, sharded: Any, prefixes_to_ignore: tuple[str, ...] = ()
+) -> None:
+    """The test kit's check_sharded_parity(), which compares parts of DTensors."""
+    from torch.testing import assert_close
+
+    import hetero
+
+    pairs = zip(replicated.named_parameters(), sharded.named_parameters(), strict=True)
+    for (expected_name, expected), (name, param) in pairs:
+        for prefix in prefixes_to_ignore:
+            name = name.replace(prefix, "")
+        assert name == expected_name
+        if not hasattr(param, "_hetero_engine"):
+            assert_close(param, expected)
+            continue
+        with hetero.gathered(param):
+            assert_close(param, expected)
+        if expected.grad is None:
+            assert param.grad is None
+        else:
+            assert_close(hetero.grads(param)[0], expected.grad)

@@ -38,14 +38,30 @@ def _tests(text: str) -> tuple[str, ...]:
 
 
 # Models of ColossalAI's tests that no test here uses, and that other packages or the network bring.
-_OTHER_MODELS = ["diffusers", "timm", "torchaudio", "torchvision"]
-_OTHER_MODELS += [
-    f"transformers.{name}"
-    for name in (
-        *("albert", "blip2", "bloom", "chatglm2", "command", "deepseek", "deepseek_v3", "falcon"),
-        *("gptj", "llama", "mistral", "mixtral", "opt", "qwen2", "qwen3", "sam", "t5", "vit"),
-        "whisper",
-    )
+_OTHER_MODELS = [
+    "diffusers",
+    "timm",
+    "torchaudio",
+    "torchvision",
+    "transformers.albert",
+    "transformers.blip2",
+    "transformers.bloom",
+    "transformers.chatglm2",
+    "transformers.command",
+    "transformers.deepseek",
+    "transformers.deepseek_v3",
+    "transformers.falcon",
+    "transformers.gptj",
+    "transformers.llama",
+    "transformers.mistral",
+    "transformers.mixtral",
+    "transformers.opt",
+    "transformers.qwen2",
+    "transformers.qwen3",
+    "transformers.sam",
+    "transformers.t5",
+    "transformers.vit",
+    "transformers.whisper",
 ]
 
 PEERS: Mapping[str, Peer] = {
@@ -104,5 +120,33 @@ PEERS: Mapping[str, Peer] = {
         _tests(". scheduler state_checkpointing optimizer grad_sync"),
         overlays={"accelerate": overlays.accelerator},
         internals=r"has no attribute '_\w+'",
+    ),
+    "transformers": Peer(
+        _tests("""
+            tests/trainer trainer trainer_optimizers trainer_checkpointing trainer_callback
+            tests/trainer trainer_evaluation
+        """),
+        folder=".",
+        overlays={
+            "transformers.trainer": overlays.trainer,
+            "tests.trainer.trainer_test_utils": overlays.trainer_checkpoints,
+        },
+    ),
+    # Tests of fully_shard(), on the CPU. Ranks are processes, two at most; where the tests' ranks
+    # are threads, there is one.
+    "pytorch": Peer(
+        _tests("""
+            . fully_shard_init fully_shard_state fully_shard_training fully_shard_clip_grad_norm_
+            . fully_shard_frozen fully_shard_grad_scaler fully_shard_state_dict
+            . fully_shard_ignore_params
+        """),
+        folder="test/distributed/_composable/fsdp",
+        overlays={
+            "torch.distributed.fsdp": overlays.fully_shard,
+            "torch.optim": overlays.optimizers_of_shards,
+            "torch.testing._internal.common_distributed": overlays.without_gpus,
+            "torch.testing._internal.common_fsdp": overlays.whole_values,
+        },
+        internals=r"full_tensor|to_local|_local_tensor|_spec|placements|device_mesh|'_\w+'|'state'",
     ),
 }

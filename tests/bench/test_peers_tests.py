@@ -83,14 +83,52 @@ from colossalai.nn.optimizer import HybridAdam
 def test_names_are_heteros():
     assert HybridAdam.__module__.startswith("hetero.")
 """
+TRAINER = """
+import transformers.trainer  # before the package is asked for the name
+from hetero.integrations.trainer import HeteroTrainerMixin
+from transformers import Trainer
+
+def test_trainers_are_heteros():
+    assert issubclass(Trainer, HeteroTrainerMixin)
+    assert transformers.trainer.Trainer is Trainer
+"""
+FULLY_SHARD = """
+import torch
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+def test_it_is_heteros():
+    plain = torch.nn.Linear(2, 2)
+    torch.optim.Adam(plain.parameters())
+    model = fully_shard(torch.nn.Linear(2, 2))
+    before = model.weight.detach().clone()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.5)
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    assert isinstance(model, FSDPModule)
+    assert model.weight._hetero_engine is optimizer.engine
+    assert not torch.equal(model.weight, before)
+    assert not hasattr(plain.weight, "_hetero_engine")
+    optimizer.engine.close()
+
+def test_without_optimizer():
+    model = fully_shard(torch.nn.Linear(2, 2))
+    model(torch.ones(2)).sum().backward()
+    assert model.weight.grad.tolist() == [[1, 1], [1, 1]]
+    model.weight._hetero_engine.close()
+"""
 
 
 @pytest.mark.parametrize(
-    ("peer", "tests"), [("accelerate", ACCELERATE), ("colossalai", COLOSSALAI)]
+    ("peer", "module", "tests"),
+    [
+        ("accelerate", "accelerate", ACCELERATE),
+        ("colossalai", "torch", COLOSSALAI),
+        ("transformers", "transformers", TRAINER),
+        ("pytorch", "torch", FULLY_SHARD),
+    ],
 )
-def test_overlays(peer: str, tests: str, tmp_path: Path) -> None:
-    if peer == "accelerate":
-        pytest.importorskip(peer)
+def test_overlays(peer: str, module: str, tests: str, tmp_path: Path) -> None:
+    pytest.importorskip(module)
     (tmp_path / PEERS[peer].folder).mkdir(parents=True, exist_ok=True)
     (tmp_path / PEERS[peer].folder / "test_some.py").write_text(tests)
     results = tmp_path / "results.jsonl"
