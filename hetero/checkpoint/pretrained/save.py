@@ -25,7 +25,7 @@ from hetero.api.whole_state import PART_NUMEL, Piece, read_own_parts
 from hetero.checkpoint.manifest import TensorRecord
 from hetero.checkpoint.pretrained.safetensors_checkpoint import INDEX_NAME
 from hetero.checkpoint.pretrained.tensor_names import named_tensors, names_to_write, unwrapped
-from hetero.checkpoint.pretrained.weight_files import METADATA, OpenFiles, Place, WeightFiles
+from hetero.checkpoint.pretrained.weight_files import METADATA, FilePlace, OpenFiles, WeightFiles
 from hetero.checkpoint.safetensors_header import read
 from hetero.chunks.dtypes import torch_dtype
 from hetero.runtime.engine import Engine
@@ -135,8 +135,8 @@ class _Plan:
 
     dtype: torch.dtype
     files: WeightFiles
-    managed: Mapping[ManagedParam, list[Place]]
-    plain: Sequence[tuple[torch.Tensor, Place]]
+    managed: Mapping[ManagedParam, list[FilePlace]]
+    plain: Sequence[tuple[torch.Tensor, FilePlace]]
 
     @classmethod
     def of(
@@ -160,8 +160,8 @@ class _Plan:
             own = tensors[name].dtype if known is None else given or known.dtype
             records[name] = TensorRecord(tuple(tensors[name].shape), own)
         files = WeightFiles.of(records, most_bytes)
-        managed: dict[ManagedParam, list[Place]] = {}
-        plain: list[tuple[torch.Tensor, Place]] = []
+        managed: dict[ManagedParam, list[FilePlace]] = {}
+        plain: list[tuple[torch.Tensor, FilePlace]] = []
         for name, place in files.places.items():
             known = engine.params.known(tensors[name])
             if known is None:

@@ -20,7 +20,7 @@ METADATA = {"format": "pt", "writer": "hetero"}
 
 
 @dataclass(frozen=True)
-class Place:
+class FilePlace:
     """Where a tensor goes: byte `offset` of a file, in a dtype."""
 
     file: str
@@ -40,7 +40,7 @@ class WeightFiles:
 
     heads: Mapping[str, bytes]
     nbytes: Mapping[str, int]
-    places: Mapping[str, Place]
+    places: Mapping[str, FilePlace]
 
     @classmethod
     def of(cls, tensors: Mapping[str, TensorRecord], most_bytes: int) -> WeightFiles:
@@ -68,7 +68,7 @@ class WeightFiles:
             heads[file], header = encode(described, METADATA)
             sizes[file] = header.file_bytes
             for name, entry in header.entries.items():
-                places[name] = Place(file, header.data_offset + entry.begin, entry.dtype)
+                places[name] = FilePlace(file, header.data_offset + entry.begin, entry.dtype)
         return cls(heads, sizes, places)
 
     @property
@@ -105,7 +105,7 @@ class OpenFiles:
             self.close()
             raise
 
-    def write(self, place: Place, begin: int, values: torch.Tensor) -> None:
+    def write(self, place: FilePlace, begin: int, values: torch.Tensor) -> None:
         """Writes a tensor's flat elements from number `begin` on. Raises OSError."""
         dense = values.detach().to("cpu", place.dtype).contiguous()
         if not dense.numel():

@@ -142,7 +142,7 @@ def test_a_forked_child_can_end(tmp_path: Path, end: str) -> None:
     if child == 0:
         code = 1
         try:
-            engine.close() if end == "close" else engine._outlive()
+            engine.close() if end == "close" else engine.lifetime._outlive()
             code = 0
         finally:
             os._exit(code)

@@ -312,7 +312,7 @@ def test_what_is_due_first(tmp_path: Path, overlap: str) -> None:
     chunks, grad, due_of = (
         engine.layout.chunks,
         engine.placement.grad,
-        engine.chunk_groups[0].update_tasks.priority,
+        engine.chunk_groups[0].update_tasks._order.priority,
     )
     assert grad.count(Tier.DISK) > 5
     assert grad.count(Tier.HOST) > 5
