@@ -31,7 +31,11 @@ HEADERS = [
     "update/isa/vec_operators.h",
     "update/isa/vec_scalar.h",
     "update/kernels/kernels.h",
-    *sorted(f"update/kernels/{path.name}" for path in NATIVE.glob("update/kernels/*.inl.h")),
+    *sorted(
+        f"update/kernels/{path.name}"
+        for path in NATIVE.glob("update/kernels/*.inl.h")
+        if path.name != "make_kernels.inl.h"  # the CPU's tables of kernels
+    ),
 ]
 # By the name that the kernels include them by.
 FILES = {
