@@ -58,9 +58,6 @@ LANE_COLOURS = {
     "d2h": TIER_COLOURS[Tier.HOST],
 }
 
-# Series that are none of these, as contenders and counts of ranks; markers tell them apart, too.
-SERIES_COLOURS = ("#1153C5", "#E86F05", "#169D59", "#DF6ABC", "#56C9FB")
-
 
 def ink_on(colour: str) -> str:
     """The colour of words on a ground: dark or white, whichever has more contrast."""

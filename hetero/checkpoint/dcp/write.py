@@ -101,7 +101,8 @@ class DcpWrite:
                 path, dtype = self._written[key]
                 shape, done = tensors[key].shape, 0
                 for box in boxes_of(shape, begin, end) if end > begin else ():
-                    part = flat[done : done + box.numel].to(device="cpu", dtype=dtype)
+                    # (A copy: torch.save() writes all of a view's memory.)
+                    part = flat[done : done + box.numel].to(device="cpu", dtype=dtype, copy=True)
                     self._write_box(stream, path, shape, box, part.view(box.sizes))
                     done += box.numel
             stream.flush()
@@ -143,8 +144,7 @@ class DcpWrite:
         made = TensorStorageMetadata(properties, torch.Size(shape), [])
         entry = self._part.entries.setdefault(key, made)
         entry.chunks.append(ChunkStorageMetadata(offsets, torch.Size(box.sizes)))
-        # (A copy: torch.save() writes all of a view's memory.)
-        self._part.places[MetadataIndex(key, offsets)] = self._save(stream, value.clone())
+        self._part.places[MetadataIndex(key, offsets)] = self._save(stream, value)
 
     def _save(self, stream: Any, value: Any) -> _StorageInfo:
         content = io.BytesIO()

@@ -2,32 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import os
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[3]
+from tests.support.checkpoint.soak import soak
+from tests.support.ranks.processes import run_forked
+
 MIB = 1 << 20
 
 
 @pytest.mark.parametrize("seconds", [3, pytest.param(1800, marks=pytest.mark.extra)])
 def test_soak(seconds: int, tmp_path: Path) -> None:
     """The longest lives have, after 2,000 steps, the descriptors of the 200th, and its memory."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.support.checkpoint.soak", str(tmp_path), str(seconds), "0"],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = run_forked(soak, tmp_path, seconds, 0, timeout_s=seconds + 3000)
     assert found["same"]
     assert found["steps"] >= 20
     assert set(found["happened"]) <= {

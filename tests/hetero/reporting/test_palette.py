@@ -17,7 +17,6 @@ from hetero.reporting.palette import (
     PHASE_COLOURS,
     QUIET,
     REST_COLOUR,
-    SERIES_COLOURS,
     TIER_COLOURS,
     ink_on,
 )
@@ -56,7 +55,6 @@ TOGETHER = {
     "kinds": list(KIND_COLOURS.values()),
     "phases": [*PHASE_COLOURS.values(), REST_COLOUR],
     "tiers": [*TIER_COLOURS.values(), GROUND],
-    "series": list(SERIES_COLOURS),
     "drawing of a step": [
         *list(KIND_COLOURS.values())[:3],
         PHASE_COLOURS["forward"],

@@ -12,7 +12,7 @@ from torch import nn
 
 import hetero
 
-# Of hetero and offload in the main thread; generators count at each resumption. Now some 4,970:
+# Of hetero and offload in the main thread; generators count at each resumption. Now some 5,020:
 # which chunks are read ahead depends on what is written by then.
 MOST_CALLS = 5_200
 MOST_FILES = 51

@@ -4,9 +4,7 @@
 
 It saves, waiting or not, loads what it has saved, evaluates, moves its homes, commits, and is
 killed, again and again. Children are forks, as in crashing.py. When the time is over the same
-number of steps is made without any of that. Prints as JSON how often what happened, whether the
-masters are the same, and of the longest lives how much resident memory and how many descriptors
-they had after a tenth of their steps, and in the end.
+number of steps is made without any of that. Prints what soak() returns, as JSON.
 """
 
 from __future__ import annotations
@@ -150,8 +148,13 @@ def one_life(folder: Path, until_s: float, seed: int) -> tuple[bool, list[dict[s
     return status != 0, [json.loads(line) for line in whole.splitlines()]
 
 
-def main(folder: Path, seconds: float, seed: int) -> None:
-    """Lives until the time is over and a life has ended by itself, then the same undisturbed."""
+def soak(folder: Path, seconds: float, seed: int) -> dict[str, Any]:
+    """Lives until the time is over and a life has ended by itself, then the same undisturbed.
+
+    Returns how often what happened, whether the masters are the same, and of the longest lives how
+    much resident memory and how many descriptors they had after a tenth of their steps, and in the
+    end.
+    """
     until_s, happened, growth = time.monotonic() + seconds, Counter[str](), list[Any]()
     number = 0
     while time.monotonic() < until_s or happened["kills"] == happened["lives"]:
@@ -172,8 +175,8 @@ def main(folder: Path, seconds: float, seed: int) -> None:
     steps = soaked.made
     for life in (soaked, plain):
         life.optimizer.engine.close()
-    print(json.dumps({"steps": steps, "happened": happened, "same": same, "growth": growth}))
+    return {"steps": steps, "happened": happened, "same": same, "growth": growth}
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]))
+    print(json.dumps(soak(Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]))))
