@@ -84,8 +84,8 @@ class Config:
             that is an error. With a separate device, an eighth of device_memory is for them, too.
         recompute: which of the model's blocks, alike modules in a ModuleList or Sequential, compute
             their forward again in backward, so that less has to be kept or brought back. Only where
-            activations have a budget. "auto" (default): as many as make a step shortest, by the
-            bytes and seconds that steps have shown; engine.explain() says which. "none"; "all"; or
+            activations have a budget. "auto" (default): as many as it takes for the rest to fit
+            where compute happens; engine.explain() says how many. "none"; "all"; or
             patterns of modules' names (["*.layers.*"]), from which to choose as "auto" does.
         device_memory: hard limit of device memory: for parameters while they are used, gradients
             on their way to RAM, and what has its home there. Needed by "emulated". Default with

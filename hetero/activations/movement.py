@@ -490,11 +490,6 @@ class Movement:
     # Numbers
 
     @property
-    def elsewhere_bytes(self) -> int:
-        """The bytes that may be in slots of RAM that is not where compute happens."""
-        return 0 if self._devices is None else self._limits.host_bytes
-
-    @property
     def fixed_bytes(self) -> int:
         """Of slots of RAM, the bytes that were taken in one piece and are not given back."""
         return 0 if self._devices is None else self._ram.pool.charged_bytes

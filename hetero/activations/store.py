@@ -369,11 +369,6 @@ class ActivationStore:
         return self.movement.kept_limit(self._kept.largest_bytes)
 
     @property
-    def elsewhere_bytes(self) -> int | None:
-        """What may have left; None: any number of bytes, to the file."""
-        return None if self.movement.file is not None else self.movement.elsewhere_bytes
-
-    @property
     def moved_bytes(self) -> tuple[int, int, int, int]:
         """Bytes so far: to a device and from it, and read from NVMe and written there."""
         file = self.movement.file

@@ -216,10 +216,9 @@ def choose_for_memory(
     mine = config.process_bytes(ranks.local)
     limit = min(ranks.gather(math.inf if mine is None else mine))
     if math.isfinite(limit) and options.activation_memory is None and options.recompute == "auto":
-        elsewhere = " or goes to NVMe, whichever is faster" if config.nvme_paths else ""
         notes.append(
             f"activations are part of the {format_bytes(limit)} of the process: what finds no room "
-            f"is computed again in backward{elsewhere} (--recompute none: never)"
+            f"is computed again in backward (--recompute none: never)"
         )
     whole = _LOGIT_BYTES * options.batch_size * options.seq_len * vocab_size
     if options.tiled_loss is not None or whole <= limit / 4:

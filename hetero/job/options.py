@@ -140,7 +140,7 @@ class TrainOptions:
     )
     recompute: str = _option(
         "which layers compute their forward again in backward, where --activation-memory or"
-        " --process-memory limits what is kept: auto (as many as make a step shortest), none or"
+        " --process-memory limits what is kept: auto (as many as the rest needs to fit), none or"
         " all. The same bits in all cases",
         RECOMPUTE[0],
         choices=RECOMPUTE,

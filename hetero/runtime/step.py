@@ -164,7 +164,7 @@ class StepWatch:
         for chunk_group in chunk_groups:
             chunk_group.order.end_step()
         self.predictions.end_step()
-        self.recompute.end_step(self.tracer.latest, self.predictions.learned.per_step)
+        self.recompute.end_step()
         self.budget_moves.end_step(host_bytes, device_bytes)
         for listener in self.listeners:
             listener()

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import hetero
-from hetero.runtime.recompute.policy import Forward
+from hetero.runtime.recompute.recompute import Forward
 from tests.support.training.loops import build
 
 

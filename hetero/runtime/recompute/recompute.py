@@ -1,13 +1,18 @@
-"""Blocks of an engine's model that are computed again in backward, as its options want."""
+"""Blocks of an engine's model that are computed again in backward, as its options want.
+
+Bytes alone decide, so all ranks decide alike, and step after step the same. In a first forward
+nobody knows what it saves, so every call is made again whose kind was seen. Then the earliest calls
+are, as many as it takes for what is saved to fit where compute happens: backward needs the last
+ones first, and frees what they have kept before it computes another one again.
+"""
 
 from __future__ import annotations
 
 import difflib
 import threading
-import time
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -15,20 +20,17 @@ import torch
 
 from hetero.activations.store import ActivationStore
 from hetero.chunk_groups.chunk_group import Shared
-from hetero.runtime.learned_rates import Counters
 from hetero.runtime.modules.param_registry import ParamRegistry
 from hetero.runtime.modules.saved_tensors import SavedTensors
-from hetero.runtime.recompute.call_record import (
+from hetero.runtime.recompute.repeatable_call import (
     Arguments,
     CallState,
-    Reach,
+    RepeatableCall,
     Surroundings,
     version_of,
 )
-from hetero.runtime.recompute.policy import CallCost, Expected, Forward, RecomputePolicy, SeenStep
-from hetero.runtime.recompute.repeatable_call import RepeatableCall
-from hetero.runtime.step_tracer import MeasuredStep
 from offload.errors import HeteroError
+from offload.memory.sizes import format_bytes
 
 _CONTAINERS = (torch.nn.ModuleList, torch.nn.Sequential)
 
@@ -126,8 +128,78 @@ def _kind(module: torch.nn.Module) -> Hashable:
     return _likeness(module), tuple(map(type, module.modules()))
 
 
+@dataclass(frozen=True)
+class CallCost:
+    """What one call of a block saves.
+
+    Attributes:
+        saved_bytes: for backward if it is not computed again, its input included as far as nothing
+            else has saved that.
+        size_bytes: of its input, which alone is saved if it is.
+        is_repeatable: whether it can be computed again.
+    """
+
+    saved_bytes: int
+    size_bytes: int
+    is_repeatable: bool = True
+
+
+def choose(calls: Sequence[CallCost], kept_bytes: float, share: float = 1.0) -> list[bool]:
+    """By call of one forward, in their order, whether it is computed again.
+
+    Args:
+        calls: as they were for other inputs.
+        kept_bytes: what they may keep together where compute happens; less than 0 if others need
+            more.
+        share: how many times as large the inputs are now.
+    """
+    excess = share * sum(call.saved_bytes for call in calls) - kept_bytes
+    chosen = []
+    for call in calls:
+        again = excess > 0 and call.is_repeatable
+        if again:
+            excess -= share * (call.saved_bytes - call.size_bytes)
+        chosen.append(again)
+    return chosen
+
+
+@dataclass
+class Forward:
+    """The calls that one forward of the model has made so far.
+
+    Attributes:
+        thread: which makes them; 0: none does.
+        began_bytes: what all forwards had saved for backward when it began.
+        held_bytes: what other graphs kept where compute happens when it began.
+        costs: of each call.
+        recomputed: whether it is computed again.
+        in_calls_bytes: what was saved in calls.
+        other_bytes: what was saved beside them, by the model's head and loss, say; None: it has not
+            ended.
+    """
+
+    thread: int = 0
+    began_bytes: int = 0
+    held_bytes: int = 0
+    costs: list[CallCost] = field(default_factory=list)
+    recomputed: list[bool] = field(default_factory=list)
+    in_calls_bytes: int = 0
+    other_bytes: int | None = None
+
+    def add(self, cost: CallCost, recomputed: bool, saved_bytes: int) -> None:
+        """Another call, in which so many bytes were saved."""
+        self.costs.append(cost)
+        self.recomputed.append(recomputed)
+        self.in_calls_bytes += saved_bytes
+
+    def end(self, saved_bytes: int) -> None:
+        """No more calls come; all forwards have saved so many bytes now."""
+        self.other_bytes = max(0, saved_bytes - self.began_bytes - self.in_calls_bytes)
+
+
 _Key = tuple[int, Hashable]  # a block's kind, and its calls' kind
 _DIFFERED = "they have saved other values when they were"
+_MORE_BYTES = 1 << 30
 
 
 class CallKinds:
@@ -152,10 +224,10 @@ class CallKinds:
         self._never.add(key)
         self._note(f"{block.name} and blocks like it are not computed again in backward: {why}")
 
-    def note_odd(self, block: Block, arguments: Arguments, expected: Expected, room: int) -> None:
+    def note_odd(self, block: Block, arguments: Arguments) -> None:
         """Says why a call cannot be made again, where that would save something."""
         odd = arguments.odd_one
-        if odd is not None and sum(cost.saved_bytes for cost in expected.costs) > room:
+        if odd is not None:
             self._note(
                 f"{block.name} and blocks like it are not computed again in backward, because they "
                 f"are given a {type(odd).__name__}, which may have changed by then; for a cache of "
@@ -182,8 +254,7 @@ class BlockCalls:
         params: ParamRegistry,
         saved_tensors: SavedTensors,
         activations: ActivationStore,
-        policy: RecomputePolicy,
-        waits_s: Callable[[], float],
+        is_all: bool,
         notes: list[str],
     ) -> None:
         """Replaces the blocks' calls until remove().
@@ -193,18 +264,15 @@ class BlockCalls:
             params: all managed ones.
             saved_tensors: the hooks without which nothing is computed again.
             activations: has what the blocks save.
-            policy: decides for each call.
-            waits_s: seconds for which compute has waited so far; they are no cost of a call.
+            is_all: all calls are computed again that can be.
             notes: lines for the user, to append to.
         """
         self.blocks = blocks
         self._params = params
         self._saved_tensors = saved_tensors
         self._activations = activations
-        self._policy = policy
-        self._waits_s = waits_s
+        self._is_all = is_all
         self._kinds = CallKinds(notes)
-        self._generators: dict[str, list[Any]] = {}  # by block, those of random numbers
         self._steps = 0  # of the optimizer
         self._forward = Forward()
         self.latest = self._forward  # that has ended
@@ -236,15 +304,23 @@ class BlockCalls:
         self.end_forward()
         self._steps += 1
 
-    def _expected(self) -> Expected:
-        """By the forward before this one; or else by the calls made so far, and one of each block
-        that is left."""
-        latest, made = self.latest, self._forward
-        if latest.costs:
-            return Expected(latest.costs, latest.other_bytes, made.held_bytes)
-        by_kind = {kind: cost for (kind, _), cost in self._kinds.seen.items()}
-        later = [by_kind[b.kind] for b in self.blocks[len(made.costs) :] if b.kind in by_kind]
-        return Expected(made.costs + later, None, made.held_bytes)
+    def _recomputes(self, size_bytes: int) -> bool:
+        """Whether the forward's next call is computed again, given the size of its input.
+
+        By the forward before this one. Of the first one nobody knows what it saves beside blocks.
+        """
+        latest, number = self.latest, len(self._forward.costs)
+        if self._is_all or latest.other_bytes is None:
+            return True
+        one = latest.costs[min(number, len(latest.costs) - 1)].size_bytes
+        share = size_bytes / one if one else 1.0
+        chosen = choose(latest.costs, self._room(share * latest.other_bytes), share)
+        # More calls than there were, of a model whose depth changes: what saves most bytes.
+        return chosen[number] if number < len(chosen) else any(chosen)
+
+    def _room(self, other_bytes: float) -> float:
+        """What calls may keep where compute happens beside `other_bytes`, and other graphs."""
+        return self._activations.keepable_bytes - other_bytes - self._forward.held_bytes
 
     def call(
         self, block: Block, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -263,36 +339,19 @@ class BlockCalls:
         forward, key = self._forward, (block.kind, state.kind)
         seen, size_bytes = self._kinds.seen.get(key), arguments.size_bytes
         is_repeatable = self._kinds.may_repeat(key) and arguments.odd_one is None
-        again, reach = False, None
-        if seen is None or block.name not in self._generators:
-            reach = Reach(module)
-            self._generators[block.name] = reach.generators
-        if seen is not None:
-            expected = self._expected()
-            again = is_repeatable and self._policy.recomputes(
-                len(forward.costs), size_bytes, expected
-            )
-            room = self._activations.keepable_bytes
-            self._kinds.note_odd(block, arguments, expected, room)
-        saved_bytes, waited_s = self._activations.counts.saved_bytes, self._waits_s()
-        unchanged = _Unchanged(module, arguments)
-        surroundings = call = None
-        if again or seen is None:
-            surroundings = Surroundings(module, self._generators[block.name])
-            call = self._repeatable_call(block, plain, arguments, state, surroundings)
-        began_s = time.perf_counter()
+        again = seen is not None and self._recomputes(size_bytes)
+        if again and not is_repeatable:
+            self._kinds.note_odd(block, arguments)
+            again = False
+        saved_bytes, unchanged = self._activations.counts.saved_bytes, _Unchanged(module, arguments)
         try:
-            if call is None:
-                output = plain(*args, **kwargs)
+            if again:
+                call = self._repeatable_call(block, plain, arguments, state)
+                output = call.unkept(plain, args, kwargs)
             else:
-                output = (call.unkept if again else call.kept)(plain, args, kwargs)
-            forward_s = time.perf_counter() - began_s - (self._waits_s() - waited_s)
-            if surroundings is not None:
-                surroundings.settle(module)
+                output = plain(*args, **kwargs)
             if self._kinds.may_repeat(key):
-                why = self._changed(module, state, unchanged, reach)
-                if why is None and call is not None and not again and is_repeatable:
-                    why = self._tried(block, call)
+                why = self._changed(module, state, unchanged)
                 if why is not None:
                     is_repeatable = False
                     self._kinds.keep_from_now_on(block, key, why)
@@ -307,11 +366,11 @@ class BlockCalls:
             self._forward = Forward()  # what it has shown is no forward's
             raise
         saved_bytes = self._activations.counts.saved_bytes - saved_bytes
-        cost = CallCost(saved_bytes, size_bytes, forward_s, size_bytes, is_repeatable)
+        cost = CallCost(saved_bytes, size_bytes, is_repeatable)
         if again:  # what it saves otherwise was seen in another call
             assert seen is not None
             share = size_bytes / seen.size_bytes if seen.size_bytes else 1.0
-            cost = replace(seen.times(share), forward_s=forward_s, is_repeatable=is_repeatable)
+            cost = CallCost(int(seen.saved_bytes * share), size_bytes)
         else:
             self._kinds.seen[key] = cost
         if forward is self._forward:
@@ -324,8 +383,11 @@ class BlockCalls:
         plain: Callable[..., Any],
         arguments: Arguments,
         state: CallState,
-        surroundings: Surroundings,
     ) -> RepeatableCall:
+        module = block.module()
+        assert module is not None
+        surroundings = Surroundings(module)
+
         def again(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             module = block.module()
             assert module is not None
@@ -347,44 +409,33 @@ class BlockCalls:
         return RepeatableCall(arguments, self._saved_tensors, again, differed)
 
     def _changed(
-        self,
-        module: torch.nn.Module,
-        state: CallState,
-        unchanged: _Unchanged,
-        reach: Reach | None,
+        self, module: torch.nn.Module, state: CallState, unchanged: _Unchanged
     ) -> str | None:
         """Why a call that was made must not be made again; None: it may be."""
-        if not unchanged.still():
-            return (
-                "their forward changes its buffers (running statistics, say) or its input in place"
-            )
-        if reach is not None and reach.changed is not None:
-            return f"their forward changes {reach.changed}, which would be changed twice"
-        if reach is not None and reach.iterator is not None:
-            return f"{reach.iterator} is an iterator, which cannot go back"
         if state.has_changed(module, self._params.known):
             return "their forward changes its parameters in place"
-        return None
+        return unchanged.why_not()
 
-    def _tried(self, block: Block, call: RepeatableCall) -> str | None:
-        """Makes the first call of a kind again at once: why no other one must be; None: it may.
-
-        Raises HeteroError if it has given other values, and may have changed what later calls
-        depend on.
-        """
-        if not call.is_known:
-            return "they save tensors whose bits cannot be compared, sparse ones say"
-        if call.gives_the_same():
-            return None
-        # On a device an operation may add in another order each time.
-        if call.is_in_ram or torch.are_deterministic_algorithms_enabled():
-            raise HeteroError(
-                f"{block.name} has saved other values when it was called twice with the same "
-                f"arguments, random numbers and options, so hetero cannot compute it again in "
-                f"backward, and cannot tell what the second call has changed; give "
-                f"recompute='none', or draw from a torch.Generator, numpy or random"
+    def words(self) -> str:
+        """As Recompute.words()."""
+        forward = self.latest
+        if not forward.costs:
+            return (
+                "No call of a block was seen yet that could be computed again in backward; those "
+                "under torch.compile, in checkpoints, and in other threads than the forward's "
+                "never are."
             )
-        return _DIFFERED
+        again, calls = sum(forward.recomputed), len(forward.costs)
+        saved = sum(cost.saved_bytes for cost in forward.costs) // calls
+        inputs = sum(cost.size_bytes for cost in forward.costs) // calls
+        found = (
+            f"Of {calls} calls of blocks {again} are computed again in backward; one saves about "
+            f"{format_bytes(saved)}, its input has {format_bytes(inputs)}."
+        )
+        if self._is_all or not again:
+            return found
+        more = choose(forward.costs, self._room(forward.other_bytes or 0) + _MORE_BYTES)
+        return f"{found} With one more GiB for activations it would be {sum(more)}."
 
     def _is_ours(self) -> bool:
         return (
@@ -402,19 +453,25 @@ class _Unchanged:
     def __init__(self, module: torch.nn.Module, arguments: Arguments) -> None:
         self._module, self._arguments = module, arguments
         self._buffers = [(buffer, version_of(buffer)) for buffer in module.buffers()]
+        self._attributes = [(each, dict(vars(each))) for each in module.modules()]
         self._versions = arguments.versions
 
-    def still(self) -> bool:
-        """Whether it has."""
+    def why_not(self) -> str | None:
+        """What it has changed; None: nothing."""
         now = list(self._module.buffers())
-        return (
-            len(now) == len(self._buffers)
-            and all(
-                new is old and version_of(new) == version
-                for new, (old, version) in zip(now, self._buffers, strict=True)
-            )
-            and self._arguments.versions == self._versions
+        same_buffers = len(now) == len(self._buffers) and all(
+            new is old and version_of(new) == version
+            for new, (old, version) in zip(now, self._buffers, strict=True)
         )
+        if not same_buffers or self._arguments.versions != self._versions:
+            return (
+                "their forward changes its buffers (running statistics, say) or its input in place"
+            )
+        for module, before in self._attributes:
+            for name, value in vars(module).items():
+                if name not in before or value is not before[name]:
+                    return f"their forward changes self.{name}, which would be changed twice"
+        return None
 
 
 class _BlockCall:
@@ -453,7 +510,7 @@ class _BlockCall:
 
 
 class Recompute:
-    """Has the calls of blocks decided, measured, and chosen anew when steps have shown more."""
+    """Takes over the calls of the model's blocks, if activations have a budget."""
 
     def __init__(
         self,
@@ -477,20 +534,10 @@ class Recompute:
         if activations is None or mode == "none":
             return
         self._activations = activations
-        self._is_separate = shared.backend.separate
-        self._waited = 0.0, 0.0  # by the activations, until the last step's end
-        self._moved_bytes = 0  # of activations, likewise
-        chunk_groups = params.chunk_groups
-        self._policy = RecomputePolicy(mode, activations, chunk_groups[0].world.agree)
-
-        def waits_s() -> float:
-            own = activations.counts.pack_s + activations.counts.unpack_s
-            return own + sum(chunk_group.wait_s for chunk_group in chunk_groups)
-
         blocks = find_blocks(model, None if isinstance(mode, str) else mode)
         if blocks:
             self._calls = BlockCalls(
-                blocks, params, saved_tensors, activations, self._policy, waits_s, shared.notes
+                blocks, params, saved_tensors, activations, mode == "all", shared.notes
             )
 
     def close(self) -> None:
@@ -503,35 +550,13 @@ class Recompute:
         if self._calls is not None:
             self._calls.begin_forward()
 
-    def end_step(self, made: MeasuredStep | None, moved: Counters) -> None:
-        """A step is over, which was `made`, or had no forward; `moved` is what one moves of late.
-
-        Raises PeerError if a rank does not come.
-        """
-        if self._calls is None:
-            return
-        self._calls.end_step()
-        self._activations.recomputes = any(self._calls.latest.recomputed)
-        counts = self._activations.counts
-        now = counts.pack_s, counts.unpack_s
-        packed_s, unpacked_s = (new - old for new, old in zip(now, self._waited, strict=True))
-        self._waited = now
-        so_far = self._activations.moved_bytes
-        moved_bytes = sum(so_far[:2] if self._is_separate else so_far[2:])
-        own_bytes, self._moved_bytes = moved_bytes - self._moved_bytes, moved_bytes
-        seen = None
-        if made is not None:
-            seen = SeenStep(
-                max(0.0, made.computing.forward_s - packed_s),
-                max(0.0, made.computing.backward_s - unpacked_s),
-                made.micro_batches,
-                moved.h2d_bytes + moved.d2h_bytes if self._is_separate else moved.nvme_bytes,
-                moved.h2d_s + moved.d2h_s if self._is_separate else moved.nvme_s,
-                own_bytes,
-            )
-        self._policy.end_step(self._calls.latest, seen)
+    def end_step(self) -> None:
+        """A step is over."""
+        if self._calls is not None:
+            self._calls.end_step()
+            self._activations.recomputes = any(self._calls.latest.recomputed)
 
     def words(self) -> str:
         """For people: what is computed again and why, and what more memory would change; "" if the
         model has no blocks, or none may be computed again."""
-        return "" if self._calls is None else self._policy.words(self._calls.latest)
+        return "" if self._calls is None else self._calls.words()

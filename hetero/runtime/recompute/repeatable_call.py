@@ -1,4 +1,4 @@
-"""One call of a block that is made again, in backward or to find out whether it can be.
+"""One call of a block that is made again in backward, from the arguments that were saved of it.
 
 Backward uses the graph of the first call, so all that the second one has to give are the tensors
 that the first one saved. A fingerprint is kept of each of them, and the second call's are compared
@@ -8,33 +8,235 @@ once and keeps next to nothing. In RAM it is a CRC, which costs a core about a n
 bytes. On a device it is sums along rows and columns of the tensor's words, which stay there, so
 nothing waits.
 
-Random numbers, attributes of its modules and autocast are those that the first call found
-(call_record.py), and afterwards all is as before. Parameters that an optimizer step or a write has
+The process's random numbers, autocast, and whether each module trains are what the first call
+found, and afterwards what they were before. Parameters that an optimizer step or a write has
 changed since are an error, where torch's checkpoint would use the new values in silence. Lists and
 dicts among the arguments are copies as they were.
 """
 
 from __future__ import annotations
 
+import random
+import sys
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from hetero.activations.store import SavedActivation, has_plain_memory
 from hetero.runtime.modules.call_stack import in_own_checkpoint
 from hetero.runtime.modules.saved_tensors import SavedTensor, SavedTensors
-from hetero.runtime.recompute.call_record import Arguments, nest
 from hetero.stand_ins.offloaded_tensor import OffloadedTensor
 from hetero.state.chunk_access import SavedView
+from hetero.state.managed_param import ManagedParam
 from offload._native import crc32c
-from offload.errors import HeteroError
+from offload.errors import HeteroError, StaleGraphError
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
+
+
+# Arguments that are the same when a call is made again. Others may not be: a cache of keys and
+# values has grown by then.
+_PLAIN = (
+    torch.Tensor,
+    int,
+    float,
+    complex,
+    bool,
+    str,
+    bytes,
+    slice,
+    range,
+    torch.Size,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+    type(None),
+)
+# What has arguments in it. Other classes that torch can take apart, too, are arguments themselves:
+# a call may change them, and then a copy of them would be changed instead.
+_ARGUMENT_CONTAINERS = (tuple, list, dict)
+
+
+def _is_leaf(value: Any) -> bool:
+    is_named = isinstance(value, tuple) and hasattr(value, "_fields")
+    return type(value) not in _ARGUMENT_CONTAINERS and not is_named
+
+
+class Arguments:
+    """The tensors and values in (args, kwargs), in their order, and how they were nested."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        leaves, spec = tree_flatten((args, kwargs), is_leaf=_is_leaf)
+        self.leaves: Sequence[Any] = leaves
+        self.spec: TreeSpec = spec
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Those that are tensors."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the first floating-point tensor: how large the micro-batch is."""
+        return next((t.nbytes for t in self.tensors if t.is_floating_point()), 0)
+
+    @property
+    def odd_one(self) -> Any:
+        """One that may be another when the call is made again; None: there is none."""
+        return next((leaf for leaf in self.leaves if not isinstance(leaf, _PLAIN)), None)
+
+    @property
+    def versions(self) -> list[int]:
+        """Of the tensors: they tell whether a call has changed them in place."""
+        return [version_of(tensor) for tensor in self.tensors]
+
+
+def nest(leaves: Sequence[Any], spec: TreeSpec) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """(args, kwargs) of such leaves, in containers of their own."""
+    args, kwargs = tree_unflatten(leaves, spec)
+    return args, kwargs
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Another number after each change in place; tensors of inference mode have none."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+FindsManaged = Callable[[torch.Tensor], ManagedParam | None]
+_Version = tuple[int, int]  # (updates, writes in place)
+
+
+@dataclass(frozen=True)
+class CallState:
+    """A block's modules and parameters as one call has found them.
+
+    Attributes:
+        training: of each of its modules, whether it trains.
+        trained: of each of its parameters, whether it is trained.
+        params: the identities of its parameters, and their versions.
+        steps: how many steps of the optimizer had been made.
+    """
+
+    training: tuple[bool, ...]
+    trained: tuple[bool, ...]
+    params: tuple[tuple[int, _Version], ...]
+    steps: int
+
+    @classmethod
+    def of(cls, module: torch.nn.Module, find: FindsManaged, steps: int) -> CallState | None:
+        """That of `module` now; None if the call has parameters of its own, as those of
+        torch.func.functional_call(), which are gone when backward comes."""
+        tensors = list(module.parameters())
+        own = all(isinstance(each, torch.nn.Parameter) for each in tensors)
+        return (
+            None
+            if not own
+            else cls(
+                tuple(each.training for each in module.modules()),
+                tuple(each.requires_grad for each in tensors),
+                _versions(module, find),
+                steps,
+            )
+        )
+
+    @property
+    def kind(self) -> Hashable:
+        """The same for calls of alike blocks that save alike."""
+        return self.training, self.trained
+
+    def has_changed(self, module: torch.nn.Module, find: FindsManaged) -> bool:
+        """Whether the call, which has just ended, has changed a parameter."""
+        return _versions(module, find) != self.params
+
+    def check(self, name: str, module: torch.nn.Module, find: FindsManaged, steps: int) -> None:
+        """Raises StaleGraphError if the parameters are others now than in the call.
+
+        An update that step() has not confirmed yet is none: who uses a value has it revoked.
+        """
+        now = _versions(module, find)
+        if steps == self.steps:
+            same = [(p, w) for p, (_, w) in now] == [(p, w) for p, (_, w) in self.params]
+        else:
+            same = now == self.params
+        if not same:
+            raise StaleGraphError(
+                f"{name} is to be computed again in backward (option recompute), which needs its "
+                f"parameters as they were before an optimizer step, or a write in place, that came "
+                f"between this graph's forward and its backward; call backward before that, or use "
+                f"recompute='none'"
+            )
+
+
+def _versions(module: torch.nn.Module, find: FindsManaged) -> tuple[tuple[int, _Version], ...]:
+    return tuple((id(each), _version(each, find)) for each in module.parameters())
+
+
+def _version(param: torch.Tensor, find: FindsManaged) -> _Version:
+    managed = find(param)
+    return (0, version_of(param)) if managed is None else managed.version
+
+
+def _random_states() -> list[Callable[[], object]]:
+    """What puts back the states that the process's generators of random numbers have now."""
+    generators = [torch.default_generator]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        generators += torch.cuda.default_generators
+    states: list[Callable[[], object]]
+    states = [partial(each.set_state, each.get_state()) for each in generators]
+    states.append(partial(random.setstate, random.getstate()))
+    numpy = sys.modules.get("numpy.random")  # (what is not imported draws nothing)
+    if numpy is not None:
+        states.append(partial(numpy.set_state, numpy.get_state(legacy=False)))
+    return states
+
+
+class Surroundings:
+    """Random numbers, autocast, and the modes of a block's modules as one call has found them."""
+
+    def __init__(self, block: torch.nn.Module) -> None:
+        """`block`: whose call begins now."""
+        self._training = [each.training for each in block.modules()]
+        self._autocast = [_autocast(kind) for kind in ("cpu", "cuda")]
+        self._random = _random_states()
+
+    @contextmanager
+    def put_back(self, block: torch.nn.Module) -> Iterator[None]:
+        """Inside it all is as the call has found it; after it, as before."""
+        modules = list(block.modules())
+        now = [each.training for each in modules]
+        drawn = _random_states()
+        with ExitStack() as contexts:
+            for kind, enabled, dtype in self._autocast:
+                if (kind, enabled, dtype) != _autocast(kind):
+                    contexts.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
+            try:
+                _set_modes(modules, self._training)
+                for put_back in self._random:
+                    put_back()
+                yield
+            finally:
+                for put_back in drawn:
+                    put_back()
+                _set_modes(modules, now)
+
+
+def _set_modes(modules: Sequence[torch.nn.Module], training: Sequence[bool]) -> None:
+    for module, trains in zip(modules, training, strict=False):
+        module.training = trains
+
+
+def _autocast(kind: str) -> tuple[str, bool, torch.dtype]:
+    """A kind of device, whether it casts now, and to what."""
+    return kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
 
 
 _PACKED = (SavedActivation, SavedTensor, SavedView)
@@ -81,39 +283,11 @@ class RepeatableCall:
         self._saved: list[weakref.ref[_Saved]] = []
         self._fingerprints: list[Fingerprint] = []
 
-    @property
-    def is_known(self) -> bool:
-        """Whether the bits of all saved tensors can be compared."""
-        return all(each.is_known for each in self._fingerprints)
-
-    @property
-    def is_in_ram(self) -> bool:
-        """Whether all saved tensors are there, where no operation is without an order."""
-        return all(each.sums is None for each in self._fingerprints)
-
-    def kept(self, plain: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-        """What plain(*args, **kwargs) returns, which saves what it saves."""
-        # The graph refers to its hooks. If they referred to this call, and so to its arguments, the
-        # graph would refer to itself by an argument that the call fills, a cache say.
-        saved_tensors, fingerprints = self._saved_tensors, self._fingerprints
-
-        def pack(tensor: torch.Tensor) -> Any:
-            if not isinstance(view := saved_tensors.pack(tensor), SavedView):
-                fingerprints.append(Fingerprint.of(tensor))
-            return view
-
-        with saved_tensors_hooks(pack, self._saved_tensors.unpack):
-            return plain(*args, **kwargs)
-
     def unkept(self, plain: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         """What plain(*args, **kwargs) returns, which saves its arguments alone."""
         self._leaves = [self._saved_tensors.pack(x) if _can_pack(x) else x for x in self._leaves]
         with in_own_checkpoint(again=False), saved_tensors_hooks(self._pack, self._unpack):
             return plain(*args, **kwargs)
-
-    def gives_the_same(self) -> bool:
-        """Whether a second call, right after kept(), saves the same bits."""
-        return self._values(self._leaves) is not None
 
     def _pack(self, tensor: torch.Tensor) -> _Saved | SavedView:
         view = self._saved_tensors.pack_view(tensor)
@@ -184,7 +358,14 @@ class RepeatableCall:
                 self._again(args, kwargs)
         except _EnoughError:
             pass
-        return values if are_same(found, expected) else None
+        is_whole = len(found) == len(expected)
+        if not (is_whole and all(map(Fingerprint.may_be, found, expected))):
+            return None
+        if not have_same_sums(found, expected):
+            self._differed()  # from now on such calls are kept
+            # Unless the user has forbidden it, an operation may add in another order each time.
+            return None if torch.are_deterministic_algorithms_enabled() else values
+        return values
 
     def _unpack_again(self, packed: Any) -> Any:
         """For a call that differentiates something in its middle."""
@@ -215,13 +396,11 @@ class Fingerprint:
         form: its shape, strides and dtype, or which parameter it views.
         bits: the checksum of its bytes in RAM; 0 if it has none there.
         sums: of its words, on its device; None if it is in RAM.
-        is_known: whether the bits count. Those of sparse tensors and of tensors' subclasses do not.
     """
 
     form: Hashable
     bits: int = 0
     sums: torch.Tensor | None = None
-    is_known: bool = True
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Fingerprint:
@@ -232,8 +411,7 @@ class Fingerprint:
             return cls((id(leaf), place))
         form: tuple[Hashable, ...] = (tuple(tensor.shape), tensor.dtype, tensor.device)
         if tensor.layout is not torch.strided or not has_plain_memory(tensor):
-            is_known = tensor.layout is torch.strided and not tensor.numel()
-            return cls((type(tensor), *form), is_known=is_known)
+            return cls((type(tensor), *form))
         form = (*form, tensor.stride())
         tensor = _without_gaps(tensor.detach())
         if tensor.device.type == "cpu":
@@ -245,22 +423,14 @@ class Fingerprint:
         return (self.form, self.bits) == (other.form, other.bits)
 
 
-def are_same(first: Sequence[Fingerprint], second: Sequence[Fingerprint]) -> bool:
-    """Whether as many tensors have the same bits; waits for a device if they are on one."""
-    if len(first) != len(second):
-        return False
-    pairs = list(zip(first, second, strict=True))
-    if not all(a.may_be(b) for a, b in pairs):
-        return False
-    sums = [(a.sums, b.sums) for a, b in pairs if a.sums is not None and b.sums is not None]
-    devices = {a.device for a, _ in sums}
-    return all(
-        torch.equal(
-            torch.cat([a for a, _ in sums if a.device == device]),
-            torch.cat([b for _, b in sums if b.device == device]),
-        )
-        for device in devices
-    )
+def have_same_sums(first: Sequence[Fingerprint], second: Sequence[Fingerprint]) -> bool:
+    """Whether what is on the device has the same bits in both; waits for it."""
+    pairs = [
+        (one.sums, other.sums)
+        for one, other in zip(first, second, strict=True)
+        if one.sums is not None and other.sums is not None
+    ]
+    return not pairs or torch.equal(*map(torch.cat, zip(*pairs, strict=True)))
 
 
 def sums_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -212,7 +212,7 @@ def test_frozen_parts() -> None:
     # Embeddings before the blocks: what these are given has no gradient.
     engine = compare(lambda: Stack(3), [True] * 3, freeze(lambda name: name == "scale"))
     assert all(cost.saved_bytes > 2 * X.nbytes for cost in latest(engine).costs)
-    assert [cost.input_bytes for cost in latest(engine).costs] == [X.nbytes] * 3
+    assert [cost.size_bytes for cost in latest(engine).costs] == [X.nbytes] * 3
     # Whole blocks: the first one saves nothing, and is not counted.
     first = lambda name: name == "scale" or name.startswith("blocks.0")  # noqa: E731
     compare(lambda: Stack(3), [True] * 2, freeze(first))
