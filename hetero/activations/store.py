@@ -18,7 +18,6 @@ from __future__ import annotations
 import gc
 import itertools
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -110,15 +109,12 @@ class ActivationCounts:
         peak_alive_bytes: the most there ever were.
         refused_host_bytes: of RAM, what would have been needed to count the largest that found no
             room.
-        pack_s, unpack_s: for which compute could not go on, in forward and in backward.
     """
 
     saved_bytes: int = 0
     alive_bytes: int = 0
     peak_alive_bytes: int = 0
     refused_host_bytes: int = 0
-    pack_s: float = 0.0
-    unpack_s: float = 0.0
 
 
 def _is_leaf(tensor: torch.Tensor) -> bool:
@@ -179,12 +175,8 @@ class ActivationStore:
         """
         if _is_leaf(tensor) or (tensor._base is not None and _is_leaf(tensor._base)):
             return None
-        began_s = time.perf_counter()
         with self._locked():
-            try:
-                return self._pack(tensor)
-            finally:
-                self.counts.pack_s += time.perf_counter() - began_s
+            return self._pack(tensor)
 
     def _pack(self, tensor: torch.Tensor) -> SavedActivation | None:
         if not self._is_open:
@@ -278,12 +270,8 @@ class ActivationStore:
     @uninterrupted
     def unpack(self, saved: SavedActivation) -> torch.Tensor:
         """SavedActivation.unpack()."""
-        began_s = time.perf_counter()
         with self._locked():
-            try:
-                return self._unpack(saved)
-            finally:
-                self.counts.unpack_s += time.perf_counter() - began_s
+            return self._unpack(saved)
 
     def _unpack(self, saved: SavedActivation) -> torch.Tensor:
         activation = saved.activation
