@@ -22,26 +22,29 @@ from hetero.ranks.communicator import Communicator
 from hetero.ranks.device_group import DeviceGroup
 from hetero.ranks.peers import Channel
 from hetero.ranks.process_groups import ProcessGroups
-from hetero.ranks.shard_server import GatherNews, ShardServer, Versions
+from hetero.ranks.shard_server import ShardServer, Versions
 from hetero.state.chunk_access import ChunkAccess, CopyCache, CopyCaches, ParamUpdates
 from hetero.state.chunk_state import chunk_states
-from hetero.state.chunk_updates import ChunkUpdates
+from hetero.state.chunk_updates import ChunkUpdates, OwnShards
 from hetero.state.chunk_versions import ChunkVersions, CommittedState
 from hetero.state.gathering.agreed_gathers import AgreedGathers
-from hetero.state.gathering.all_gather import DeviceGathers, Gathering, GatherStream, OwnShards
-from hetero.state.gathering.transport import DeviceTransport, GatherTransport, RamTransport
+from hetero.state.gathering.all_gather import DeviceGathers, Gathering, GatherStream
+from hetero.state.gathering.transport import DeviceTransport, GatherTransport
 from hetero.state.grads import Grads
 from hetero.state.managed_param import ManagedParam
-from hetero.state.memory.homes import Homes, extent_size, map_file, name_of
+from hetero.state.memory.homes import Homes, SlotArenas, extent_size, map_file, name_of
 from hetero.state.memory.scratch_space import ScratchSpace
-from hetero.state.memory.slot_arenas import SlotArenas
 from hetero.state.optimizer_state import OptimizerState
 from hetero.state.reduction.grad_reduce import GradReducer
 from hetero.state.reduction.means import DeviceMeans, MeanMemory, ReduceBuffers
 from offload._native import UpdateKind
-from offload.cache.shared_cache import SharedCache, SharedWriteBackCache
-from offload.cache.slot_cache import SlotCache, WriteBackCache
-from offload.cache.use_order import UseOrder
+from offload.cache.slot_cache import (
+    SharedCache,
+    SharedWriteBackCache,
+    SlotCache,
+    UseOrder,
+    WriteBackCache,
+)
 from offload.device.cuda_backend import CudaBackend
 from offload.device.fetch_queue import FetchQueue
 from offload.device.grad_offload import BUFFERS, GradOffload
@@ -344,14 +347,14 @@ class _ChunkGroupBuilder:
         self, memory: StateMemory, updates: ChunkUpdates, optim_states: OptimizerState
     ) -> tuple[ChunkAccess, Gathering | None]:
         homes, arenas = memory.homes[StateKind.PARAM], memory.arenas
-        order, versions, news = UseOrder(), Versions(len(self._layout.chunks)), GatherNews()
-        chunks, dtype = self._layout.chunks, self._dtypes.torch_compute
+        order, versions = UseOrder(), Versions(len(self._layout.chunks))
+        dtype = self._dtypes.torch_compute
         shard_cache = self._file_cache(
             memory,
             arenas.gathered if arenas.read_in_place else arenas.shards,
             StateKind.PARAM,
             order,
-            before_read=lambda chunk: updates.wait_written(chunks[chunk]),
+            before_read=updates.wait_written,
         )
         # Shards on their way to ranks may take all the room for a while.
         peers, config = self.world.shard, self.shared.config
@@ -360,9 +363,7 @@ class _ChunkGroupBuilder:
         gathering: Gathering | None = None
 
         def serve(ranks: Communicator) -> ShardServer:
-            made = ShardServer(
-                ranks, self._layout, versions, shards.open, optim_states.open_raw, news
-            )
+            made = ShardServer(ranks, self._layout, versions, shards.open, optim_states.open_raw)
             self._servers.insert(0, made)  # closed in the reverse order, as all else
             self.resources.callback(made.close)
             return made
@@ -373,7 +374,7 @@ class _ChunkGroupBuilder:
         if peers is not None:
             transport = self._make_transport(peers, homes, arenas)
             server = serve(peers)
-            stream = GatherStream(peers, server, shards, versions, news, transport)
+            stream = GatherStream(peers, server, shards, versions, transport)
             self.resources.callback(stream.close)
             in_ram = arenas.staged if self._backend.separate else arenas.gathered
             gathering = Gathering(self._layout, server, shards, stream, in_ram, dtype)
@@ -382,7 +383,7 @@ class _ChunkGroupBuilder:
         agreed: AgreedGathers | None = None
         if gathering is not None and not homes.whole:
             agreed = AgreedGathers(
-                self._layout, gathering, homes.is_resident, copies.cache, news, prefetch
+                self._layout, gathering, homes.is_resident, copies.cache, prefetch
             )
             self.world.while_waiting.add(agreed)
         led = ParamUpdates(homes, copies, updates, versions, gathering)
@@ -394,7 +395,7 @@ class _ChunkGroupBuilder:
     ) -> GatherTransport:
         """What carries parameters from rank to rank, as all ranks have decided alike."""
         if not self._layout.shard.between_devices:
-            return RamTransport(peers, self._layout, self._dtypes.torch_compute)
+            return GatherTransport(peers, self._layout, self._dtypes.torch_compute)
         assert isinstance(self._backend, CudaBackend)
         group = DeviceGroup(peers, Channel.GATHERS, self._backend, peers)
         self.resources.callback(group.close)  # after the shard server: all ranks are done then

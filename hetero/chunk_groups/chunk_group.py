@@ -21,14 +21,13 @@ from hetero.state.chunk_updates import ChunkUpdates
 from hetero.state.gathering.all_gather import Gathering
 from hetero.state.grads import Grads, LossScale
 from hetero.state.managed_param import ManagedParam
-from hetero.state.memory.homes import Homes
+from hetero.state.memory.homes import Homes, SlotArenas
 from hetero.state.memory.scratch_space import DiskParts, ScratchSpace, StateFiles
-from hetero.state.memory.slot_arenas import SlotArenas
 from hetero.state.optimizer_state import OptimizerState, TileState, parts_of
 from hetero.state.reduction.grad_reduce import GradReducer
 from hetero.state.unmanaged_params import UnmanagedParams
 from offload._native import StepPipeline
-from offload.cache.use_order import UseOrder
+from offload.cache.slot_cache import UseOrder
 from offload.device.backend import Backend
 from offload.device.grad_offload import GradOffload
 from offload.device.home_copy import HomeCopier

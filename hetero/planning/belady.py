@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from hetero.chunks.layout import Layout
-from offload.cache.use_order import NEVER
+from offload.cache.slot_cache import NEVER
 
 PREFETCH_CHUNKS = 4  # parameters are fetched so many chunks ahead of compute
 

@@ -89,39 +89,14 @@ class Versions:
             self._changed.notify_all()
 
 
-class GatherNews:
-    """Notes of other ranks about the all-gathers that all ranks make.
-
-    Attributes:
-        wanted: so many all-gathers have been started by a rank that waits for this one.
-    """
-
-    def __init__(self) -> None:
-        self.wanted = 0
-        self._lock = threading.Lock()
-        self._failures: dict[int, str] = {}  # by the all-gather's number
-
-    def want(self, gathers: int) -> None:
-        """Notes that another rank waits for one of the first `gathers` all-gathers."""
-        with self._lock:
-            self.wanted = max(self.wanted, gathers)
-
-    def fail(self, gather: int, why: str) -> None:
-        """Notes that a rank which takes part in an all-gather has no values for it."""
-        with self._lock:
-            self._failures[gather] = why
-
-    def failure_of(self, gather: int) -> PeerError | None:
-        """The error of an all-gather in which a rank had no values; None if all had."""
-        with self._lock:
-            why = self._failures.pop(gather, None)
-        return None if why is None else PeerError(why)
-
-
 class ShardServer:
     """Answers requests for this rank's shards, and makes requests to the other ranks.
 
     There is one thread for each other rank of the shard group.
+
+    Attributes:
+        wanted: so many all-gathers of all ranks have been started by a rank that waits for this
+            one.
     """
 
     def __init__(
@@ -131,16 +106,16 @@ class ShardServer:
         versions: Versions,
         param: Callable[[Chunk], AbstractContextManager[torch.Tensor]],
         optim_state: Callable[[Chunk, int], AbstractContextManager[torch.Tensor]],
-        news: GatherNews,
     ) -> None:
         """Starts answering the `peers`, the ranks of the shard group.
 
         `param` makes a context with this rank's shard of a chunk's parameters, flat; `optim_state`
-        one with the bytes of one tile's optimizer state. `news` gets what others tell about
-        all-gathers.
+        one with the bytes of one tile's optimizer state.
         """
         self.peers = peers
-        self._news = news
+        self.wanted = 0
+        self._failures: dict[int, str] = {}  # by the all-gather's number
+        self._lock = threading.Lock()  # guards these two
         self._layout = layout
         self._versions = versions
         self._param = param
@@ -183,6 +158,12 @@ class ShardServer:
         ]:
             reply.wait()
 
+    def failure_of(self, gather: int) -> PeerError | None:
+        """The error of an all-gather in which a rank had no values; None if all had."""
+        with self._lock:
+            why = self._failures.pop(gather, None)
+        return None if why is None else PeerError(why)
+
     def _serve(self, peer: int) -> None:
         header = torch.zeros(_HEADER, dtype=torch.int64)
         while True:
@@ -195,7 +176,8 @@ class ShardServer:
             if header[0] == RequestKind.BYE:
                 return
             if header[0] == RequestKind.WANTED:
-                self._news.want(int(header[2]))
+                with self._lock:
+                    self.wanted = max(self.wanted, int(header[2]))
                 continue
             try:
                 self._answer(peer, header)
@@ -207,7 +189,8 @@ class ShardServer:
         chunk = self._layout.chunks[chunk_id]
         if kind == RequestKind.FAILED:
             why = self.peers.notes.find(f"gather/{tile}", peer)
-            self._news.fail(tile, why or f"{self.peers.name(peer)} failed")
+            with self._lock:
+                self._failures[tile] = why or f"{self.peers.name(peer)} failed"
             self.peers.reply(peer, header, torch.zeros(1, dtype=torch.uint8), "an error")
             return
         try:

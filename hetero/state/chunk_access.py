@@ -17,14 +17,13 @@ from hetero.planning.belady import PREFETCH_CHUNKS
 from hetero.profiler_marks import mark, marked
 from hetero.ranks.shard_server import Versions
 from hetero.state.chunk_state import Done, Open, Speculative, Submitted, UsedCopy
-from hetero.state.chunk_updates import ChunkUpdates
+from hetero.state.chunk_updates import ChunkUpdates, OwnShards
 from hetero.state.gathering.agreed_gathers import AgreedGathers
-from hetero.state.gathering.all_gather import Gathering, OwnShards
+from hetero.state.gathering.all_gather import Gathering
 from hetero.state.managed_param import ManagedParam, ParamState
 from hetero.state.memory.homes import Homes
 from offload import timeline
-from offload.cache.slot_cache import SlotCache
-from offload.cache.use_order import UseOrder
+from offload.cache.slot_cache import SlotCache, UseOrder
 from offload.errors import HeteroError, StaleGraphError
 from offload.memory.arena import HostArena
 from offload.memory.operation import wait_quietly

@@ -24,9 +24,8 @@ from typing import NamedTuple
 from hetero.chunks.dtypes import Dtypes
 from hetero.chunks.layout import Chunk, Layout
 from hetero.state.chunk_state import ChunkState, Speculative, Submitted
-from hetero.state.memory.homes import Homes, extent_size, name_of
+from hetero.state.memory.homes import Homes, SlotArenas, extent_size, name_of
 from hetero.state.memory.scratch_space import ScratchSpace
-from hetero.state.memory.slot_arenas import SlotArenas
 from offload._native import NativeIoError
 from offload.disk.scratch_file import Extent
 from offload.errors import BudgetError, StoreError

@@ -12,8 +12,7 @@ import torch
 from hetero.chunks.dtypes import Dtypes
 from hetero.chunks.layout import Chunk, Layout
 from hetero.state.managed_param import ManagedParam
-from hetero.state.memory.homes import Homes
-from hetero.state.memory.slot_arenas import SlotArenas
+from hetero.state.memory.homes import Homes, SlotArenas
 from offload._native import decode_state, encode_state, join_master, split_master
 from offload.device.updater import Updater
 from offload.disk.scratch_file import FileTransfers

@@ -4,6 +4,9 @@ With two slots or more one gather of a step is waited for, its first, because th
 read into slots that are not needed sooner. A chain of n chunks is gathered 2n - slots times a step,
 forward and back. A step that uses chunks otherwise than the last one is right, and only predicted
 less well.
+
+Several sequences of uses are known side by side (training, evaluation, another length), each by
+itself; the one that the step at hand has followed best so far tells what comes next.
 """
 
 from __future__ import annotations
@@ -12,18 +15,185 @@ import contextlib
 import enum
 import gc
 import heapq
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 
-from offload.cache.use_order import NEVER, UseOrder
 from offload.disk.scratch_file import Backing, WritableBacking
 from offload.errors import BudgetError
 from offload.memory.arena import HostArena
 from offload.memory.operation import Operation, wait_quietly
 from offload.memory.sizes import format_bytes
+
+NEVER = 1 << 62  # the next use of a slot that holds nothing
+UNKNOWN = 1 << 61  # the next use of a chunk that the expected step does not use
+
+_MOST_USES = 1 << 14  # of one step; more are taken for several, as of inference that has no steps
+_ENOUGH_TIMES = 4
+_MOST_SEQUENCES = 4  # known at once; following one costs about a microsecond a use
+_MOST_PASSED = 256  # uses that one use may skip before all next uses are looked up again
+
+
+class _Sequence:
+    """The uses of one step, and how far the step at hand has followed them."""
+
+    def __init__(self, uses: Sequence[int], times_seen: int = 1) -> None:
+        self.uses = tuple(uses)
+        self.times_seen = times_seen
+        self.followed = 0  # uses that came as expected, less those that did not
+        self.passed = 0  # uses that lie behind the step at hand, made or skipped, in all rounds
+        self._position = 0  # the next use expected
+        self._at: dict[int, list[int]] = {}  # chunk -> positions, ascending
+        for position, chunk in enumerate(self.uses):
+            self._at.setdefault(chunk, []).append(position)
+
+    def rewind(self) -> None:
+        self._position = self.followed = 0
+
+    def note(self, chunk: int) -> range:
+        """Follows a use. Returns the positions that are passed by it, modulo the uses."""
+        distance = self.distance(chunk)
+        self.followed += 1 if distance == 0 else -1
+        if distance is None:
+            return range(0)
+        passed = range(self._position, self._position + distance + 1)
+        self._position = passed.stop % len(self.uses)
+        self.passed += len(passed)
+        return passed
+
+    def distance(self, chunk: int) -> int | None:
+        positions = self._at.get(chunk)
+        if not positions:
+            return None
+        index = bisect_left(positions, self._position)
+        if index < len(positions):
+            return positions[index] - self._position
+        return positions[0] + len(self.uses) - self._position
+
+    def upcoming(self, count: int) -> list[int]:
+        found: dict[int, None] = {}
+        step = 0
+        while len(found) < min(count, len(self._at)):
+            found[self.uses[(self._position + step) % len(self.uses)]] = None
+            step += 1
+        return list(found)
+
+
+class UseOrder:
+    """Remembers sequences of uses, one per step, and follows them through the next.
+
+    A step that deviates costs a worse guess, never an error.
+    """
+
+    def __init__(self) -> None:
+        self._known: list[_Sequence] = []  # the last seen first
+        self._best: _Sequence | None = None
+        self._recording: list[int] = []
+        self._generation = 0  # of next uses: in another one all of them may be different
+        self._moved: list[int] = []  # chunks whose next use has changed within the generation
+        self._in_place: frozenset[int] = frozenset()  # chunks that are not gathered
+
+    def note(self, chunk: int) -> None:
+        """`chunk` is used now. Repeated uses in a row count once."""
+        if self._recording and self._recording[-1] == chunk:
+            return
+        if len(self._recording) == _MOST_USES:
+            self.end_step()
+        self._recording.append(chunk)
+        for sequence in self._known:
+            passed = sequence.note(chunk)
+            if sequence is self._best:
+                self._note_moved(sequence, passed)
+        if len(self._known) > 1:
+            best = self._best
+            self._choose()
+            if self._best is not best:
+                self._begin_generation()
+
+    def _note_moved(self, sequence: _Sequence, passed: range) -> None:
+        if len(passed) > _MOST_PASSED or len(self._moved) > _MOST_USES:
+            self._begin_generation()
+        else:
+            uses = sequence.uses
+            self._moved += [uses[position % len(uses)] for position in passed]
+
+    def _begin_generation(self) -> None:
+        self._generation += 1
+        self._moved = []
+
+    def end_step(self) -> None:
+        """A step is over: the next one is expected to do the same, or what an earlier one did.
+
+        Idempotent; a step without any use is none.
+        """
+        if not self._recording:
+            return
+        uses, self._recording = tuple(self._recording), []
+        self._learn(uses)
+        for sequence in self._known:
+            sequence.rewind()
+        self._choose()
+        self._begin_generation()
+
+    def use_in_place(self, chunks: Collection[int]) -> None:
+        """These, and no others, are never gathered from now on: nothing expects them any more."""
+        self._in_place = frozenset(chunks)
+        known, self._known = self._known, []
+        for sequence in reversed(known):
+            self._learn(sequence.uses, sequence.times_seen)
+        self._choose()
+        self._begin_generation()
+
+    def _learn(self, uses: tuple[int, ...], times_seen: int = 1) -> None:
+        if self._in_place:
+            rest = [chunk for chunk in uses if chunk not in self._in_place]
+            uses = tuple(chunk for chunk, _ in groupby(rest))  # repeated uses count once
+            if not uses:
+                return
+        seen = next((s for s in self._known if s.uses == uses), None)
+        if seen is None:
+            self._known.insert(0, _Sequence(uses, times_seen))
+            del self._known[_MOST_SEQUENCES:]
+        else:
+            # Counted to a few: what was done a thousand times may be over for good.
+            seen.times_seen = min(seen.times_seen + times_seen, _ENOUGH_TIMES)
+            self._known.remove(seen)
+            self._known.insert(0, seen)
+
+    def _choose(self) -> None:
+        """The one followed best; of equals the one seen most often, then the last seen."""
+        self._best = max(self._known, key=lambda s: (s.followed, s.times_seen), default=None)
+
+    def next_use_number(self, chunk: int) -> int:
+        """The number of the chunk's next use, counted from the beginning of the generation.
+
+        It stays the same until the use is made or skipped (see moved()). UNKNOWN if none is
+        expected; larger than the number of every use that is.
+        """
+        if self._best is None:
+            return UNKNOWN
+        distance = self._best.distance(chunk)
+        return UNKNOWN if distance is None else self._best.passed + distance
+
+    def moved(self) -> tuple[int, Sequence[int]]:
+        """What has changed in next_use_number(), for who keeps its results.
+
+        The number of the generation, and the chunks whose next use has changed since it began, in
+        the order of these changes; a chunk may be there several times. The list only grows until
+        another generation begins, in which all next uses may be different.
+        """
+        return self._generation, self._moved
+
+    def upcoming(self, count: int) -> list[int]:
+        """The next `count` different chunks expected, nearest first."""
+        return [] if self._best is None else self._best.upcoming(count)
+
 
 _Ranked = tuple[int, int, int]  # minus the next use, when the chunk was added, the chunk
 # The first slot, the next use (-1: they must not be taken), and when the chunk was added (0: no
@@ -542,3 +712,157 @@ class WriteBackCache(SlotCache):
         for chunk in chunks:
             self.write_back(chunk)
             super()._give_up([chunk])
+
+
+class HostCopy:
+    """A chunk's bytes in RAM, or on their way there; its slots are pinned until release().
+
+    SharedCache.start() makes it.
+    """
+
+    def __init__(self, cache: SharedCache, chunk: int, op: Operation | None) -> None:
+        """`op` brings the bytes; None if they are there."""
+        self._cache = cache
+        self._chunk = chunk
+        self.op = op
+        self._pin: torch.Tensor | None
+        self.flat, self._pin = cache.views(chunk)
+
+    def wait(self) -> None:
+        """Until the bytes are there. Raises what bringing them raises."""
+        if self.op is not None:
+            try:
+                self.op.wait()
+            finally:
+                self._cache.note_done(self._chunk, self.op)
+
+    def cancel(self) -> None:
+        """The bytes are not needed: wait() may end early, with an error."""
+        if self.op is not None:
+            self.op.cancel()
+
+    def release(self) -> None:
+        """Ends the pin; `flat` must not be used any more. Idempotent."""
+        if self._pin is not None:
+            self._pin = None
+            self._cache.note_released(self)
+
+
+class SharedCache:
+    """A SlotCache that several threads use, each for as long as it says.
+
+    The views that it gives are no pins; the pin ends at a known time, so that a thread that waits
+    for room can be told.
+    """
+
+    def __init__(self, cache: SlotCache, dtype: torch.dtype, patience_s: float = 0.0) -> None:
+        """`patience_s`: how long open() and fill() wait for room that other threads take.
+
+        For room that copies from start() take they wait anyway: those end by themselves.
+        """
+        self._cache = cache
+        self._dtype = dtype
+        self._patience_s = patience_s
+        # Reentrant. Guards the state of slots, not the bytes in them; told when a pin ends.
+        self._changed = threading.Condition()
+        self._started: set[HostCopy] = set()  # what start() gave and is not released
+
+    def start(self, chunk: int) -> HostCopy | None:
+        """Starts bringing the chunk to RAM; the caller releases the copy.
+
+        None if pins leave no room now. Raises an OSError if it cannot be started.
+        """
+        with self._changed:
+            if not self._cache.has_room(chunk):
+                return None
+            copy = HostCopy(self, chunk, self._cache.start(chunk))
+            self._started.add(copy)
+            return copy
+
+    def open(self, chunk: int) -> AbstractContextManager[torch.Tensor]:
+        """The chunk's bytes, flat, inside the block.
+
+        Raises BudgetError if there is no room and none comes in time, and an OSError if they cannot
+        be read.
+        """
+        return self._pinned(chunk, self._cache.get)
+
+    @contextmanager
+    def _pinned(self, chunk: int, bring: Callable[[int], None]) -> Iterator[torch.Tensor]:
+        give_up_s = time.monotonic() + self._patience_s
+        with self._changed:
+            while not self._cache.has_room(chunk):
+                left_s = give_up_s - time.monotonic()
+                if not self._started and left_s <= 0:
+                    break  # bring() raises what is to be said
+                self._changed.wait(None if self._started else left_s)
+            bring(chunk)
+            flat, pin = self.views(chunk)
+        try:
+            yield flat
+        finally:
+            with self._changed:
+                del pin
+                self._changed.notify_all()
+
+    def drop(self, chunk: int) -> None:
+        """Forgets the copy."""
+        with self._changed:
+            self._cache.drop(chunk)
+
+    def no_room(self, chunk: int) -> Exception:
+        """The error that says that pins leave no room for the chunk, with numbers."""
+        with self._changed:
+            return self._cache.no_room(chunk)
+
+    def views(self, chunk: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """For HostCopy: the chunk's bytes, flat, and a pin on them, which is a tensor, too."""
+        with self._changed:
+            pin = self._cache.tensor(chunk, self._dtype)
+            return self._cache.tensor(chunk, self._dtype, pinned=False), pin
+
+    def note_done(self, chunk: int, op: Operation) -> None:
+        """For HostCopy: the operation that brings the chunk was waited for."""
+        with self._changed:
+            self._cache.note_done(chunk, op)
+
+    def note_released(self, copy: HostCopy) -> None:
+        """For HostCopy: its pin has ended."""
+        with self._changed:
+            self._started.discard(copy)
+            self._changed.notify_all()
+
+    def finish_transfers(self) -> None:
+        """Waits for all transfers under way. Raises what one met."""
+        with self._changed:
+            self._cache.finish_transfers()
+
+    def clear(self) -> None:
+        """Forgets all copies. Raises what a transfer met."""
+        with self._changed:
+            self._cache.clear()
+
+    def refit(self) -> None:
+        """The arena was resized while no copy was held."""
+        with self._changed:
+            self._cache.refit()
+
+
+class SharedWriteBackCache(SharedCache):
+    """A SharedCache of chunks that change in their slots."""
+
+    _cache: WriteBackCache
+
+    def fill(self, chunk: int) -> AbstractContextManager[torch.Tensor]:
+        """Flat memory for the chunk's new bytes; call changed() in the block when they are there.
+
+        Raises BudgetError if there is no room and none comes in time.
+        """
+        return self._pinned(chunk, self._cache.create)
+
+    def changed(self, chunk: int) -> None:
+        """The bytes that open() or fill() gave were changed; returns when they are home."""
+        with self._changed:
+            self._cache.dirty(chunk)
+            self._cache.write_back(chunk)
+            self._cache.get(chunk)

@@ -22,7 +22,7 @@ from typing import Protocol
 
 import torch
 
-from offload.cache.shared_cache import HostCopy, SharedCache
+from offload.cache.slot_cache import HostCopy, SharedCache
 from offload.device.backend import Backend
 from offload.memory.arena import HostArena
 from offload.memory.operation import Operation, Worker, cancelled, wait_quietly

@@ -33,7 +33,6 @@ import torch
 from hetero.chunks.layout import Chunk, Layout
 from hetero.planning.belady import PREFETCH_CHUNKS, ahead_slots, rounds
 from hetero.ranks.communicator import Communicator
-from hetero.ranks.shard_server import GatherNews
 from hetero.state.gathering.all_gather import Gathering
 from offload.cache.slot_cache import SlotCache
 from offload.errors import BudgetError, HeteroError
@@ -302,26 +301,6 @@ def without_repeats(uses: Sequence[ChunkUse]) -> tuple[ChunkUse, ...]:
     return tuple(kept)
 
 
-@dataclass(frozen=True)
-class StepRecord:
-    """What one rank tells the others at the end of a step, or before values change.
-
-    Attributes:
-        started: how many all-gathers it has started since the last step's end.
-        uses: the order of uses that it proposes for the next step like this one.
-        slots: it has so many for gathered copies.
-    """
-
-    started: int
-    uses: tuple[ChunkUse, ...]
-    slots: int
-
-    @property
-    def numbers(self) -> tuple[int, int, int]:
-        """What is told first; instead of `uses` a number that others do not have."""
-        return self.started, fingerprint(self.uses), self.slots
-
-
 class AgreedGathers:
     """This rank's part in the all-gathers of one chunk group.
 
@@ -337,7 +316,6 @@ class AgreedGathers:
         gathering: Gathering,
         is_resident: Callable[[Chunk], bool],
         cache: SlotCache,
-        news: GatherNews,
         prefetch: bool,
     ) -> None:
         """Nothing is agreed on before begin(): the rank gathers one-sided.
@@ -346,14 +324,12 @@ class AgreedGathers:
             gathering: starts the all-gathers.
             is_resident: whether a chunk is used where its home is.
             cache: the slots of gathered copies.
-            news: what other ranks have told.
             prefetch: all-gathers are started ahead of their use.
         """
         self._layout = layout
         self.gathering = gathering
         self._is_resident = is_resident
         self.cache = cache
-        self._news = news
         self.lock = threading.RLock()
         self._ahead = PREFETCH_CHUNKS if prefetch else 0
         kept = frozenset(c.id for c in layout.chunks if not c.trainable)
@@ -438,13 +414,13 @@ class AgreedGathers:
 
         Returns whether there were any.
         """
-        started = self.gathering.stream.counts.started
-        if self._news.wanted <= started or self._is_starting:
+        started, wanted = self.gathering.stream.counts.started, self.gathering.server.wanted
+        if wanted <= started or self._is_starting:
             return False
         if self.cache.is_making_room or not self.lock.acquire(blocking=False):
             return False
         try:
-            self._catch_up(self._news.wanted - self._first)
+            self._catch_up(wanted - self._first)
         finally:
             self.lock.release()
         return self.gathering.stream.counts.started > started
@@ -454,9 +430,11 @@ class AgreedGathers:
         while self._started < started and (gather := self._next_gather()) is not None:
             self._start(gather, must=True)
 
-    def step_record(self) -> StepRecord:
-        """What this rank tells the others now."""
-        return StepRecord(self._started, self.uses.proposed(), self.cache.slots)
+    def step_record(self) -> tuple[int, tuple[ChunkUse, ...], int]:
+        """What this rank tells the others now: how many all-gathers it has started since the last
+        step's end, the uses that it proposes for the next step like this one, and how many slots
+        it has for gathered copies."""
+        return self._started, self.uses.proposed(), self.cache.slots
 
     def level(self, started: int) -> None:
         """Starts what another rank has started, and waits for all; all ranks then have the same.
@@ -527,8 +505,9 @@ def agree_on_gathers(
         HeteroError: the ranks have gathered different chunks, so what they computed is wrong.
     """
     mine = [each.step_record() for each in gathers]
-    numbers = torch.tensor([record.numbers for record in mine])
-    told = shard.all_gather(numbers, what)  # ranks, chunk groups, numbers
+    # First a number in the place of uses, which other sequences do not have.
+    numbers = [(started, fingerprint(uses), slots) for started, uses, slots in mine]
+    told = shard.all_gather(torch.tensor(numbers), what)  # ranks, chunk groups, numbers
     for each, started in zip(gathers, told[:, :, 0].amax(0).tolist(), strict=True):
         each.level(started)
     digests = torch.tensor([each.gathering.stream.digest() for each in gathers])
@@ -541,9 +520,9 @@ def agree_on_gathers(
         each.gathering.stream.let_go()
     if not ends_step:
         return
-    for number, (each, record) in enumerate(zip(gathers, mine, strict=True)):
-        records = [record.uses]
+    for number, (each, (_, uses, _)) in enumerate(zip(gathers, mine, strict=True)):
+        records = [uses]
         if told[:, number, 1].ne(told[0, number, 1]).any():
-            found = shard.all_gather_bytes(to_bytes(record.uses), what)
+            found = shard.all_gather_bytes(to_bytes(uses), what)
             records = [from_bytes(content) for content in found]
         each.end_step(records, int(told[:, number, 2].min()))

@@ -14,8 +14,7 @@ import contextlib
 import copy
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
@@ -25,73 +24,14 @@ from hetero.chunks.layout import Chunk, Layout
 from hetero.ranks.collectives import Reply
 from hetero.ranks.communicator import Communicator
 from hetero.ranks.peers import Channel, PeerClosedError, RankOperation
-from hetero.ranks.shard_server import GatherNews, RequestKind, ShardServer, Versions
+from hetero.ranks.shard_server import RequestKind, ShardServer, Versions
 from hetero.ranks.waiting import LOOK_S, SOON_S
-from hetero.state.chunk_updates import ChunkUpdates
+from hetero.state.chunk_updates import OwnShards
 from hetero.state.gathering.transport import GatherTransport
-from hetero.state.memory.homes import Homes
-from offload.cache.shared_cache import SharedWriteBackCache
 from offload.device.fetch_queue import FetchQueue
 from offload.interrupts import deliver_signals
 from offload.memory.arena import HostArena
 from offload.memory.operation import Operation, Worker, cancelled
-
-
-@dataclass(frozen=True, eq=False)
-class OwnShards:
-    """Reads and writes the values of this rank's shards. Several threads may use it at once.
-
-    `slots` are for copies of those on DISK. With one rank a shard is the whole chunk, and the slots
-    are those of gathered copies. Reads wait for `updates`, other ranks' too.
-    """
-
-    homes: Homes
-    slots: SharedWriteBackCache
-    updates: ChunkUpdates
-
-    @contextmanager
-    def open(self, chunk: Chunk) -> Iterator[torch.Tensor]:
-        """The shard's values, flat, inside the block; waits for the update that makes them.
-
-        A speculative one is taken back, and none begins that would write to what is read.
-
-        Raises what the update met, BudgetError if there is no room, NativeIoError if the shard
-        cannot be read.
-        """
-        if chunk in self.homes:
-            with self.updates.reading(chunk):
-                self.updates.wait_computed(chunk)
-                yield self.homes.shard(chunk)
-        else:
-            self.wait_computed(chunk)
-            with self.slots.open(chunk.id) as shard:
-                yield shard
-
-    def wait_computed(self, chunk: Chunk) -> None:
-        """Until the update that makes the shard's values is made; a speculative one is taken back.
-
-        Raises what the update met.
-        """
-        self.updates.revoke(chunk)
-        self.updates.wait_computed(chunk)
-
-    def fill(self, chunk: Chunk) -> AbstractContextManager[torch.Tensor]:
-        """Flat memory for new values of the whole shard; call filled() in the block when they are
-        there. Raises BudgetError if there is no room."""
-        if chunk in self.homes:
-            return nullcontext(self.homes.shard(chunk))
-        return self.slots.fill(chunk.id)
-
-    def filled(self, chunk: Chunk) -> None:
-        """The values that fill() or open() gave were changed; returns when they are home."""
-        if chunk not in self.homes:
-            self.slots.changed(chunk.id)
-
-    def invalidate(self, chunk: Chunk) -> None:
-        """The optimizer is about to write new values to the shard's home."""
-        if chunk not in self.homes:
-            self.slots.drop(chunk.id)
-
 
 # A rank that others have not followed for so long reads the shards it needs one-sided: they are
 # in code of the user's, and nobody knows whether they will ever come.
@@ -253,24 +193,22 @@ class GatherStream:
         server: ShardServer,
         shards: OwnShards,
         versions: Versions,
-        news: GatherNews,
         transport: GatherTransport,
     ) -> None:
         """Nothing is gathered yet.
 
         Args:
             peers: the ranks of the shard group.
-            server: tells them that one of them is waited for, or has failed.
+            server: tells them that one of them is waited for, or has failed, and knows what they
+                have told.
             shards: this rank's.
             versions: of the chunks' values.
-            news: what the others have told.
             transport: brings the shards together.
         """
         self._peers = peers
         self._server = server
         self._shards = shards
         self._versions = versions
-        self._news = news
         self.transport = transport
         self._worker = Worker("gathers")
         self.counts = GatherCounts()
@@ -341,10 +279,10 @@ class GatherStream:
                     except Exception as failure:
                         error = self._tell_failure(gather, failure)
                 self.transport.gather(gather.target, shard, what, opened, gather.keeps_shards)
-            return error or self._news.failure_of(gather.number)
+            return error or self._server.failure_of(gather.number)
         except PeerClosedError:
             # (A rank that has no values may have closed its engine because of that.)
-            error = error or self._news.failure_of(gather.number)
+            error = error or self._server.failure_of(gather.number)
             if error is None:
                 raise
             return error

@@ -17,7 +17,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -33,27 +33,41 @@ from offload.errors import PeerError
 from offload.memory.arena import HostArena
 
 
-class GatherTarget(Protocol):
-    """Memory for a whole chunk, which may be taken away before the chunk is there."""
+class _InRam(GatheredParts):
+    """Memory for a whole chunk, which may be taken away before the chunk is there.
 
-    def let_go(self) -> bool:
-        """Nothing that was not begun is written there. Returns False if all of it will come."""
+    Targets of other transports have let_go(), which returns False if all of the chunk will come
+    nevertheless, and follow() as this one.
+    """
+
+    def __init__(self, whole: torch.Tensor | None, ranks: int, part_numel: int) -> None:
+        """`part_numel`: elements of one rank's part."""
+        super().__init__(whole, ranks)
+        self.part_numel = part_numel
 
     def follow(self) -> None:
-        """What the calling thread computes from now on comes after the gather, which was made.
-
-        Raises PeerError.
-        """
+        """What the calling thread computes from now on comes after the gather, which was made."""
 
 
-class GatherTransport(Protocol):
-    """Brings the shards of all ranks together; which one it is all ranks have decided alike."""
+class GatherTransport:
+    """Brings the shards of all ranks together: in RAM, by gloo, wherever they are.
+
+    Which transport it is all ranks have decided alike.
+    """
+
+    def __init__(self, peers: Communicator, layout: Layout, dtype: torch.dtype) -> None:
+        """Of the chunks of `layout`, in `dtype`, over the connections of `peers`."""
+        self._peers = peers
+        self._layout = layout
+        self._dtype = dtype
 
     def target(self, chunk: Chunk, whole: torch.Tensor | None) -> Any:
-        """A GatherTarget over `whole`, flat; None: what comes is not kept.
+        """What gather() fills: `whole`, flat; None: what comes is not kept.
 
         Called as the gather is started, in the thread that computes.
         """
+        numel = self._layout.shard.numel(self._layout.chunk_numel(chunk))
+        return _InRam(whole, self._peers.size, numel)
 
     def gather(
         self,
@@ -75,65 +89,24 @@ class GatherTransport(Protocol):
             opened: keeps the shard for the caller; the transport may take that over.
             keeps: this rank may wait for other ranks while it keeps the shard.
         """
+        part = torch.zeros(target.part_numel, dtype=self._dtype) if shard is None else shard
+        kept = opened if keeps else None
+        self._peers.gather_parts(part, target, what, Channel.GATHERS, kept)
 
     def finish(self) -> None:
         """Until nothing is under way on a device. Raises PeerError."""
 
     def let_go(self) -> None:
         """All ranks have made the gathers that this rank has: none reads its shards any more."""
-
-    def close(self) -> None:
-        """What is gathered from is freed now. Idempotent."""
-
-
-class _InRam(GatheredParts):
-    """GatherTarget, and the elements of one part."""
-
-    def __init__(self, whole: torch.Tensor | None, ranks: int, part_numel: int) -> None:
-        super().__init__(whole, ranks)
-        self.part_numel = part_numel
-
-    def follow(self) -> None:
-        """All is there."""
-
-
-class RamTransport:
-    """Shards come together in RAM, by gloo; wherever they are, and `whole` is."""
-
-    def __init__(self, peers: Communicator, layout: Layout, dtype: torch.dtype) -> None:
-        """Of the chunks of `layout`, in `dtype`, over the connections of `peers`."""
-        self._peers = peers
-        self._layout = layout
-        self._dtype = dtype
-
-    def target(self, chunk: Chunk, whole: torch.Tensor | None) -> _InRam:
-        numel = self._layout.shard.numel(self._layout.chunk_numel(chunk))
-        return _InRam(whole, self._peers.size, numel)
-
-    def gather(
-        self,
-        target: _InRam,
-        shard: torch.Tensor | None,
-        what: str,
-        opened: ExitStack,
-        keeps: bool,
-    ) -> None:
-        part = torch.zeros(target.part_numel, dtype=self._dtype) if shard is None else shard
-        kept = opened if keeps else None
-        self._peers.gather_parts(part, target, what, Channel.GATHERS, kept)
-
-    def finish(self) -> None:
-        """Nothing is: gather() waits."""
-
-    def let_go(self) -> None:
         self._peers.let_go()
 
     def close(self) -> None:
+        """What is gathered from is freed now. Idempotent."""
         self._peers.retract()
 
 
 class _OnDevice:
-    """GatherTarget: slots of the device, until the device was told to gather."""
+    """Slots of the device, until the device was told to gather."""
 
     def __init__(
         self,
@@ -162,7 +135,7 @@ class _OnDevice:
 
 
 class _AtHome:
-    """GatherTarget: a whole home, whose values all ranks are about to need."""
+    """A whole home, whose values all ranks are about to need."""
 
     def __init__(
         self,
@@ -199,7 +172,7 @@ class _AtHome:
             self._wait()
 
 
-class DeviceTransport:
+class DeviceTransport(GatherTransport):
     """Shards come together in the memory of the device."""
 
     def __init__(

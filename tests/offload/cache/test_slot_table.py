@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.cache.slot_cache import SlotCache, SlotTable, WriteBackCache
-from offload.cache.use_order import UseOrder
+from offload.cache.slot_cache import SlotCache, SlotTable, UseOrder, WriteBackCache
 from offload.memory.arena import HostArena
 from offload.memory.ledger import Ledger
 from offload.memory.tiers import Account

@@ -1,11 +1,11 @@
-"""offload/cache/use_order: the learned order, against a model that searches the whole step."""
+"""offload/cache/slot_cache: the learned order, against a model that searches the whole step."""
 
 from functools import partial
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.cache.use_order import UseOrder
+from offload.cache.slot_cache import UseOrder
 from tests.support.native.cache_rig import next_use
 from tests.support.traced_memory import traced_memory
 

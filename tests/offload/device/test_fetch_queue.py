@@ -12,9 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offload import _native
-from offload.cache.shared_cache import HostCopy, SharedCache
-from offload.cache.slot_cache import SlotCache
-from offload.cache.use_order import UseOrder
+from offload.cache.slot_cache import HostCopy, SharedCache, SlotCache, UseOrder
 from offload.device.fetch_queue import FetchQueue
 from offload.disk.scratch_file import Extent, FileBacking, ScratchFile
 from offload.errors import BudgetError

@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 
 import hetero
+from hetero.state.chunk_updates import OwnShards
 from hetero.state.gathering import all_gather
-from hetero.state.gathering.all_gather import Gathering, OwnShards
+from hetero.state.gathering.all_gather import Gathering
 from tests.support.ranks.rank_training import inputs, make
 
 OPTIONS: dict[str, Any] = {"chunk_numel": 16384, "rank_timeout_s": 30.0}

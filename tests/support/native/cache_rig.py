@@ -7,8 +7,7 @@ from collections.abc import Callable
 import torch
 
 from offload import _native
-from offload.cache.slot_cache import SlotState, WriteBackCache
-from offload.cache.use_order import UseOrder
+from offload.cache.slot_cache import SlotState, UseOrder, WriteBackCache
 from offload.disk.scratch_file import Extent, FileBacking, ScratchFile, Transfers
 from offload.memory.arena import HostArena
 from offload.memory.ledger import Ledger
