@@ -31,8 +31,7 @@ from hetero.job.models import MODEL_NAMES, count_parameters, model_config, wante
 from hetero.job.options import OVERLAPS, TrainOptions
 from hetero.job.run_folder import RunFolder
 from hetero.planning.profiles import find_profile
-from hetero.planning.step_cost import figures, predict
-from hetero.planning.step_problem import Computing, Work
+from hetero.planning.step_cost import Computing, Work, figures, predict
 from offload.errors import HeteroError
 from offload.profile.machine_profile import Profile
 from offload.profile.measure import measure_profile
@@ -170,7 +169,6 @@ def train(
                 profile,
                 Work(options.batch_size * options.seq_len, batches),
                 Computing(computing.forward_s * batches, computing.backward_s * batches),
-                grad_factors=options.clip > 0,
                 overlap=options.overlap,
             )
             made = figures(plans)

@@ -22,12 +22,11 @@ from hetero.job.models import build_shape, model_config, model_label, wanted_voc
 from hetero.job.options import DEFAULT_DISK_SHARE, DEFAULT_SHARE, TrainOptions
 from hetero.job.ranks import Ranks
 from hetero.planning.candidates import SmallestBudgets, smallest_budgets
-from hetero.planning.collective_cost import Network
 from hetero.planning.group_plans import Arrangement, ChunkGroupPlan
+from hetero.planning.network import Network
 from hetero.planning.profiles import find_profile, listing, shipped_profiles
 from hetero.planning.report import as_dict, explain, state_by_tier
-from hetero.planning.step_cost import Plan, StepCost, predict, whole_step
-from hetero.planning.step_problem import ActivationEstimate, Work
+from hetero.planning.step_cost import Plan, StepCost, Work, predict, whole_step
 from hetero.text_table import terminal_width, wrapped
 from offload.disk.directories import check_directories, total_free_bytes
 from offload.memory.process_memory import resident_bytes
@@ -97,6 +96,33 @@ def _what_if(planner: _Planner, plans: list[Plan], least: SmallestBudgets) -> li
             lambda profile: whole_step(planner.predict(groups, profile)), machine.rank_profile
         )
     return found
+
+
+# Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022),
+# equation 1: a layer saves s b h (34 + 5 a s / h) bytes in 16 bits. The second term is the matrix
+# of attention, which scaled_dot_product_attention does not keep; of the 34 bytes an element, 32 are
+# 16 numbers and 2 are masks of dropout.
+_NUMBERS, _MASK_BYTES = 16, 2
+
+
+@dataclass(frozen=True)
+class ActivationEstimate:
+    """Bytes of one micro-batch of a rank; logits and temporaries are not in it.
+
+    Attributes:
+        kept_bytes: all layers keep what they save.
+        checkpointed_bytes: each keeps its input, and the one that is computed again all it saves.
+    """
+
+    kept_bytes: int
+    checkpointed_bytes: int
+
+    @classmethod
+    def of(cls, layers: int, width: int, tokens: int, element_bytes: int) -> ActivationEstimate:
+        """Of so many layers over vectors of `width` elements of `element_bytes`."""
+        numbers = tokens * width
+        layer = numbers * (_NUMBERS * element_bytes + _MASK_BYTES)
+        return cls(layers * layer, layers * numbers * element_bytes + layer)
 
 
 @dataclass(frozen=True)

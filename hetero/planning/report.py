@@ -161,7 +161,7 @@ def _notes(plans: Sequence[Plan], step: StepCost, least: SmallestBudgets) -> str
         if n is not None
     ]
     notes.append(f"Smallest budgets that work: {', '.join(words)}.")
-    if any(p.problem.trace.expected for p in plans):
+    if any(p.problem.computing.expected for p in plans):
         notes.append(
             "Computing is estimated from the profile; a traced step gives a better estimate."
         )

@@ -17,8 +17,7 @@ import torch
 from hetero.planning.group_plans import ChunkGroupPlan
 from hetero.planning.placement import Placement
 from hetero.planning.report import state_by_tier
-from hetero.planning.step_cost import figures
-from hetero.planning.step_problem import Phase
+from hetero.planning.step_cost import Phase, figures
 from hetero.reporting.run_record import (
     LINKS,
     PARTS,

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from hetero.activations.store import ActivationStore
 from hetero.chunk_groups.chunk_group import ChunkGroup, Shared
 from hetero.planning.group_plans import ChunkGroupPlan
+from hetero.planning.network import Network
 from hetero.planning.profiles import saved_profile
 from hetero.planning.report import explain, explain_bytes, gains
-from hetero.planning.step_cost import Plan, predict
-from hetero.planning.step_problem import Work
+from hetero.planning.step_cost import Plan, Work, predict
 from hetero.runtime.learned_rates import LearnedRates, counters_of
 from hetero.runtime.step_tracer import StepTracer
 from offload.memory.tiers import Tier
@@ -79,7 +79,7 @@ class StepPredictions:
         if not isinstance(problem.profile, Profile):
             by = f"the rates of this training's last {self.learned.steps} steps"
         assumed = ""
-        if problem.trace.expected:
+        if problem.computing.expected:
             assumed = f", for {EXPECTED_TOKENS} tokens per step until one was made"
         return f"{explain(plans)}\nSeconds are expected by {by}{assumed}."
 
@@ -110,7 +110,9 @@ class StepPredictions:
         made, network = self._tracer.latest, None
         if isinstance(rates, Profile):
             several_machines = self._world.is_on_several_machines
-            network = rates.node_bytes_per_s if several_machines else rates.rank_bytes_per_s
+            sent_per_s = rates.node_bytes_per_s if several_machines else rates.rank_bytes_per_s
+            if sent_per_s is not None:
+                network = Network.flat(self._world.size, sent_per_s)
         elif made is None:
             return []
         config = self._shared.config
@@ -121,7 +123,7 @@ class StepPredictions:
             None if made is None else made.computing,
             prefetch=config.debugging.prefetch,
             overlap=config.debugging.overlap,
-            network_bytes_per_s=network,
+            network=network,
         )
 
     def _saved_profile(self) -> Profile | None:

@@ -12,7 +12,7 @@ import torch
 from torch._compile import _disable_dynamo
 
 from hetero.chunk_groups.chunk_group import ChunkGroup
-from hetero.planning.step_problem import Computing, Phase
+from hetero.planning.step_cost import Computing, Phase
 from hetero.runtime.modules.module_hooks import ModelHook
 from offload.errors import ClosedError
 

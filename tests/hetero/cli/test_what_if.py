@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 
 from hetero.cli.what_if import (
     DEVICE,
@@ -13,8 +13,7 @@ from hetero.cli.what_if import (
     other_disks,
 )
 from hetero.planning.placement import PlacementError
-from hetero.planning.step_cost import StepCost
-from hetero.planning.step_problem import PhaseCost
+from hetero.planning.step_cost import PhaseCost, StepCost
 from offload.profile.machine_profile import Profile
 from tests.support.training.planning import make_profile
 
@@ -22,8 +21,8 @@ MIB = 1 << 20
 
 
 def step(seconds: float) -> StepCost:
-    phases = (PhaseCost("forward", seconds, {"NVMe": seconds}),)
-    return StepCost(phases, Counter(nvme_read=int(seconds * MIB)))
+    busy_s = defaultdict(float, {"NVMe": seconds})
+    return StepCost((PhaseCost("forward", seconds, busy_s, Counter(nvme_read=int(seconds * MIB))),))
 
 
 def step_with(host: int, device: int | None) -> StepCost:

@@ -7,13 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from hetero.chunks.layout import ParamSpec, Shard, pack
 from hetero.cli.main import main
 from hetero.planning.candidates import place
 from hetero.planning.group_plans import ChunkGroupPlan
 from hetero.planning.placement import Budgets
-from hetero.planning.step_cost import figures, predict
-from hetero.planning.step_problem import Computing, Work
+from hetero.planning.step_cost import Computing, Work, figures, predict
 from tests.support.cli_runs import draw_nothing
 from tests.support.training.planning import AMPLE, BF16, SLOT, layout_of, make_profile, make_spec
 
@@ -39,29 +37,6 @@ def test_computing_is_shared_out_over_chunk_groups_by_their_elements() -> None:
     assert made["step_s"] == pytest.approx(24 + update_s)
     assert made["phases_s"]["update"] == pytest.approx(update_s)
     assert made["measured_computing"] is True
-
-
-@pytest.mark.parametrize(
-    ("shard", "share"),
-    [
-        (Shard(), 0.0),
-        (Shard(0, 2), 0.0),
-        (Shard(0, 2, grads=False), 0.0),
-        (Shard(0, 2, replicas=2), 0.0),
-        (Shard(0, 2, grads=False, replicas=2), 1.0),
-    ],
-)
-def test_clipping_reads_gradients_once_more_that_the_cpu_has_not_written(
-    shard: Shard, share: float
-) -> None:
-    layout = pack([ParamSpec(0, "p", 2 * SLOT, True)], 2 * SLOT, shard)
-    spec = make_spec(layout, Budgets(AMPLE, AMPLE, keep_optim_states=False), "cpu")
-    chunk_groups = [ChunkGroupPlan(spec, place(spec))]
-    without = figures(predict(chunk_groups, make_profile(), WORK))
-    clipped = figures(predict(chunk_groups, make_profile(), WORK, grad_factors=True))
-    expected = share * 2 * SLOT * 2 / 20
-    assert clipped["step_s"] - without["step_s"] == pytest.approx(expected, abs=1e-9)
-    assert without["measured_computing"] is False
 
 
 def test_a_profile_without_a_disk_cannot_tell_about_one() -> None:

@@ -5,14 +5,13 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 
-from hetero.chunks.layout import Shard
+from hetero.chunks.layout import ParamSpec, Shard, pack
 from hetero.overlap import OverlapUpdates
 from hetero.planning.belady import ahead_slots
 from hetero.planning.candidates import place
-from hetero.planning.collective_cost import AGREEMENTS, Network
+from hetero.planning.network import AGREEMENTS, Network
 from hetero.planning.placement import Budgets, GroupSpec, Placement, PlacementError, SlotBytes
-from hetero.planning.step_cost import TRAFFIC, CostModel
-from hetero.planning.step_problem import (
+from hetero.planning.step_cost import (
     ALL_GATHERS,
     COMPUTE,
     CPU_UPDATE,
@@ -22,8 +21,12 @@ from hetero.planning.step_problem import (
     NETWORK,
     NODE_LINKS,
     NVME,
+    TRAFFIC,
+    Computing,
+    CostModel,
     Problem,
-    Trace,
+    Work,
+    expected_computing,
 )
 from offload.memory.tiers import Tier
 from tests.support.training.planning import (
@@ -68,9 +71,7 @@ def placement(param, grad, optim_state, slots=0, buffers=0, **more) -> Placement
 
 def problem(profile=None, compute_s=(8.0, 16.0), **more) -> Problem:
     """Forward and backward of `compute_s` seconds, divided evenly over the chunks."""
-    base = make_problem(LAYOUT, profile, **more)
-    forward, backward = compute_s
-    return replace(base, trace=replace(base.trace, forward_s=forward, backward_s=backward))
+    return replace(make_problem(LAYOUT, profile, **more), computing=Computing(*compute_s))
 
 
 def disk(chunk_s: float):
@@ -179,20 +180,6 @@ def test_a_separate_device_fetches_over_the_link_and_sends_gradients_back():
     assert (forward.busy_s[H2D], backward.busy_s[H2D], backward.busy_s[D2H]) == (4, 2, 12)
 
 
-def test_gradients_that_come_over_a_link_are_read_for_the_norm():
-    profile = make_profile(
-        h2d_bytes_per_s=1e9,
-        d2h_bytes_per_s=1e9,
-        device_bytes=AMPLE,
-        device_update_bytes_per_s={"bf16": 1.0},
-    )
-    in_ram = made(slots=2)
-    without, clipped = (
-        sum(seconds(in_ram, problem(profile, grad_factors=clips))) for clips in (False, True)
-    )
-    assert clipped - without == pytest.approx(CHUNKS * SLOT * 2 / 20)
-
-
 def test_what_is_on_the_device_moves_nothing_and_is_updated_there():
     profile = separate_profile()
     half = (DEVICE, DEVICE, HOST, HOST)
@@ -253,29 +240,11 @@ def test_updates_overlap_forward():
     assert crowded.seconds >= early.seconds > both.seconds
 
 
-def test_forward_waits_for_what_buffers_do_not_keep_of_its_first_chunk():
-    layout = layout_of(12 * SLOT, *[SLOT] * 20)
-    each, chunks = SlotBytes.of(layout, BF16), len(layout.chunks)
-    profile = replace(disk(1.0), update_bytes_per_s={"bf16": 1e12})
-    base = make_problem(layout, profile, overlap=OverlapUpdates.BOTH)
-    model = CostModel(replace(base, trace=replace(base.trace, forward_s=1e6, backward_s=1e6)))
-
-    def waited_s(buffers: int, param=HOST, optim_state=DISK) -> float:
-        homes = [(home,) * chunks for home in (param, HOST, optim_state)]
-        return model.cost(placement(*homes, 12, buffers)).seconds - 2e6
-
-    for buffers, missed in ((3, 12), (5, 12), (11, 6), (17, 0)):
-        assert waited_s(buffers) == pytest.approx(missed * 2 * each.optim_state / PARAM, abs=1e-3)
-    # All parameters are written, and those that are not kept are read.
-    forward_s = waited_s(99, param=DISK, optim_state=HOST) - 12
-    assert waited_s(11, param=DISK, optim_state=HOST) == pytest.approx(forward_s + 12 + 6, abs=1e-3)
-
-
 def test_few_buffers_hide_less_of_the_update_beside_computing():
     on_disk = [made(optim_state=DISK, buffers=count) for count in (1, 2, 3)]
     for overlap, share in ((OverlapUpdates.NONE, 1), (OverlapUpdates.FORWARD, 2)):
         model = CostModel(problem(disk(0.1), overlap=overlap))
-        updates = [model._update(each)[0] for each in on_disk]
+        updates = [model._update(each) for each in on_disk]
         assert updates[0].seconds > updates[1].seconds > updates[2].seconds
         assert updates[0].seconds == pytest.approx(share * UPDATE_S + updates[0].busy_s[NVME])
 
@@ -365,11 +334,11 @@ def test_a_network_of_other_ranks_is_refused() -> None:
 def test_all_gathers_and_means_share_the_links() -> None:
     """Either stream alone is hidden by compute, both together are not."""
     layout = layout_of(*[2 * SLOT] * 32, shard=Shard(0, 2))
-    placed = placement((HOST,) * 32, (HOST,) * 32, (HOST,) * 32, slots=8)
+    placed = placement((HOST,) * 32, (HOST,) * 32, (HOST,) * 32, slots=8, bucket_slots=4)
     described = make_problem(layout, network=Network(2, 1, 1.0, 1.0))
     whole_s = SlotBytes.of(layout, BF16).bucket / 2
-    trace = replace(described.trace, forward_s=32 * whole_s, backward_s=1.5 * 32 * whole_s)
-    cost = CostModel(replace(described, trace=trace)).cost(placed)
+    computing = Computing(32 * whole_s, 1.5 * 32 * whole_s)
+    cost = CostModel(replace(described, computing=computing)).cost(placed)
     backward = cost.phases[1]
     assert backward.busy_s[ALL_GATHERS] < backward.busy_s[COMPUTE]
     assert backward.busy_s[MEANS] < backward.busy_s[COMPUTE] < backward.busy_s[NODE_LINKS]
@@ -388,7 +357,7 @@ def test_frozen_chunks_have_neither_gradient_nor_update():
 
 
 def test_a_step_without_micro_batches_is_its_update():
-    empty = replace(problem(), trace=Trace(0.0, 0.0, micro_batches=0))
+    empty = replace(problem(compute_s=(0.0, 0.0)), micro_batches=0)
     cost = CostModel(empty).cost(made())
     assert cost.seconds == pytest.approx(UPDATE_S)
 
@@ -404,30 +373,6 @@ def test_no_resource_is_busy_longer_than_the_step(placed_problem):
     assert cost.seconds >= max(cost.busy_s.values(), default=0.0) * (1 - 1e-9)
 
 
-def test_what_backward_leaves_to_the_next_forward_keeps_the_network_busy():
-    """Late updates beside forward do not get what gradients before still take of the network."""
-    layout = layout_of(1, 1, 1, 1, shard=Shard(0, 2, grads=True, params=False))
-    profile = separate_profile(
-        update_bytes_per_s={"bf16": 5.0},
-        h2d_bytes_per_s=3.0,
-        d2h_bytes_per_s=2.0,
-        device_update_bytes_per_s={"bf16": 45.0},
-    )
-    described = make_problem(
-        layout,
-        profile,
-        micro_batches=3,
-        prefetch=False,
-        overlap=OverlapUpdates.FORWARD,
-        network=Network.flat(2, 1.0),
-    )
-    budgets = Budgets(393_216, 0, device=262_144, keep_optim_states=False, under_construction=False)
-    trace = replace(described.trace, forward_s=24.0, backward_s=48.0)
-    cost = CostModel(replace(described, trace=trace)).cost(place(make_spec(layout, budgets, "cpu")))
-    assert cost.bound == NETWORK
-    assert cost.seconds >= max(cost.busy_s.values())
-
-
 LARGE = layout_of(*[SLOT] * 200)
 
 
@@ -441,3 +386,21 @@ def test_of_many_chunks_each_phase_is_as_long_as_its_busiest_resource(separate, 
     described = make_problem(LARGE, profile, tokens=tokens)
     for phase in CostModel(described).cost(place(make_spec(LARGE, budgets))).phases:
         assert phase.seconds <= max(phase.busy_s.values()) * 1.06, phase
+
+
+def test_forward_goes_in_the_order_of_registration():
+    # Chunks are numbered in another order than their parameters come in the model.
+    specs = [ParamSpec(i, "m", SLOT, True, group=i) for i in (4, 1, 2)]
+    layout = pack(specs, SLOT)
+    first = {chunk.id: chunk.slices[0].param.index for chunk in layout.chunks}
+    assert [first[chunk] for chunk in CostModel(make_problem(layout)).order] == [1, 2, 4]
+
+
+def test_computing_is_six_operations_per_parameter_and_token():
+    numel = SLOT + SLOT // 2
+    computing = expected_computing(numel, Work(tokens=10, micro_batches=3), 1e6)
+    forward_s = 2 * numel * 30 / 1e6
+    assert (computing.forward_s, computing.backward_s) == pytest.approx((forward_s, 2 * forward_s))
+    again = expected_computing(numel, Work(10, 3, checkpointing=True), 1e6)
+    assert again.backward_s == pytest.approx(3 * forward_s)
+    assert computing.expected

@@ -13,7 +13,7 @@ import hetero
 from hetero.planning.candidates import place
 from hetero.planning.group_plans import ChunkGroupPlan
 from hetero.planning.placement import Budgets
-from hetero.planning.step_problem import Computing
+from hetero.planning.step_cost import Computing
 from hetero.runtime import step_predictions
 from hetero.runtime.learned_rates import Counters, LearnedRates, counters_of
 from hetero.runtime.step_predictions import StepPredictions
@@ -177,7 +177,7 @@ def test_a_saved_profile_goes_before_what_was_learned(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     make_profile().save(tmp_path / "hetero" / "profile.json")
     (made,) = steps.predictions.plans()
-    assert made.problem.trace.expected
+    assert made.problem.computing.expected
     table = steps.predictions.explain()
     assert "the profile made up, for 1024 tokens per step until one was made" in table
     steps.make(streamed(steps, 1e4), 30.0, computing_s=6.0, count=4)

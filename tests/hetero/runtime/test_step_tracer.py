@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import hetero
-from hetero.planning.step_problem import Computing, Phase
+from hetero.planning.step_cost import Computing, Phase
 from hetero.runtime.step_tracer import MeasuredStep, StepClock
 from offload.disk.scratch_file import FileBacking
 from tests.support.training.loops import batches, build

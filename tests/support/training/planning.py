@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from hetero.chunks.dtypes import Dtypes
 from hetero.chunks.layout import WHOLE, Layout, ParamSpec, Shard, pack
 from hetero.overlap import OverlapUpdates
-from hetero.planning.collective_cost import Network
+from hetero.planning.network import Network
 from hetero.planning.placement import Budgets, GroupSpec, SlotBytes
-from hetero.planning.step_problem import Problem, Work, expected_trace
+from hetero.planning.step_cost import Problem, Work, expected_computing
 from offload.profile.machine_profile import Profile
 
 SLOT = 4096
@@ -76,7 +76,8 @@ def make_problem(
     profile = make_profile() if profile is None else profile
     rate = profile.rate("matmul_flop_per_s", "bf16") / tokens
     return Problem(
-        trace=expected_trace(layout, Work(1, micro_batches), rate),
+        expected_computing(layout.numel, Work(1, micro_batches), rate),
+        micro_batches,
         layout=layout,
         dtypes=BF16,
         profile=profile,

@@ -1,4 +1,4 @@
-"""hetero/planning/collective_cost: seconds of collectives that can be worked out by hand."""
+"""hetero/planning/network: seconds of collectives that can be worked out by hand."""
 
 from __future__ import annotations
 
@@ -9,14 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetero.planning.collective_cost import (
-    AGREEMENTS,
-    Network,
-    agreement_s,
-    all_gather,
-    all_to_all,
-    replica_mean,
-)
+from hetero.planning.network import AGREEMENTS, Network
 from hetero.planning.profiles import find_profile
 
 # 4 nodes of 8 ranks; a rank's links carry 100 bytes a second, its adapter 10.
@@ -36,29 +29,27 @@ sizes = st.floats(0, 1e12)
 
 
 def test_a_ring_passes_every_node_once() -> None:
-    cost = all_gather(NETWORK, 3200.0)
+    cost = NETWORK.all_gather(3200.0)
     assert cost.latency_s == 28 * 1.0 + 3 * 5.0
     assert cost.bytes_sent == 3100.0
     assert cost.transfer_s == 3100 / 80  # the adapters of a node together are slower than a link
     assert cost.crosses_nodes
-    inside = all_gather(ONE_NODE, 800.0)
-    assert (inside.latency_s, inside.transfer_s) == (7.0, 7.0)
-    assert not inside.crosses_nodes
+    assert ONE_NODE.all_gather(800.0) == (7.0, 7.0, 700.0, False)
 
 
 def test_a_pairwise_exchange_sends_all_that_leaves_a_node_by_the_ranks_own_adapter() -> None:
-    cost = all_to_all(NETWORK, 3200.0)
+    cost = NETWORK.all_to_all(3200.0)
     assert cost.latency_s == 7 * 1.0 + 24 * 5.0
     assert cost.transfer_s == 2400 / 10
     assert cost.bytes_sent == 3100.0
-    inside = all_to_all(ONE_NODE, 800.0)
+    inside = ONE_NODE.all_to_all(800.0)
     assert (inside.latency_s, inside.transfer_s) == (7.0, 7.0)
 
 
 def test_replicas_send_their_shards_between_nodes() -> None:
-    replicas = NETWORK.replica_group(8)
+    _, replicas = NETWORK.groups(8)
     assert (replicas.local_ranks, replicas.nodes) == (1, 4)
-    sums, whole = replica_mean(replicas, 400.0)
+    sums, whole = replicas.all_to_all(400.0), replicas.all_gather(400.0)
     assert (sums.latency_s, sums.transfer_s) == (15.0, 30.0)
     assert (whole.latency_s, whole.transfer_s) == (15.0, 30.0)
 
@@ -76,10 +67,7 @@ def test_replicas_send_their_shards_between_nodes() -> None:
 def test_groups_are_parts_of_nodes_or_whole_nodes(
     shard_ranks: int, sharing: tuple[int, int], replicas: tuple[int, int]
 ) -> None:
-    shard_group, replica_group = (
-        NETWORK.shard_group(shard_ranks),
-        NETWORK.replica_group(shard_ranks),
-    )
+    shard_group, replica_group = NETWORK.groups(shard_ranks)
     assert (shard_group.local_ranks, shard_group.nodes) == sharing
     assert (replica_group.local_ranks, replica_group.nodes) == replicas
 
@@ -87,26 +75,26 @@ def test_groups_are_parts_of_nodes_or_whole_nodes(
 @pytest.mark.parametrize("shard_ranks", [3, 12, 24])
 def test_other_groups_are_refused(shard_ranks: int) -> None:
     with pytest.raises(ValueError, match="choose parts of a node, or whole nodes"):
-        NETWORK.shard_group(shard_ranks)
+        NETWORK.groups(shard_ranks)
 
 
 def test_an_agreement_grows_with_the_logarithm_of_the_ranks() -> None:
-    assert agreement_s(NETWORK) == AGREEMENTS * 2 * (3 * 1.0 + 2 * 5.0)
-    assert agreement_s(Network.flat(1, 1.0)) == 0.0
+    assert NETWORK.agreement_s() == AGREEMENTS * 2 * (3 * 1.0 + 2 * 5.0)
+    assert Network.flat(1, 1.0).agreement_s() == 0.0
 
 
 @given(networks, sizes)
 def test_one_rank_sends_nothing(network: Network, nbytes: float) -> None:
     alone = replace(network, local_ranks=1, nodes=1)
-    for cost in (all_gather(alone, nbytes), all_to_all(alone, nbytes)):
-        assert (cost.seconds, cost.bytes_sent, cost.crosses_nodes) == (0.0, 0.0, False)
+    for cost in (alone.all_gather(nbytes), alone.all_to_all(nbytes)):
+        assert (cost.seconds, cost.bytes_sent) == (0.0, 0.0)
 
 
 @given(networks, sizes, st.integers(1, 3))
 def test_more_nodes_slower_links_and_more_bytes_take_no_less(
     network: Network, nbytes: float, more: int
 ) -> None:
-    for collective in (all_gather, all_to_all):
+    for collective in (Network.all_gather, Network.all_to_all):
         seconds = collective(network, nbytes).seconds * (1 - 1e-9)
         assert collective(network, nbytes * more).seconds >= seconds
         slower = replace(
@@ -124,7 +112,7 @@ def test_more_nodes_slower_links_and_more_bytes_take_no_less(
 @given(networks, sizes)
 def test_what_is_sent_does_not_depend_on_the_links(network: Network, nbytes: float) -> None:
     fast = replace(network, rank_bytes_per_s=math.inf, node_bytes_per_s=math.inf)
-    for collective in (all_gather, all_to_all):
+    for collective in (Network.all_gather, Network.all_to_all):
         assert collective(network, nbytes).bytes_sent == collective(fast, nbytes).bytes_sent
         assert collective(fast, nbytes).transfer_s == 0.0
 
@@ -140,6 +128,6 @@ def test_the_network_of_a_profile_is_as_much_as_it_says() -> None:
     assert Network.of(silent, 8, 1) is None
     only_between = Network.of(silent, 8, 2)
     assert only_between is not None
-    assert all_gather(only_between, 16.0).latency_s == 0.0
-    assert all_gather(only_between, 16.0).transfer_s == 15 / (8 * 45e9)
+    assert only_between.all_gather(16.0).latency_s == 0.0
+    assert only_between.all_gather(16.0).transfer_s == 15 / (8 * 45e9)
     assert Network.of(replace(profile, node_bytes_per_s=None), 8, 2) is None
