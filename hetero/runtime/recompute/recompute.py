@@ -9,8 +9,11 @@ ones first, and frees what they have kept before it computes another one again.
 from __future__ import annotations
 
 import difflib
+import pickle
+import random
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -453,7 +456,7 @@ class _Unchanged:
     def __init__(self, module: torch.nn.Module, arguments: Arguments) -> None:
         self._module, self._arguments = module, arguments
         self._buffers = [(buffer, version_of(buffer)) for buffer in module.buffers()]
-        self._attributes = [(each, dict(vars(each))) for each in module.modules()]
+        self._attributes = [(each, _attributes(each)) for each in module.modules()]
         self._versions = arguments.versions
 
     def why_not(self) -> str | None:
@@ -468,10 +471,54 @@ class _Unchanged:
                 "their forward changes its buffers (running statistics, say) or its input in place"
             )
         for module, before in self._attributes:
-            for name, value in vars(module).items():
-                if name not in before or value is not before[name]:
+            for name, (value, parts) in _attributes(module).items():
+                if name not in before or value is not before[name][0] or parts != before[name][1]:
                     return f"their forward changes self.{name}, which would be changed twice"
         return None
+
+
+_OF_ALL_MODULES = frozenset(vars(torch.nn.Module())) - {"training"}
+
+
+def _attributes(module: torch.nn.Module) -> dict[str, tuple[Any, Hashable]]:
+    """A module's own attributes, each with what a forward may change in it."""
+    own = vars(module).items()
+    return {name: (value, _parts(value)) for name, value in own if name not in _OF_ALL_MODULES}
+
+
+def _parts(value: Any) -> Hashable:
+    """What tells whether a container or a generator of random numbers was changed in place.
+
+    Parts of a container count as the same as long as they are the same objects, which tensors are
+    until they are written to.
+    """
+    if isinstance(value, torch.Generator):
+        return bytes(value.get_state())
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if type(value).__module__.startswith("numpy.random"):  # its old kind and its new one
+        bits = getattr(value, "bit_generator", None) or getattr(value, "_bit_generator", value)
+        return pickle.dumps(bits.state)
+    if isinstance(value, dict):
+        return tuple(map(_Part, (*value, *value.values())))
+    if isinstance(value, list | set | deque):
+        return tuple(map(_Part, value))
+    return None
+
+
+class _Part:
+    """An object in a container, which this keeps alive, so that no other one gets its address."""
+
+    def __init__(self, each: Any) -> None:
+        self._each = each
+        self._version = version_of(each) if isinstance(each, torch.Tensor) else 0
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Part):
+            return NotImplemented
+        return self._each is other._each and self._version == other._version
+
+    __hash__ = object.__hash__
 
 
 class _BlockCall:

@@ -55,6 +55,10 @@ class Odd(nn.Module):
         self.numbers = itertools.count() if kind == "iterator" else None
         self.ema = [torch.ones(WIDTH)]
         self.of_torch = torch.Generator().manual_seed(seed)
+        self.of_numpy = np.random.default_rng(seed)
+        self.numpy_random = np.random.RandomState(seed)
+        self.of_python = random.Random(seed)
+        self.nested: list[list[int]] = [[]]
         self.memory: Any = None
         self.loss: Any = None
 
@@ -86,6 +90,15 @@ class Odd(nn.Module):
     def generator(self, y: torch.Tensor) -> torch.Tensor:
         return y * torch.rand(WIDTH, generator=self.of_torch)
 
+    def numpy_generator(self, y: torch.Tensor) -> torch.Tensor:
+        return y * float(self.of_numpy.normal())
+
+    def numpy_state(self, y: torch.Tensor) -> torch.Tensor:
+        return y * float(self.numpy_random.rand())
+
+    def python_generator(self, y: torch.Tensor) -> torch.Tensor:
+        return y * self.of_python.gauss(0, 1)
+
     # Options, and what a call changes
 
     def reads_options(self, y: torch.Tensor) -> torch.Tensor:
@@ -116,6 +129,10 @@ class Odd(nn.Module):
     def counts_in_list(self, y: torch.Tensor) -> torch.Tensor:
         self.seen.append(float(y.detach().sum()))
         return y.square() * len(self.seen)
+
+    def counts_in_nested_list(self, y: torch.Tensor) -> torch.Tensor:
+        self.nested[0].append(1)
+        return y.square() * len(self.nested[0])
 
     def counts_in_tensor(self, y: torch.Tensor) -> torch.Tensor:
         self.ema[0].mul_(0.5)
@@ -149,8 +166,20 @@ PUT_BACK = [
     "differentiates",
     "autocast",
 ]
-CHANGED = ["attribute", "attribute_made_later", "remembers", "keeps_loss"]
-REFUSED = ["generator", "counts_in_dict", "counts_in_list", "counts_in_tensor", "iterator"]
+CHANGED = [
+    "attribute",
+    "attribute_made_later",
+    "remembers",
+    "keeps_loss",
+    "generator",
+    "numpy_generator",
+    "numpy_state",
+    "python_generator",
+    "counts_in_dict",
+    "counts_in_list",
+    "counts_in_tensor",
+]
+REFUSED = ["iterator", "counts_in_nested_list"]
 
 
 class Model(nn.Module):
