@@ -174,6 +174,11 @@ _GENERATE = Command(
             " (default: the newest run in runs)",
         ),
         _option("--prompt", default="def ", help="text to go on from (default: %(default)r)"),
+        _option(
+            "--chat",
+            action="store_true",
+            help="the prompt is a user's message, to be answered, in the tokenizer's chat template",
+        ),
         _option("--tokens", type=int, default=200, help="so many are made (default: %(default)s)"),
         _option(
             "--temperature",

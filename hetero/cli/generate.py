@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,15 @@ def run(arguments: argparse.Namespace) -> int:
 
     model, tokenizer = _load(folder)
     tokens = tokenizer.encode(arguments.prompt)
+    if arguments.chat:
+        if getattr(tokenizer, "chat_template", None) is None:
+            raise ValueError(
+                f"--chat: the tokenizer in {folder} has no chat template; leave it out"
+            )
+        message = [{"role": "user", "content": arguments.prompt}]
+        tokens = tokenizer.apply_chat_template(
+            message, add_generation_prompt=True, return_dict=False
+        )
     if not tokens:
         raise ValueError("--prompt needs at least one token, for the model to go on from")
     positions = getattr(model.config, "max_position_embeddings", None)
@@ -36,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError(
             f"--prompt has {len(tokens)} tokens, and the model {positions} positions; shorten it"
         )
-    print(arguments.prompt, end="", flush=True)
+    print(arguments.prompt, end="\n" if arguments.chat else "", flush=True)
     torch.manual_seed(arguments.seed)
     drawn: dict[str, Any] = {"do_sample": False}
     if arguments.temperature > 0:
@@ -76,6 +86,14 @@ def _load(folder: Path) -> tuple[Any, Any]:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    adapter = folder / "adapter_config.json"
+    if adapter.is_file():
+        base = json.loads(adapter.read_text(encoding="utf-8")).get("base_model_name_or_path")
+        if not base or not Path(base).is_dir():
+            raise ValueError(
+                f"{folder} is an adapter of the model in {base}, which is not there; name that "
+                f"model's folder as base_model_name_or_path in {adapter}"
+            )
     try:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", local_files_only=True)
         if any(folder.glob("tokenizer*")) or (folder / "vocab.json").is_file():
@@ -97,8 +115,8 @@ def _model_folder(path: Path | None) -> Path:
         found = [folder for folder in runs if _is_model(folder)]
         if not found:
             raise ValueError(
-                "no run in the folder runs has left a model; name a folder, or train one: "
-                "hetero train"
+                "no run in the folder runs has left a model; name a folder (the --output of hetero "
+                "finetune, say), or train one: hetero train"
             )
         return max(found, key=lambda folder: (folder / "config.json").stat().st_mtime)
     for folder in (path, path / MODEL_NAME):
@@ -106,7 +124,8 @@ def _model_folder(path: Path | None) -> Path:
             return folder
     raise ValueError(
         f"{path} is neither a model folder (config.json and safetensors files) nor a run folder "
-        f"that has one; hetero convert makes one of a checkpoint"
+        f"that has one; hetero finetune leaves its result in --output, and hetero convert makes a "
+        f"model folder of a checkpoint"
     )
 
 

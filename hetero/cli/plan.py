@@ -178,6 +178,14 @@ class _Machine:
                 f"on devices; use --device-memory and --host-memory"
             )
         mine = profile.share(ranks // nodes)
+        automatic = arguments.process_memory == "auto"
+        process = None if automatic else _size(arguments.process_memory, "--process-memory")
+        if process is not None and process > mine.host_bytes:
+            raise ValueError(
+                f"--process-memory {format_bytes(process)}: a rank on the machine of the profile "
+                f"{profile.name!r} has {format_bytes(mine.host_bytes)} of RAM; use less, or a "
+                f"profile of a machine with more"
+            )
         host = _size(arguments.host_memory, "--host-memory")
         device = _size(arguments.device_memory, "--device-memory")
         if device is not None and not profile.separate:

@@ -7,6 +7,7 @@ wait.
 
 from __future__ import annotations
 
+import os
 import time
 import weakref
 from collections import defaultdict, deque
@@ -73,11 +74,22 @@ class EventPool:
         return Event(raw, self._free)
 
 
+def choose_gpu() -> None:
+    """Makes LOCAL_RANK's GPU the current one, in a rank that torchrun has started.
+
+    Only where the first GPU is current, as at a program's start: what a program has chosen stays.
+    """
+    place = os.environ.get("LOCAL_RANK")
+    if place is not None and torch.cuda.current_device() == 0:
+        torch.cuda.set_device(int(place) % torch.cuda.device_count())
+
+
 class CudaRuntime:
     """torch.cuda's current device. Any thread may use it."""
 
     def __init__(self) -> None:
         torch.cuda.init()
+        choose_gpu()
         self._index = torch.cuda.current_device()
         self.device = torch.device("cuda", self._index)
         self.dlpack_device = (2, self._index)  # kDLCUDA

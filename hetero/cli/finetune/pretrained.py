@@ -116,7 +116,8 @@ class FolderModel:
 
     def build(self) -> torch.nn.Module:
         """As of ModelSource. Raises ValueError if the folder has no weights that fit."""
-        folder = self._options.model
+        # As a whole path: the configuration, and an adapter's, name the folder by it.
+        folder = str(Path(self._options.model).resolve())
         try:
             model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
         except (OSError, RuntimeError) as error:
@@ -133,7 +134,6 @@ class FolderModel:
                 lora_dropout=options.lora_dropout,
                 target_modules=names.split(",") if names else "all-linear",
                 task_type="CAUSAL_LM",
-                base_model_name_or_path=options.model,
             )
             model = get_peft_model(model, adapter)
         trained: torch.nn.Module = model.train()

@@ -126,6 +126,9 @@ def test_an_adapter_merged_by_us_and_by_peft(arguments: list[str]) -> None:
     assert main([*options, "--output", "merged", "--run-dir", "m", "--merge"]) == 0
     assert logged("a") == logged("m")
     assert logged("a")[-1] < logged("a")[0]
+    # From any folder: transformers would look for a name that is no folder on the network.
+    named = json.loads(Path("adapter/adapter_config.json").read_text())["base_model_name_or_path"]
+    assert Path(named) == Path("../model").resolve()
     base = AutoModelForCausalLM.from_pretrained("../model").to(torch.bfloat16)
     before = [param.clone() for param in parameters(base)]
     wanted = PeftModel.from_pretrained(base, "adapter", autocast_adapter_dtype=False)

@@ -121,6 +121,7 @@ class TestFolders:
         (["--temperature", "nan"], "--temperature must be 0 or more"),
         (["--top-k", "-1"], "--top-k must be 0 or more"),
         (["nowhere"], "nowhere is neither a model folder"),
+        (["adapter"], "adapter is an adapter of the model in gone, which is not there"),
         ([], "no run in the folder runs has left a model"),
     ],
 )
@@ -132,6 +133,10 @@ def test_what_cannot_work_is_said(
     words: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text('{"base_model_name_or_path": "gone"}')
+    (adapter / "adapter_model.safetensors").touch()
     assert main(["generate", *arguments]) == 2
     assert words in capsys.readouterr().err
 
@@ -139,6 +144,8 @@ def test_what_cannot_work_is_said(
 def test_a_prompt_without_or_with_too_many_tokens_is_refused(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    assert main(["generate", "--chat"]) == 2
+    assert "has no chat template" in capsys.readouterr().err
     for prompt, words in (("", "at least one token"), ("x" * 33, "and the model 32 positions")):
         assert main(["generate", "--prompt", prompt]) == 2
         assert words in capsys.readouterr().err

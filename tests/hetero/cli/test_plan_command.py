@@ -384,6 +384,8 @@ def test_a_limit_of_the_process_leaves_less_for_state(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """State and what steps need share what a process without state leaves."""
+    assert plan("--process-memory", "100TiB") == 2
+    assert "--process-memory 100.0 TiB: a rank on the machine" in capsys.readouterr().err
     held = resident_bytes()
     found = planned(capsys, "--process-memory", str(held + (1 << 30)), "--nvme-path", "/nowhere")
     assert 0.5 * (1 << 30) < found["budget_bytes"]["host"] < 0.9 * (1 << 30)
