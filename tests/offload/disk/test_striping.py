@@ -18,7 +18,6 @@ from offload.errors import BudgetError, StoreError
 from offload.memory.ledger import Ledger
 from offload.memory.sizes import PAGE_BYTES
 from offload.memory.tiers import Account, Tier
-from tests.support.native.io_tools import NO_URING
 from tests.support.native.scratch_files import open_fds
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -350,21 +349,3 @@ def test_engines_for_several_disks_have_deeper_queues(monkeypatch):
         ("threads", {"queue_depth": 128, "threads": 16}),
         ("io_uring", {"queue_depth": 4096, "threads": 256}),
     ]
-
-
-def test_auto_takes_threads_where_the_kernel_refuses_but_hides_no_mistake(monkeypatch):
-    def refusing(kind, **options):
-        if kind == "io_uring":
-            raise OSError(errno.EPERM, os.strerror(errno.EPERM))
-        return SimpleNamespace(kind=kind, notes=[])
-
-    with monkeypatch.context() as patch:
-        patch.setattr(store, "IoEngine", refusing)
-        engine, (note,) = make_io_engine("auto")
-        assert engine.kind == "threads"
-        assert os.strerror(errno.EPERM) in note
-    if NO_URING:
-        pytest.skip(NO_URING)
-    monkeypatch.setenv("HETERO_URING_SETUP", "fast")
-    with pytest.raises(ValueError, match='HETERO_URING_SETUP is "fast"'):
-        make_io_engine("auto")
