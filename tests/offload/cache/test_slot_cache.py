@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from offload import _native
 from offload.cache.slot_cache import SlotState
 from offload.errors import BudgetError
 from offload.memory.tiers import Account, Tier
@@ -13,6 +14,17 @@ from tests.support.native.cache_rig import PAGE, SLOT, UINT8, Rig, pattern  # no
 
 
 class TestReadsAndWrites:
+    def test_dirty_bytes_are_written_before_their_slots_are_reused(self, rig):
+        r = rig(1, [1, 1])
+        r.got(0)
+        r.cache.dirty(0)
+        r.tensor(0).fill_(5)
+        assert r.is_dirty(0)
+        r.got(1)
+        assert r.writes == [0]
+        assert (r.on_file(0) == 5).all()
+        assert (r.got(0) == 5).all()
+
     def test_clean_copies_are_given_up_without_a_write(self, rig):
         r = rig(1, [1, 1])
         r.got(0)
@@ -145,6 +157,29 @@ class TestRoom:
 
 
 class TestFailures:
+    def test_a_failed_read_is_raised_and_can_be_tried_again(self, rig):
+        r = rig(1, [1])
+        r.engine.inject("read", 0, error=errno.EIO)
+        with pytest.raises(_native.NativeIoError) as failure:
+            r.got(0)
+        assert failure.value.errno == errno.EIO
+        assert not r.cache.holds(0)
+        assert torch.equal(r.got(0), pattern(SLOT, 0))
+
+    def test_a_failed_write_keeps_the_bytes(self, rig):
+        r = rig(1, [1, 1])
+        r.cache.create(0)
+        r.tensor(0).fill_(5)
+        r.engine.inject("write", 0, error=errno.ENOSPC)
+        with pytest.raises(_native.NativeIoError) as failure:
+            r.got(1)
+        assert failure.value.errno == errno.ENOSPC
+        assert r.is_dirty(0)
+        assert not r.cache.holds(1)
+        assert (r.tensor(0) == 5).all()
+        assert torch.equal(r.got(1), pattern(r.extents[1].nbytes, 1))
+        assert (r.got(0) == 5).all()
+
     def test_a_failed_prefetch_does_not_fail_what_takes_its_slots(self, rig):
         r = rig(1, [1, 1])
         r.fail_prefetch(0)
