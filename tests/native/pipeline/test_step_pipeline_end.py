@@ -151,8 +151,12 @@ def test_bad_tasks_are_refused_and_nothing_is_queued() -> None:
         no_engine.submit([task(optim_state=filed)], hypers(1))
     with pytest.raises(ValueError, match="decoupled"):
         lion.submit([task()], hypers(1, decoupled=False))
+    kind = _native.UpdateKind("bf16", "bf16", "adam", "8bit")
+    in_blocks = _native.StepPipeline(None, 0, None, 0, kind, TILE, False, False)
+    with pytest.raises(ValueError, match="begins inside a state block of 64 elements"):
+        in_blocks.submit([task(segments=[(32, 10, 0, 0)])], hypers(1))
     pipeline.flush()
     assert pipeline.stats["tasks"] == 0
     assert tiles.bytes() == before
-    for closing in (pipeline, no_engine, lion, engine):
+    for closing in (pipeline, no_engine, lion, in_blocks, engine):
         closing.close()

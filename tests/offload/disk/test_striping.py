@@ -14,7 +14,7 @@ from offload._native import StripeMap
 from offload.disk import scratch_file as store
 from offload.disk.directories import check_directories, free_bytes, total_free_bytes
 from offload.disk.scratch_file import ScratchFile, Transfers, choose_weights, make_io_engine
-from offload.errors import BudgetError, StoreError
+from offload.errors import StoreError
 from offload.memory.ledger import Ledger
 from offload.memory.sizes import PAGE_BYTES
 from offload.memory.tiers import Account, Tier
@@ -69,10 +69,6 @@ class TestSpace:
         assert all(b >= s for b, s in zip(blocks, sizes(scratch), strict=True))
         assert scratch.nbytes == ledger.used(Tier.DISK, Account.OPTIM_STATE) == 9 * MIB + MIB // 2
 
-    def test_nothing_has_a_name(self, scratch, directories):
-        scratch.reserve(3 * MIB)
-        assert [os.listdir(directory) for directory in directories] == [[], [], []]
-
     def test_close_gives_everything_back(self, directories, ledger):
         before = open_fds()
         scratch = ScratchFile(directories, ledger, Account.OPTIM_STATE)
@@ -84,13 +80,6 @@ class TestSpace:
         assert ledger.used(Tier.DISK, Account.OPTIM_STATE) == 0
         with pytest.raises(StoreError, match="closed"):
             scratch.read_into(memoryview(bytearray(PAGE_BYTES)), 0)
-
-    def test_the_capacity_is_of_all_together(self, directories):
-        scratch = ScratchFile(directories, Ledger({Tier.DISK: 8 * MIB}), Account.OPTIM_STATE)
-        scratch.reserve(8 * MIB)
-        with pytest.raises(BudgetError, match="disk"):
-            scratch.reserve(1)
-        scratch.close()
 
     def test_a_member_that_cannot_grow_is_named_and_the_others_shrink_again(
         self, scratch, ledger, directories, monkeypatch
