@@ -183,6 +183,18 @@ def test_content_of_tasks_that_do_not_come_again_makes_room(file_tiles: FileTile
     assert found == [(3, 0), (4, 4), (0, 0), (3, 3)]
 
 
+def test_what_buffers_cannot_keep_is_written_when_it_is_updated(file_tiles: FileTiles) -> None:
+    """And not when its buffer is needed: no task is given one while another one is staged."""
+    filed = file_tiles(Tiles(4, "bf16", "bf16"), 3)
+    filed.pipeline.hold(1)
+    filed.pipeline.submit(filed.tasks(range(4)), hypers(1))
+    until(lambda: filed.pipeline.stats["tasks"] == 1)
+    assert filed.pipeline.stats["written_bytes"] == filed.tiles.optim_state_bytes
+    filed.pipeline.release()
+    filed.pipeline.wait_updated()
+    assert filed.pipeline.stats["written_bytes"] == filed.tiles.optim_state_bytes
+
+
 def test_where_all_content_is_wanted_what_is_wanted_last_goes(file_tiles: FileTiles) -> None:
     filed = file_tiles(Tiles(3, "bf16", "bf16"), 2)
     for step, order in enumerate([[0, 1], [2, 0, 2, 0, 1]], start=1):
