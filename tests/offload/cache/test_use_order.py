@@ -121,6 +121,15 @@ def test_what_was_done_often_gives_way_to_what_is_done_now():
     assert order.upcoming(1) == [4]
 
 
+def test_few_sequences_are_kept():
+    order = learned(9, 8)
+    for step in range(4):
+        use(order, 0, 10 + step)
+        order.end_step()
+    order.note(9)
+    assert next_use(order, 8) > next_use(order, 0)
+
+
 def test_what_is_used_in_place_is_not_expected():
     order = UseOrder()
     for chunk in (0, 1, 2, 1, 0):

@@ -261,11 +261,11 @@ class TestShares:
     @given(
         nbytes=st.none() | st.integers(1, 400 * GIB),
         free=st.lists(st.integers(0, 200 * GIB), min_size=1, max_size=6),
-        shared=st.booleans(),
+        shared=st.lists(st.integers(0, 5), min_size=6, max_size=6),
     )
     def test_else_they_follow_the_free_space(self, nbytes, free, shared):
-        filesystems = [0 if shared else m for m in range(len(free))]
-        free = [free[fs] for fs in filesystems]
+        filesystems = [fs % len(free) for fs in shared[: len(free)]]
+        free = [free[fs] for fs in filesystems]  # those on one filesystem see the same
         room = [f // filesystems.count(fs) for f, fs in zip(free, filesystems, strict=True)]
         weights = choose_weights(nbytes, free, filesystems)
         assert sum(weights) > 0
