@@ -93,8 +93,9 @@ class Config:
             free but a reserve of a 32nd. A limit that was given is lowered too when less than that
             reserve is free. With backend "cpu" it limits gathered parameters inside host_memory.
         nvme_path: directory on NVMe for scratch files; needed by "nvme", and by "auto" if RAM is
-            too small. A list of directories, best on different disks, is striped by their measured
-            bandwidth. The files have no names and end with the process. Default: none.
+            too small. State is striped evenly over a list of directories, best on disks that are
+            equally fast; by their free space if one is too full. The files have no names and end
+            with the process. Default: none.
         nvme_capacity: hard limit of the bytes in all directories together. Default: 95 % of what
             is free now.
         dtype: of parameters in forward and backward. "bf16" (default); "fp16", with dynamic loss

@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from offload import _native
 
 _chosen = False  # whether the user has set the number of threads
 
 
-def set_threads(count: int, cpus: Sequence[int] | None = None) -> None:
+def set_threads(count: int) -> None:
     """Sets the size of this process's worker pool, which makes optimizer updates and norms.
 
     By default it has as many threads as this process may use CPUs, divided by the ranks on this
-    machine. Fewer leave CPUs to data loading; pinned ones keep caches warm where other threads
-    compete.
+    machine. Fewer leave CPUs to data loading.
 
     Args:
         count: threads, the calling one included.
-        cpus: worker i runs on cpus[i % len(cpus)] only; the calling thread is not pinned. None:
-            no worker is pinned to one CPU.
 
     Raises:
-        ValueError: count is not positive, or this process may not run on one of the CPUs; nothing
-            is changed.
+        ValueError: count is not positive.
     """
     global _chosen
-    _native.set_threads(count, cpus)
+    _native.set_threads(count)
     _chosen = True
 
 

@@ -22,12 +22,9 @@ def set_isa(name: str) -> None:
     """Forces one of isa_available(), as HETERO_ISA in the environment does at import. Raises
     ValueError for a name that is not available."""
 
-def set_threads(count: int, cpus: Sequence[int] | None = None) -> None:
+def set_threads(count: int) -> None:
     """Size of the worker pool that updates and norms use: the calling thread and `count` - 1
-    workers, which start at first use and sleep while there is nothing to compute.
-    Worker i runs on cpus[i % len(cpus)] alone, and the step pipelines' threads that compute on
-    cpus[(count - 1) % len(cpus)]; other callers stay where they are. Raises ValueError for CPUs
-    that this process cannot run on, with nothing changed."""
+    workers, which start at first use and sleep while there is nothing to compute."""
 
 def permit_peers_to_read(permit: bool) -> None:
     """Lets processes of the same user read this one's memory, or not any more, where only ancestors
@@ -46,9 +43,6 @@ def usable_cpus() -> int:
 
 def threads() -> int:
     """Size of the worker pool; at first usable_cpus()."""
-
-def thread_cpus() -> list[int] | None:
-    """What set_threads() was given."""
 
 def start_threads() -> int:
     """Starts the workers, as their first use would. Returns how many threads a run has then, the
@@ -457,9 +451,6 @@ def crc32c(address: int, nbytes: int, crc: int = 0) -> int:
     """CRC-32C (RFC 3720) of memory; `crc` is that of the bytes before it. By the processor's own
     instruction, if it has one, unless isa() is "scalar"."""
 
-def crc32c_joined(first: int, second: int, second_nbytes: int) -> int:
-    """The CRC-32C of bytes with CRC-32C `first` and `second_nbytes` more bytes with `second`."""
-
 class Location:
     """Where one part of a tile lives: in RAM (`address` != 0) or in the pipeline's file."""
 
@@ -554,7 +545,7 @@ class StepPipeline:
     def stats(self) -> dict[str, float]:
         """tasks (updated), hits (of them, found in a buffer that kept their parts), ahead (found
         read ahead), read_bytes, written_bytes, busy_s (some update was unfinished), compute_s (some
-        was computed), read_wait_s and write_wait_s (nothing was left to compute)"""
+        was computed)"""
     def inject(self, nth: int) -> None:
         """For tests: the nth update from now (from 0) raises RuntimeError and changes nothing."""
     def hold(self, nth: int) -> None:

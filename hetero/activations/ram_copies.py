@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from typing import Any
 
@@ -62,7 +62,6 @@ class ActivationFile:
         self._transfers: Transfers | None = None
         self._resources = ExitStack()
         self._own_io: IoEngine | None = None
-        self._measuring: Mapping[str, int] = {}
         self.written_bytes = 0  # asked for
         self.read_bytes = 0
 
@@ -77,16 +76,15 @@ class ActivationFile:
         """Bytes read and written by an I/O engine that nothing else uses; 0 if there is none."""
         if self._own_io is None:
             return 0, 0
-        now, before = self._own_io.stats, self._measuring
-        read, written = (now[n] - before[n] for n in ("read_bytes", "written_bytes"))
-        return read, written
+        stats = self._own_io.stats
+        return stats["read_bytes"], stats["written_bytes"]
 
     @property
     def own_io_s(self) -> float:
         """Seconds for which that engine was busy."""
         if self._own_io is None:
             return 0.0
-        return float(self._own_io.stats["busy_s"] - self._measuring["busy_s"])
+        return float(self._own_io.stats["busy_s"])
 
     def take(self, nbytes: int, what: str) -> int:
         """Allocates `nbytes`, whole pages; returns their offset.
@@ -143,8 +141,7 @@ class ActivationFile:
                 self._own_io = io
             scratch = ScratchFile(self._config.nvme_paths, self._ledger, Account.ACTIVATION)
             resources.callback(scratch.close)
-            scratch.balance(io, nbytes)
-            self._measuring = io.stats
+            scratch.deal(nbytes)
             self._transfers = Transfers(io, scratch, self._config.verify_reads)
             resources.callback(self._transfers.close)
             lines = (*scratch.notes, *io_notes)

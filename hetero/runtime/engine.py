@@ -64,9 +64,9 @@ def traffic_of(
     read = written = 0
     for disk in (chunk_group.disk for chunk_group in chunk_groups):
         if disk is not None:
-            now, before = disk.io.stats, disk.measuring
-            read += now["read_bytes"] - before["read_bytes"]
-            written += now["written_bytes"] - before["written_bytes"]
+            stats = disk.io.stats
+            read += stats["read_bytes"]
+            written += stats["written_bytes"]
     groups = [peers for chunk_group in chunk_groups for peers in chunk_group.world.groups()]
     sent = sum(peers.sent_bytes for peers in groups)
     received = sum(peers.received_bytes for peers in groups)

@@ -1,56 +1,15 @@
 #include "base/worker_pool.h"
 
 #include <pthread.h>
-#include <sched.h>
 
 #include <algorithm>
-#include <cerrno>
 #include <stdexcept>
-#include <string>
-#include <system_error>
 
 #include "base/float_state.h"
 #include "base/quiet_thread.h"
 #include "base/usable_cpus.h"
 
 namespace hetero {
-namespace {
-
-// Returns 0, or the errno that says why not.
-int run_on(pthread_t thread, int cpu) {
-  if (cpu < 0 || cpu >= CPU_SETSIZE) return EINVAL;
-  cpu_set_t mask;
-  CPU_ZERO(&mask);
-  CPU_SET(static_cast<std::size_t>(cpu), &mask);
-  return pthread_setaffinity_np(thread, sizeof mask, &mask);
-}
-
-// Asks the kernel, on a thread that is there for nothing else: the caller's own mask would not do,
-// because a program that gives the workers CPUs often gives the caller another one.
-void check_usable(const std::vector<int>& cpus) {
-  if (cpus.empty()) {
-    throw std::invalid_argument(
-        "set_threads: cpus is empty, must name at least one CPU; None gives none");
-  }
-  const int* refused = nullptr;
-  int error = 0;
-  quiet_thread("hetero-probe", [&] {
-    for (const int& cpu : cpus) {
-      error = run_on(pthread_self(), cpu);
-      if (error != 0) {
-        refused = &cpu;
-        return;
-      }
-    }
-  }).join();
-  if (refused != nullptr) {
-    throw std::invalid_argument(
-        "set_threads: this process cannot run on CPU " + std::to_string(*refused) + " (" +
-        std::generic_category().message(error) + "); see Cpus_allowed_list in /proc/self/status");
-  }
-}
-
-}  // namespace
 
 std::atomic<WorkerPool*> WorkerPool::instance_{nullptr};
 
@@ -58,43 +17,22 @@ WorkerPool& WorkerPool::instance() {
   // The pool is replaced in a forked child, where the parent's workers do not exist and its locks
   // may be held by nobody; the old object is left alone for ever.
   static const bool made = [] {
-    instance_ = new WorkerPool(usable_cpus(), std::nullopt);
-    pthread_atfork(before_fork, after_fork, in_child);
+    instance_ = new WorkerPool(usable_cpus());
+    pthread_atfork(nullptr, nullptr, in_child);
     return true;
   }();
   static_cast<void>(made);
   return *instance_;
 }
 
-void WorkerPool::before_fork() { instance_.load()->mutex_.lock(); }
+void WorkerPool::in_child() { instance_ = new WorkerPool(instance_.load()->threads()); }
 
-void WorkerPool::after_fork() { instance_.load()->mutex_.unlock(); }
-
-void WorkerPool::in_child() {
-  const WorkerPool& parents = *instance_.load();
-  instance_ = new WorkerPool(parents.threads(), parents.cpus_);
-}
-
-std::optional<std::vector<int>> WorkerPool::cpus() const {
-  const MutexLock lock(mutex_);
-  return cpus_;
-}
-
-std::optional<int> WorkerPool::caller_cpu() const {
-  const MutexLock lock(mutex_);
-  if (!cpus_) return std::nullopt;
-  return (*cpus_)[(threads() - 1) % cpus_->size()];
-}
-
-void WorkerPool::set_threads(unsigned count, const std::optional<std::vector<int>>& cpus) {
+void WorkerPool::set_threads(unsigned count) {
   if (count == 0) throw std::invalid_argument("set_threads: count is 0, must be at least 1");
-  if (cpus) check_usable(*cpus);
   const MutexLock workers(workers_mutex_);
-  if (count == threads() && cpus == this->cpus()) return;
+  if (count == threads()) return;
   join_workers();
-  const MutexLock lock(mutex_);
   threads_ = count;
-  cpus_ = cpus;
 }
 
 void WorkerPool::shutdown() {
@@ -128,7 +66,6 @@ void WorkerPool::post(std::shared_ptr<Job> job) {
 std::size_t WorkerPool::start() {
   const MutexLock workers(workers_mutex_);
   if (workers_.size() + 1 == threads()) return workers_.size() + 1;
-  const std::optional<std::vector<int>> cpus = this->cpus();
   workers_.reserve(threads() - 1);
   while (workers_.size() + 1 < threads()) {
     try {
@@ -136,11 +73,6 @@ std::size_t WorkerPool::start() {
     } catch (const NoMoreThreads&) {
       break;  // those that run, or the caller alone, compute everything
     }
-    std::thread& worker = workers_.back();
-    // The CPUs were usable when they were given. If one was taken away since, the worker runs where
-    // the kernel lets it: slower is better than an update that stops half-way.
-    const std::size_t i = workers_.size() - 1;
-    if (cpus) run_on(worker.native_handle(), (*cpus)[i % cpus->size()]);
   }
   return workers_.size() + 1;
 }
@@ -254,23 +186,6 @@ void Job::end(std::size_t indices) {
   if (unended_.fetch_sub(indices, std::memory_order_acq_rel) != indices) return;
   if (ended_) ended_(std::move(error_));
   settle();
-}
-
-void CallerCpu::follow() {
-  const std::optional<int> cpu = WorkerPool::instance().caller_cpu();
-  if (cpu == cpu_) return;
-  if (!own_) {
-    cpu_set_t mask;
-    if (sched_getaffinity(0, sizeof mask, &mask) != 0) return;  // it could not be undone
-    own_ = mask;
-  }
-  // As with workers: where the kernel refuses, the thread runs on.
-  if (cpu) {
-    run_on(pthread_self(), *cpu);
-  } else {
-    pthread_setaffinity_np(pthread_self(), sizeof *own_, &*own_);
-  }
-  cpu_ = cpu;
 }
 
 }  // namespace hetero

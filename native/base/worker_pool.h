@@ -2,8 +2,6 @@
 // that they cost nothing while torch's threads compute.
 #pragma once
 
-#include <sched.h>
-
 #include <algorithm>
 #include <atomic>
 #include <cstddef>
@@ -56,7 +54,7 @@ class Job : public Completion {
 };
 
 // A process has one pool. It starts its threads at first use; whoever waits for a job is one of
-// them. After fork() the child has a fresh pool of the same size, on the same CPUs.
+// them. After fork() the child has a fresh pool of the same size.
 //
 // Jobs are in one queue. A worker takes indices of the oldest job that has any left, so it goes on
 // to the next job while others still compute the last indices of this one.
@@ -68,15 +66,9 @@ class WorkerPool {
   // nothing about other memory.)
   unsigned threads() const { return threads_.load(std::memory_order_relaxed); }
 
-  // The CPUs that set_threads() was given; none if threads run where the kernel lets them.
-  std::optional<std::vector<int>> cpus() const EXCLUDES(mutex_);
-
-  // `count` threads, the caller included. With `cpus`, worker i runs on cpus[i % size] alone, and
-  // cpus[(count - 1) % size] is for callers (CallerCpu). Waits for the jobs that workers are at.
-  // Throws std::invalid_argument for 0 threads, and for CPUs that this process cannot run on;
-  // nothing is changed then.
-  void set_threads(unsigned count, const std::optional<std::vector<int>>& cpus = std::nullopt)
-      EXCLUDES(workers_mutex_, mutex_);
+  // `count` threads, the caller included. Waits for the jobs that workers are at. Throws
+  // std::invalid_argument for 0 threads.
+  void set_threads(unsigned count) EXCLUDES(workers_mutex_, mutex_);
 
   // Starts the workers, as the next job would; returns how many threads a run has then, the caller
   // included: fewer than threads() if the system has no room for more.
@@ -95,18 +87,10 @@ class WorkerPool {
   void post(std::shared_ptr<Job> job) EXCLUDES(workers_mutex_, mutex_);
 
  private:
-  friend class CallerCpu;
-
-  WorkerPool(unsigned threads, std::optional<std::vector<int>> cpus)
-      : threads_(threads), cpus_(std::move(cpus)) {}
+  explicit WorkerPool(unsigned threads) : threads_(threads) {}
   ~WorkerPool() = delete;  // lives as long as the process: at exit a worker may still be parked
 
-  // A fork takes the lock of the pool that the process has then (a child's is not its parent's), so
-  // that the child reads no half-changed list of CPUs. (From one function to the other, which the
-  // analysis cannot follow.)
-  static void before_fork() NO_THREAD_SAFETY_ANALYSIS;
-  static void after_fork() NO_THREAD_SAFETY_ANALYSIS;
-  static void in_child() NO_THREAD_SAFETY_ANALYSIS;
+  static void in_child();
 
   void join_workers() REQUIRES(workers_mutex_) EXCLUDES(mutex_);
   void worker_main() EXCLUDES(mutex_);
@@ -115,7 +99,6 @@ class WorkerPool {
   std::optional<std::pair<std::shared_ptr<Job>, std::size_t>> take() REQUIRES(mutex_);
   std::size_t workers_to_wake() REQUIRES(mutex_);
   void wake(std::size_t workers) EXCLUDES(mutex_);
-  std::optional<int> caller_cpu() const EXCLUDES(mutex_);
 
   static std::atomic<WorkerPool*> instance_;
 
@@ -123,8 +106,7 @@ class WorkerPool {
   Mutex workers_mutex_;  // held to change the set of workers
   std::vector<std::thread> workers_ GUARDED_BY(workers_mutex_);
 
-  mutable Mutex mutex_;
-  std::optional<std::vector<int>> cpus_ GUARDED_BY(mutex_);
+  Mutex mutex_;
   std::deque<std::shared_ptr<Job>> jobs_ GUARDED_BY(mutex_);  // oldest first
   Condition job_posted_;
   std::size_t sleeping_ GUARDED_BY(mutex_) = 0;
@@ -145,17 +127,5 @@ void for_blocks(std::size_t numel, Body body) {
     body(first, std::min(kBlockNumel, numel - first));
   });
 }
-
-// Keeps a thread that computes jobs again and again on the CPU that the pool has for callers.
-class CallerCpu {
- public:
-  // To be called on that thread before a job: takes over what set_threads() has changed since.
-  // Without a CPU for callers the thread runs where it could before the first call.
-  void follow();
-
- private:
-  std::optional<int> cpu_;
-  std::optional<cpu_set_t> own_;  // where the thread could run before it had a CPU of the pool's
-};
 
 }  // namespace hetero

@@ -114,7 +114,6 @@ std::uint32_t checksum(std::uintptr_t address, std::size_t nbytes, std::uint32_t
 
 void bind_memory(py::module_& module) {
   module.def("crc32c", &checksum, "address"_a, "nbytes"_a, "crc"_a = 0, ReleaseGil());
-  module.def("crc32c_joined", &crc32c_joined, "first"_a, "second"_a, "second_nbytes"_a);
   module.def("permit_peers_to_read", &permit_peers_to_read, "permit"_a);
   module.def("read_peer_memory", &read_peer_memory, "process"_a, "source"_a, "into"_a, "nbytes"_a,
              ReleaseGil());

@@ -75,8 +75,7 @@ py::dict stats_dict(const StepPipeline& pipeline) {
   const StepStats stats = pipeline.stats();
   return py::dict("tasks"_a = stats.tasks, "hits"_a = stats.hits, "ahead"_a = stats.ahead,
                   "read_bytes"_a = stats.read_bytes, "written_bytes"_a = stats.written_bytes,
-                  "busy_s"_a = stats.busy_s, "compute_s"_a = stats.compute_s,
-                  "read_wait_s"_a = stats.read_wait_s, "write_wait_s"_a = stats.write_wait_s);
+                  "busy_s"_a = stats.busy_s, "compute_s"_a = stats.compute_s);
 }
 
 }  // namespace

@@ -5,7 +5,6 @@
 #include <pybind11/stl.h>
 
 #include <cstdint>
-#include <optional>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -175,19 +174,18 @@ void bind_choices(py::module_& module) {
   module.def("set_isa", &set_isa, "name"_a);
   module.def(
       "set_threads",
-      [](std::int64_t count, const std::optional<std::vector<int>>& cpus) {
+      [](std::int64_t count) {
         if (count < 1 || count > 4096) {
           throw std::invalid_argument("set_threads: count is " + std::to_string(count) +
                                       ", must be from 1 to 4096");
         }
-        WorkerPool::instance().set_threads(static_cast<unsigned>(count), cpus);
+        WorkerPool::instance().set_threads(static_cast<unsigned>(count));
       },
-      "count"_a, "cpus"_a = py::none(), ReleaseGil());
+      "count"_a, ReleaseGil());
   module.def("cpu_quota", &cpu_quota, "root"_a = "");
   module.def("usable_cpus", &usable_cpus);
   module.def("start_threads", [] { return WorkerPool::instance().start(); }, ReleaseGil());
   module.def("threads", [] { return WorkerPool::instance().threads(); });
-  module.def("thread_cpus", [] { return WorkerPool::instance().cpus(); });
   module.def("shutdown_workers", [] { WorkerPool::instance().shutdown(); }, ReleaseGil());
 }
 

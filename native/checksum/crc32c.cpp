@@ -65,12 +65,4 @@ std::uint32_t crc32c(const void* data, std::size_t nbytes, std::uint32_t crc) {
   return ~implementation()(~crc, static_cast<const unsigned char*>(data), nbytes);
 }
 
-std::uint32_t crc32c_joined(std::uint32_t first, std::uint32_t second,
-                            std::uint64_t second_nbytes) {
-  // With `zeros` for the factor of so many zero bytes, `rest` for the remainder of the second bytes
-  // alone, and + for exclusive or, what is asked for is ones + (first + ones) * zeros + rest, and
-  // `second` is ones + ones * zeros + rest.
-  return checksum::after_zeros(first, second_nbytes) ^ second;
-}
-
 }  // namespace hetero

@@ -16,9 +16,4 @@ namespace hetero {
 // same.
 std::uint32_t crc32c(const void* data, std::size_t nbytes, std::uint32_t crc = 0);
 
-// The checksum of bytes with checksum `first`, followed by `second_nbytes` bytes with checksum
-// `second`. It takes less than a microsecond, however many they are. So threads, or the ranks that
-// have the parts, compute the checksum of something together.
-std::uint32_t crc32c_joined(std::uint32_t first, std::uint32_t second, std::uint64_t second_nbytes);
-
 }  // namespace hetero

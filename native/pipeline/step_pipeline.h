@@ -32,10 +32,8 @@ struct StepStats {
   std::uint64_t hits = 0;   // tasks that found their file parts in a buffer that kept them
   std::uint64_t ahead = 0;  // tasks that found them read ahead
   std::uint64_t read_bytes = 0, written_bytes = 0;
-  double busy_s = 0;        // while some update was unfinished
-  double compute_s = 0;     // while some update was being computed
-  double read_wait_s = 0;   // the updater had no block to compute: waiting for a task's reads
-  double write_wait_s = 0;  // the same, for a buffer, that is for an earlier task's write
+  double busy_s = 0;     // while some update was unfinished
+  double compute_s = 0;  // while some update was being computed
 };
 
 // Works on two threads: the stager gives buffers to the tasks in order and submits their reads, as
@@ -226,7 +224,6 @@ class StepPipeline {
   Mutex closing_mutex_;  // held by the one caller that closes
   std::thread stager_ GUARDED_BY(closing_mutex_);
   std::thread updater_ GUARDED_BY(closing_mutex_);
-  CallerCpu updater_cpu_;  // used by the updater alone
 };
 
 }  // namespace hetero

@@ -1,6 +1,5 @@
 // The step pipeline's two threads, the stager and the updater, and what other threads do for them.
 #include <algorithm>
-#include <chrono>
 #include <cstddef>
 #include <stdexcept>
 #include <string>
@@ -11,24 +10,6 @@
 #include "pipeline/step_pipeline.h"
 
 namespace hetero {
-namespace {
-
-// Adds the time a scope takes to a figure.
-class Stopwatch {
- public:
-  explicit Stopwatch(double& seconds) : seconds_(seconds) {}
-  ~Stopwatch() {
-    seconds_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count();
-  }
-  Stopwatch(const Stopwatch&) = delete;
-  Stopwatch& operator=(const Stopwatch&) = delete;
-
- private:
-  double& seconds_;
-  std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
-};
-
-}  // namespace
 
 void StepPipeline::thread_main(void (StepPipeline::*loop)()) {
   try {
@@ -239,18 +220,11 @@ void StepPipeline::begin_update() {
 // Waits without the lock for a task's reads, and for the writes of what its buffer kept before;
 // false if the pipeline stops.
 bool StepPipeline::wait_for_transfers(Buffer* buffer) {
-  double read_wait_s = 0, write_wait_s = 0;
   if (buffer != nullptr) {
     const MutexUnlock unlocked(mutex_);
-    {
-      const Stopwatch watch(read_wait_s);
-      for (const auto& read : buffer->reads) read->wait();
-    }
-    const Stopwatch watch(write_wait_s);
+    for (const auto& read : buffer->reads) read->wait();
     for (const auto& write : buffer->writes) write->wait();
   }
-  stats_.read_wait_s += read_wait_s;
-  stats_.write_wait_s += write_wait_s;
   if (stopping()) return false;
   if (buffer != nullptr) buffer->writes.clear();
   return true;
@@ -280,7 +254,6 @@ void StepPipeline::post(Update& update, bool fails) {
   ++posted_;
   try {
     const MutexUnlock unlocked(mutex_);  // workers may end the update before this returns
-    updater_cpu_.follow();
     WorkerPool::instance().post(job);
   } catch (...) {
     note_computing();
@@ -319,13 +292,7 @@ void StepPipeline::compute_or_wait() {
     job->make_one_call();
     return;
   }
-  const bool lacks_buffer = staged_.empty() && !queued_.empty();
-  double wait_s = 0;
-  {
-    const Stopwatch watch(wait_s);
-    changed_.wait(mutex_);
-  }
-  if (lacks_buffer) stats_.write_wait_s += wait_s;
+  changed_.wait(mutex_);
 }
 
 // --- the threads that compute ---------------------------------------------------------------

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from offload._native import IoEngine, IoOp, NativeIoError, StripeMap
-from offload.disk.bandwidth import AREA_BYTES, DEPTH, WINDOW_S, measure_rates
+from offload._native import IoEngine, IoOp, StripeMap
 from offload.disk.directories import check_directories, filesystem_of, format_free, free_bytes
 from offload.disk.file_member import MemberFile
 from offload.errors import StoreError
@@ -22,12 +22,10 @@ from offload.memory.tiers import Account, Tier
 
 # Per directory: enough to keep one NVMe disk busy.
 _QUEUE_DEPTH = 32
-_THREADS = DEPTH
+_THREADS = 4
 
 UNIT_BYTES = 1 << 20
-MAX_PLACES = 16  # a short pattern keeps every directory busy within a few units
-_MORE_PLACES = (MAX_PLACES, 4 * MAX_PLACES, 16 * MAX_PLACES)  # where space is tight
-_TOLERANCE = 1.05  # a pattern this much slower than the best is taken if it is shorter
+_MOST_PLACES = 64  # of the directory with the most space, in a pattern that follows free space
 
 
 def make_io_engine(kind: str, directories: int = 1) -> tuple[IoEngine, list[str]]:
@@ -59,7 +57,7 @@ class ScratchFile:
 
     With several directories the bytes are striped over one member file in each (`stripes`), in
     units of 1 MiB, so that even one transfer uses all disks. How many units a directory gets is
-    decided once: by balance(), or at the first reserve() in proportion to free space. `notes` says
+    decided once: by deal(), or at the first reserve() in proportion to free space. `notes` says
     what was decided, and what a filesystem does not know. Offsets, sizes and addresses of transfers
     are multiples of PAGE_BYTES. With a `name`, which no file there has yet, the member files have
     it, and stay after close().
@@ -93,56 +91,16 @@ class ScratchFile:
     def stripes(self) -> StripeMap:
         """Where the bytes lie in the members; deciding it now if that has not been done."""
         if self._stripes is None:
-            if len(self.members) == 1:
-                self._deal([1], "")
-            else:
-                # Nothing is known of the speeds nor of the size: use all the space there is.
-                free, filesystems = self._space()
-                shares = [
-                    max(1.0, room / filesystems.count(filesystem))
-                    for room, filesystem in zip(free, filesystems, strict=True)
-                ]
-                weights = choose_weights(shares, 0, free, filesystems)
-                assert weights is not None  # nothing fits everywhere
-                self._deal(weights, "in proportion to free space")
-        assert self._stripes is not None
+            self._stripes = self._dealt(None)
         return self._stripes
 
-    def balance(self, engine: IoEngine, nbytes: int) -> None:
-        """Deals the units in proportion to bandwidth, such that `nbytes` fit; before reserve().
+    def deal(self, nbytes: int) -> None:
+        """Decides before reserve() how many units each directory gets, for a file of `nbytes`.
 
-        Several directories are measured for a quarter of a second, with reads and writes on all of
-        them. One without room for that counts as the slowest; all count as equally fast if `nbytes`
-        is too little, or one of them knows no O_DIRECT. Raises BudgetError, and StoreError for a
-        directory that cannot be measured.
+        All get the same number, unless one has no room for that: then their free space decides.
         """
-        if self._stripes is not None or len(self.members) == 1:
-            return
-        free, filesystems = self._space()
-        roomy = [
-            member
-            for member, fs, room in zip(self.members, filesystems, free, strict=True)
-            if AREA_BYTES * filesystems.count(fs) <= room
-        ]
-        full = ", ".join(member.directory for member in self.members if member not in roomy)
-        cached = ", ".join(member.directory for member in self.members if not member.direct)
-        rates = [1.0] * len(self.members)
-        if nbytes < AREA_BYTES * len(self.members):
-            how = "too little is to be stored to measure the disks"
-        elif cached:
-            how = f"not measured: without O_DIRECT in {cached} it would be the page cache"
-        elif len(roomy) < 2:
-            how = f"not measured: too little free space in {full}"
-        else:
-            measured = dict(zip(roomy, self._measure(engine, roomy), strict=True))
-            rates = [measured.get(member, min(measured.values())) for member in self.members]
-            speeds = ", ".join(f"{format_bytes(rate)}/s" for rate in measured.values())
-            how = f"measured {speeds}, reading and writing together for {WINDOW_S} s"
-            if full:
-                how += f"; not measured, for want of free space: {full}"
-        weights = choose_weights(rates, nbytes, free, filesystems)
-        # If it cannot fit, reserve() says what is missing where.
-        self._deal(weights or [1] * len(self.members), how)
+        if self._stripes is None:
+            self._stripes = self._dealt(nbytes)
 
     def reserve(self, nbytes: int) -> int:
         """Grows the file by `nbytes` of allocated space; returns the offset where they begin.
@@ -195,42 +153,26 @@ class ScratchFile:
         directories = [member.directory for member in self.members]
         return list(map(free_bytes, directories)), list(map(filesystem_of, directories))
 
-    def _measure(self, engine: IoEngine, members: Sequence[MemberFile]) -> list[float]:
-        area_bytes = AREA_BYTES * len(members)
-        self._ledger.charge(Tier.DISK, self._account, area_bytes)
-        try:
-            self._resize([AREA_BYTES if member in members else 0 for member in self.members])
-            return measure_rates(engine, members)
-        except NativeIoError as error:
-            raise StoreError(
-                error.errno, f"the disk cannot be measured: {error}", error.filename
-            ) from error
-        finally:
-            try:
-                self._resize([0] * len(self.members))
-            finally:
-                self._ledger.release(Tier.DISK, self._account, area_bytes)
-
-    def _deal(self, weights: Sequence[int], how: str) -> None:
-        """Decides for `weights`; a member that gets nothing is closed."""
+    def _dealt(self, nbytes: int | None) -> StripeMap:
+        """Stripes for a file of `nbytes`, None if that is not known; closes members without any."""
+        free, filesystems = self._space()
+        weights = choose_weights(nbytes, free, filesystems)
         if len(weights) > 1:
             pairs = zip(self.members, weights, strict=True)
             dealt = ", ".join(f"{member.directory} {weight}" for member, weight in pairs)
+            how = "evenly" if len(set(weights)) == 1 else "in proportion to free space"
             self.notes.append(
                 f"striped over {len(weights)} directories, {format_bytes(UNIT_BYTES)} at a time in "
                 f"turns of {sum(weights)}: {dealt} ({how})"
             )
-            if len(set(self._space()[1])) < len(weights):
+            if len(set(filesystems)) < len(weights):
                 self.notes.append("some directories of nvme_path share a filesystem and its disk")
         for member, weight in zip(list(self.members), weights, strict=True):
             if weight == 0:
-                unused = (
-                    f"{member.directory} is not used: too slow or too full compared with the others"
-                )
-                self.notes.append(unused)
+                self.notes.append(f"{member.directory} is not used: too full beside the others")
                 member.remove()
                 self.members.remove(member)
-        self._stripes = StripeMap([weight for weight in weights if weight], UNIT_BYTES)
+        return StripeMap([weight for weight in weights if weight], UNIT_BYTES)
 
     def _require_free(self, nbytes: int, sizes: Sequence[int]) -> None:
         """StoreError if the members cannot grow to `sizes`, for `nbytes` more in all."""
@@ -314,53 +256,22 @@ class Transfers:
 
 
 def choose_weights(
-    rates: Sequence[float], nbytes: int, free: Sequence[int], filesystems: Sequence[int]
-) -> list[int] | None:
-    """Weights under which `nbytes` move fastest and fit; None if no pattern fits.
+    nbytes: int | None, free: Sequence[int], filesystems: Sequence[int]
+) -> list[int]:
+    """How many units of the pattern each directory gets; one that is too full may get none.
 
-    `rates` are bytes per second, positive; `free` the free bytes of each directory's filesystem,
-    and directories with the same number in `filesystems` share them. The time of a pattern is
-    max(weight / rate): the slowest member's. A directory so slow that others would wait for it
-    gets 0. The shortest pattern within 5 % of the best is taken.
+    Args:
+        nbytes: Of the file; None: not known, so all the space there is may be needed.
+        free: Free bytes of each directory's filesystem.
+        filesystems: Directories with the same number share the filesystem and its space.
     """
-    room = dict(zip(filesystems, free, strict=True))
-
-    def fastest(places: int) -> list[int] | None:
-        """Deals `places` one by one to who is done with one more first, as far as there is room."""
-        weights = [0] * len(rates)
-        left = {fs: room[fs] * places // max(1, nbytes) for fs in room}
-        for _ in range(places):
-            open_ = [member for member, fs in enumerate(filesystems) if left[fs] > 0]
-            if not open_:
-                return None
-            taker = min(open_, key=lambda member: (weights[member] + 1) / rates[member])
-            weights[taker] += 1
-            left[filesystems[taker]] -= 1
-        return weights
-
-    for most in _MORE_PLACES:
-        found: list[tuple[float, list[int]]] = []
-        for places in range(1, most + 1):
-            weights = fastest(places)
-            if weights and fits(weights, nbytes, room, filesystems):
-                slowest = max(w / rate for w, rate in zip(weights, rates, strict=True))
-                found.append((slowest / places, weights))
-        if found:
-            best = min(cost for cost, _ in found)
-            return next(weights for cost, weights in found if cost <= best * _TOLERANCE)
-    return None
-
-
-def fits(
-    weights: Sequence[int], nbytes: int, room: dict[int, int], filesystems: Sequence[int]
-) -> bool:
-    """Whether the shares of `nbytes` under `weights` are within the `room` of each filesystem."""
-    used = [(w, filesystem) for w, filesystem in zip(weights, filesystems, strict=True) if w]
-    stripes = StripeMap([w for w, _ in used], UNIT_BYTES)
-    left = dict(room)
-    for member, (_, filesystem) in enumerate(used):
-        left[filesystem] -= stripes.member_bytes(member, nbytes)
-    return min(left.values()) >= 0
+    room = [f // filesystems.count(fs) for f, fs in zip(free, filesystems, strict=True)]
+    most = max(room)
+    if most == 0 or (nbytes is not None and nbytes <= min(room) * len(room)):
+        return [1] * len(room)
+    weights = [_MOST_PLACES * each // most for each in room]
+    divisor = math.gcd(*weights)
+    return [weight // divisor for weight in weights]
 
 
 class Backing(Protocol):

@@ -10,7 +10,8 @@ import dataclasses
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import date
 from functools import partial
@@ -22,7 +23,6 @@ import torch
 from offload import _native
 from offload._native import Arena, Hyper, IoOp, UpdateKind
 from offload.device.cuda_backend import cuda_available
-from offload.disk.bandwidth import fill_randomly, started_for, transfer
 from offload.disk.directories import check_directories, total_free_bytes
 from offload.disk.scratch_file import ScratchFile, Transfers, make_io_engine
 from offload.memory.ledger import Ledger
@@ -212,7 +212,7 @@ def open_disk(
         resources.callback(scratch.close)
         engine, notes = make_io_engine("auto", len(paths))
         resources.callback(engine.close)
-        scratch.balance(engine, area_bytes)
+        scratch.deal(area_bytes)
         scratch.reserve(area_bytes)
         transfers = Transfers(engine, scratch)
         resources.callback(transfers.close)
@@ -246,3 +246,32 @@ def open_disk(
             return transfer(started_for(window_s, start), transfer_bytes, IN_FLIGHT)
 
         yield rate
+
+
+def fill_randomly(arena: Arena) -> None:
+    """Not zeros, which some disks do not write; and not from the generator of the user."""
+    content = torch.from_dlpack(arena.export(0, arena.nbytes))  # type: ignore[attr-defined]
+    content.random_(0, 256, generator=torch.Generator().manual_seed(0))
+
+
+def started_for(seconds: float, start: Callable[[], IoOp]) -> Iterator[IoOp]:
+    """Operations that are started when they are asked for, within `seconds`; at least one."""
+    end = time.perf_counter() + seconds
+    yield start()
+    while time.perf_counter() < end:
+        yield start()
+
+
+def transfer(ops: Iterable[IoOp], nbytes: int, depth: int) -> float:
+    """Bytes per second of operations of `nbytes` each, `depth` of them in flight at a time."""
+    flying: deque[IoOp] = deque()
+    begin = time.perf_counter()
+    moved = 0
+    for op in ops:
+        flying.append(op)
+        moved += nbytes
+        if len(flying) == depth:
+            flying.popleft().wait()
+    for op in flying:
+        op.wait()
+    return moved / (time.perf_counter() - begin)

@@ -19,10 +19,10 @@ from tests.support.native.step_tiles import (
 
 @pytest.fixture(autouse=True)
 def restore_choices() -> Iterator[None]:
-    isa, threads, cpus = _native.isa(), _native.threads(), _native.thread_cpus()
+    isa, threads = _native.isa(), _native.threads()
     yield
     _native.set_isa(isa)
-    _native.set_threads(threads, cpus)
+    _native.set_threads(threads)
 
 
 @pytest.fixture(autouse=True)

@@ -178,7 +178,6 @@ def test_native_tests_have_no_findings(name: str, shadow: Path, tmp_path: Path) 
         "test_portability",
         "base/test_pool_jobs",
         "base/test_thread_annotations",
-        "pipeline/test_buffer_policy",
     )
     ignored = [f"--ignore=tests/native/{file}.py" for file in builders]
     sanitizer = SANITIZERS[name]

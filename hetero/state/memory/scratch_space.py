@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,7 +79,6 @@ class DiskParts:
     io: IoEngine
     scratch: ScratchFile
     transfers: Transfers
-    measuring: Mapping[str, int]  # the I/O engine's counters after disks were measured
 
 
 class ScratchSpace:
@@ -215,8 +214,7 @@ class ScratchSpace:
                 name = self._state_files.data_name(self._number)
             scratch = ScratchFile(directories, self._ledger, Account.FILE, name)
             resources.callback(scratch.close)
-            scratch.balance(io, nbytes)
-            measuring = io.stats
+            scratch.deal(nbytes)
             resources.callback(self._charge_checksums(nbytes))
             scratch.reserve(nbytes)
             transfers = Transfers(io, scratch, self._config.has_checksums)
@@ -225,7 +223,7 @@ class ScratchSpace:
                 io.reserve_checksums(transfers.file, scratch.nbytes)
             self.note((*scratch.notes, *io_notes))
             self._resources.push(resources.pop_all())
-        return DiskParts(io, scratch, transfers, measuring)
+        return DiskParts(io, scratch, transfers)
 
     def note(self, lines: Iterable[str]) -> None:
         """Appends lines to the notes for the user that are not there yet."""

@@ -18,9 +18,7 @@ pytestmark = pytest.mark.skipif(
 
 LIMITED = """
 import os, resource
-import numpy as np
 from offload import _native
-from tests.support.native.step_tiles import TILE, Tiles, hypers
 
 def limit():
     if os.getuid() == 0:
@@ -32,8 +30,6 @@ def refusal(call):
         call()
     except RuntimeError as error:
         return str(error)
-
-numbers = np.full(1 << 20, 2, np.float32)
 """
 
 
@@ -41,6 +37,9 @@ def test_updates_go_on_with_the_threads_that_run() -> None:
     out = run_script(
         LIMITED
         + """
+import numpy as np
+from tests.support.native.step_tiles import TILE, Tiles, hypers
+numbers = np.full(1 << 20, 2, np.float32)
 tiles, wanted = Tiles(3, "bf16", "bf16"), Tiles(3, "bf16", "bf16")
 for each in (wanted, tiles):
     _native.set_threads(2)
@@ -67,12 +66,11 @@ print(tiles.bytes() == wanted.bytes())
         ('_native.IoEngine("threads")', "hetero-io"),
         ('_native.IoEngine("io_uring")', "hetero-uring"),
         (
-            '_native.StepPipeline(None, 0, None, 0, _native.UpdateKind("bf16", "bf16"), TILE, '
+            '_native.StepPipeline(None, 0, None, 0, _native.UpdateKind("bf16", "bf16"), 4096, '
             "False, False)",
             "hetero-stage",
         ),
         ("_native.Link(1e9, 1e9)", "hetero-h2d"),
-        ("_native.set_threads(1, [0])", "hetero-probe"),
     ],
 )
 def test_the_refusal_names_the_thread_and_the_limit(call: str, thread: str) -> None:

@@ -1,4 +1,4 @@
-"""native/worker_pool and native/isa: threads, their CPUs, fork, and the choice of instructions."""
+"""native/worker_pool and native/isa: threads, fork, and the choice of instructions."""
 
 import contextlib
 import os
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from offload import _native
-from tests.support.native.step_tiles import LIMIT_S, TILE, Tiles, hypers, until
+from tests.support.native.step_tiles import LIMIT_S, until
 from tests.support.native.update_arrays import Arrays, gradients, masters
 from tests.support.native.update_oracle import Hyper
 
@@ -65,7 +65,6 @@ def test_workers_start_at_first_use_and_stop_when_told() -> None:
     _native.shutdown_workers()
     _native.set_threads(3)
     assert _native.threads() == 3
-    assert _native.thread_cpus() is None
     assert workers_become(0)
     trained.step()
     assert workers_become(2)
@@ -78,41 +77,6 @@ def test_workers_start_at_first_use_and_stop_when_told() -> None:
     for count in (0, -1):
         with pytest.raises(ValueError, match="count"):
             _native.set_threads(count)
-
-
-def test_workers_have_cpus_and_the_caller_has_not() -> None:
-    trained = Trained()
-    _native.set_threads(4, CPUS[-1:])
-    assert (_native.threads(), _native.thread_cpus()) == (4, CPUS[-1:])
-    trained.step()
-    assert workers_become(3)
-    assert [os.sched_getaffinity(worker) for worker in workers()] == [{CPUS[-1]}] * 3
-    assert sorted(os.sched_getaffinity(0)) == CPUS
-    _native.set_threads(4, CPUS)
-    trained.step()
-    assert workers_become(3)
-    page_locked = [os.sched_getaffinity(worker) for worker in workers()]
-    assert sorted(map(min, page_locked)) == sorted(CPUS[i % len(CPUS)] for i in range(3))
-    assert all(len(cpus) == 1 for cpus in page_locked)
-    _native.set_threads(4)
-    assert _native.thread_cpus() is None
-    trained.step()
-    assert workers_become(3)
-    assert all(sorted(os.sched_getaffinity(worker)) == CPUS for worker in workers())
-
-
-def test_the_thread_that_computes_a_step_has_the_cpu_that_workers_leave() -> None:
-    tiles = Tiles(1, "bf16", "bf16")
-    before = set(task_ids("hetero-step"))
-    pipeline = _native.StepPipeline(None, 0, None, 0, tiles.kind, TILE, False, False)
-    for count, cpus in [(1, CPUS[-1:]), (2, CPUS), (3, CPUS), (3, None), (1, CPUS[:1])]:
-        _native.set_threads(count, cpus)
-        pipeline.submit(tiles.tasks_in_ram([0]), hypers(1))
-        pipeline.wait_updated()
-        (thread,) = set(task_ids("hetero-step")) - before
-        wanted = CPUS if cpus is None else [cpus[(count - 1) % len(cpus)]]
-        assert sorted(os.sched_getaffinity(thread)) == wanted
-    pipeline.close()
 
 
 V1 = "3:memory:/box\n2:cpu,cpuacct:/outer/inner\n1:name=systemd:/\n"
@@ -166,28 +130,6 @@ def test_the_default_is_the_cpus_that_this_process_may_use() -> None:
     assert int(found) == _native.usable_cpus()
 
 
-def test_a_caller_with_a_cpu_of_its_own_may_name_other_cpus() -> None:
-    os.sched_setaffinity(0, CPUS[:1])
-    try:
-        _native.set_threads(2, CPUS[-1:])
-        Trained().step()
-        assert workers_become(1)
-        assert os.sched_getaffinity(workers()[0]) == {CPUS[-1]}
-    finally:
-        os.sched_setaffinity(0, CPUS)
-
-
-@pytest.mark.parametrize("cpus", [[], [-1], [1 << 20], [CPUS[0], 1023]])
-def test_cpus_that_cannot_be_used_are_refused(cpus: list[int]) -> None:
-    if 1023 in CPUS:
-        pytest.skip("this machine has CPU 1023")
-    _native.set_threads(2, CPUS[:1])
-    fact = f"CPU {cpus[-1]} " if cpus else "cpus is empty"
-    with pytest.raises(ValueError, match=fact):
-        _native.set_threads(3, cpus)
-    assert (_native.threads(), _native.thread_cpus()) == (2, CPUS[:1])
-
-
 def test_idle_workers_use_no_time() -> None:
     _native.set_threads(3)
     Trained().step()
@@ -226,19 +168,13 @@ def test_concurrent_callers_share_the_pool() -> None:
 
 
 def test_a_forked_child_has_workers_of_its_own() -> None:
-    _native.set_threads(2, CPUS[:1])
+    _native.set_threads(2)
     trained = Trained()
     trained.step()
     child = os.fork()
     if child == 0:
         trained.step()
-        fine = (
-            workers_become(1)
-            and _native.threads() == 2
-            and _native.thread_cpus() == CPUS[:1]
-            and os.sched_getaffinity(workers()[0]) == set(CPUS[:1])
-        )
-        os._exit(0 if fine else 1)
+        os._exit(0 if workers_become(1) and _native.threads() == 2 else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     trained.step()
 

@@ -124,30 +124,6 @@ def test_chaining_at_any_cuts(seed: int, cuts: list[int]) -> None:
     assert chained == crc32c(data)
 
 
-@given(seed=st.integers(0, 1 << 30), cuts=cuts)
-def test_joining_at_any_cuts(seed: int, cuts: list[int]) -> None:
-    data = random_bytes(4096, seed)
-    joined = EMPTY
-    for begin, end in zip([0, *cuts], [*cuts, len(data)], strict=True):
-        joined = _native.crc32c_joined(joined, crc32c(data[begin:end]), end - begin)
-    assert joined == crc32c(data)
-
-
-@given(
-    crcs=st.tuples(*[st.integers(0, 0xFFFFFFFF)] * 3),
-    nbytes=st.tuples(*[st.integers(0, (1 << 63) - 1)] * 2),
-)
-def test_joining_does_not_depend_on_the_order(
-    crcs: tuple[int, int, int], nbytes: tuple[int, int]
-) -> None:
-    """Of lengths that nobody has the memory for: (a b) c is a (b c)."""
-    a, b, c = crcs
-    after_b, after_c = nbytes
-    left = _native.crc32c_joined(_native.crc32c_joined(a, b, after_b), c, after_c)
-    right = _native.crc32c_joined(a, _native.crc32c_joined(b, c, after_c), after_b + after_c)
-    assert left == right
-
-
 @given(
     at=st.integers(0, 3000),
     change=st.integers(1, 0xFFFFFFFF),
@@ -214,7 +190,3 @@ def test_bad_arguments_are_refused() -> None:
     for wrong in (-1, 1 << 32):
         with pytest.raises(TypeError):
             crc32c(b"x", wrong)
-        with pytest.raises(TypeError):
-            _native.crc32c_joined(0, wrong, 1)
-    with pytest.raises(TypeError):
-        _native.crc32c_joined(0, 0, -1)

@@ -14,9 +14,7 @@ from tests.support.native.io_tools import (
     Pipe,
     add_file,
     needs_uring,
-    run_script,
     stall,
-    threads_since,
 )
 
 
@@ -186,43 +184,3 @@ def test_removing_a_file_does_not_wait_for_what_was_cancelled(busy, tmp_path):
     queued.cancel()
     busy.remove_file(file)
     assert wait_error(queued).errno == errno.ECANCELED
-
-
-def test_after_close_nothing_changes(kind, tmp_path):
-    engine = _native.IoEngine(kind, queue_depth=1, block_bytes=BLOCK)
-    memory = Memory(BLOCK)
-    file = add_file(engine, tmp_path, BLOCK)
-    stall(engine, 50)
-    running = engine.read(file, memory.address, BLOCK, 0)
-    queued = engine.read(file, memory.address, BLOCK, 0)
-    engine.close()
-    running.cancel()
-    queued.cancel()
-    running.wait()
-    assert wait_error(queued).errno == errno.ECANCELED
-    assert threads_since([]) == []
-
-
-def test_a_forked_child_cannot_cancel(kind, tmp_path):
-    out = run_script(f"""
-        import errno, os, warnings
-        from offload import _native
-        warnings.simplefilter("ignore")  # Python's own about threads and fork
-        arena = _native.Arena(4096)
-        engine = _native.IoEngine({kind!r})
-        fd = os.open({str(tmp_path)!r}, os.O_TMPFILE | os.O_RDWR)
-        os.truncate(fd, 4096)
-        engine.inject("read", 0, error=errno.EAGAIN, count=200)
-        op = engine.read(engine.add_file(fd, "scratch"), arena.address, 4096, 0)
-        child = os.fork()
-        if child == 0:
-            try:
-                op.cancel()
-            except RuntimeError as error:
-                os._exit(0 if "belongs to process" in str(error) else 2)
-            os._exit(3)
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-        op.wait()
-        engine.close()
-        """)
-    assert out == "0\n"

@@ -52,15 +52,6 @@ def test_error_at_each_block(engine, tmp_path, op, nth):
     start(file, memory.address, 5 * BLOCK, 0).wait()  # the engine works on
 
 
-@pytest.mark.parametrize("op", ["read", "write"])
-def test_memory_that_the_system_lacks_for_a_moment(engine, tmp_path, op):
-    memory = Memory(5 * BLOCK)
-    file = add_file(engine, tmp_path, 5 * BLOCK)
-    engine.inject(op, 2, error=errno.ENOMEM, count=20)
-    getattr(engine, op)(file, memory.address, 5 * BLOCK, 0).wait()
-    assert (engine.stats["retries"], engine.stats["errors"]) == (20, 0)
-
-
 def test_a_failure_is_told_when_the_file_is_gone(engine, tmp_path):
     """The filesystem is asked by whoever waits; until then, and no longer, the file is open."""
     before = descriptors()
@@ -93,7 +84,7 @@ def test_first_of_several_errors_is_reported_once_all_blocks_are_back(engine, tm
 
 
 @pytest.mark.covering(2)
-@pytest.mark.parametrize("error", [errno.EAGAIN, errno.EINTR])
+@pytest.mark.parametrize("error", [errno.EAGAIN, errno.EINTR, errno.ENOMEM])
 @pytest.mark.parametrize("nth", [0, 3])
 def test_transient_errors_are_retried(engine, tmp_path, error, nth):
     memory = Memory(5 * BLOCK)
@@ -107,15 +98,6 @@ def test_transient_errors_are_retried(engine, tmp_path, error, nth):
     assert torch.equal(memory.bytes, want)
     assert engine.stats["retries"] == 8
     assert engine.stats["errors"] == 0
-
-
-def test_transient_error_that_stays_is_an_error(engine, tmp_path):
-    memory = Memory(4096)
-    file = add_file(engine, tmp_path, 4096)
-    engine.inject("read", 0, error=errno.EAGAIN, count=10_000)
-    with pytest.raises(_native.NativeIoError) as caught:
-        engine.read(file, memory.address, 4096, 0).wait()
-    assert caught.value.errno == errno.EAGAIN
 
 
 def test_what_passes_within_thirty_seconds_is_no_error(kind, tmp_path):
@@ -275,73 +257,6 @@ def test_a_thread_of_the_engine_that_throws_fails_the_operation_only(engine, tmp
     assert engine.stats["in_flight"] == 0
     for _ in range(5):
         start(file, memory.address, 5 * BLOCK, 0).wait()
-
-
-@pytest.mark.parametrize("op", ["read", "write"])
-def test_every_transfer_short(engine, tmp_path, op):
-    memory = Memory(3 * BLOCK)
-    file = add_file(engine, tmp_path, direct=True)
-    want = memory.randomise()
-    engine.write(file, memory.address, 3 * BLOCK, 0).wait()
-    engine.write(file, memory.address, 4096, 3 * BLOCK).wait()  # so that no read meets the end
-    engine.inject(op, 0, short_bytes=4096, count=10_000)
-    if op == "write":
-        engine.write(file, memory.address, 3 * BLOCK, 0).wait()
-    memory.bytes.zero_()
-    engine.read(file, memory.address, 3 * BLOCK, 0).wait()
-    assert torch.equal(memory.bytes, want)
-    assert engine.stats["short_transfers"] == 3 * (BLOCK // 4096 - 1)
-
-
-@pytest.mark.parametrize("op", ["read", "write"])
-def test_a_failed_operation_leaves_its_neighbours_intact(engine, tmp_path, op):
-    """In memory and in the file, and those that are under way at the same time."""
-    memory = Memory(9 * BLOCK)
-    file = add_file(engine, tmp_path, 9 * BLOCK)
-    want = memory.randomise()
-    engine.write(file, memory.address, 9 * BLOCK, 0).wait()
-    memory.bytes.fill_(1)
-    start = getattr(engine, op)
-    first, last = (
-        start(file, memory.address + at, 4096, at) for at in (3 * BLOCK - 4096, 6 * BLOCK)
-    )
-    first.wait()
-    last.wait()
-    engine.inject(op, 1, error=errno.EIO)
-    failed = start(file, memory.address + 3 * BLOCK, 3 * BLOCK, 3 * BLOCK)
-    with pytest.raises(_native.NativeIoError):
-        failed.wait()
-    for at in (2 * BLOCK, 6 * BLOCK + 4096):
-        assert bool((memory.bytes[at : at + BLOCK - 4096] == 1).all())
-    engine.read(file, memory.address, 9 * BLOCK, 0).wait()
-    if op == "write":
-        want[3 * BLOCK - 4096 : 3 * BLOCK] = 1
-        want[6 * BLOCK : 6 * BLOCK + 4096] = 1
-    for begin, end in ((0, 3 * BLOCK), (6 * BLOCK, 9 * BLOCK)):
-        assert torch.equal(memory.bytes[begin:end], want[begin:end])
-
-
-@pytest.mark.parametrize("op", ["read", "write"])
-def test_completions_out_of_order(kind, tmp_path, op):
-    """The first block is retried for a while: the others, and other operations, overtake it."""
-    engine = _native.IoEngine(kind, queue_depth=8, block_bytes=BLOCK)
-    memory = Memory(12 * BLOCK)
-    file = add_file(engine, tmp_path, 13 * BLOCK)
-    want = memory.randomise()
-    engine.write(file, memory.address, 12 * BLOCK, 0).wait()
-    if op == "read":
-        memory.bytes.zero_()
-    engine.inject(op, 0, error=errno.EAGAIN, count=100)
-    start = getattr(engine, op)
-    ops = [start(file, memory.address + i * 4 * BLOCK, 4 * BLOCK, i * 4 * BLOCK) for i in range(3)]
-    for each in reversed(ops):
-        each.wait()
-    assert engine.stats["retries"] == 100
-    if op == "write":
-        memory.bytes.zero_()
-    engine.read(file, memory.address, 12 * BLOCK, 0).wait()
-    assert torch.equal(memory.bytes, want)
-    engine.close()
 
 
 @needs_uring

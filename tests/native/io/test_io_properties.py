@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -22,7 +22,6 @@ from offload import _native
 from tests.support.native.io_tools import (
     KINDS,
     Memory,
-    add_file,
     descriptors,
     in_time,
     thread_names,
@@ -33,29 +32,6 @@ FILE_BYTES = 10 * UNIT
 LONGEST = 6 * UNIT
 GUARD = 64  # bytes around each operation's memory that nobody may touch
 CANARY = 0xA5
-
-
-@settings(max_examples=20, deadline=None)
-@given(data=st.data())
-@pytest.mark.parametrize("any_kind", KINDS)
-def test_file_behaves_like_bytes(any_kind, tmp_path_factory, data):
-    size = 5 * 4096
-    model = bytearray(size)
-    memory = Memory(size)
-    engine = _native.IoEngine(any_kind, queue_depth=3, block_bytes=4096)
-    file = add_file(engine, tmp_path_factory.getbasetemp(), size)
-    for step in range(data.draw(st.integers(1, 8))):
-        offset = data.draw(st.integers(0, size - 1))
-        nbytes = data.draw(st.integers(0, size - offset))
-        if data.draw(st.booleans()):
-            memory.bytes.fill_(step + 1)
-            engine.write(file, memory.address, nbytes, offset).wait()
-            model[offset : offset + nbytes] = bytes([step + 1]) * nbytes
-        else:
-            engine.read(file, memory.address, nbytes, offset).wait()
-            got = bytes(memory.bytes[:nbytes].tolist())
-            assert got == bytes(model[offset : offset + nbytes])
-    engine.close()
 
 
 def tasks() -> int:

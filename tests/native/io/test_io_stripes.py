@@ -5,11 +5,11 @@ import os
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from offload import _native
-from tests.support.native.io_tools import BLOCK, KINDS, Memory, add_file, stall
+from tests.support.native.io_tools import BLOCK, Memory, add_file
 
 WEIGHTS = st.lists(st.integers(1, 9), min_size=1, max_size=5)
 UNITS = st.sampled_from([4096, 8192, 12288, 1 << 20])
@@ -99,31 +99,6 @@ class Striped:
             os.close(fd)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=25, deadline=None)
-@given(data=st.data())
-def test_striped_round_trips(kind, tmp_path_factory, data):
-    weights = data.draw(st.lists(st.integers(1, 4), min_size=2, max_size=4))
-    size = 40 * 4096
-    engine = _native.IoEngine(kind, queue_depth=5, block_bytes=8192)
-    striped = Striped(engine, tmp_path_factory.getbasetemp(), weights, nbytes=size)
-    memory = Memory(size)
-    model = bytearray(size)
-    for step in range(data.draw(st.integers(1, 5))):
-        offset = data.draw(st.integers(0, size - 1))
-        nbytes = data.draw(st.integers(1, size - offset))
-        want = torch.arange(nbytes).add(step).mul(37).remainder(251).to(torch.uint8)
-        memory.bytes[:nbytes] = want
-        engine.write(striped.file, memory.address, nbytes, offset).wait()
-        model[offset : offset + nbytes] = want.numpy().tobytes()
-        assert striped.content(size) == bytes(model)
-        memory.bytes.zero_()
-        engine.read(striped.file, memory.address, size, 0).wait()
-        assert memory.bytes.numpy().tobytes() == bytes(model)
-    engine.close()
-    striped.close()
-
-
 @pytest.mark.parametrize("weights", [[1, 1], [3, 1], [1, 2, 5]])
 def test_blocks_are_cut_between_members_only(engine, tmp_path, weights):
     # Units of a quarter block: neighbours of one member are one transfer, as far as a block goes.
@@ -176,19 +151,6 @@ def test_a_member_truncated_underneath_is_named(engine, tmp_path):
     # What the other member has is there.
     engine.read(striped.file, memory.address, 4096, 2 * 4096).wait()
     striped.close()
-
-
-def test_removing_waits_for_all_members_and_closes_them(engine, tmp_path):
-    before = len(os.listdir("/proc/self/fd"))
-    striped = Striped(engine, tmp_path, [1, 2, 1], nbytes=64 * 4096)
-    memory = Memory(64 * 4096)
-    stall(engine, 30)
-    op = engine.read(striped.file, memory.address, 64 * 4096, 0)
-    engine.remove_file(striped.file)
-    assert op.done()
-    op.wait()
-    striped.close()
-    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_members_that_cannot_be_added_leave_nothing(engine, tmp_path):

@@ -4,7 +4,6 @@ import errno
 import random
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -45,19 +44,6 @@ def test_round_trip(engine, tmp_path, direct, nbytes, registered):
     assert engine.notes == []
 
 
-@pytest.mark.parametrize("nbytes", [1, 511, BLOCK - 1, BLOCK + 1, 3 * BLOCK + 777])
-def test_round_trip_of_odd_sizes(engine, tmp_path, nbytes):
-    memory = Memory(nbytes + 3)
-    file = add_file(engine, tmp_path)
-    want = memory.randomise()
-    engine.write(file, memory.address + 3, nbytes, 5).wait()
-    memory.bytes.zero_()
-    engine.read(file, memory.address + 3, nbytes, 5).wait()
-    assert torch.equal(memory.bytes[3 : 3 + nbytes], want[3 : 3 + nbytes])
-    assert not memory.bytes[:3].any()
-    assert not memory.bytes[3 + nbytes :].any()
-
-
 def test_empty_transfer_is_done_at_once(engine, tmp_path):
     op = engine.read(add_file(engine, tmp_path), 0, 0, 0)
     assert op.done()
@@ -83,26 +69,6 @@ def test_many_operations_in_flight(engine, tmp_path, direct):
     for op in reads:
         op.wait()
     assert torch.equal(memory.bytes, want)
-
-
-def test_use_from_many_threads(engine, tmp_path):
-    count, nbytes, rounds = 6, 2 * BLOCK + 4096, 20
-    memory = Memory(count * nbytes)
-    file = add_file(engine, tmp_path)
-
-    def worker(index):
-        mine = memory.bytes[index * nbytes : (index + 1) * nbytes]
-        address = memory.address + index * nbytes
-        for value in range(rounds):
-            mine.fill_(value + index)
-            engine.write(file, address, nbytes, index * nbytes).wait()
-            mine.zero_()
-            engine.read(file, address, nbytes, index * nbytes).wait()
-            assert bool((mine == value + index).all())
-
-    with ThreadPoolExecutor(count) as pool:
-        for future in [pool.submit(worker, index) for index in range(count)]:
-            future.result()
 
 
 def test_submitting_threads_may_end_at_once(engine, tmp_path):

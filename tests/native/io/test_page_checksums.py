@@ -55,12 +55,6 @@ def checked(engine, tmp_path):
     made.close()
 
 
-def test_what_was_written_is_read(checked):
-    checked.write(0, 64)
-    assert torch.equal(checked.read(3, 40), checked.memory.bytes[3 * PAGE : 43 * PAGE])
-    assert checked.engine.stats["errors"] == 0
-
-
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("page", [0, 15, 16, 63])
 @pytest.mark.parametrize("bit", [0, 7])
@@ -78,13 +72,6 @@ def test_a_flipped_bit_is_an_error_that_says_where(checked, tmp_path, page, bit)
         assert caught.value.filename == f"{tmp_path}/member0"
     checked.flip(page * PAGE + 4095 * bit // 7, bit)
     assert torch.equal(checked.read(0, 64), checked.memory.bytes)  # the engine works on
-
-
-def test_pages_beside_the_flipped_one_are_read(checked):
-    checked.write(0, 64)
-    checked.flip(20 * PAGE)
-    assert torch.equal(checked.read(0, 20), checked.memory.bytes[: 20 * PAGE])
-    assert torch.equal(checked.read(21, 43), checked.memory.bytes[21 * PAGE :])
 
 
 def test_a_page_that_is_written_again_is_known_again(checked):

@@ -22,45 +22,6 @@ from tests.support.native.step_tiles import (
 )
 
 
-@pytest.mark.covering(2)
-@pytest.mark.parametrize("nth", [0, 7])
-@pytest.mark.parametrize("buffers", [1, 3])
-def test_a_failed_read_stops_everything(file_tiles: FileTiles, nth: int, buffers: int) -> None:
-    tiles = Tiles(4, "bf16", "bf16")
-    filed = file_tiles(tiles, buffers)
-    filed.engine.inject("read", nth, error=errno.EIO)
-    filed.pipeline.submit(filed.tasks(range(4)), hypers(1))
-    with pytest.raises(_native.NativeIoError) as caught:
-        filed.pipeline.wait_updated()
-    assert caught.value.errno == errno.EIO
-    assert caught.value.op == "read"
-    for refuses in (
-        filed.pipeline.wait_updated,
-        filed.pipeline.wait_written,
-        filed.pipeline.forget,
-        lambda: filed.pipeline.submit(filed.tasks([0]), hypers(2)),
-    ):
-        with pytest.raises(_native.NativeIoError):
-            refuses()
-    filed.pipeline.close()
-    assert pipeline_threads() == []
-
-
-@pytest.mark.parametrize("wait", ["wait_updated", "wait_written"])
-def test_a_failed_write_stops_everything(file_tiles: FileTiles, wait: str) -> None:
-    tiles = Tiles(4, "bf16", "bf16")
-    filed = file_tiles(tiles, buffers=1)
-    filed.engine.inject("write", 0, error=errno.ENOSPC)
-    filed.pipeline.submit(filed.tasks(range(4)), hypers(1))
-    with pytest.raises(_native.NativeIoError) as caught:
-        getattr(filed.pipeline, wait)()
-    assert caught.value.errno == errno.ENOSPC
-    assert caught.value.op == "write"
-    assert filed.pipeline.stats["tasks"] < 4
-    filed.pipeline.close()
-    assert pipeline_threads() == []
-
-
 def test_the_last_writes_failure_is_not_lost(file_tiles: FileTiles) -> None:
     tiles = Tiles(1, "bf16", "bf16")
     filed = file_tiles(tiles, buffers=1, param_in_file=True)
@@ -133,26 +94,6 @@ def test_the_pipeline_keeps_engine_and_arena_alive(tmp_path: Path, kind: str) ->
     os.close(filed.fd)
 
 
-def test_a_forked_child_neither_works_nor_hangs(file_tiles: FileTiles) -> None:
-    tiles = Tiles(3, "bf16", "bf16")
-    filed = file_tiles(tiles, buffers=2)
-    filed.pipeline.submit(filed.tasks(range(3)), hypers(1))
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            filed.pipeline.wait_updated()
-        except RuntimeError:
-            code = 0
-        filed.pipeline.close()
-        del filed.pipeline
-        os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    filed.pipeline.flush()
-    train_in_ram(tiles, steps=1)
-    assert filed.bytes() == tiles.bytes()
-
-
 def test_bad_pipelines_are_refused() -> None:
     shape = (KIND, TILE, False, False)
     assert _native.StepPipeline.buffer_bytes(*shape) == 10 * TILE
@@ -210,8 +151,12 @@ def test_bad_tasks_are_refused_and_nothing_is_queued() -> None:
         no_engine.submit([task(optim_state=filed)], hypers(1))
     with pytest.raises(ValueError, match="decoupled"):
         lion.submit([task()], hypers(1, decoupled=False))
+    kind = _native.UpdateKind("bf16", "bf16", "adam", "8bit")
+    in_blocks = _native.StepPipeline(None, 0, None, 0, kind, TILE, False, False)
+    with pytest.raises(ValueError, match="begins inside a state block of 64 elements"):
+        in_blocks.submit([task(segments=[(32, 10, 0, 0)])], hypers(1))
     pipeline.flush()
     assert pipeline.stats["tasks"] == 0
     assert tiles.bytes() == before
-    for closing in (pipeline, no_engine, lion, engine):
+    for closing in (pipeline, no_engine, lion, in_blocks, engine):
         closing.close()

@@ -198,13 +198,3 @@ def test_only_states_in_8_bits_have_blocks() -> None:
         _native.encode_state(_native.UpdateKind("fp32", "fp32", "lion", "bf16"), 0, 0, 0, 0)
     with pytest.raises(ValueError, match="state 1 of the kind, whose states are 8bit"):
         _native.decode_state(SIGNED, 1, 0, 0, 0)
-
-
-def test_a_task_must_begin_with_a_block() -> None:
-    kind = _native.UpdateKind("fp32", "fp32", "lion", "8bit")
-    pipeline = _native.StepPipeline(None, 0, None, 0, kind, 2048, False, False)
-    place = _native.Location(address=4096)
-    task = _native.StepTask(0, place, place, place, [(32, 10, 0, 0)])
-    with pytest.raises(ValueError, match="begins inside a state block of 64 elements"):
-        pipeline.submit([task], [_native.Hyper(lr=1e-3)])
-    pipeline.close()

@@ -138,20 +138,6 @@ def test_bits_do_not_depend_on_isa_threads_or_cuts(
     assert train([of * cut for cut in cuts]) == wanted
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=repr)
-def test_every_kind_has_the_same_bits_on_every_isa(kind: _native.UpdateKind) -> None:
-    numel = BLOCK + 77
-    found = set()
-    for isa in ISAS:
-        _native.set_isa(isa)
-        arrays = Arrays(kind, masters(numel))
-        for step in range(1, 3):
-            grad = gradients(numel, kind.grad_dtype, seed=step)
-            arrays.step(grad, dataclasses.replace(some_hyper(kind), step=step))
-        found.add(arrays.bytes())
-    assert len(found) == 1
-
-
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize(

@@ -142,35 +142,6 @@ class TestRealMounts:
             """,
         )
 
-    def test_a_read_only_file_system(self, tmp_path):
-        self.run(
-            tmp_path,
-            ["-t", "tmpfs", "-o", "ro", "tmpfs"],
-            """
-            try:
-                ScratchFile(directory, ledger, Account.OPTIM_STATE)
-            except StoreError as error:
-                assert error.errno in (errno.EACCES, errno.EROFS), error
-                assert directory in str(error), error
-            else:
-                raise AssertionError("made a file on a read-only file system")
-            """,
-        )
-
-    def test_a_file_system_without_direct_transfers(self, tmp_path):
-        self.run(
-            tmp_path,
-            ["-t", "ramfs", "ramfs"],
-            """
-            # It has no limit, and so says that nothing is free.
-            store.free_bytes = lambda directory: 64 * MIB
-            scratch = ScratchFile(directory, ledger, Account.OPTIM_STATE)
-            assert len(scratch.notes) == 1 and "O_DIRECT" in scratch.notes[0], scratch.notes
-            assert_round_trip(scratch)
-            assert os.listdir(directory) == []
-            """,
-        )
-
     def test_a_file_system_with_direct_transfers_that_cannot_preallocate(self, tmp_path):
         # As ext2, ext3 and NFS before 4.2.
         make = shutil.which("mke2fs") or shutil.which("mke2fs", path="/sbin:/usr/sbin")

@@ -1,29 +1,26 @@
 """offload/store over several directories."""
 
 import errno
-import itertools
 import os
-import time
 from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from offload import _native
-from offload.disk import bandwidth
+from offload._native import StripeMap
 from offload.disk import scratch_file as store
-from offload.disk.bandwidth import AREA_BYTES, measure_rates
 from offload.disk.directories import check_directories, free_bytes, total_free_bytes
-from offload.disk.file_member import MemberFile
-from offload.disk.scratch_file import ScratchFile, Transfers, make_io_engine
-from offload.errors import BudgetError, StoreError
+from offload.disk.scratch_file import ScratchFile, Transfers, choose_weights, make_io_engine
+from offload.errors import StoreError
 from offload.memory.ledger import Ledger
 from offload.memory.sizes import PAGE_BYTES
 from offload.memory.tiers import Account, Tier
-from tests.support.native.io_tools import NO_URING
 from tests.support.native.scratch_files import open_fds
 
-MIB = 1 << 20
+MIB, GIB = 1 << 20, 1 << 30
 
 
 @pytest.fixture
@@ -72,10 +69,6 @@ class TestSpace:
         assert all(b >= s for b, s in zip(blocks, sizes(scratch), strict=True))
         assert scratch.nbytes == ledger.used(Tier.DISK, Account.OPTIM_STATE) == 9 * MIB + MIB // 2
 
-    def test_nothing_has_a_name(self, scratch, directories):
-        scratch.reserve(3 * MIB)
-        assert [os.listdir(directory) for directory in directories] == [[], [], []]
-
     def test_close_gives_everything_back(self, directories, ledger):
         before = open_fds()
         scratch = ScratchFile(directories, ledger, Account.OPTIM_STATE)
@@ -87,13 +80,6 @@ class TestSpace:
         assert ledger.used(Tier.DISK, Account.OPTIM_STATE) == 0
         with pytest.raises(StoreError, match="closed"):
             scratch.read_into(memoryview(bytearray(PAGE_BYTES)), 0)
-
-    def test_the_capacity_is_of_all_together(self, directories):
-        scratch = ScratchFile(directories, Ledger({Tier.DISK: 8 * MIB}), Account.OPTIM_STATE)
-        scratch.reserve(8 * MIB)
-        with pytest.raises(BudgetError, match="disk"):
-            scratch.reserve(1)
-        scratch.close()
 
     def test_a_member_that_cannot_grow_is_named_and_the_others_shrink_again(
         self, scratch, ledger, directories, monkeypatch
@@ -173,24 +159,24 @@ class TestSpace:
         scratch.reserve(9 * MIB)
         assert any("share a filesystem" in note for note in scratch.notes)
 
-    def test_shares_follow_the_free_space(self, directories, ledger, engine, monkeypatch):
+    def test_shares_follow_the_free_space(self, directories, ledger, monkeypatch):
         self.separate(monkeypatch)
         room = dict(zip(directories, (4 * MIB, 100 * MIB, 100 * MIB), strict=True))
         monkeypatch.setattr(store, "free_bytes", room.__getitem__)
         scratch = ScratchFile(directories, ledger, Account.OPTIM_STATE)
-        scratch.balance(engine, 40 * MIB)
+        scratch.deal(40 * MIB)
         scratch.reserve(40 * MIB)  # a third would be too much for the first
         assert 0 < sizes(scratch)[0] <= 4 * MIB
         assert sum(sizes(scratch)) == 40 * MIB
         scratch.close()
 
-    def test_a_full_directory_is_not_used_and_said(self, directories, ledger, engine, monkeypatch):
+    def test_a_full_directory_is_not_used_and_said(self, directories, ledger, monkeypatch):
         self.separate(monkeypatch)
         room = dict(zip(directories, (0, 100 * MIB, 100 * MIB), strict=True))
         monkeypatch.setattr(store, "free_bytes", room.__getitem__)
         before = open_fds()
         scratch = ScratchFile(directories, ledger, Account.OPTIM_STATE)
-        scratch.balance(engine, 40 * MIB)
+        scratch.deal(40 * MIB)
         assert [member.directory for member in scratch.members] == directories[1:]
         assert any(f"{directories[0]} is not used" in note for note in scratch.notes)
         assert len(open_fds() - before) == 2
@@ -255,177 +241,50 @@ class TestBytes:
         assert directories[1] in str(failure.value)
 
 
-class TestBalance:
-    def test_what_is_small_is_not_measured(self, scratch, engine, monkeypatch):
-        monkeypatch.setattr(store, "measure_rates", None)
-        scratch.balance(engine, 3 * MIB)
-        assert scratch.stripes.pattern == [0, 1, 2]
-        assert any("too little" in note for note in scratch.notes)
+class TestShares:
+    """How many units of the pattern each directory gets; decided once."""
 
-    def test_one_directory_is_not_measured(self, directories, ledger, engine, monkeypatch):
-        monkeypatch.setattr(store, "measure_rates", None)
+    def test_one_directory_has_all(self, directories, ledger):
         scratch = ScratchFile(directories[0], ledger, Account.OPTIM_STATE)
-        scratch.balance(engine, 200 * MIB)
-        assert scratch.stripes.pattern == [0]
-        assert scratch.notes == []
+        scratch.deal(200 * MIB)
+        assert (scratch.stripes.pattern, scratch.notes) == ([0], [])
         scratch.close()
 
-    def test_shares_are_those_of_the_measured_rates(self, scratch, engine, ledger, monkeypatch):
-        seen = []
-
-        def measured(engine, members):
-            seen.append([os.fstat(member.fd).st_size for member in members])
-            assert ledger.used(Tier.DISK, Account.OPTIM_STATE) == 3 * AREA_BYTES
-            return [2e9, 1e9, 1e6]
-
-        monkeypatch.setattr(store, "measure_rates", measured)
-        scratch.balance(engine, 120 * MIB)
-        assert seen == [[AREA_BYTES] * 3]
-        assert ledger.used(Tier.DISK, Account.OPTIM_STATE) == 0
-        assert sorted(scratch.stripes.pattern) == [0, 0, 1]
-        (dealt,) = (note for note in scratch.notes if "striped" in note)
-        assert "1.9 GiB/s" in dealt
-        assert f"{scratch.members[0].directory} 2" in dealt
-        assert any("/c is not used" in note for note in scratch.notes)
-        assert scratch.reserve(120 * MIB) == 0
-        assert sizes(scratch) == [80 * MIB, 40 * MIB]
-        scratch.balance(engine, 120 * MIB)  # decided once
-        assert len(seen) == 1
-
-    def test_real_disks_are_measured(self, scratch, engine, ledger):
-        state = torch.random.get_rng_state()
-        scratch.balance(engine, 3 * AREA_BYTES)
-        assert torch.equal(torch.random.get_rng_state(), state)
-        if all(member.direct for member in scratch.members):
-            assert any("(measured" in note for note in scratch.notes)
-        assert set(scratch.stripes.pattern) == set(range(len(scratch.members)))
-        assert sizes(scratch) == [0] * len(scratch.members)
-        assert ledger.used(Tier.DISK, Account.OPTIM_STATE) == 0
-        assert engine.stats["in_flight"] == 0
-
-    def test_a_directory_without_room_counts_as_slow_and_others_are_measured(
-        self, scratch, engine, ledger, directories, monkeypatch
-    ):
-        TestSpace.separate(monkeypatch)
-        room = dict(zip(directories, (500 * MIB, 8 * MIB, 500 * MIB), strict=True))
-        monkeypatch.setattr(store, "free_bytes", room.__getitem__)
-        seen = []
-
-        def measured(engine, members):
-            seen.append([member.directory for member in members])
-            assert sizes(scratch) == [AREA_BYTES, 0, AREA_BYTES]
-            assert ledger.used(Tier.DISK, Account.OPTIM_STATE) == 2 * AREA_BYTES
-            return [3e9, 1e9]
-
-        monkeypatch.setattr(store, "measure_rates", measured)
-        scratch.balance(engine, 160 * MIB)
-        assert seen == [[directories[0], directories[2]]]
-        assert ledger.used(Tier.DISK, Account.OPTIM_STATE) == 0
-        (dealt,) = (note for note in scratch.notes if "striped" in note)
-        assert f"not measured, for want of free space: {directories[1]}" in dealt
-        scratch.reserve(160 * MIB)
-        used = dict(zip((m.directory for m in scratch.members), sizes(scratch), strict=True))
-        assert used.get(directories[1], 0) <= 8 * MIB
-        assert used[directories[0]] > 2 * used[directories[2]]
-
-    def test_nothing_is_measured_where_one_directory_alone_has_room(
-        self, scratch, engine, directories, monkeypatch
-    ):
-        TestSpace.separate(monkeypatch)
-        room = dict(zip(directories, (500 * MIB, 8 * MIB, 8 * MIB), strict=True))
-        monkeypatch.setattr(store, "free_bytes", room.__getitem__)
-        monkeypatch.setattr(store, "measure_rates", None)
-        scratch.balance(engine, 160 * MIB)
-        (dealt,) = (note for note in scratch.notes if "striped" in note)
-        reason = f"not measured: too little free space in {directories[1]}, {directories[2]}"
-        assert reason in dealt
-
-    def test_the_page_cache_is_not_measured(self, scratch, engine, monkeypatch):
-        monkeypatch.setattr(store, "measure_rates", None)
-        scratch.members[1].direct = False
-        scratch.balance(engine, 160 * MIB)
-        (dealt,) = (note for note in scratch.notes if "striped" in note)
-        assert f"without O_DIRECT in {scratch.members[1].directory} it would" in dealt
+    def test_they_are_equal_where_there_is_room(self, scratch):
+        scratch.deal(30 * MIB)
         assert scratch.stripes.pattern == [0, 1, 2]
+        assert any(note.endswith("(evenly)") for note in scratch.notes)
+        notes = list(scratch.notes)
+        scratch.deal(60 * MIB)
+        assert scratch.notes == notes
 
-    def test_measuring_gives_its_charge_back_whatever_happens(
-        self, scratch, engine, ledger, monkeypatch
-    ):
-        def broken(fd, nbytes):
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
+    @given(
+        nbytes=st.none() | st.integers(1, 400 * GIB),
+        free=st.lists(st.integers(0, 200 * GIB), min_size=1, max_size=6),
+        shared=st.lists(st.integers(0, 5), min_size=6, max_size=6),
+    )
+    def test_else_they_follow_the_free_space(self, nbytes, free, shared):
+        filesystems = [fs % len(free) for fs in shared[: len(free)]]
+        free = [free[fs] for fs in filesystems]  # those on one filesystem see the same
+        room = [f // filesystems.count(fs) for f, fs in zip(free, filesystems, strict=True)]
+        weights = choose_weights(nbytes, free, filesystems)
+        assert sum(weights) > 0
+        assert all(places <= 64 for places in weights)
+        if nbytes is not None and nbytes <= min(room) * len(room):
+            assert set(weights) == {1}
+        elif any(room):
+            most = max(room)
+            top = weights[room.index(most)]
+            for each, weight in zip(room, weights, strict=True):
+                assert weight <= top * each / most
+                assert weight > top * each / most - top / min(64, top) - top / 64
 
-        monkeypatch.setattr(os, "ftruncate", broken)
-        with pytest.raises(StoreError, match="Input/output error"):
-            scratch.balance(engine, 200 * MIB)
-        assert ledger.used(Tier.DISK, Account.OPTIM_STATE) == 0
-
-    def test_a_disk_that_fails_is_named(self, scratch, engine, ledger):
-        engine.inject("write", 5, error=errno.EIO)
-        with pytest.raises(StoreError, match="cannot be measured.*Input/output error") as failure:
-            scratch.balance(engine, 200 * MIB)
-        assert failure.value.errno == errno.EIO
-        assert sizes(scratch) == [0, 0, 0]
-        assert ledger.used(Tier.DISK, Account.OPTIM_STATE) == 0
-
-
-def test_rates_are_of_each_member(directories, engine):
-    members = [MemberFile(directory) for directory in directories]
-    for member in members:
-        member.resize(AREA_BYTES)
-    rates = measure_rates(engine, members)
-    assert len(rates) == 3
-    assert all(rate > 0 for rate in rates)
-    for member in members:
-        member.close()
-
-
-class Recorder:
-    """In an engine's place: what is in flight in each file, and in which order it began."""
-
-    kind = "threads"
-
-    def __init__(self) -> None:
-        self.flying: list[int] = []
-        self.most: list[int] = []
-        self.begun: list[list[str]] = []
-
-    def add_file(self, fd, path):
-        for each, fresh in ((self.flying, 0), (self.most, 0), (self.begun, [])):
-            each.append(fresh)
-        return len(self.flying) - 1
-
-    def remove_file(self, file):
-        pass
-
-    def start(self, kind, file, nbytes):
-        assert nbytes == 1 << 20  # a block
-        self.flying[file] += 1
-        self.most[file] = max(self.most[file], self.flying[file])
-        self.begun[file].append(kind)
-
-        def wait():
-            time.sleep(0.001)
-            self.flying[file] -= 1
-
-        return SimpleNamespace(wait=wait)
-
-    def read(self, file, address, nbytes, offset):
-        return self.start("read", file, nbytes)
-
-    def write(self, file, address, nbytes, offset):
-        return self.start("write", file, nbytes)
-
-
-def test_a_directory_never_holds_the_threads_of_the_others(monkeypatch):
-    monkeypatch.setattr(bandwidth, "AREA_BYTES", MIB)
-    recorder = Recorder()
-    measure_rates(recorder, [SimpleNamespace(fd=0, path="a"), SimpleNamespace(fd=1, path="b")])
-    assert recorder.most == [store._THREADS] * 2
-    assert recorder.flying == [0, 0]
-    for begun in recorder.begun:
-        mixed = begun[1:]  # after the area was written
-        assert mixed[:2] == ["read", "write"]
-        assert all(one != other for one, other in itertools.pairwise(mixed))
+    @pytest.mark.parametrize("share", [0.5, 0.9, 0.95])
+    def test_most_of_the_space_can_be_used(self, share):
+        free = [100 * GIB, 730 * GIB, 290 * GIB]
+        nbytes = int(share * sum(free))
+        stripes = StripeMap(choose_weights(nbytes, free, [0, 1, 2]), MIB)
+        assert all(stripes.member_bytes(m, nbytes) <= free[m] for m in range(3))
 
 
 class TestDirectories:
@@ -479,21 +338,3 @@ def test_engines_for_several_disks_have_deeper_queues(monkeypatch):
         ("threads", {"queue_depth": 128, "threads": 16}),
         ("io_uring", {"queue_depth": 4096, "threads": 256}),
     ]
-
-
-def test_auto_takes_threads_where_the_kernel_refuses_but_hides_no_mistake(monkeypatch):
-    def refusing(kind, **options):
-        if kind == "io_uring":
-            raise OSError(errno.EPERM, os.strerror(errno.EPERM))
-        return SimpleNamespace(kind=kind, notes=[])
-
-    with monkeypatch.context() as patch:
-        patch.setattr(store, "IoEngine", refusing)
-        engine, (note,) = make_io_engine("auto")
-        assert engine.kind == "threads"
-        assert os.strerror(errno.EPERM) in note
-    if NO_URING:
-        pytest.skip(NO_URING)
-    monkeypatch.setenv("HETERO_URING_SETUP", "fast")
-    with pytest.raises(ValueError, match='HETERO_URING_SETUP is "fast"'):
-        make_io_engine("auto")

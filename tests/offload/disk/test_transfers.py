@@ -27,46 +27,31 @@ class TestTransfersInThisThread:
         scratch.write_from(memory, 0)
         return wrote
 
+    @pytest.mark.parametrize("verb", ["preadv", "pwritev"])
     @pytest.mark.parametrize(
         "most", [PAGE_BYTES, 2 * PAGE_BYTES, PAGE_BYTES + 512, 3 * PAGE_BYTES + 1]
     )
-    def test_short_reads_are_gone_on_with(self, scratch, content, monkeypatch, most):
-        real, asked = os.preadv, []
-
-        def short(fd, buffers, offset):
-            asked.append((offset, len(buffers[0])))
-            got = min(most, real(fd, buffers, offset))
-            buffers[0][got:] = bytes(len(buffers[0]) - got)
-            return got
-
-        read, memory = memory_of(self.PAGES * PAGE_BYTES)
-        monkeypatch.setattr(os, "preadv", short)
-        scratch.read_into(memory, 0)
-        assert len(asked) > 1
-        assert all(o % PAGE_BYTES == 0 and n % PAGE_BYTES == 0 for o, n in asked)
-        assert torch.equal(read, content)
-
-    @pytest.mark.parametrize(
-        "most", [PAGE_BYTES, 2 * PAGE_BYTES, PAGE_BYTES + 512, 3 * PAGE_BYTES + 1]
-    )
-    def test_short_writes_are_gone_on_with(self, scratch, monkeypatch, most):
-        scratch.reserve(self.PAGES * PAGE_BYTES)
-        wrote, memory = memory_of(self.PAGES * PAGE_BYTES)
-        real, asked = os.pwritev, []
-
-        def short(fd, buffers, offset):
-            whole = min(len(buffers[0]), most) & -PAGE_BYTES
-            asked.append((offset, len(buffers[0])))
-            real(fd, [buffers[0][:whole]], offset)
-            return min(len(buffers[0]), most)
-
-        monkeypatch.setattr(os, "pwritev", short)
-        scratch.write_from(memory, 0)
-        assert len(asked) > 1
-        assert all(o % PAGE_BYTES == 0 and n % PAGE_BYTES == 0 for o, n in asked)
-        read, memory = memory_of(self.PAGES * PAGE_BYTES)
+    def test_short_transfers_are_gone_on_with(self, scratch, monkeypatch, most, verb):
+        """At whole pages: of a page that was cut nothing is taken for moved."""
+        nbytes = self.PAGES * PAGE_BYTES
+        scratch.reserve(nbytes)
+        wrote, memory = memory_of(nbytes)
+        read, into = memory_of(nbytes)
         read.zero_()
-        scratch.read_into(memory, 0)
+        real, asked = getattr(os, verb), []
+
+        def short(fd, buffers, offset):
+            (buffer,) = buffers
+            asked.append((offset, len(buffer)))
+            whole = min(len(buffer), most) & -PAGE_BYTES
+            real(fd, [buffer[:whole]], offset)
+            return min(len(buffer), most)
+
+        monkeypatch.setattr(os, verb, short)
+        scratch.write_from(memory, 0)
+        scratch.read_into(into, 0)
+        assert len(asked) > 1
+        assert all(o % PAGE_BYTES == 0 and n % PAGE_BYTES == 0 for o, n in asked)
         assert torch.equal(read, wrote)
 
     def test_transfers_that_never_get_on_end_in_an_error(self, scratch, content, monkeypatch):

@@ -1,7 +1,5 @@
 """offload/memory/arena: slots, their views, their pins and what is charged for them."""
 
-import gc
-
 import pytest
 import torch
 
@@ -70,41 +68,6 @@ def test_a_lease_lasts_as_long_as_any_tensor_over_it(arena):
     assert arena.pins[1] == 1
     parameter.data = torch.zeros(4)
     assert arena.pins[1] == 0
-
-
-def test_leases_count_and_plain_views_do_not(arena):
-    views = [arena.view(2, 1, torch.uint8, pinned=True) for _ in range(3)]
-    plain = arena.view(2, 1, torch.uint8)
-    assert arena.pins[2] == 3
-    views.pop()
-    assert arena.pins[2] == 2
-    views.clear()
-    assert arena.pins[2] == 0
-    plain.fill_(1)
-
-
-def test_autograd_keeps_the_lease_of_what_it_saved(arena):
-    weight = arena.view(0, 1, torch.float32, pinned=True)[:4]
-    weight.fill_(3)
-    x = torch.ones(4, requires_grad=True)
-    loss = (x * weight).sum()
-    del weight
-    assert arena.pins[0] == 1
-    loss.backward()
-    del loss
-    gc.collect()
-    assert arena.pins[0] == 0
-    assert x.grad.tolist() == [3.0] * 4
-
-
-def test_memory_outlives_the_arena_in_its_views(ledger):
-    arena = HostArena(2, SLOT, ledger, Account.GATHERED)
-    view = arena.view(1, 1, torch.uint8, pinned=True)
-    view.fill_(9)
-    arena.close()
-    del arena
-    gc.collect()
-    assert (view == 9).all()
 
 
 def test_a_slot_is_charged_once_when_committed(arena, ledger):

@@ -45,14 +45,6 @@ def test_any_sequence_agrees_with_a_simple_model(budgets, changes):
         assert ledger.peak_bytes == {t.value: n for t, n in peak.items()}
 
 
-def test_a_budget_can_be_filled_to_the_last_byte():
-    ledger = Ledger({HOST: 100})
-    ledger.charge(HOST, PARAM, 100)
-    with pytest.raises(BudgetError):
-        ledger.charge(HOST, GRAD, 1)
-    assert ledger.in_use_bytes["host"] == 100
-
-
 def test_the_refusal_has_the_numbers():
     ledger = Ledger({HOST: 100 << 10, DISK: 5})
     ledger.charge(HOST, PARAM, 60 << 10)
@@ -80,13 +72,6 @@ def test_the_largest_budget_is_what_a_peak_is_compared_with():
         ledger.set_budget(DISK, nbytes)
         assert ledger.largest_budget_bytes == {"device": None, "host": largest, "disk": None}
     assert ledger.peak_bytes["host"] == 100 > (ledger.budget_bytes["host"] or 0)
-
-
-def test_tiers_without_a_budget_are_not_limited():
-    ledger = Ledger({HOST: None})
-    ledger.charge(HOST, PARAM, 1 << 60)
-    ledger.charge(DISK, PARAM, 1 << 60)
-    assert ledger.budget_bytes == {"device": None, "host": None, "disk": None}
 
 
 def test_relieve_is_asked_once_for_just_what_is_missing():
