@@ -103,31 +103,6 @@ def tiled_cross_entropy(
     )
 
 
-class TiledCrossEntropy(torch.nn.Module):
-    """tiled_cross_entropy() with its options, as a module without parameters.
-
-    Args:
-        options: those of tiled_cross_entropy() after `bias`, as keywords.
-    """
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__()
-        self.options = options
-
-    def forward(
-        self,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        labels: torch.Tensor,
-        bias: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """The loss; arguments and errors are those of tiled_cross_entropy()."""
-        return tiled_cross_entropy(hidden, weight, labels, bias, **self.options)
-
-    def extra_repr(self) -> str:
-        return ", ".join(f"{name}={value}" for name, value in self.options.items())
-
-
 def reduced_loss(
     hidden: torch.Tensor,
     weight: torch.Tensor | RowTiles,

@@ -167,16 +167,6 @@ def test_inside_autocast_it_computes_in_its_dtype() -> None:
     torch.testing.assert_close(tiled, plain, rtol=1e-2, atol=1e-5)
 
 
-def test_the_module_has_the_options() -> None:
-    hidden, weight, labels, bias = inputs(torch.float32)
-    module = hetero.TiledCrossEntropy(label_smoothing=0.1, tile_tokens=20)
-    expected = hetero.tiled_cross_entropy(
-        hidden, weight, labels, bias, label_smoothing=0.1, tile_tokens=20
-    )
-    assert torch.equal(module(hidden, weight, labels, bias), expected)
-    assert "tile_tokens=20" in repr(module)
-
-
 def test_sizes_of_tiles() -> None:
     default = TileOptions()
     assert default.tokens(50257) * 50257 <= TILE_NUMEL
