@@ -43,7 +43,6 @@ from hetero.runtime.engine import Engine as Engine
 from hetero.setup.init_context import ZeroInitContext as ZeroInitContext
 from hetero.setup.initialize import initialize as initialize
 from hetero.tiling.cross_entropy import (
-    TiledCrossEntropy as TiledCrossEntropy,
     tiled_cross_entropy as tiled_cross_entropy,
 )
 from hetero.tiling.heads import tile_heads as tile_heads

@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -140,10 +140,6 @@ class Timeline:
         return sum(
             end - begin for begin, end in union(i for i in self.intervals if i.lane in lanes)
         )
-
-    def both_s(self, some: Sequence[LaneName], others: Sequence[LaneName]) -> float:
-        """Seconds in which one of `some` and one of `others` were busy at once."""
-        return self.busy_s(*some) + self.busy_s(*others) - self.busy_s(*some, *others)
 
     def nbytes(self, lane: LaneName) -> int:
         """Bytes of all of a lane's intervals."""

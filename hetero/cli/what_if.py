@@ -38,16 +38,11 @@ class Case:
 
     def as_dict(self) -> dict[str, object]:
         """For programs."""
-        step = self.step
-        return {
-            "of": self.of,
-            "value": self.value,
-            "is_given": self.is_given,
-            "step_s": None if step is None else step.seconds,
-            "bound": None if step is None else step.bound,
-            "nvme_read_bytes": None if step is None else step.traffic["nvme_read"],
-            "nvme_written_bytes": None if step is None else step.traffic["nvme_written"],
-        }
+        found = dict.fromkeys(("step_s", "bound", "nvme_read_bytes", "nvme_written_bytes"))
+        if (step := self.step) is not None:
+            moved = step.traffic["nvme_read"], step.traffic["nvme_written"]
+            found = dict(zip(found, (step.seconds, step.bound, *moved), strict=True))
+        return {"of": self.of, "value": self.value, "is_given": self.is_given, **found}
 
     @property
     def words(self) -> str:
@@ -70,16 +65,16 @@ def other_budgets(
         least: the smallest that work, each beside what is given of the other.
         state_bytes: what all state takes, pools included.
     """
-    host, device = given
-    found = [
-        _case(RAM, nbytes, nbytes == host, lambda n: step_with(n, device))
-        for nbytes in _ladder(least["host"] or 0, state_bytes, host)
-    ]
-    if device is not None:
-        found += [
-            _case(DEVICE, nbytes, nbytes == device, lambda n: step_with(host, n))
-            for nbytes in _ladder(least["device"] or 0, state_bytes, device)
-        ]
+    found = []
+    for place, (of, smallest) in enumerate(((RAM, least["host"]), (DEVICE, least["device"]))):
+        now = given[place]
+        for nbytes in [] if now is None else _ladder(smallest or 0, state_bytes, now):
+            host, device = (nbytes, given[1]) if of == RAM else (given[0], nbytes)
+            try:
+                step = step_with(host, device)
+            except PlacementError:
+                step = None
+            found.append(Case(of, nbytes, nbytes == now, step))
     return found
 
 
@@ -87,11 +82,7 @@ def other_disks(step_with: Callable[[Profile], StepCost], profile: Profile) -> l
     """Cases of NVMe that is faster or slower than the profile's, reading and writing alike."""
     found = []
     for factor in _DISK_FACTORS:
-        rates = {
-            name: rate * factor
-            for name in _NVME_RATES
-            if (rate := getattr(profile, name)) is not None
-        }
+        rates = {name: getattr(profile, name) * factor for name in _NVME_RATES}
         step = step_with(replace(profile, **rates))
         found.append(Case(NVME_RATE, rates["nvme_read_bytes_per_s"], factor == 1.0, step))
     return found
@@ -120,10 +111,3 @@ def _ladder(least: int, most: int, given: int) -> list[int]:
     low, high = max(1, least), max(int(most * _ROOM), least + 1)
     steps = (low + (high - low) * i // (_POINTS - 1) for i in range(_POINTS))
     return sorted({*steps, given})
-
-
-def _case(of: str, nbytes: int, is_given: bool, step_with: Callable[[int], StepCost]) -> Case:
-    try:
-        return Case(of, nbytes, is_given, step_with(nbytes))
-    except PlacementError:
-        return Case(of, nbytes, is_given, None)

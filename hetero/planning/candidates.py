@@ -101,7 +101,6 @@ class Candidate(PoolSizes):
     """A placement as counts of chunks, with its sizes but without homes by chunk."""
 
     counts: ChunkCounts
-    buffer_bytes: int  # of one buffer
 
 
 class _Ranked:
@@ -231,7 +230,7 @@ class PlacementCandidates:
             in_ram[state_kind] += bisect_right(more, self._host, key=host_bytes)
         if self._keeps_in_buffers and in_ram[2] < rest.trained:
             in_ram[2] = 0
-        return self._with_more_buffers(self.candidate(ChunkCounts(device, *in_ram), headroom))
+        return self.candidate(ChunkCounts(device, *in_ram), headroom, fills=True)
 
     @property
     def _keeps_in_buffers(self) -> bool:
@@ -242,23 +241,11 @@ class PlacementCandidates:
         """
         return self._spec.overlaps_updates and self._spec.budgets.keep_optim_states
 
-    def _with_more_buffers(self, candidate: Candidate) -> Candidate:
-        """RAM that is left keeps optimizer states between steps, in more buffers."""
-        if not candidate.buffers or not self._spec.budgets.keep_optim_states:
-            return candidate
-        rest = self._ranked_without(candidate.counts.device)
-        streamed = rest.trained_slots[-1] - rest.trained_slots[candidate.counts.optim_state]
-        spare = (self._host - candidate.host_bytes) // candidate.buffer_bytes
-        more = max(0, min(streamed - candidate.buffers, spare))
-        return replace(
-            candidate,
-            buffers=candidate.buffers + more,
-            host_bytes=candidate.host_bytes + more * candidate.buffer_bytes,
-            pool_bytes=candidate.pool_bytes + more * candidate.buffer_bytes,
-        )
+    def candidate(self, counts: ChunkCounts, headroom: Headroom, fills: bool = False) -> Candidate:
+        """The pools that `counts` need, and the bytes of it all.
 
-    def candidate(self, counts: ChunkCounts, headroom: Headroom) -> Candidate:
-        """The pools that `counts` need, and the bytes of it all."""
+        `fills`: RAM that is left keeps optimizer states between steps, in more buffers.
+        """
         rest, slot, shard = self._ranked_without(counts.device), self._slot, self._spec.layout.shard
         separate = self._device is not None
         buffers, more_gathered, more_grad = headroom
@@ -268,6 +255,8 @@ class PlacementCandidates:
         optim_state_on_disk = counts.optim_state < rest.trained
         several = shard.ranks > 1
         elsewhere = several and shard.params
+        everything = self._ranked_without(0)
+        streamed = rest.trained_slots[-1] - rest.trained_slots[counts.optim_state]
         averaged = self._several and self._longest_trained > 0
         in_ram = rest.slots[counts.param] * slot.param
         in_ram += rest.trained_slots[counts.grad] * slot.grad
@@ -282,11 +271,11 @@ class PlacementCandidates:
         shard_slots = rest.longest + more_gathered if on_the_way else 0
         # Also shards at home on DEVICE are gathered in RAM.
         staged = separate and elsewhere
-        staged_slots = self._ranked_without(0).longest + more_gathered if staged else 0
+        staged_slots = everything.longest + more_gathered if staged else 0
         # Where devices gather by themselves each has memory for all that comes, and does not stay.
         unkept_slots = 0
         if separate and several and shard.between_devices:
-            unkept_slots = (self._ranked_without(0) if shard.params else rest).longest
+            unkept_slots = (everything if shard.params else rest).longest
         grad_slots = rest.longest_trained + more_grad if grad_on_disk else 0
         bucket_slots = receive_slots = 0
         if averaged:
@@ -294,7 +283,7 @@ class PlacementCandidates:
             if shard.grads:
                 bucket_slots = self._longest_trained + more_gathered
                 if self._spec.reduce_at_end:
-                    bucket_slots = self._ranked_without(0).trained_slots[-1]
+                    bucket_slots = everything.trained_slots[-1]
         if not (trained_param_on_disk or grad_on_disk or optim_state_on_disk):
             buffers = 0
         buffer_bytes = slot.optim_state
@@ -304,12 +293,10 @@ class PlacementCandidates:
         pools = grad_slots * slot.grad + shard_slots * slot.param + staged_slots * slot.gathered
         pools += self._link_bytes
         if self._spec.checksums is not None:
-            everything = self._ranked_without(0)
             trained = everything.trained_slots[-1] * (slot.param + slot.optim_state)
             in_memory = everything.slots[-1] * slot.param
             in_memory += everything.trained_slots[-1] * slot.optim_state
             in_memory -= (rest.slots[-1] - rest.slots[counts.param]) * slot.param
-            streamed = rest.trained_slots[-1] - rest.trained_slots[counts.optim_state]
             in_memory -= streamed * slot.optim_state
             pools += self._spec.checksums.most_bytes(homed - in_ram, in_memory, trained)
         pools += buffers * buffer_bytes
@@ -327,7 +314,6 @@ class PlacementCandidates:
         if self._device is None:
             pools += gathered_slots * slot.gathered
         else:
-            everything = self._ranked_without(0)
             device_bytes = (everything.slots[-1] - rest.slots[-1]) * slot.param
             trained = everything.trained_slots[-1] - rest.trained_slots[-1]
             device_bytes += trained * (slot.grad + slot.optim_state)
@@ -342,9 +328,13 @@ class PlacementCandidates:
             more = max(0, min(all_slots - gathered_slots, spare)) if gathers else 0
             gathered_slots += more
             device_bytes += more * slot.gathered
+        if fills and buffers and self._spec.budgets.keep_optim_states:
+            spare = (self._host - in_ram - pools) // buffer_bytes
+            kept = max(0, min(streamed - buffers, spare))
+            buffers += kept
+            pools += kept * buffer_bytes
         return Candidate(
             counts=counts,
-            buffer_bytes=buffer_bytes,
             gathered_slots=gathered_slots,
             grad_slots=grad_slots,
             buffers=buffers,

@@ -34,12 +34,6 @@ def test_busy_seconds_are_counted_once(timeline: Timeline) -> None:
 
 
 @given(timelines)
-def test_both_busy(timeline: Timeline) -> None:
-    both = ticks(timeline, "update") & ticks(timeline, "nvme_read", "h2d")
-    assert timeline.both_s(["update"], ["nvme_read", "h2d"]) == len(both)
-
-
-@given(timelines)
 def test_rows_have_no_overlap_and_are_as_few_as_can_be(timeline: Timeline) -> None:
     for lane in timeline.lanes:
         rows = timeline.rows(lane)
