@@ -187,7 +187,7 @@ def make_setting(
 def complete(result: TrainResult, engine: hetero.Engine, ranks: Ranks) -> None:
     """Adds to the result of a run that has not failed what is noted of it in the end, and what each
     rank's process held at most; all of them call it."""
-    notes = (*result.notes, *engine.notes, engine.watch.recompute.words())
+    notes = (*result.notes, *engine.notes, engine.watch.words())
     result.notes = tuple(dict.fromkeys(filter(None, notes)))
     result.peak_rss_by_rank_bytes = [int(n) for n in ranks.gather(peak_resident_bytes())]
 

@@ -23,7 +23,7 @@ from hetero.runtime.modules.call_stack import EnteredCalls
 from hetero.runtime.modules.module_hooks import ModelHooks, ModuleHooks, refuse_use
 from hetero.runtime.modules.param_registry import AddsParams, ParamRegistry
 from hetero.runtime.modules.torch_function_uses import TorchFunctionUses
-from hetero.runtime.recompute.recompute import Recompute
+from hetero.runtime.recompute.recompute import take_over_blocks
 from hetero.runtime.relocation.budget_moves import BesideMemory, BudgetMoves
 from hetero.runtime.relocation.relocate import Change, InUseError, Relocation
 from hetero.runtime.step import OptimizerSteps, StepWatch
@@ -290,8 +290,9 @@ class Engine:
             tracer = StepTracer(model, self.chunk_groups, beside, self.params.note_forward, hooks)
             hooks.callback(beside.close)
             uses = self.torch_function_uses.saved_tensors
-            recompute = Recompute(model, self.params, shared, uses, activations)
-            hooks.callback(recompute.close)
+            block_calls = take_over_blocks(model, self.params, shared, uses, activations)
+            if block_calls is not None:
+                hooks.callback(block_calls.remove)
 
             def pause() -> None:
                 if module_hooks.running:
@@ -308,7 +309,7 @@ class Engine:
         except BaseException:
             self.lifetime.abort()
             raise
-        self.watch = StepWatch(tracer, predictions, recompute, budget_moves, activations)
+        self.watch = StepWatch(tracer, predictions, block_calls, budget_moves, activations)
         self.lifetime.begin()
 
     def attach(self, model_hooks: ModelHooks, added_params: AddsParams) -> None:
@@ -434,7 +435,8 @@ class Engine:
             return
         self.check_usable()
         self.steps.schedule.finish_awaited()  # of a step() that an error ended
-        self.watch.recompute.begin_forward()
+        if self.watch.block_calls is not None:
+            self.watch.block_calls.begin_forward()
         if torch.is_grad_enabled():
             self.backend.check_not_capturing()  # hooks take gradients; a replay does not run them
             # By all ranks together, so not in evaluation, which may be one rank's alone.
@@ -489,9 +491,7 @@ class Engine:
         Seconds are those of the saved profile of this machine (hetero profile), or of this
         training's own steps. Bytes are of this rank. Takes a few placements' time.
         """
-        return "\n\n".join(
-            filter(None, (self.watch.predictions.explain(), self.watch.recompute.words()))
-        )
+        return "\n\n".join(filter(None, (self.watch.predictions.explain(), self.watch.words())))
 
     # Facts
 

@@ -21,7 +21,7 @@ from hetero.ranks.process_groups import ProcessGroups
 from hetero.runtime.gradients import GradFactors, GradIntake
 from hetero.runtime.modules.param_registry import AddsParams, ParamRegistry
 from hetero.runtime.options import numbers_of
-from hetero.runtime.recompute.recompute import Recompute
+from hetero.runtime.recompute.recompute import BlockCalls
 from hetero.runtime.relocation.budget_moves import BudgetMoves
 from hetero.runtime.step_predictions import StepPredictions
 from hetero.runtime.step_tracer import StepTracer
@@ -140,7 +140,8 @@ class StepWatch:
 
     Attributes:
         tracer: follows forwards and backwards.
-        predictions, recompute, budget_moves: learn from steps what to expect of the next ones.
+        predictions, budget_moves: learn from steps what to expect of the next ones.
+        block_calls: of the blocks that may be computed again in backward, if there are some.
         activations: what autograd saves, if that is not left to it.
         listeners: are called when a step was made, to its end.
     """
@@ -149,14 +150,18 @@ class StepWatch:
         self,
         tracer: StepTracer,
         predictions: StepPredictions,
-        recompute: Recompute,
+        block_calls: BlockCalls | None,
         budget_moves: BudgetMoves,
         activations: ActivationStore | None,
     ) -> None:
         self.tracer, self.predictions = tracer, predictions
-        self.recompute, self.budget_moves = recompute, budget_moves
+        self.block_calls, self.budget_moves = block_calls, budget_moves
         self.activations = activations
         self.listeners: list[Callable[[], None]] = []
+
+    def words(self) -> str:
+        """For people: which blocks are computed again, and why; "" if none may be."""
+        return "" if self.block_calls is None else self.block_calls.words()
 
     def end_step(self, chunk_groups: Iterable[ChunkGroup]) -> None:
         """A step was made. Raises as BudgetMoves.end_step()."""
@@ -164,7 +169,8 @@ class StepWatch:
         for chunk_group in chunk_groups:
             chunk_group.order.end_step()
         self.predictions.end_step()
-        self.recompute.end_step()
+        if self.block_calls is not None:
+            self.block_calls.end_step()
         self.budget_moves.end_step(host_bytes, device_bytes)
         for listener in self.listeners:
             listener()

@@ -54,7 +54,7 @@ class Stack(nn.Module):
 
 def latest(engine: hetero.Engine) -> Forward:
     """The last forward whose calls have been made."""
-    calls: Any = engine.watch.recompute._calls
+    calls: Any = engine.watch.block_calls
     assert calls is not None
     return calls._forward if calls._forward.costs else calls.latest
 

@@ -1,6 +1,7 @@
 """Blocks of an engine's model that are computed again in backward, as its options want.
 
-Bytes alone decide, so all ranks decide alike, and step after step the same. In a first forward
+Bytes alone decide, so ranks whose inputs have the same shapes decide alike, and each step as the
+one before. In a first forward
 nobody knows what it saves, so every call is made again whose kind was seen. Then the earliest calls
 are, as many as it takes for what is saved to fit where compute happens: backward needs the last
 ones first, and frees what they have kept before it computes another one again.
@@ -205,44 +206,6 @@ _DIFFERED = "they have saved other values when they were"
 _MORE_BYTES = 1 << 30
 
 
-class CallKinds:
-    """What calls of each kind have shown: their costs, and which must not be made again.
-
-    Attributes:
-        seen: by kind, the latest that was seen of a call that was not to be computed again.
-    """
-
-    def __init__(self, notes: list[str]) -> None:
-        """None was seen. `notes` are lines for the user, to append to."""
-        self.seen: dict[_Key, CallCost] = {}
-        self._never: set[_Key] = set()  # kinds that change something when they are computed again
-        self._notes = notes
-
-    def may_repeat(self, key: _Key) -> bool:
-        """Whether no call of this kind has changed something."""
-        return key not in self._never
-
-    def keep_from_now_on(self, block: Block, key: _Key, why: str) -> None:
-        """No call like this one of the block is computed again, because of `why`."""
-        self._never.add(key)
-        self._note(f"{block.name} and blocks like it are not computed again in backward: {why}")
-
-    def note_odd(self, block: Block, arguments: Arguments) -> None:
-        """Says why a call cannot be made again, where that would save something."""
-        odd = arguments.odd_one
-        if odd is not None:
-            self._note(
-                f"{block.name} and blocks like it are not computed again in backward, because they "
-                f"are given a {type(odd).__name__}, which may have changed by then; for a cache of "
-                f"transformers, set model.config.use_cache = False"
-            )
-
-    def _note(self, line: str) -> None:
-        # Once, and not for each block: the name comes first.
-        if not any(line.split(" ", 1)[1] in other for other in self._notes):
-            self._notes.append(line)
-
-
 class BlockCalls:
     """Makes the calls of blocks, as decided for each, and knows what they have cost.
 
@@ -275,7 +238,10 @@ class BlockCalls:
         self._saved_tensors = saved_tensors
         self._activations = activations
         self._is_all = is_all
-        self._kinds = CallKinds(notes)
+        self._notes = notes
+        # By kind, the latest cost that was seen of a call that was not to be computed again.
+        self._seen: dict[_Key, CallCost] = {}
+        self._never: set[_Key] = set()  # kinds that change something when they are computed again
         self._steps = 0  # of the optimizer
         self._forward = Forward()
         self.latest = self._forward  # that has ended
@@ -306,6 +272,7 @@ class BlockCalls:
         """The optimizer has made a step."""
         self.end_forward()
         self._steps += 1
+        self._activations.recomputes = any(self.latest.recomputed)
 
     def _recomputes(self, size_bytes: int) -> bool:
         """Whether the forward's next call is computed again, given the size of its input.
@@ -340,11 +307,11 @@ class BlockCalls:
         ):
             return plain(*args, **kwargs)
         forward, key = self._forward, (block.kind, state.kind)
-        seen, size_bytes = self._kinds.seen.get(key), arguments.size_bytes
-        is_repeatable = self._kinds.may_repeat(key) and arguments.odd_one is None
+        seen, size_bytes = self._seen.get(key), arguments.size_bytes
+        is_repeatable = key not in self._never and arguments.odd_one is None
         again = seen is not None and self._recomputes(size_bytes)
         if again and not is_repeatable:
-            self._kinds.note_odd(block, arguments)
+            self._note_odd(block, arguments)
             again = False
         saved_bytes, unchanged = self._activations.counts.saved_bytes, _Unchanged(module, arguments)
         try:
@@ -353,11 +320,11 @@ class BlockCalls:
                 output = call.unkept(plain, args, kwargs)
             else:
                 output = plain(*args, **kwargs)
-            if self._kinds.may_repeat(key):
+            if key not in self._never:
                 why = self._changed(module, state, unchanged)
                 if why is not None:
                     is_repeatable = False
-                    self._kinds.keep_from_now_on(block, key, why)
+                    self._keep_from_now_on(block, key, why)
                     if again:
                         raise HeteroError(
                             f"{block.name} was to be computed again in backward (option "
@@ -375,7 +342,7 @@ class BlockCalls:
             share = size_bytes / seen.size_bytes if seen.size_bytes else 1.0
             cost = CallCost(int(seen.saved_bytes * share), size_bytes)
         else:
-            self._kinds.seen[key] = cost
+            self._seen[key] = cost
         if forward is self._forward:
             forward.add(cost, again, saved_bytes)
         return output
@@ -401,7 +368,7 @@ class BlockCalls:
                 state.check(block.name, module, self._params.known, self._steps)
 
         def differed() -> HeteroError:
-            self._kinds.keep_from_now_on(block, (block.kind, state.kind), _DIFFERED)
+            self._keep_from_now_on(block, (block.kind, state.kind), _DIFFERED)
             return HeteroError(
                 f"{block.name} was computed again in backward (option recompute), and saves other "
                 f"values than it did in forward: it depends on something that is another one by "
@@ -419,8 +386,28 @@ class BlockCalls:
             return "their forward changes its parameters in place"
         return unchanged.why_not()
 
+    def _keep_from_now_on(self, block: Block, key: _Key, why: str) -> None:
+        """No call like this one of the block is computed again, because of `why`."""
+        self._never.add(key)
+        self._note(f"{block.name} and blocks like it are not computed again in backward: {why}")
+
+    def _note_odd(self, block: Block, arguments: Arguments) -> None:
+        """Says why a call cannot be made again, where that would save something."""
+        odd = arguments.odd_one
+        if odd is not None:
+            self._note(
+                f"{block.name} and blocks like it are not computed again in backward, because they "
+                f"are given a {type(odd).__name__}, which may have changed by then; for a cache of "
+                f"transformers, set model.config.use_cache = False"
+            )
+
+    def _note(self, line: str) -> None:
+        # Once, and not for each block: the name comes first.
+        if not any(line.split(" ", 1)[1] in other for other in self._notes):
+            self._notes.append(line)
+
     def words(self) -> str:
-        """As Recompute.words()."""
+        """For people: how many calls are computed again, and what more memory would change."""
         forward = self.latest
         if not forward.costs:
             return (
@@ -556,54 +543,26 @@ class _BlockCall:
             module._compiled_call_impl = self._compiled
 
 
-class Recompute:
-    """Takes over the calls of the model's blocks, if activations have a budget."""
+def take_over_blocks(
+    model: torch.nn.Module,
+    params: ParamRegistry,
+    shared: Shared,
+    saved_tensors: SavedTensors,
+    activations: ActivationStore | None,
+) -> BlockCalls | None:
+    """Takes over the calls of the model's blocks, as the option recompute says; None: of none.
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        params: ParamRegistry,
-        shared: Shared,
-        saved_tensors: SavedTensors,
-        activations: ActivationStore | None,
-    ) -> None:
-        """Takes over the calls of the model's blocks until close(), if activations have a budget.
-
-        Raises ValueError if a pattern of the option fits no module, or there is no budget.
-        """
-        self._calls: BlockCalls | None = None
-        mode = shared.config.recompute
-        if activations is None and mode not in ("auto", "none"):
-            raise ValueError(
-                f"recompute={mode!r} computes blocks again in backward only where what autograd "
-                f"saves has a budget; also give activation_memory ('auto' is enough)"
-            )
-        if activations is None or mode == "none":
-            return
-        self._activations = activations
-        blocks = find_blocks(model, None if isinstance(mode, str) else mode)
-        if blocks:
-            self._calls = BlockCalls(
-                blocks, params, saved_tensors, activations, mode == "all", shared.notes
-            )
-
-    def close(self) -> None:
-        """The blocks are called as before; idempotent."""
-        if self._calls is not None:
-            self._calls.remove()
-
-    def begin_forward(self) -> None:
-        """A forward of the whole model begins in this thread."""
-        if self._calls is not None:
-            self._calls.begin_forward()
-
-    def end_step(self) -> None:
-        """A step is over."""
-        if self._calls is not None:
-            self._calls.end_step()
-            self._activations.recomputes = any(self._calls.latest.recomputed)
-
-    def words(self) -> str:
-        """For people: what is computed again and why, and what more memory would change; "" if the
-        model has no blocks, or none may be computed again."""
-        return "" if self._calls is None else self._calls.words()
+    Raises ValueError if a pattern of the option fits no module, or activations have no budget.
+    """
+    mode = shared.config.recompute
+    if activations is None and mode not in ("auto", "none"):
+        raise ValueError(
+            f"recompute={mode!r} computes blocks again in backward only where what autograd "
+            f"saves has a budget; also give activation_memory ('auto' is enough)"
+        )
+    if activations is None or mode == "none":
+        return None
+    blocks = find_blocks(model, None if isinstance(mode, str) else mode)
+    if not blocks:
+        return None
+    return BlockCalls(blocks, params, saved_tensors, activations, mode == "all", shared.notes)

@@ -19,7 +19,6 @@ import pytest
 import torch
 from torch.amp import GradScaler
 
-from hetero.chunks.layout import Chunk
 from hetero.state.gathering.all_gather import Gathering
 from offload.cache.slot_cache import SlotCache
 from offload.disk.scratch_file import FileBacking, Operation
@@ -192,16 +191,17 @@ def test_prefetch_does_not_wait_for_what_is_being_written(
     updates = engine.chunk_groups[0].updates
     is_readable, wait_written = updates.is_readable, updates.wait_written
     for _, chunk in used:
-        wait_written(chunk)
+        wait_written(chunk.id)
     # As if the writes of all others went on until the test ends that.
     held = {chunk.id for _, chunk in others}
 
-    def wait(chunk: Chunk) -> None:
-        assert chunk.id not in held, "compute waits for a write of what it does not use now"
+    def wait(chunk: int) -> None:
+        assert chunk not in held, "compute waits for a write of what it does not use now"
         wait_written(chunk)
 
     monkeypatch.setattr(updates, "is_readable", lambda c: c.id not in held and is_readable(c))
-    monkeypatch.setattr(updates, "wait_written", wait)
+    backing = engine.chunk_groups[0].params.copies.cache._backing
+    monkeypatch.setattr(backing, "_before_read", wait)
     x = inputs(0, 2, 128)
     with counted(FileBacking) as found, torch.no_grad():
         first(x)

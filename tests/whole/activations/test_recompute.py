@@ -79,7 +79,7 @@ def test_the_same_bits(settings: dict[str, Any], mode: Any, tmp_path: Path) -> N
     assert run.same_bits(reference(2, 0.1))
     assert set(engine.ledger.in_use_bytes.values()) == {0}
     if mode == "none":
-        assert engine.watch.recompute.words() == ""
+        assert engine.watch.words() == ""
     else:
         again = latest(engine).recomputed
         assert len(again) == (2 if mode == MODES[3] else 3)

@@ -355,17 +355,6 @@ def test_a_backward_inside_a_node_that_holds_values(tmp_path: Path, place: str) 
     assert_same_bits(tmp_path, place, ["backward"], make=Nested, dtype="fp32")
 
 
-def test_an_lr_scheduler(tmp_path: Path) -> None:
-    def loop(model: nn.Module, optimizer: Any, overlap: str) -> Seen:
-        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-        for step in range(STEPS):
-            one_step(model, optimizer, step)
-            scheduler.step()
-        return []
-
-    assert_same_bits(tmp_path, "optim_states", ["backward"], loop)
-
-
 def test_a_failed_update_is_told(tmp_path: Path) -> None:
     model, optimizer = build(Net, tmp_path, "optim_states", "backward")
     one_step(model, optimizer, 0)

@@ -391,18 +391,6 @@ def test_the_option_is_checked(wrong: object) -> None:
         hetero.Config.make(placement_policy="cpu", overlap_updates=wrong)
 
 
-def test_fp16_overflow_leaves_a_step_out(tmp_path: Path) -> None:
-    def loop(model: nn.Module, optimizer: Any, overlap: str) -> Seen:
-        for step in range(8):
-            optimizer.backward(loss_of(model, step))
-            optimizer.step()
-            optimizer.zero_grad()
-        return []
-
-    fp16 = {"dtype": "fp16", "initial_loss_scale": 2.0**24}
-    assert_same_bits(tmp_path, "optim_states", ["forward"], loop, **fp16)
-
-
 def test_seconds_of_updates_and_of_waiting_for_them(tmp_path: Path) -> None:
     """Of an update that nothing waits for the time is counted, and no waiting."""
     model, optimizer = build(Net, tmp_path, "disk", "forward")

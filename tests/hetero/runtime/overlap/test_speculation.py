@@ -241,7 +241,7 @@ def test_a_grad_scaler(tmp_path: Path, place: str) -> None:
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("overlap", ["auto", "both", "backward"])
+@pytest.mark.parametrize("overlap", ["auto", "both", "backward", "forward"])
 @pytest.mark.parametrize("place", ["ram", *PLACES])
 def test_the_loss_scale_of_fp16(tmp_path: Path, place: str, overlap: str) -> None:
     def loop(model: nn.Module, optimizer: Any, setting: str) -> Seen:

@@ -320,17 +320,6 @@ class TestInUse:
         training.engine.set_budget(device_memory=FEW)
         assert same(training.finish(), reference())
 
-    def test_a_view_that_the_user_keeps(self, tmp_path: Path) -> None:
-        training = Training(tmp_path, device_memory=MANY)
-        mine = next(training.model.parameters()).detach()
-        value = mine.clone()
-        with nothing_changed(training), pytest.raises(InUseError, match="still views it"):
-            training.engine.set_budget(device_memory=FEW)
-        assert torch.equal(mine, value)
-        del mine
-        training.engine.set_budget(device_memory=FEW)
-        assert same(training.finish(), reference())
-
     def test_a_gathered_copy_keeps_its_graph(self, tmp_path: Path) -> None:
         """What was packed as a view of a copy is found again where it is at home now."""
         training = Training(tmp_path, device_memory=FEW)
@@ -343,15 +332,6 @@ class TestInUse:
         training.update()
         assert same(training.finish(), reference())
 
-    def test_a_change_outside_gathered_is_not_lost(self, tmp_path: Path) -> None:
-        training = Training(tmp_path, device_memory=MANY)
-        with torch.no_grad():
-            next(training.model.parameters()).add_(1)
-        changed = next(training.model.parameters()).detach().clone()
-        training.engine.set_budget(device_memory=FEW)
-        assert torch.equal(next(training.model.parameters()), changed)
-        training.engine.close()
-
 
 def test_several_banks_move_together(tmp_path: Path) -> None:
     options: dict[str, Any] = {"keep_fp32": ["*.ln_*"]}
@@ -362,23 +342,6 @@ def test_several_banks_move_together(tmp_path: Path) -> None:
         check_budgets(training.engine)
         training.step()
     assert same(training.finish(), expected)
-
-
-def test_states_are_the_same_before_and_after(tmp_path: Path) -> None:
-    training = Training(tmp_path, device_memory=MANY)
-    training.step()
-    before = training.optimizer.state_dict()["state"]
-    weights = {k: v.clone() for k, v in training.model.state_dict().items()}
-    for host, device in ((MOST, FEW), (LEAST, SOME), (MOST, MANY)):
-        training.engine.set_budget(host, device)
-        after = training.optimizer.state_dict()["state"]
-        for index, state in before.items():
-            for key, value in state.items():
-                assert torch.equal(value, after[index][key]), (index, key)
-        for key, value in training.model.state_dict().items():
-            assert torch.equal(value, weights[key]), key
-    training.optimizer.load_state_dict(training.optimizer.state_dict())
-    assert same(training.finish(), reference())
 
 
 def on_ranks(
