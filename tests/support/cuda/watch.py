@@ -7,7 +7,7 @@ operator's arguments are read, or written, and its results written, in the curre
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -71,6 +71,7 @@ class Watch(TorchDispatchMode):
             if begin == 0 or any(a <= begin < a + n for a, n in page_locked):
                 return []
             return [(begin, (span + 1) * value.element_size())]
-        if isinstance(value, Iterable) and not isinstance(value, str):
+        # (A storage can be iterated over too, byte by byte.)
+        if isinstance(value, (list, tuple)):
             return [found for each in value for found in self._ranges(each)]
         return []
