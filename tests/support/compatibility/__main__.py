@@ -25,7 +25,8 @@ def main() -> int:
     cells = {}
     with RankPool(2) as ranks:
         for section in SECTIONS:
-            for name, cell in outcomes_of_ranks(ranks, section.title).items():
+            names = [touch.name for touch in section.touches]
+            for name, cell in outcomes_of_ranks(ranks, names).items():
                 cells[name, TWO_RANKS] = cell
     for name in TOUCHES:
         for column in COLUMNS:

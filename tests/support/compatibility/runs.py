@@ -51,21 +51,20 @@ def outcome(name: str, column: str) -> str:
         return _outcome(TOUCHES[name], COLUMNS[column], Path(folder), None)
 
 
-def outcomes_of_ranks(ranks: RankPool, title: str) -> dict[str, str]:
-    """The cells of a section's touches in the column of two ranks."""
-    first, second = ranks.run(_outcomes_of_rank, title)
+def outcomes_of_ranks(ranks: RankPool, names: list[str]) -> dict[str, str]:
+    """The cells of the touches of these names in the column of two ranks."""
+    first, second = ranks.run(_outcomes_of_rank, names)
     return {
         name: cell if cell == second[name] else f"{WRONG}: the ranks: {cell} and {second[name]}"
         for name, cell in first.items()
     }
 
 
-def _outcomes_of_rank(rank: int, world: int, title: str) -> dict[str, str]:
+def _outcomes_of_rank(rank: int, world: int, names: list[str]) -> dict[str, str]:
     found = {}
-    (section,) = (section for section in SECTIONS if section.title == title)
-    for touch in section.touches:
+    for name in names:
         with tempfile.TemporaryDirectory() as folder:
-            found[touch.name] = _outcome(touch, COLUMNS[TWO_RANKS], Path(folder), rank)
+            found[name] = _outcome(TOUCHES[name], COLUMNS[TWO_RANKS], Path(folder), rank)
     return found
 
 
