@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 import tempfile
 import time
 import zlib
@@ -22,6 +23,7 @@ from offload import _native
 from offload.disk.directories import ram_filesystem
 from tests.support.covering import covering
 from tests.support.ranks.processes import RankPool
+from tests.support.ranks.quick_python import QuickPython
 from tests.support.schedule import Recorder, longest_first
 from tests.support.waiting import PATIENCE_S
 
@@ -194,3 +196,17 @@ def ranks4() -> Iterator[RankPool]:
     """Four ranks, likewise."""
     with RankPool(4) as pool:
         yield pool
+
+
+@pytest.fixture(scope="session")
+def quick_python_program() -> Iterator[Path]:
+    """Started when the first test needs it."""
+    with QuickPython() as program:
+        yield program
+
+
+@pytest.fixture
+def quick_python(quick_python_program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that the test starts by `sys.executable` have imported everything; so have those
+    that torchrun starts."""
+    monkeypatch.setattr(sys, "executable", str(quick_python_program))

@@ -31,7 +31,7 @@ class Place(NamedTuple):
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_python: None) -> Iterator[Place]:
     """Yardsticks and pauses are smaller than what a machine needs to be measured."""
     for module, name, value in (
         (bandwidths, "DISK_WINDOW_S", 0.01),

@@ -31,6 +31,7 @@ BLOCKS = {page: blocks_of(page) for page in PAGES}
 ALL = [block for blocks in BLOCKS.values() for block in blocks]
 # Blocks that no test runs, each with its reason in the page. Let there not be more of them.
 MOST_NOT_RUN = 2
+SCRIPTS = Path(sys.executable).parent
 # What documents write for a directory on NVMe, for which a test has one of its own.
 NVME = re.compile(r"/mnt/nvme[\w-]*(?:/[\w-]+)*")
 
@@ -81,7 +82,7 @@ def test_few_blocks_are_not_run() -> None:
 
 
 @pytest.mark.parametrize("page", pages_with(is_run), ids=name_of)
-@pytest.mark.usefixtures("nothing_left")
+@pytest.mark.usefixtures("nothing_left", "quick_python")
 def test_what_is_run(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names: dict[str, Any] = {"__name__": "document", "monkeypatch": monkeypatch}
     printed = ""
@@ -138,10 +139,12 @@ def run_shell(text: str, block: Block, folder: Path) -> str:
         return printed.getvalue()
     bash = shutil.which("bash")
     assert bash is not None
-    search = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    quick = Path(sys.executable).parent
+    search = os.pathsep.join([str(quick), str(SCRIPTS), os.environ["PATH"]])
     variables = {**os.environ, "PATH": search, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     variables["XDG_CACHE_HOME"] = str(folder / "cache")
     variables["PET_STANDALONE"] = "1"  # torchrun takes a free port
+    variables["PYTHON_EXEC"] = sys.executable  # which it starts ranks by
     done = subprocess.run(
         [bash, "-euo", "pipefail", "-c", text],
         cwd=folder,

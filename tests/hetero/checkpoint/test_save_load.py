@@ -317,6 +317,7 @@ def test_param_groups_schedulers_random_numbers_and_values(tmp_path: Path) -> No
     optimizer.engine.close()
 
 
+@pytest.mark.usefixtures("quick_python")
 def test_in_another_process(tmp_path: Path) -> None:
     """Ten steps are five, save, another process, load, five."""
     program = tmp_path / "train.py"

@@ -228,6 +228,7 @@ def test_what_resume_means(arguments: list[str], capsys: pytest.CaptureFixture[s
     assert "already holds a run" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("quick_python")
 def test_sigterm_saves_and_ends(arguments: list[str], tmp_path: Path) -> None:
     """After the step that is under way; the run that goes on has the bits of one run."""
     folder = Path("run")
@@ -253,6 +254,7 @@ def test_sigterm_saves_and_ends(arguments: list[str], tmp_path: Path) -> None:
 KILLED = """
     import os, signal, sys
     from hetero.job import checkpoints
+    from hetero.reporting import charts, page
     from hetero.cli.main import main
 
     after_step = checkpoints.Checkpoints.after_step
@@ -264,10 +266,12 @@ KILLED = """
         return after_step(self, step)
 
     checkpoints.Checkpoints.after_step = killed
+    charts.draw_picture = page.write_page = lambda *given: None
     sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.usefixtures("quick_python")
 def test_torchrun_restarts_and_the_run_goes_on(arguments: list[str], tmp_path: Path) -> None:
     """A rank is killed; all start again from what was kept last. Then one rank alone goes on, from
     the last commit and from the last checkpoint."""

@@ -35,6 +35,7 @@ def run(folder: Path, steps: int, killed_step: int) -> list[torch.Tensor]:
     return found
 
 
+@pytest.mark.usefixtures("quick_python")
 def test_the_documented_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank is killed, and both go on; then one rank, this process, goes on alone."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"

@@ -234,6 +234,7 @@ def test_arguments_that_cannot_work(tmp_path: Path) -> None:
             trainer(plain, args)
 
 
+@pytest.mark.usefixtures("quick_python")
 def test_two_ranks_are_one_with_the_batches_of_both(tmp_path: Path) -> None:
     """Under torchrun, without DistributedDataParallel; saved and resumed."""
     folder = llama_folder(tmp_path / "model")

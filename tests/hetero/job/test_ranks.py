@@ -24,6 +24,8 @@ from hetero.job.run_folder import RunFolder
 from offload.errors import BudgetError
 from tests.support.training.loops import SMALLEST_MODEL
 
+pytestmark = pytest.mark.usefixtures("quick_python")
+
 
 def two_ranks(tmp_path: Path, *arguments: str) -> list[str]:
     """What both ranks of the program print, rank 0's stdout first."""

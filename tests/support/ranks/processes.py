@@ -78,6 +78,13 @@ def run_forked(function: Callable[..., Any], *args: Any, timeout_s: float = _TIM
         return pool.submit(function, *args).result(timeout_s)
 
 
+def forked(function: Callable[..., Any], *args: Any) -> ForkServerProcess:
+    """Such a process that has begun with function(*args)."""
+    process = _context().Process(target=function, args=args)
+    process.start()
+    return process
+
+
 def _context() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_IMPORTED)

@@ -54,6 +54,7 @@ def test_a_configuration_with_nvme_that_comes_late(
             torch.testing.assert_close(master, weight, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.usefixtures("quick_python")
 def test_one_rank_of_torchrun_has_a_group() -> None:
     """DeepSpeed makes one, and loops ask torch.distributed for their rank."""
     program = """

@@ -1,0 +1,135 @@
+"""A Python that has imported torch, transformers and hetero when it starts.
+
+Tests that start `hetero`, torchrun or a script as a process of its own give this program in the
+place of `sys.executable` (the fixture `quick_python` of conftest.py). Its process asks the test's
+to fork the server of processes.py, and hands over its arguments, environment, folder and files;
+signals and the exit status are passed on. What measures memory, or how Python starts or ends, needs
+a true one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import json
+import os
+import runpy
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import types
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from tests.support.ranks.processes import forked
+
+_CLIENT = """#!{python} -SE
+import json, os, signal, socket, sys
+server = socket.socket(socket.AF_UNIX)
+server.connect({address!r})
+given = json.dumps([sys.argv, dict(os.environ), os.getcwd()]).encode()
+socket.send_fds(server, [len(given).to_bytes(4, "big")], [0, 1, 2])
+server.sendall(given)
+answers = server.makefile()
+process = int(answers.readline())
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+    signal.signal(number, lambda number, _: os.kill(process, number))
+status = int(answers.readline())
+if status < 0:
+    if status != -signal.SIGKILL:
+        signal.signal(-status, signal.SIG_DFL)
+    os.kill(os.getpid(), -status)
+os._exit(status)
+"""
+
+
+class QuickPython:
+    """The program, while the context is open."""
+
+    def __enter__(self) -> Path:
+        """Its path."""
+        self._folder = tempfile.TemporaryDirectory(prefix="quick-")
+        path = Path(self._folder.name) / "python"
+        address = str(path.with_name("socket"))
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(address)
+        self._listener.listen(64)
+        path.write_text(_CLIENT.format(python=sys.executable, address=address))
+        path.chmod(0o755)
+        threading.Thread(target=self._accept, daemon=True).start()
+        return path
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)  # which ends _accept()
+        self._listener.close()
+        self._folder.cleanup()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = self._listener.accept()
+                threading.Thread(target=_run, args=(client,), daemon=True).start()
+
+
+def _run(client: socket.socket) -> None:
+    """Forks a process for a client, and tells how it ends; ends it with the client."""
+    with client, contextlib.suppress(OSError):
+        head, descriptors, *_ = socket.recv_fds(client, 4, 3)
+        files = [Connection(descriptor) for descriptor in descriptors]
+        given = client.recv(int.from_bytes(head, "big"), socket.MSG_WAITALL)
+        process = forked(_become, files, given)
+        for file in files:
+            file.close()
+        client.sendall(b"%d\n" % (process.pid or 0))
+        if process.sentinel not in wait([process.sentinel, client]):
+            process.kill()
+        process.join()
+        client.sendall(b"%d\n" % (process.exitcode or 0))
+
+
+def _become(files: list[Any], given: bytes) -> None:
+    """The program's process: what `python` with these arguments does."""
+    (program, *arguments), environment, folder = json.loads(given)
+    for number, file in enumerate(files):
+        os.dup2(file.fileno(), number)
+        file.close()
+    sys.stdin, sys.stdout, sys.stderr = (
+        os.fdopen(number, mode, buffering=1 if number == 2 else -1, closefd=False)
+        for number, mode in enumerate(("r", "w", "w"))
+    )
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    sys.executable = program
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    gc.freeze()
+    while arguments[0] == "-u":
+        del arguments[0]
+    option, *rest = arguments
+    try:
+        if option == "-c":
+            sys.argv = ["-c", *rest[1:]]
+            sys.path.insert(0, "")
+            sys.modules["__main__"] = types.ModuleType("__main__")
+            exec(rest[0], sys.modules["__main__"].__dict__)
+        elif option == "-m":
+            sys.argv = rest
+            sys.path.insert(0, folder)
+            runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = arguments
+            sys.path.insert(0, str(Path(option).parent))
+            runpy.run_path(option, run_name="__main__")
+    finally:
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
