@@ -14,6 +14,8 @@ import pytest
 from bench.harness.hosts import INTERFACE, Hosts, parse_rate, why_no_hosts
 from bench.harness.ranks import run_ranks
 from hetero.job.options import TrainOptions, to_arguments
+from tests.support.ranks import on_hosts
+from tests.support.ranks.processes import RankPool
 from tests.support.training.loops import SMALLEST_MODEL
 from tests.support.waiting import until
 
@@ -79,11 +81,24 @@ def losses(tmp_path: Path, name: str, ranks: int, hosts: Hosts | None) -> dict[s
 
 
 @needs_hosts
-@pytest.mark.parametrize(
-    ("ranks", "bytes_per_s"), [(2, GIGABIT), pytest.param(4, SLOW, marks=pytest.mark.extra)]
-)
+def test_ranks_on_two_hosts_train_as_one_machine_s(ranks2: RankPool, tmp_path: Path) -> None:
+    """The same bits; a host sends what its rank sends the other, and little more."""
+    command = [sys.executable, "-m", on_hosts.__name__, "plain", str(tmp_path)]
+    with Hosts(2, GIGABIT) as hosts:
+        run_ranks(command, 2, os.environ, tmp_path / "plain.log", None, 300, hosts)
+        sent = [hosts.sent_bytes(host) for host in range(2)]
+    two = [json.loads((tmp_path / f"plain-{rank}.json").read_text()) for rank in range(2)]
+    one = ranks2.run(on_hosts.plain_of_rank)
+    assert [rank["losses"] for rank in two] == [rank["losses"] for rank in one]
+    for rank, nbytes in zip(two, sent, strict=True):
+        assert 0 < rank["sent_bytes"] < nbytes < rank["sent_bytes"] * 5 // 4 + (1 << 20)
+
+
+@needs_hosts
+@pytest.mark.extra
+@pytest.mark.parametrize(("ranks", "bytes_per_s"), [(2, GIGABIT), (4, SLOW)])
 def test_two_hosts_train_as_one(ranks: int, bytes_per_s: float, tmp_path: Path) -> None:
-    """The same bits; a host sends what its ranks exchange with the other's, and little more."""
+    """`hetero train`: the same bits; a host sends what its ranks exchange with the other's."""
     one = losses(tmp_path, "one", ranks, None)
     with Hosts(2, bytes_per_s) as hosts:
         two = losses(tmp_path, "two", ranks, hosts)

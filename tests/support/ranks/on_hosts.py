@@ -64,8 +64,15 @@ def plain() -> dict[str, Any]:
     model, optimizer = _initialize()
     world = optimizer.engine.world
     losses = _train(model, optimizer, 0, 2)
+    assert world.shard is not None
+    sent_bytes = world.shard.sent_bytes
     optimizer.engine.close()
-    return {"losses": losses, "local_ranks": world.local_ranks}
+    return {"losses": losses, "local_ranks": world.local_ranks, "sent_bytes": sent_bytes}
+
+
+def plain_of_rank(rank: int, world: int) -> dict[str, Any]:
+    """The same on ranks of one machine that are there already."""
+    return plain()
 
 
 def without_interface() -> dict[str, Any]:
