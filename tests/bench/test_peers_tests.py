@@ -122,9 +122,9 @@ def test_without_optimizer():
     ("peer", "module", "tests"),
     [
         ("accelerate", "accelerate", ACCELERATE),
-        ("colossalai", "torch", COLOSSALAI),
-        ("transformers", "transformers", TRAINER),
         ("pytorch", "torch", FULLY_SHARD),
+        pytest.param("colossalai", "torch", COLOSSALAI, marks=pytest.mark.extra),
+        pytest.param("transformers", "transformers", TRAINER, marks=pytest.mark.extra),
     ],
 )
 def test_overlays(peer: str, module: str, tests: str, tmp_path: Path) -> None:

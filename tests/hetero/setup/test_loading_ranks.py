@@ -56,10 +56,10 @@ def one_thread() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("family", "policy", "host_memory", "trained"),
     [
-        ("gpt2-tied", "cpu", "1720KiB", "vectors"),
+        pytest.param("gpt2-tied", "cpu", "1720KiB", "vectors", marks=pytest.mark.extra),
         ("gpt2-tied", "nvme", "600KiB", "all"),
         ("llama-untied", "cpu", "1400KiB", "vectors"),
-        ("llama-untied", "nvme", "600KiB", "all"),
+        pytest.param("llama-untied", "nvme", "600KiB", "all", marks=pytest.mark.extra),
         ("bert-new-head", "nvme", "600KiB", "all"),
     ],
 )

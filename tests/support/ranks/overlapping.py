@@ -11,7 +11,7 @@ import torch
 import hetero
 from hetero.chunk_groups.update_tasks import UpdateTasks
 from hetero.chunks.layout import Chunk
-from tests.support.ranks.rank_training import Layers, inputs, make
+from tests.support.ranks.rank_training import inputs, make
 
 
 def opposite_orders(rank: int, world: int, options: dict[str, Any]) -> list[torch.Tensor]:
@@ -107,9 +107,3 @@ def failed_update(rank: int, world: int, options: dict[str, Any]) -> str:
         told = str(error)
     optimizer.engine.close()
     return told
-
-
-def first_masters() -> list[torch.Tensor]:
-    """The masters before any step, as they are without hetero."""
-    torch.manual_seed(0)
-    return [p.detach() for p in Layers(12).parameters()]

@@ -113,6 +113,7 @@ def cgroup(limit: int) -> Iterator[str]:
     pytest.skip("no cgroup can be made here")
 
 
+@pytest.mark.extra
 def test_a_cgroup_s_limit_is_kept(tmp_path: Path, unlimited: Any) -> None:
     """The group counts pages of files, too, which the kernel gives up first."""
     with cgroup(LIMIT) as group:
