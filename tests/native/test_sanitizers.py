@@ -73,7 +73,9 @@ SANITIZERS = {
         "or thirty_seconds or test_peer_memory or environment or default_is or quotas "
         "or test_crc32c or order_of_additions or torchs_bits or torchs_rounding or agrees_with "
         "or unbiased or nearest or every_16_bit or special or finite or oracle_rounds "
-        "or too_small_to_be_normal or becomes_its_code_again or written_alone or rate_zero",
+        "or too_small_to_be_normal or becomes_its_code_again or written_alone or rate_zero "
+        # Processes that import torch under the sanitizer, and of which another one is enough.
+        "or killed_process_leaves or (may_die_after_python and another)",
         options={
             "ASAN_OPTIONS": "abort_on_error=1",
             "UBSAN_OPTIONS": "print_stacktrace=1",
@@ -172,10 +174,12 @@ def test_native_tests_have_no_findings(name: str, shadow: Path, tmp_path: Path) 
     # No capture: what UndefinedBehaviorSanitizer says before it ends the process goes to stderr.
     # No fault handler: the sanitizer has its own.
     quiet = ["-x", "-q", "-s", "-p", "no:cacheprovider", "-p", "no:faulthandler"]
-    # Programs that tests build are not sanitized here.
+    # Programs and libraries that tests build are not sanitized here.
     builders = (
         "test_sanitizers",
         "test_portability",
+        "test_compiler_alone",
+        "test_liburing",
         "base/test_pool_jobs",
         "base/test_thread_annotations",
     )
