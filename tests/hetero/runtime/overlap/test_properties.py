@@ -158,7 +158,7 @@ LATE_MEAN = (
 )
 
 
-@settings(max_examples=10)
+@settings(max_examples=6)
 @example(CLEARED)
 @example(LATE_MEAN)
 @given(training=trainings())
