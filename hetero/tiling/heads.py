@@ -373,7 +373,7 @@ def _of_tokens(logits: DeferredLogits) -> tuple[torch.Tensor, tuple[Elementwise,
         elif view.func in _SLICES and _dimension(view) % before.dim() != before.dim() - 1:
             hidden = view.of(hidden)
         elif view.func in _SLICES and before.shape == meta.shape:
-            pass  # all of the vocabulary, as torch 2.6 slices it for `logits[..., :-1, :]`
+            pass  # all of the vocabulary
         else:
             return None
     return hidden, elementwise

@@ -64,10 +64,6 @@ def assert_same(model: nn.Module, wanted: nn.Module) -> None:
         torch.testing.assert_close(found, weight.detach(), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.skipif(
-    not hasattr(torch.distributed.fsdp.FSDPModule, "set_force_sum_reduction_for_comms"),
-    reason="torch 2.6's FSDP2 does not train on CPUs: gloo has no average, its streams no events",
-)
 @pytest.mark.parametrize(
     ("dtype", "reshard", "mesh", "factor"),
     [

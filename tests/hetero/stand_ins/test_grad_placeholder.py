@@ -80,8 +80,6 @@ NORMS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @pytest.mark.parametrize("norm", NORMS)
 def test_norms(norm: str, settings: Settings, tmp_path: Path) -> None:
-    if norm == "total" and not hasattr(utils, "get_total_norm"):
-        pytest.skip("torch 2.6 has it first")
     model, optimizer = managed(settings, tmp_path)
     expected, _ = plain()
     found = []

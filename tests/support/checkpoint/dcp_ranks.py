@@ -79,10 +79,7 @@ def fsdp_found(model: nn.Module, optimizer: torch.optim.AdamW) -> dict[str, torc
 
 
 def fsdp_save(rank: int, world: int, path: str) -> dict[str, torch.Tensor]:
-    """FSDP2 saves after two steps; what it had.
-
-    Gradients are the weights: on CPUs FSDP2 of torch 2.6 has no backward.
-    """
+    """FSDP2 saves after two steps, whose gradients are the weights; what it had."""
     model, optimizer = fsdp(3)
     for _ in range(2):
         for param in model.parameters():

@@ -32,9 +32,7 @@ class CountedGroup:
 
     def __init__(self, counts: Counts, channel: Channel, rank: int, size: int) -> None:
         self._counts, self._channel = counts, channel
-        # torch 2.6 makes one by its constructor.
-        make = getattr(FakeProcessGroup, "_create_internal", FakeProcessGroup)
-        self._group = make(rank, size)
+        self._group = FakeProcessGroup._create_internal(rank, size)
 
     def __getattr__(self, name: str) -> Any:
         call: Callable[..., Any] = getattr(self._group, name)

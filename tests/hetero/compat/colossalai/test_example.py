@@ -116,7 +116,7 @@ def test_the_example_of_the_high_level_api(tmp_path: Path, nothing_left: None) -
 
     def expect(batches: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         for number, (x, y) in enumerate(batches):
-            loss = torch.nn.functional.mse_loss(plain(x.half()), y)
+            loss = torch.nn.functional.mse_loss(plain(x.half()), y.half())
             (loss / 2 * 2**5).backward()
             if number % 2:
                 for param, master in zip(plain.parameters(), masters, strict=True):
@@ -133,7 +133,7 @@ def test_the_example_of_the_high_level_api(tmp_path: Path, nothing_left: None) -
     engine.train()
     for number, (x, y) in enumerate(batches):
         engine.zero_grad()
-        loss = engine.criterion(engine(x), y)
+        loss = engine.criterion(engine(x), y.half())
         engine.backward(loss)
         assert engine.step() == bool(number % 2)
         if number % 2:

@@ -85,7 +85,7 @@ def test_a_checkpoint_that_saw_a_parameter_gets_it_again(
     determinism_check: str, tmp_path: Path
 ) -> None:
     """It is in memory in forward, and not when backward recomputes. Where torch does not compare
-    tensors it is refused, or right as with torch 2.6, and never another value."""
+    tensors it is refused, or right, and never another value."""
 
     def grad_of(model: torch.nn.Module) -> torch.Tensor | None:
         x = torch.ones(2, 64, requires_grad=True)
