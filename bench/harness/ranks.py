@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -103,16 +104,21 @@ def _rendezvous(ranks: int, local_ranks: int, hosts: Hosts | None) -> dict[str, 
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(local_ranks),
         "MASTER_ADDR": "127.0.0.1" if hosts is None else hosts.address(0),
-        "MASTER_PORT": str(_free_port()),  # free here, and hosts have used none
+        "MASTER_PORT": str(free_port()),  # free here, and hosts have used none
         # Else gloo looks the host's name up, which need not be known or may lead elsewhere.
         "GLOO_SOCKET_IFNAME": "lo" if hosts is None else INTERFACE,
     }
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-        return port
+def free_port() -> int:
+    """A port of this machine for ranks to meet at.
+
+    It is below those that the kernel gives to connections, one of which could take it meanwhile.
+    """
+    while True:
+        port = random.SystemRandom().randrange(10_000, 32_000)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def import_environment(program: str = sys.executable) -> dict[str, str]:

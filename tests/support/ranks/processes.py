@@ -16,7 +16,6 @@ import os
 import pickle
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -32,6 +31,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from bench.harness.ranks import free_port
 
 _TIMEOUT_S = 120.0
 _GRACE_S = 0.5  # after a failure, for the other ranks to say what they met
@@ -196,7 +197,7 @@ class RankPool:
         assert self._folder is not None
         self._calls += 1
         store = str(self._folder / f"store-{self._calls}")
-        request = pickle.dumps((store, _free_port(), timeout_s, work))
+        request = pickle.dumps((store, free_port(), timeout_s, work))
         # A rank that died meanwhile takes no request; its end is found when answers are awaited.
         for rank in self._ranks:
             with contextlib.suppress(BrokenPipeError):
@@ -264,12 +265,6 @@ class RankPool:
             time.sleep(0.01)
         time.sleep(_DUMP_S)
         return rank.stacks.read_text()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _serve(rank: int, world: int, connection: Connection, stacks: Path) -> None:
