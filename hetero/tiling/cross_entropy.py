@@ -69,6 +69,9 @@ def tiled_cross_entropy(
     exponential of fp32 that may differ in its last bit. That of `hidden` is a sum in fp32 of
     products in the dtype of `hidden`.
 
+    On CUDA liger-kernel's fused loss is used where it is installed, unless `tile_tokens`, a scale,
+    a cap or reduction="none" is asked for. It makes the gradients in forward.
+
     Args:
         hidden: (..., w), what the head is applied to.
         weight: (V, w), the head's weight, whole; in the dtype of `hidden`.
@@ -146,6 +149,18 @@ def reduced_loss(
         dtype = torch.get_autocast_dtype(device)
         hidden = hidden.to(dtype)
         bias = None if bias is None else bias.to(dtype)
+    fused = _liger() if _on_cuda(hidden) and options == TileOptions() else None
+    if fused is not None and reduction != "none" and isinstance(weight, torch.Tensor):
+        loss: torch.Tensor = fused(
+            hidden,
+            weight.to(hidden.dtype),
+            labels,
+            bias=bias,
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+            reduction=reduction,
+        )
+        return loss.float()
     ignored = labels == ignore_index
     with torch.autocast(device, enabled=False):
         labels = labels.masked_fill(ignored, 0)
@@ -215,6 +230,19 @@ def _check(
 
 def _capped(logits: torch.Tensor, softcap: float) -> torch.Tensor:
     return softcap * torch.tanh(logits / softcap)
+
+
+def _on_cuda(tensor: torch.Tensor) -> bool:
+    return tensor.is_cuda
+
+
+def _liger() -> Any:
+    """liger-kernel's fused linear cross-entropy as a function; None if it is not installed."""
+    try:
+        from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+    except ImportError:
+        return None
+    return liger_fused_linear_cross_entropy
 
 
 @dataclass(frozen=True)

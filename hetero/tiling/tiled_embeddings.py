@@ -10,7 +10,7 @@ import torch
 from hetero.stand_ins.construction_uses import rows_of
 from hetero.tiling.cross_entropy import RowTiles, check_tile_tokens, tile_parts
 from hetero.tiling.heads import DeferredLogits, HeadInputs
-from hetero.tiling.tiled_weight import TiledWeight
+from hetero.tiling.tiled_weight import TiledWeight, real_parameters
 
 _LEAST_ROWS = 64  # a tile's rows are a multiple: narrower matrix products have other bits
 
@@ -128,10 +128,11 @@ class TiledEmbedding(TiledWeight):
     gradients have the bits of torch.nn.Embedding.
 
     The names in `state_dict()` are `tiles.I.weight`. A state of torch.nn.Embedding (`weight`) loads
-    as well; `weight` is a copy of the whole.
+    as well, and embedding_state_dict() gives one.
 
-    Initial weights are those of a torch.nn.Embedding, which is made first. Inside
-    hetero.ZeroInitContext with nvme_path a tile has to fit the budget, and not the embedding.
+    Initial weights have the bits of torch.nn.Embedding under the same seed, on the CPU; on other
+    devices they are of the same distribution. They are drawn in parts, so that inside
+    hetero.ZeroInitContext a tile has to fit the budget, and not the embedding.
 
     Args:
         num_embeddings, embedding_dim: rows and columns of the weight.
@@ -155,6 +156,35 @@ class TiledEmbedding(TiledWeight):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        self._shape(num_embeddings, embedding_dim, tile_rows, padding_idx, scale_grad_by_freq)
+        where = torch.empty(0, device=device).device
+
+        def add(rows: slice, columns: slice) -> None:
+            """Adds an embedding without values, for which no random numbers are drawn."""
+            padding = self.padding_idx
+            if padding is not None:
+                inside = rows.start <= padding < rows.stop
+                padding = padding - rows.start if inside else None
+            options: Any = {"scale_grad_by_freq": scale_grad_by_freq, "dtype": dtype}
+            with torch.device("meta"):
+                tile = torch.nn.Embedding(rows.stop - rows.start, embedding_dim, padding, **options)
+            real_parameters(tile, where)
+            self.tiles.append(tile)
+
+        self._draw(add, lambda piece: piece.normal_(), dtype, where)
+        for tile, _, _ in self._tiles():
+            if tile.padding_idx is not None and where.type != "meta":
+                with torch.no_grad():
+                    tile.weight[tile.padding_idx].fill_(0)
+
+    def _shape(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        tile_rows: int,
+        padding_idx: int | None,
+        scale_grad_by_freq: bool,
+    ) -> None:
         if tile_rows < 1 or num_embeddings < 1 or embedding_dim < 1:
             raise ValueError(
                 f"num_embeddings, embedding_dim and tile_rows must be 1 or more, got "
@@ -170,18 +200,7 @@ class TiledEmbedding(TiledWeight):
         self.tile_rows, self.padding_idx = tile_rows, padding_idx
         self.scale_grad_by_freq = scale_grad_by_freq
         self.ranges = list(tile_parts(num_embeddings, tile_rows))
-        plain = torch.nn.Embedding(
-            num_embeddings, embedding_dim, padding_idx, device=device, dtype=dtype
-        )
         self.tiles = torch.nn.ModuleList()
-        for rows in self.ranges:
-            padding = None
-            if padding_idx is not None and rows.start <= padding_idx < rows.stop:
-                padding = padding_idx - rows.start
-            options: Any = {"scale_grad_by_freq": scale_grad_by_freq, "device": "meta"}
-            numel = rows.stop - rows.start
-            self.tiles.append(torch.nn.Embedding(numel, embedding_dim, padding, **options))
-        self._take(plain.weight)
 
     @classmethod
     def from_embedding(cls, embedding: torch.nn.Embedding, tile_rows: int) -> TiledEmbedding:
@@ -203,6 +222,7 @@ class TiledEmbedding(TiledWeight):
                 tile_rows,
                 embedding.padding_idx,
                 embedding.scale_grad_by_freq,
+                dtype=embedding.weight.dtype,
             )
         tiled._take(embedding.weight)
         return tiled.train(embedding.training)
@@ -220,6 +240,11 @@ class TiledEmbedding(TiledWeight):
         if order.shape != ids.shape:
             raise IndexError(f"an id is outside of the embedding's {self.num_embeddings} rows")
         return torch.cat(found).index_select(0, order).view(*input.shape, self.embedding_dim)
+
+    def embedding_state_dict(self, prefix: str = "") -> dict[str, torch.Tensor]:
+        """The state of a torch.nn.Embedding with the same values, in memory that no budget
+        counts."""
+        return {f"{prefix}weight": self.weight}
 
     def _places(self) -> Iterator[tuple[str, slice, slice]]:
         for number, rows in enumerate(self.ranges):

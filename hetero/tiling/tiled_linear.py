@@ -6,6 +6,7 @@ in_splits each. A *band* is the tiles of one row: all that some of the outputs n
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 
 from hetero.stand_ins.construction_uses import rows_of
-from hetero.tiling.tiled_weight import TiledWeight
+from hetero.tiling.tiled_weight import TiledWeight, real_parameters
 
 
 class TiledLinear(TiledWeight):
@@ -32,8 +33,9 @@ class TiledLinear(TiledWeight):
     The names in `state_dict()` are `linears.O.I.weight` and `linears.O.I.bias`. A state of
     torch.nn.Linear (`weight`, `bias`) loads as well, and linear_state_dict() gives one.
 
-    Initial weights are those of a torch.nn.Linear, which is made first. Inside
-    hetero.ZeroInitContext with nvme_path a tile has to fit the budget, and not the layer.
+    Initial weights have the bits of torch.nn.Linear under the same seed, on the CPU; on other
+    devices they are of the same distribution. They are drawn a tile at a time, so that inside
+    hetero.ZeroInitContext a tile has to fit the budget, and not the layer.
 
     Args:
         in_features, out_features: sizes of inputs and outputs.
@@ -61,6 +63,35 @@ class TiledLinear(TiledWeight):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        self._shape(in_features, out_features, in_splits, out_splits)
+        self.input_is_already_split = input_is_already_split
+        self.combine_out_splits = combine_out_splits
+        where = torch.empty(0, device=device).device
+
+        def add(rows: slice, columns: slice) -> None:
+            """Adds a layer without values, for which no random numbers are drawn."""
+            if columns.start == 0:
+                self.linears.append(torch.nn.ModuleList())
+            sizes = columns.stop - columns.start, rows.stop - rows.start
+            with torch.device("meta"):
+                last = columns.stop == in_features
+                linear = torch.nn.Linear(*sizes, bias and last, dtype=dtype)
+            real_parameters(linear, where)
+            self.linears[-1].append(linear)  # type: ignore[operator]
+
+        # As reset_parameters() has it: kaiming_uniform_(a=sqrt(5)), and 1 / sqrt(fan_in).
+        gain = torch.nn.init.calculate_gain("leaky_relu", math.sqrt(5))
+        bound, bias_bound = (
+            math.sqrt(3.0) * (gain / math.sqrt(in_features)),
+            1 / math.sqrt(in_features),
+        )
+        self._draw(add, lambda piece: piece.uniform_(-bound, bound), dtype, where)
+        if bias and where.type != "meta":
+            for tile in self._last_tiles():
+                with torch.no_grad():
+                    tile.bias.uniform_(-bias_bound, bias_bound)
+
+    def _shape(self, in_features: int, out_features: int, in_splits: int, out_splits: int) -> None:
         for name, splits, size in (
             ("in_splits", in_splits, in_features),
             ("out_splits", out_splits, out_features),
@@ -71,22 +102,7 @@ class TiledLinear(TiledWeight):
         self.in_splits, self.out_splits = in_splits, out_splits
         self.in_ranges = _split(in_features, in_splits)
         self.out_ranges = _split(out_features, out_splits)
-        self.input_is_already_split = input_is_already_split
-        self.combine_out_splits = combine_out_splits
-        plain = torch.nn.Linear(in_features, out_features, bias, device, dtype)
-        with torch.device("meta"):
-            self.linears = torch.nn.ModuleList(
-                torch.nn.ModuleList(
-                    torch.nn.Linear(
-                        columns.stop - columns.start,
-                        rows.stop - rows.start,
-                        bias and columns.stop == in_features,
-                    )
-                    for columns in self.in_ranges
-                )
-                for rows in self.out_ranges
-            )
-        self._take_layer(plain)
+        self.linears = torch.nn.ModuleList()
 
     @classmethod
     def from_linear(
@@ -103,25 +119,23 @@ class TiledLinear(TiledWeight):
         Raises:
             ValueError: for sizes that cannot be.
         """
+        weight, bias = linear.weight, linear.bias
         with torch.device("meta"):
             tiled = cls(
                 linear.in_features,
                 linear.out_features,
-                linear.bias is not None,
+                bias is not None,
                 in_splits,
                 out_splits,
+                dtype=weight.dtype,
                 **options,
             )
-        tiled._take_layer(linear)
+        tiled._take(weight)
+        for tile, rows in zip(tiled._last_tiles(), tiled.out_ranges, strict=True):
+            if bias is not None:
+                values = bias.detach()[rows].clone()
+                tile.bias = torch.nn.Parameter(values, bias.requires_grad)
         return tiled.train(linear.training)
-
-    def _take_layer(self, linear: torch.nn.Linear) -> None:
-        """Makes parameters of the values of a plain layer."""
-        self._take(linear.weight)
-        for tile, rows in zip(self._last_tiles(), self.out_ranges, strict=True):
-            if linear.bias is not None:
-                values = linear.bias.detach()[rows].clone()
-                tile.bias = torch.nn.Parameter(values, linear.bias.requires_grad)
 
     @torch.no_grad()
     def copy_params_from(self, linear: torch.nn.Linear) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from hetero.stand_ins.construction_uses import rows_of
+from hetero.stand_ins.tile_changes import tiles
+
+_PIECE_NUMEL = 1 << 20  # elements of the weight that are drawn at a time
 
 
 class TiledWeight(torch.nn.Module):
@@ -37,6 +40,48 @@ class TiledWeight(torch.nn.Module):
                 whole[rows, columns] = tile.weight
         return whole
 
+    def _draw(
+        self,
+        add: Callable[[slice, slice], None],
+        draw: Callable[[torch.Tensor], object],
+        dtype: torch.dtype | None,
+        device: torch.device,
+    ) -> None:
+        """Adds the tiles and draws their values, a piece of the weight after another.
+
+        Inside hetero.ZeroInitContext a tile has to fit the budget, and not the weight. Random
+        numbers are those of the plain module on the CPU; on other devices the distribution is.
+
+        Args:
+            add: adds the module of some rows and columns, without values.
+            draw: fills a piece of the weight, in order.
+            dtype, device: of the parameters.
+        """
+        places = list(self._places())
+        height, width = places[-1][1].stop, places[-1][2].stop
+        numel = max(1, _PIECE_NUMEL // width // 16) * 16 * width  # (whole rows, for tiles())
+        pieces = [slice(p.start // width, p.stop // width) for p in tiles(height * width, numel)]
+        begins: dict[int, torch.Tensor] = {}  # states of the generator, by a piece's first row
+        for name, rows, columns in places:
+            add(rows, columns)
+            weight: Any = self.get_submodule(name).weight
+            if device.type != "cpu":
+                if device.type != "meta":
+                    draw(weight)
+                continue
+            # One tile after another: all of a row of tiles may not fit. Its pieces come again.
+            for piece in pieces:
+                first, last = max(rows.start, piece.start), min(rows.stop, piece.stop)
+                if first >= last:
+                    continue
+                torch.set_rng_state(begins.setdefault(piece.start, torch.get_rng_state()))
+                values = torch.empty((piece.stop - piece.start, width), dtype=dtype)
+                draw(values)
+                with torch.no_grad():
+                    weight[first - rows.start : last - rows.start] = values[
+                        first - piece.start : last - piece.start, columns
+                    ]
+
     def _take(self, weight: torch.Tensor) -> None:
         """Gives the tiles the values of a whole weight, which may be larger than the budget."""
         for tile, rows, columns in self._tiles():
@@ -56,3 +101,9 @@ class TiledWeight(torch.nn.Module):
             if bias is not None and self.get_submodule(name) in biased:
                 state_dict[f"{prefix}{name}.bias"] = bias[rows]
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+
+def real_parameters(module: torch.nn.Module, device: torch.device) -> None:
+    """Gives the parameters of a module on the meta device memory, without values."""
+    for name, param in list(module.named_parameters(recurse=False)):
+        setattr(module, name, torch.nn.Parameter(torch.empty_like(param, device=device)))

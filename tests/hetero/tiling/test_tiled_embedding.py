@@ -45,6 +45,13 @@ def test_it_is_initialised_with_the_bits_of_embedding(
     assert torch.equal(tiled.weight, plain.weight)
 
 
+@pytest.mark.parametrize("piece_numel", [16, 1008])
+def test_pieces_that_end_inside_of_tiles(piece_numel: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hetero.tiling.tiled_weight._PIECE_NUMEL", piece_numel)
+    plain, tiled = pair(7)
+    assert torch.equal(tiled.weight, plain.weight)
+
+
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("tile_rows", [1, 64, 299, 300, 1000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -104,6 +111,7 @@ def test_states_of_both_kinds_load() -> None:
     model = nn.ModuleDict({"e": tiled})
     model.load_state_dict(other.state_dict())
     assert torch.equal(tiled.weight, other["e"].weight)
+    assert torch.equal(tiled.embedding_state_dict("e.")["e.weight"], other["e"].weight)
     again = nn.ModuleDict({"e": TiledEmbedding(ROWS, WIDTH, 64)})
     again.load_state_dict(model.state_dict())
     assert torch.equal(again["e"].weight, other["e"].weight)

@@ -15,7 +15,10 @@ from torch import nn
 
 import hetero
 from hetero import TiledLinear
+from hetero.setup.construction_store import ConstructionParam
+from hetero.tiling import tiled_weight
 from tests.support.training.loops import batches, build, tiny_gpt2, train
+from tests.support.training.smallest import smallest_host_memory
 
 OUTPUTS = 320
 SHAPES = [(1, 1), (1, 5), (1, 7), (3, 1), (3, 7), (64, 30)]  # in_splits, out_splits
@@ -40,6 +43,7 @@ def pair(in_splits: int, out_splits: int, dtype: torch.dtype, bias: bool = True)
     out_splits=st.integers(1, 40),
     bias=st.booleans(),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    piece_numel=st.sampled_from([1, 50, 1 << 20]),
 )
 def test_it_is_initialised_with_the_bits_of_linear(
     in_features: int,
@@ -48,13 +52,16 @@ def test_it_is_initialised_with_the_bits_of_linear(
     out_splits: int,
     bias: bool,
     dtype: torch.dtype,
+    piece_numel: int,
 ) -> None:
     in_splits, out_splits = min(in_splits, in_features), min(out_splits, out_features)
     torch.manual_seed(0)
     plain = nn.Linear(in_features, out_features, bias, dtype=dtype)
     next_number = torch.rand(1)
     torch.manual_seed(0)
-    tiled = TiledLinear(in_features, out_features, bias, in_splits, out_splits, dtype=dtype)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiled_weight, "_PIECE_NUMEL", piece_numel)
+        tiled = TiledLinear(in_features, out_features, bias, in_splits, out_splits, dtype=dtype)
     assert torch.equal(torch.rand(1), next_number)
     assert torch.equal(tiled.weight, plain.weight)
     if bias:
@@ -206,28 +213,29 @@ def test_large_layers_of_a_model_are_replaced() -> None:
 # Under hetero
 
 WIDTH, WIDE, TILES = 128, 2048, 16
+LAYER_BYTES = WIDTH * WIDE * 4
 
 
 class Net(nn.Module):
-    """A wide layer, of 1 MiB in fp32, and what makes its output small again."""
+    """A layer of 1 MiB in fp32 and what makes its output small again."""
 
-    def __init__(self, tiled: bool, wide: int) -> None:
+    def __init__(self, tiled: bool) -> None:
         super().__init__()
         self.first = nn.Linear(WIDTH, WIDTH)
         if tiled:
-            self.up: Any = TiledLinear(WIDTH, wide, out_splits=TILES)
-            self.down: Any = TiledLinear(wide, WIDTH, in_splits=TILES)
+            self.up: Any = TiledLinear(WIDTH, WIDE, out_splits=TILES)
+            self.down: Any = TiledLinear(WIDE, WIDTH, in_splits=TILES)
         else:
-            self.up, self.down = nn.Linear(WIDTH, wide), nn.Linear(wide, WIDTH)
+            self.up, self.down = nn.Linear(WIDTH, WIDE), nn.Linear(WIDE, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(self.up(self.first(x)).relu())
 
 
-def trained(tiled: bool, wide: int = WIDE, **options: Any) -> tuple[list[float], Any]:
+def trained(tiled: bool, **options: Any) -> tuple[list[float], Any]:
     torch.manual_seed(0)
     with hetero.ZeroInitContext(dtype="fp32", **options):
-        model: Any = Net(tiled, wide)
+        model: Any = Net(tiled)
     optimizer: Any = hetero.HybridAdam(model.parameters(), lr=1e-3)
     model, optimizer = hetero.initialize(model, optimizer)
     losses = []
@@ -243,17 +251,39 @@ def trained(tiled: bool, wide: int = WIDE, **options: Any) -> tuple[list[float],
     return losses, (optimizer.engine, weight)
 
 
+def test_each_tile_is_brought_in_once_as_it_is_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a row of tiles that do not fit the budget together."""
+    moved: list[ConstructionParam] = []
+    move_out = ConstructionParam.move_out
+
+    def noted(self: ConstructionParam) -> None:
+        moved.append(self)
+        move_out(self)
+
+    monkeypatch.setattr(ConstructionParam, "move_out", noted)
+    options: dict[str, Any] = {"host_memory": "6MiB", "nvme_path": str(tmp_path)}
+    with hetero.ZeroInitContext(dtype="fp32", placement_policy="nvme", **options):
+        TiledLinear(2048, 2048, bias=False, in_splits=4)  # of 4 MiB each
+    assert len(moved) == 3
+
+
 def test_a_layer_trains_in_less_memory_than_it_has(tmp_path: Path, nothing_left: None) -> None:
-    """Built, gathered and updated a tile at a time, in a third of what the layer alone takes, 16
-    MiB; a plain one is refused."""
-    wide = 16 * WIDE
-    small: dict[str, Any] = {"placement_policy": "nvme", "nvme_path": str(tmp_path)}
-    small["host_memory"] = WIDTH * wide * 4 // 3
+    """Built, gathered and updated a tile at a time: the ledger's peak of RAM is less than the
+    layer alone takes; plainly it takes more than one layer."""
+    disk: dict[str, Any] = {"placement_policy": "nvme", "nvme_path": str(tmp_path)}
+    smallest = smallest_host_memory(
+        lambda: trained(True, **disk, host_memory=LAYER_BYTES // TILES + 32768)
+    )
+    assert smallest < LAYER_BYTES
     with pytest.raises(hetero.BudgetError):
-        trained(False, wide, **small)
-    losses, (engine, _) = trained(True, wide, **small)
-    assert engine.ledger.peak_bytes["host"] <= small["host_memory"]
-    in_ram, _ = trained(True, wide, placement_policy="cpu")
+        trained(False, **disk, host_memory=smallest)
+    losses, (engine, _) = trained(True, **disk, host_memory=smallest)
+    assert engine.ledger.peak_bytes["host"] <= smallest
+    slot_bytes = engine.chunk_groups[0].layout.slot_numel * 4
+    assert slot_bytes < LAYER_BYTES / 4
+    in_ram, _ = trained(True, placement_policy="cpu")
     assert losses == in_ram, "placement changes no bits"
 
 
