@@ -27,6 +27,7 @@ from offload.device.cuda_module import (
     primary_context,
 )
 from offload.device.nccl import has_nccl, nccl_group
+from offload.memory.arena import HostArena
 
 Stream = Any
 # By device, the handles of streams that nobody has any more.
@@ -163,11 +164,12 @@ class CudaRuntime:
         """The driver's handle of an event, for as long as the caller has the event."""
         return int(event.raw.cuda_event)
 
-    def offload_queue(self, stream: Stream, buffers: int, buffer_bytes: int) -> OffloadQueue:
+    def offload_queue(self, stream: Stream, buffers: HostArena) -> OffloadQueue:
         """A queue whose copies are in `stream`; the rest is as OffloadQueue.on_cuda() has it."""
         context = primary_context(self._index)
         functions = driver_functions(COPY_FUNCTIONS)
-        return OffloadQueue.on_cuda(functions, context, stream.cuda_stream, buffers, buffer_bytes)
+        sizes = buffers.address(0), buffers.slots, buffers.slot_bytes
+        return OffloadQueue.on_cuda(functions, context, stream.cuda_stream, *sizes)
 
     def empty(self, nbytes: int) -> torch.Tensor:
         """Memory of the device. Raises RuntimeError (torch.cuda.OutOfMemoryError)."""

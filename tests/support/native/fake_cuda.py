@@ -24,6 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from offload import _native
 from offload._native import UpdateKind
 from offload.device.cuda_runtime import Event, EventPool
+from offload.memory.arena import HostArena
 from tests.support.cuda.fake_driver import CONTEXT, FakeDriver, FakeEvent
 from tests.support.cuda.fake_nccl import FakeNccl
 from tests.support.cuda.stream_order import HOST, Clock, StreamOrder
@@ -292,11 +293,10 @@ class FakeRuntime:
     def handle(self, event: Event) -> int:
         return self.driver.handle(self.moment(event), event.raw)
 
-    def offload_queue(
-        self, stream: FakeStream, buffers: int, buffer_bytes: int
-    ) -> _native.OffloadQueue:
+    def offload_queue(self, stream: FakeStream, buffers: HostArena) -> _native.OffloadQueue:
+        sizes = buffers.address(0), buffers.slots, buffers.slot_bytes
         return _native.OffloadQueue.on_cuda(
-            self.driver.functions, CONTEXT, self.driver.handle(stream), buffers, buffer_bytes
+            self.driver.functions, CONTEXT, self.driver.handle(stream), *sizes
         )
 
     def _check_page_locked(self, sides: Sequence[tuple[int, int]]) -> None:
