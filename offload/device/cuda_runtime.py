@@ -94,6 +94,8 @@ class CudaRuntime:
         self._index = torch.cuda.current_device()
         self.device = torch.device("cuda", self._index)
         self.dlpack_device = (2, self._index)  # kDLCUDA
+        # Streams of new_stream() that somebody has.
+        self.streams: weakref.WeakSet[Stream] = weakref.WeakSet()
         self._events = EventPool(lambda: torch.cuda.Event(blocking=True))  # who waits sleeps
 
     def new_stream(self) -> Stream:
@@ -110,6 +112,7 @@ class CudaRuntime:
         stream = torch.cuda.ExternalStream(handle, self.device)
         # It is dealt out again and never destroyed: torch's allocators may remember it.
         weakref.finalize(stream, unused.append, handle).atexit = False
+        self.streams.add(stream)
         return stream
 
     def current_stream(self) -> Stream:

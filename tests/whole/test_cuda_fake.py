@@ -308,6 +308,22 @@ def test_homes_and_slots_move_and_bits_are_the_same(
     assert runtime.taken == {}
 
 
+def test_homes_that_leave_the_device_do_not_stop_it_each(
+    runtime: FakeRuntime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = options(tmp_path, {"placement_policy": "auto"}, dtype="bf16", device_memory=LARGE)
+    model, optimizer = build(**given)
+    engine = optimizer.engine
+    homes = 3 * engine.placement.param.count(Tier.DEVICE)
+    synchronize_all, stops = runtime.synchronize_all, []
+    monkeypatch.setattr(runtime, "synchronize_all", lambda: stops.append(synchronize_all()))
+    engine.set_budget(device_memory="600KiB")
+    assert homes - 3 * engine.placement.param.count(Tier.DEVICE) > 3
+    assert len(stops) == 1
+    monkeypatch.undo()
+    assert train(model, optimizer, batches(6), 1, clip=1.0).same_bits(reference("bf16", 1))
+
+
 def test_a_copy_that_failed_leaves_homes_where_they_were(
     runtime: FakeRuntime, tmp_path: Path
 ) -> None:
