@@ -190,6 +190,9 @@ class PageLockedArena(HostArena):
         fresh = self._uncommitted(slot, run)
         super().commit(slot, run)
         for first, slots in fresh:
+            # Page-locking would populate the pages, too, but in one thread, with a lock of the
+            # process held. torch's threads write the zeros that are there.
+            self.view(first, slots, torch.uint8).zero_()
             self._page_lock(first, slots)
 
     def _page_lock(self, slot: int, run: int) -> None:
