@@ -15,7 +15,7 @@ import torch
 from offload._native import UpdateKind
 from offload.device.cuda_backend import CudaBackend
 from offload.device.cuda_runtime import CudaRuntime
-from offload.device.grad_offload import BUFFERS, GradOffload, buffer_bytes
+from offload.device.grad_offload import GradOffload, buffer_sizes
 from offload.memory.arena import HostArena
 from offload.memory.ledger import Ledger
 from offload.memory.tiers import Account
@@ -41,10 +41,10 @@ def measure_copies(
     backend, ledger = CudaBackend(runtime), Ledger({})
     there = backend.arena(chunks, chunk_bytes, ledger, Account.GATHERED)
     ram = backend.host_arena(chunks, chunk_bytes, ledger, Account.PARAM)
-    buffers = backend.host_arena(BUFFERS, buffer_bytes(chunk_bytes), ledger, Account.LINK)
+    buffers = backend.host_arena(*buffer_sizes(chunk_bytes), ledger, Account.LINK)
     with closing(backend), closing(there), closing(ram), closing(buffers):
         ram.commit(0, chunks)
-        buffers.commit(0, BUFFERS)
+        buffers.commit(0, buffers.slots)
         ram.view(0, chunks, torch.uint8).zero_()
         offload = GradOffload(backend, ledger, 1 << 62, buffers)
         with closing(offload):

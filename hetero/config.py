@@ -91,7 +91,8 @@ class Config:
             on their way to RAM, and what has its home there. Needed by "emulated". Default with
             CUDA: "auto", 70 % of what is free at first, and after two steps all that a step leaves
             free but a reserve of a 32nd. A limit that was given is lowered too when less than that
-            reserve is free. With backend "cpu" it limits gathered parameters inside host_memory.
+            reserve is free. It does not bound activations, and what torch's allocator has reserved
+            beside. With backend "cpu" it limits gathered parameters inside host_memory.
         nvme_path: directory on NVMe for scratch files; needed by "nvme", and by "auto" if RAM is
             too small. State is striped evenly over a list of directories, best on disks that are
             equally fast; by their free space if one is too full. The files have no names and end

@@ -273,17 +273,22 @@ class OffloadOp:
 
 class OffloadQueue:
     """Brings arrays from a device to RAM, in a thread and in their order. One that has the dtype of
-    its place, and replaces what is there, is copied there, whole. Another one comes to two buffers
-    in RAM, part by part, of which one is copied while the one before it is added or converted, by
-    the threads of the worker pool that are idle: in fp32, rounded once, as torch does."""
+    its place, and replaces what is there, is copied there, whole. Another one comes to buffers in
+    RAM, part by part: parts are copied while one before them is added or converted, by the threads
+    of the worker pool that are idle: in fp32, rounded once, as torch does."""
 
     @staticmethod
-    def over_link(link: Link, buffers: int, buffer_bytes: int) -> OffloadQueue:
-        """From an emulated device. `buffers` is the address of two times `buffer_bytes`, which
-        outlive it. Raises ValueError if they have no room for an element."""
+    def over_link(link: Link, buffers: int, count: int, buffer_bytes: int) -> OffloadQueue:
+        """From an emulated device. `buffers` is the address of `count` times `buffer_bytes`,
+        which outlive it. Raises ValueError if they have no room for an element."""
     @staticmethod
     def on_cuda(
-        functions: Mapping[str, int], context: int, stream: int, buffers: int, buffer_bytes: int
+        functions: Mapping[str, int],
+        context: int,
+        stream: int,
+        buffers: int,
+        count: int,
+        buffer_bytes: int,
     ) -> OffloadQueue:
         """From a GPU, in a stream of a context (handles of CUDA's driver). `functions` are the
         addresses of the driver's functions, by name; ValueError if one is missing, and as

@@ -141,6 +141,15 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture
+def fake_cuda() -> Iterator[None]:
+    """backend="cuda" is a fake device, which finds what torch and copies do without order."""
+    from tests.support.cuda.ranks import fake_device
+
+    with fake_device():
+        yield
+
+
+@pytest.fixture
 def nothing_left(tmp_path: Path) -> Iterator[None]:
     """Fails if the test leaves a file, a descriptor or a thread behind."""
     gc.collect()

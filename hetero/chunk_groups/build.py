@@ -17,7 +17,7 @@ from hetero.chunk_groups.chunk_group import ChunkGroup, DeviceParts, RankParts, 
 from hetero.chunk_groups.muon_directions import MuonDirections
 from hetero.chunk_groups.update_tasks import UpdatePass, UpdateTasks
 from hetero.planning.group_plans import ChunkGroupPlan
-from hetero.planning.placement import SlotBytes, link_bytes
+from hetero.planning.placement import SlotBytes, link_buffers
 from hetero.ranks.communicator import Communicator
 from hetero.ranks.device_group import DeviceGroup
 from hetero.ranks.peers import Channel
@@ -47,7 +47,7 @@ from offload.cache.slot_cache import (
 )
 from offload.device.cuda_backend import CudaBackend
 from offload.device.fetch_queue import FetchQueue
-from offload.device.grad_offload import BUFFERS, GradOffload
+from offload.device.grad_offload import GradOffload
 from offload.device.home_copy import HomeCopier
 from offload.device.updater import Updater
 from offload.disk.scratch_file import Backing, FileBacking
@@ -329,10 +329,10 @@ class _ChunkGroupBuilder:
     def _make_device_parts(self, file: ScratchSpace) -> DeviceParts | None:
         if not self._backend.separate:
             return None
-        nbytes = link_bytes(self._layout, self._dtypes) // BUFFERS
-        buffers = self._backend.host_arena(BUFFERS, nbytes, self._ledger, Account.LINK)
+        sizes = link_buffers(self._layout, self._dtypes)
+        buffers = self._backend.host_arena(*sizes, self._ledger, Account.LINK)
         self.resources.callback(buffers.close)
-        buffers.commit(0, BUFFERS)
+        buffers.commit(0, buffers.slots)
         grad_offload = GradOffload(
             self._backend, self._ledger, self._placement.grad_offload_bytes, buffers
         )

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from itertools import accumulate, product
+from math import prod
 
 from hetero.chunks.layout import Chunk, Layout
 from hetero.planning.placement import (
@@ -28,7 +29,7 @@ from hetero.planning.placement import (
     Placement,
     PlacementError,
     PoolSizes,
-    link_bytes,
+    link_buffers,
     waiting_bytes,
 )
 from hetero.planning.refusal import closest, words
@@ -150,7 +151,7 @@ class PlacementCandidates:
         self._longest_trained = max((c.slots for c in trained), default=0)
         numels = [s.param.numel for c in trained for s in c.slices]
         self._largest_grad_bytes = max(numels, default=0) * dtypes.param_bytes
-        self._link_bytes = 0 if self._device is None else link_bytes(layout, dtypes)
+        self._link_bytes = 0 if self._device is None else prod(link_buffers(layout, dtypes))
         self._several = layout.shard.ranks * layout.shard.replicas > 1
         self._in_making = [_in_making(layout, c, budgets.disk > 0) for c in layout.chunks]
 

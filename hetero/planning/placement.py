@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from hetero.chunks.dtypes import Dtypes
 from hetero.chunks.layout import Chunk, Layout
-from offload.device.grad_offload import BUFFERS, buffer_bytes
+from offload.device.grad_offload import buffer_sizes
 from offload.disk.scratch_file import checksum_bytes
 from offload.errors import BudgetError
 from offload.memory.tiers import Tier
@@ -100,10 +100,10 @@ def waiting_bytes(numels: Iterable[int], ranks: int) -> int:
     return sum(part_bytes(numel * CONSTRUCTION_BYTES, ranks) for numel in numels)
 
 
-def link_bytes(layout: Layout, dtypes: Dtypes) -> int:
-    """RAM of the buffers through which bytes pass between RAM and a DEVICE of its own."""
+def link_buffers(layout: Layout, dtypes: Dtypes) -> tuple[int, int]:
+    """Number and bytes of the buffers in RAM between which and a DEVICE of its own bytes pass."""
     largest = max(s.param.numel for c in layout.chunks for s in c.slices)
-    return BUFFERS * buffer_bytes(largest * dtypes.param_bytes)
+    return buffer_sizes(largest * dtypes.param_bytes)
 
 
 @dataclass(frozen=True)

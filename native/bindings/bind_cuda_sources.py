@@ -27,6 +27,7 @@ void bind_cuda_sources(py::module_& module) {
 }  // namespace hetero
 """
 HEADERS = [
+    "update/cuda/group.h",
     "update/update_kind.h",
     "update/isa/vec_operators.h",
     "update/isa/vec_scalar.h",

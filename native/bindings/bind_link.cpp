@@ -78,9 +78,9 @@ CudaDriver driver_of(const Functions& functions) {
 }
 
 std::shared_ptr<OffloadQueue> make_queue(std::unique_ptr<Copier> copier, Address buffers,
-                                         std::size_t buffer_bytes) {
+                                         std::size_t count, std::size_t buffer_bytes) {
   return released_without_gil(make_own<OffloadQueue>(
-      std::move(copier), reinterpret_cast<std::byte*>(buffers), buffer_bytes));
+      std::move(copier), reinterpret_cast<std::byte*>(buffers), count, buffer_bytes));
 }
 
 Handle<OffloadQueue, OffloadOp> submit(const std::shared_ptr<OffloadQueue>& queue, Address source,
@@ -123,18 +123,19 @@ void bind_link(py::module_& module) {
   py::class_<OffloadQueue, std::shared_ptr<OffloadQueue>>(module, "OffloadQueue")
       .def_static(
           "over_link",
-          [](std::shared_ptr<Link> link, Address buffers, std::size_t buffer_bytes) {
-            return make_queue(make_link_copier(std::move(link)), buffers, buffer_bytes);
+          [](std::shared_ptr<Link> link, Address buffers, std::size_t count,
+             std::size_t buffer_bytes) {
+            return make_queue(make_link_copier(std::move(link)), buffers, count, buffer_bytes);
           },
-          "link"_a, "buffers"_a, "buffer_bytes"_a)
+          "link"_a, "buffers"_a, "count"_a, "buffer_bytes"_a)
       .def_static(
           "on_cuda",
           [](const Functions& functions, Address context, Address stream, Address buffers,
-             std::size_t buffer_bytes) {
+             std::size_t count, std::size_t buffer_bytes) {
             return make_queue(make_cuda_copier(driver_of(functions), context, stream), buffers,
-                              buffer_bytes);
+                              count, buffer_bytes);
           },
-          "functions"_a, "context"_a, "stream"_a, "buffers"_a, "buffer_bytes"_a)
+          "functions"_a, "context"_a, "stream"_a, "buffers"_a, "count"_a, "buffer_bytes"_a)
       .def("submit", &submit, "source"_a, "source_dtype"_a, "to"_a, "dtype"_a, "numel"_a, "add"_a,
            "event"_a = 0, ReleaseGil())
       .def("close", &OffloadQueue::close, ReleaseGil());

@@ -30,11 +30,12 @@ void OffloadOp::wait() {
   if (error_) std::rethrow_exception(error_);
 }
 
-OffloadQueue::OffloadQueue(std::unique_ptr<Copier> copier, std::byte* buffers,
+OffloadQueue::OffloadQueue(std::unique_ptr<Copier> copier, std::byte* buffers, std::size_t count,
                            std::size_t buffer_bytes)
-    : copier_(std::move(copier)), buffers_(buffers), buffer_bytes_(buffer_bytes) {
-  if (buffers == nullptr || buffer_bytes < element_bytes(Dtype::fp32)) {
-    throw std::invalid_argument("buffers of " + std::to_string(buffer_bytes) + " bytes are none");
+    : copier_(std::move(copier)), buffers_(buffers), buffer_bytes_(buffer_bytes), ahead_(count) {
+  if (buffers == nullptr || count == 0 || buffer_bytes < element_bytes(Dtype::fp32)) {
+    throw std::invalid_argument(std::to_string(count) + " buffers of " +
+                                std::to_string(buffer_bytes) + " bytes are none");
   }
   thread_ = quiet_thread("hetero-offload", [this] { work(); });
 }
@@ -78,7 +79,7 @@ void OffloadQueue::cancel_held(OffloadOp& op) {
 void OffloadQueue::work() {
   const MutexLock lock(mutex_);
   for (;;) {
-    while (can_start()) start();
+    while (!queue_.empty() && count_ != ahead_.size()) start();
     if (count_ != 0) {
       finish();
     } else if (stopping_) {
@@ -90,14 +91,10 @@ void OffloadQueue::work() {
   copier_.reset();
 }
 
-bool OffloadQueue::can_start() {
-  if (queue_.empty() || count_ == kMostAhead) return false;
-  return queue_.front()->offload_.straight() || buffers_used_ < kBuffers;
-}
-
 // Starts the copy of the next part. What keeps it from being started is the array's error.
 void OffloadQueue::start() {
-  Part& part = ahead_[(first_ + count_) % kMostAhead];
+  const std::size_t place = (first_ + count_) % ahead_.size();
+  Part& part = ahead_[place];
   part.op = queue_.front();
   OffloadOp& op = *part.op;
   const Offload& offload = op.offload_;
@@ -109,11 +106,7 @@ void OffloadQueue::start() {
   if (op.cancelled_ && !op.error_) op.error_ = cancelled();
   if (op.error_) part.numel = 0;  // the rest of it does not matter
   if (part.numel != 0) {
-    if (!offload.straight()) {
-      part.buffer = buffers_ + next_buffer_ * buffer_bytes_;
-      next_buffer_ = (next_buffer_ + 1) % kBuffers;
-      ++buffers_used_;
-    }
+    if (!offload.straight()) part.buffer = buffers_ + place * buffer_bytes_;
     const MutexUnlock unlocked(mutex_);
     try {
       std::byte* const to = part.buffer != nullptr ? part.buffer : offload.to;
@@ -148,10 +141,9 @@ void OffloadQueue::finish() {
       if (!op.error_) op.error_ = std::current_exception();
     }
   }
-  if (part.buffer != nullptr) --buffers_used_;
   const std::shared_ptr<OffloadOp> ended = part.last ? std::move(part.op) : nullptr;
   part = Part();
-  first_ = (first_ + 1) % kMostAhead;
+  first_ = (first_ + 1) % ahead_.size();
   --count_;
   if (ended) ended->settle();
 }

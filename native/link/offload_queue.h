@@ -2,17 +2,17 @@
 // there, in a thread of its own.
 //
 // What is copied as it is goes straight to its place, whole. What is added or converted comes to
-// buffers in RAM, part by part: one part is copied while the one before it is added. So nothing of
-// an array but its size is in memory twice, and no caller has anything to do for a part.
+// buffers in RAM, part by part: parts are copied while one before them is added. So no more of an
+// array than the buffers hold is in memory twice, and no caller has anything to do for a part.
 #pragma once
 
-#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
 #include <exception>
 #include <memory>
 #include <thread>
+#include <vector>
 
 #include "base/completion.h"
 #include "base/fork.h"
@@ -60,12 +60,12 @@ class OffloadOp : public Completion {
 // the child every use throws and close() does nothing.
 class OffloadQueue {
  public:
-  static constexpr std::size_t kBuffers = 2;
-
-  // `buffers`: kBuffers of `buffer_bytes`, one after another, which nobody else uses while
-  // operations are under way. Throws std::invalid_argument if they have no room for an element. To
-  // be made by make_own().
-  OffloadQueue(std::unique_ptr<Copier> copier, std::byte* buffers, std::size_t buffer_bytes);
+  // `buffers`: `count` of `buffer_bytes`, one after another, which nobody else uses while
+  // operations are under way. As many copies are started and not waited for, to keep a link busy
+  // while one part is added. Throws std::invalid_argument if there are none, or if they have no
+  // room for an element. To be made by make_own().
+  OffloadQueue(std::unique_ptr<Copier> copier, std::byte* buffers, std::size_t count,
+               std::size_t buffer_bytes);
   ~OffloadQueue() { close(); }
   OffloadQueue(const OffloadQueue&) = delete;
   OffloadQueue& operator=(const OffloadQueue&) = delete;
@@ -80,10 +80,6 @@ class OffloadQueue {
   void close() EXCLUDES(mutex_, joining_);
 
  private:
-  // Copies that have been started and not been waited for: of parts that need a buffer one for
-  // each, of small arrays that need none as many as keep a link busy.
-  static constexpr std::size_t kMostAhead = 8;
-
   // Elements [first, first + numel) of an array, on their way.
   struct Part {
     std::shared_ptr<OffloadOp> op;
@@ -95,10 +91,9 @@ class OffloadQueue {
   };
 
   void work() EXCLUDES(mutex_);
-  bool can_start() REQUIRES(mutex_);
   void start() REQUIRES(mutex_);
   void finish() REQUIRES(mutex_);
-  Part& ahead(std::size_t i) REQUIRES(mutex_) { return ahead_[(first_ + i) % kMostAhead]; }
+  Part& ahead(std::size_t i) REQUIRES(mutex_) { return ahead_[(first_ + i) % ahead_.size()]; }
   void cancel_held(OffloadOp& op) REQUIRES(mutex_);
 
   const ForkGuard fork_{"gradient offload", "make a new engine here"};
@@ -108,13 +103,11 @@ class OffloadQueue {
   Mutex mutex_;
   Condition changed_;  // something to do, for the thread
   std::deque<std::shared_ptr<OffloadOp>> queue_ GUARDED_BY(mutex_);  // not wholly started
-  // A ring of the parts that are on their way. Its entries that are in use are the thread's; others
-  // only cancel their copies, with the mutex held.
-  std::array<Part, kMostAhead> ahead_ GUARDED_BY(mutex_);
+  // A ring of the parts that are on their way, of which each may use the buffer of its place. Its
+  // entries that are in use are the thread's; others only cancel their copies, with the mutex held.
+  std::vector<Part> ahead_ GUARDED_BY(mutex_);
   std::size_t first_ GUARDED_BY(mutex_) = 0;
   std::size_t count_ GUARDED_BY(mutex_) = 0;
-  std::size_t next_buffer_ GUARDED_BY(mutex_) = 0;
-  std::size_t buffers_used_ GUARDED_BY(mutex_) = 0;
   bool stopping_ GUARDED_BY(mutex_) = false;
   Mutex joining_;
   std::thread thread_ GUARDED_BY(joining_);

@@ -96,7 +96,7 @@ class Backend:
         raise AssertionError("what is in RAM is where the CPU computes")
 
     def offload_queue(self, buffers: HostArena) -> OffloadQueue:
-        """A queue of arrays that are added to what is in RAM, through `buffers`, two slots there.
+        """A queue of arrays that are added to what is in RAM, through `buffers`, slots there.
 
         The caller closes it, before the slots and the backend.
         """
@@ -198,7 +198,8 @@ class EmulatedBackend(Backend):
         return _Copy(op, to, source)
 
     def offload_queue(self, buffers: HostArena) -> OffloadQueue:
-        return OffloadQueue.over_link(self.link, buffers.address(0), buffers.slot_bytes)
+        sizes = buffers.address(0), buffers.slots, buffers.slot_bytes
+        return OffloadQueue.over_link(self.link, *sizes)
 
     def close(self) -> None:
         self.link.close()

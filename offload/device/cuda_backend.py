@@ -125,7 +125,7 @@ class CudaBackend(Backend):
 
     def offload_queue(self, buffers: HostArena) -> OffloadQueue:
         stream = self._draining.stream
-        return self.runtime.offload_queue(stream, buffers.address(0), buffers.slot_bytes)
+        return self.runtime.offload_queue(stream, buffers)
 
     def offload(
         self,

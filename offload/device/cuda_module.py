@@ -15,7 +15,7 @@ from offload._native import UpdateKind, cuda_sources
 from offload.device.nvrtc import Nvrtc, load_library
 from offload.errors import HeteroError
 
-THREADS = 256  # of a block, as native/update/cuda/update.cu has it
+THREADS = 256  # of a block, as native/update/cuda/group.h has it
 _PROTOTYPES = {
     "cuDevicePrimaryCtxRetain": (POINTER(c_void_p), c_int),
     "cuDevicePrimaryCtxRelease_v2": (c_int,),
@@ -127,14 +127,16 @@ def create_stream(index: int) -> int:
 
 
 @cache
-def compile_kernels(kind: UpdateKind | None, capability: tuple[int, int]) -> bytes:
+def compile_kernels(
+    kind: UpdateKind | None, capability: tuple[int, int], ptx: bool = False
+) -> bytes:
     """Machine code for a GPU of compute capability `capability`, as CudaModule says.
 
-    Raises HeteroError.
+    `ptx`: the text of which machine code is made. Raises HeteroError.
     """
     sources = cuda_sources()
     options = (
-        f"--gpu-architecture=sm_{capability[0]}{capability[1]}",
+        f"--gpu-architecture={'compute' if ptx else 'sm'}_{capability[0]}{capability[1]}",
         "--std=c++20",
         # The CPU's templates carry no annotations.
         "--device-as-default-execution-space",
@@ -148,7 +150,7 @@ def compile_kernels(kind: UpdateKind | None, capability: tuple[int, int]) -> byt
     texts = {name: sources.pop(name) for name in ("update.cu", "mean.cu")}
     source = texts["mean.cu" if kind is None else "update.cu"]
     what = "hetero's mean" if kind is None else "hetero's update"
-    return Nvrtc.find().compile(source, what, sources, options)
+    return Nvrtc.find().compile(source, what, sources, options, ptx)
 
 
 def driver_functions(names: Sequence[str]) -> dict[str, int]:

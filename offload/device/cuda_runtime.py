@@ -27,6 +27,7 @@ from offload.device.cuda_module import (
     primary_context,
 )
 from offload.device.nccl import has_nccl, nccl_group
+from offload.memory.arena import HostArena
 
 Stream = Any
 # By device, the handles of streams that nobody has any more.
@@ -93,6 +94,8 @@ class CudaRuntime:
         self._index = torch.cuda.current_device()
         self.device = torch.device("cuda", self._index)
         self.dlpack_device = (2, self._index)  # kDLCUDA
+        # Streams of new_stream() that somebody has.
+        self.streams: weakref.WeakSet[Stream] = weakref.WeakSet()
         self._events = EventPool(lambda: torch.cuda.Event(blocking=True))  # who waits sleeps
 
     def new_stream(self) -> Stream:
@@ -109,6 +112,7 @@ class CudaRuntime:
         stream = torch.cuda.ExternalStream(handle, self.device)
         # It is dealt out again and never destroyed: torch's allocators may remember it.
         weakref.finalize(stream, unused.append, handle).atexit = False
+        self.streams.add(stream)
         return stream
 
     def current_stream(self) -> Stream:
@@ -163,11 +167,12 @@ class CudaRuntime:
         """The driver's handle of an event, for as long as the caller has the event."""
         return int(event.raw.cuda_event)
 
-    def offload_queue(self, stream: Stream, buffers: int, buffer_bytes: int) -> OffloadQueue:
+    def offload_queue(self, stream: Stream, buffers: HostArena) -> OffloadQueue:
         """A queue whose copies are in `stream`; the rest is as OffloadQueue.on_cuda() has it."""
         context = primary_context(self._index)
         functions = driver_functions(COPY_FUNCTIONS)
-        return OffloadQueue.on_cuda(functions, context, stream.cuda_stream, buffers, buffer_bytes)
+        sizes = buffers.address(0), buffers.slots, buffers.slot_bytes
+        return OffloadQueue.on_cuda(functions, context, stream.cuda_stream, *sizes)
 
     def empty(self, nbytes: int) -> torch.Tensor:
         """Memory of the device. Raises RuntimeError (torch.cuda.OutOfMemoryError)."""

@@ -54,6 +54,7 @@ class DeviceArena(HostArena):
         # By slot and stream, the event after which no work uses it, of pins that have ended.
         self._unused_after: dict[int, dict[Stream, Event]] = {}
         self._written: dict[int, tuple[int, Event]] = {}  # the last write to a run that began here
+        self._stream = runtime.current_stream()  # in which the memory was allocated
         super().__init__(slots, slot_bytes, ledger, account, Tier.DEVICE)
 
     def _map(self, nbytes: int) -> Arena:
@@ -63,10 +64,10 @@ class DeviceArena(HostArena):
             self._committed = [True] * self.slots
             # The allocator orders new uses of memory after old ones in the current stream alone;
             # copies are in another one.
-            stream = self._runtime.current_stream()
-            allocated = self._runtime.record(stream)
+            self._stream = self._runtime.current_stream()
+            allocated = {self._stream: self._runtime.record(self._stream)}
             with self._lock:
-                self._unused_after = {slot: {stream: allocated} for slot in range(self.slots)}
+                self._unused_after = {slot: allocated.copy() for slot in range(self.slots)}
             where = self._runtime.dlpack_device
             return Arena.over(block.data_ptr(), nbytes, *where, block, self.slot_bytes)
         except RuntimeError as error:
@@ -144,11 +145,22 @@ class DeviceArena(HostArena):
                 self._unused_after.pop(each, None)
 
     def close(self) -> None:
-        """Waits until no work uses the memory, and gives it back; idempotent."""
+        """Gives the memory back; idempotent. The host does not wait for work that uses it.
+
+        The stream in which it was allocated does: the allocator gives it to nobody else but in
+        that stream's order, or after waiting for it. Some uses are noted nowhere, as reads by
+        copies from here, so it waits for all that our streams were given.
+        """
         if self._memory is not None:
-            with suppress(RuntimeError):  # of the device's, which who uses it next meets
-                self._runtime.synchronize_all()
             with self._lock:
+                streams: set[Stream] = set(self._runtime.streams)
+                for _, used in self._used.values():
+                    streams.update(used)
+                for ended in self._unused_after.values():
+                    streams.update(ended)
+                for stream in streams - {self._stream}:
+                    with suppress(RuntimeError):  # the device's, which its next user meets
+                        self._runtime.wait(self._stream, self._runtime.record(stream))
                 self._used.clear()
                 self._unused_after.clear()
                 self._written.clear()
@@ -178,6 +190,9 @@ class PageLockedArena(HostArena):
         fresh = self._uncommitted(slot, run)
         super().commit(slot, run)
         for first, slots in fresh:
+            # Page-locking would populate the pages, too, but in one thread, with a lock of the
+            # process held. torch's threads write the zeros that are there.
+            self.view(first, slots, torch.uint8).zero_()
             self._page_lock(first, slots)
 
     def _page_lock(self, slot: int, run: int) -> None:
@@ -210,8 +225,10 @@ class PageLockedArena(HostArena):
         self._runtime.unregister(self.address(first))
 
     def close(self) -> None:
-        """As HostArena; no copy uses the memory any more."""
-        if self._memory is not None:
+        """As HostArena. Waits for copies, of which some may be ahead of their use."""
+        if self._page_locked:
+            with suppress(RuntimeError):  # the device's, which its next user meets
+                self._runtime.synchronize_all()
             for first in list(self._page_locked):
                 self._unlock(first)
         super().close()

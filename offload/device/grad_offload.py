@@ -1,8 +1,8 @@
 """Gradients on their way from the device to where they are kept in RAM.
 
 A gradient that is the first of its step and has the kept dtype is copied straight to its home,
-whole. One that is added or converted passes in parts through two buffers in RAM, where it is added
-in fp32 and rounded once, so with the same bits. A native thread (native/link/offload_queue.h)
+whole. One that is added or converted passes in parts through buffers in RAM, where it is added in
+fp32 and rounded once, so with the same bits. A native thread (native/link/offload_queue.h)
 starts the copies, waits for them, and has idle threads of the worker pool add: Python submits a
 gradient and waits for it, whatever its size. Bytes under way are charged to DEVICE and limited.
 Code that reads a kept gradient waits for what is on its way to it, and gets the error if that was
@@ -28,13 +28,19 @@ from offload.memory.operation import Operation, Worker
 from offload.memory.sizes import PAGE_BYTES, format_bytes, round_up
 from offload.memory.tiers import Account, Tier
 
-BUFFERS = 2  # in RAM: one receives a part of a gradient while the one before it is added
-_MOST_BUFFER_BYTES = 4 << 20
+BUFFERS = 8  # in RAM at most, each for a part of a gradient that is on its way
+_MOST_BUFFER_BYTES = 1 << 20
 
 
-def buffer_bytes(largest_bytes: int) -> int:
-    """Bytes of each buffer, whole pages, if no gradient is larger than `largest_bytes`."""
-    return min(_MOST_BUFFER_BYTES, round_up(largest_bytes, PAGE_BYTES))
+def buffer_sizes(largest_bytes: int) -> tuple[int, int]:
+    """How many buffers there are, and the bytes of each, whole pages.
+
+    Together they have room for two gradients of `largest_bytes`, the largest ones, if those are
+    small.
+    """
+    two = 2 * round_up(largest_bytes, PAGE_BYTES)
+    nbytes = min(_MOST_BUFFER_BYTES, round_up(-(-two // BUFFERS), PAGE_BYTES))
+    return min(BUFFERS, two // nbytes), nbytes
 
 
 @dataclass(eq=False)
@@ -67,7 +73,7 @@ class GradOffload:
     def __init__(
         self, backend: Backend, ledger: Ledger, limit_bytes: int, buffers: HostArena
     ) -> None:
-        """`buffers` has BUFFERS slots in RAM, and lasts longer. One gradient may pass the limit."""
+        """`buffers` are slots in RAM, and last longer. One gradient may pass the limit."""
         self._backend = backend
         self._ledger = ledger
         self.limit_bytes = limit_bytes  # may change; 0: nothing is to come

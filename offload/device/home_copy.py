@@ -1,4 +1,4 @@
-"""Copies of whole homes between DEVICE and RAM or the file, through two buffers in RAM."""
+"""Copies of whole homes between DEVICE and RAM or the file, through buffers in RAM."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Callable
 import torch
 
 from offload.device.backend import Backend
-from offload.device.grad_offload import BUFFERS
 from offload.disk.scratch_file import FileTransfers
 from offload.memory.arena import HostArena
 from offload.memory.operation import Operation, wait_quietly
@@ -17,7 +16,7 @@ _Move = Callable[[slice, torch.Tensor], Operation | None]
 
 
 class HomeCopier:
-    """Copies through buffers in RAM, one of which is filled while another is emptied.
+    """Copies through buffers in RAM, half of which are filled while the others are emptied.
 
     Homes in RAM need not be page-locked, so copies between them and DEVICE use the buffers, too.
     All calls return when the copy is done; meanwhile the caller keeps others from using the buffers
@@ -26,7 +25,7 @@ class HomeCopier:
     """
 
     def __init__(self, backend: Backend, buffers: HostArena, file: FileTransfers) -> None:
-        """`buffers` has BUFFERS slots, of whole pages."""
+        """`buffers` has two slots or more, of whole pages."""
         self._backend = backend
         self._buffers = buffers
         self._file = file
@@ -64,26 +63,27 @@ class HomeCopier:
         return lambda part, buffer: self._backend.fetch(to[part], buffer)
 
     def _run(self, nbytes: int, fill: _Move, empty: _Move) -> None:
-        """Fills a buffer with each part, and empties it while the other one is filled."""
-        length = self._buffers.slot_bytes
+        """Fills a buffer with each part, and empties it while others are filled."""
+        length, buffers = self._buffers.slot_bytes, self._buffers.slots
         parts = [slice(at, min(at + length, nbytes)) for at in range(0, nbytes, length)]
         fills: list[Operation | None] = []
         empties: list[Operation | None] = []
 
         def buffer(number: int) -> torch.Tensor:
             part = parts[number]
-            whole = self._buffers.view(number % BUFFERS, 1, torch.uint8)
+            whole = self._buffers.view(number % buffers, 1, torch.uint8)
             return whole[: part.stop - part.start]
 
         try:
-            for number in range(len(parts) + BUFFERS):
-                if number >= BUFFERS:
-                    _wait(empties[number - BUFFERS])
+            for number in range(len(parts) + buffers):
+                if number >= buffers:
+                    _wait(empties[number - buffers])
                 if number < len(parts):
                     fills.append(fill(parts[number], buffer(number)))
-                if 0 < number <= len(parts):
-                    _wait(fills[number - 1])
-                    empties.append(empty(parts[number - 1], buffer(number - 1)))
+                filled = number - buffers // 2
+                if 0 <= filled < len(parts):
+                    _wait(fills[filled])
+                    empties.append(empty(parts[filled], buffer(filled)))
         except Exception:
             for op in (*empties, *fills):
                 wait_quietly(op)  # its memory gets another use

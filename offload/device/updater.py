@@ -17,9 +17,8 @@ from offload.device.cuda_module import THREADS, CudaModule
 if TYPE_CHECKING:
     from offload.device.cuda_runtime import CudaRuntime
 
-# As native/update/cuda/update.cu has them.
-_GROUP = 4
-_STATE_BLOCK_NUMEL = 64
+# As native/update/cuda has them.
+_THREAD_NUMEL = 4  # elements that a thread has
 _LANES = 32
 _SUM_NUMEL = 32 * 1024
 
@@ -51,6 +50,11 @@ def _split_arrays(
     return _SplitArrays(param.data_ptr(), remainder.data_ptr(), address)
 
 
+def _blocks(numel: int) -> int:
+    """Blocks of threads for so many elements."""
+    return -(-numel // (THREADS * _THREAD_NUMEL))
+
+
 @dataclass(frozen=True)
 class DeviceTask:
     """One tile's update: addresses on the device, and segments as StepTask has them."""
@@ -75,8 +79,6 @@ class Updater:
         self._made: CudaModule | None = None
         self._state_at = [kind.state_at(i, tile_numel) for i in range(kind.states)]
         self._has_master = self._state_at[0] > 0
-        # Elements that a thread updates: a state block, or as many as it reads at once.
-        self._thread_numel = _STATE_BLOCK_NUMEL if kind.state_dtype == "8bit" else _GROUP
 
     def prepare(self) -> CudaModule:
         """The kernels, which are compiled unless that was done. Raises HeteroError."""
@@ -96,7 +98,7 @@ class Updater:
         for tile, task in enumerate(tasks):
             for first, numel, hyper, index in task.segments:
                 segments.append((first, numel, index, hyper, tile, blocks, 0))
-                blocks += -(-numel // (THREADS * self._thread_numel))
+                blocks += _blocks(numel)
         if not segments:
             return
         arrays = [self._arrays(task) for task in tasks]
@@ -154,7 +156,7 @@ class Updater:
         """As _native.split_master(), of flat tensors on the device."""
         at = _split_arrays(param, remainder, carrier)
         arguments = [c_void_p(values.data_ptr()), at, c_uint64(values.numel())]
-        self._one_each("hetero_split", values.numel(), arguments)
+        self._launch("hetero_split", values.numel(), arguments)
 
     def join(
         self,
@@ -166,11 +168,11 @@ class Updater:
         """As _native.join_master(), of flat tensors on the device."""
         at = _split_arrays(param, remainder, carrier)
         arguments = [at, c_void_p(target.data_ptr()), c_uint64(target.numel())]
-        self._one_each("hetero_join", target.numel(), arguments)
+        self._launch("hetero_join", target.numel(), arguments)
 
-    def _one_each(self, kernel: str, numel: int, arguments: Sequence[object]) -> None:
-        blocks = -(-numel // THREADS)
-        self.prepare().launch(kernel, blocks, arguments, self._runtime.current_stream())
+    def _launch(self, kernel: str, numel: int, arguments: Sequence[object]) -> None:
+        stream = self._runtime.current_stream()
+        self.prepare().launch(kernel, _blocks(numel), arguments, stream)
 
 
 # Dtypes, as native/update/update_kind.h numbers them.
@@ -207,8 +209,8 @@ class MeanKernel:
         first, count = parts.data_ptr(), len(parts) // numel
         number = _NUMBERS[parts.dtype]
         argument = _Parts(first, target.data_ptr(), numel, count, number, divisor, 0)
-        blocks = -(-numel // THREADS)
-        self._made.launch("hetero_mean", blocks, [argument], self._runtime.current_stream())
+        stream = self._runtime.current_stream()
+        self._made.launch("hetero_mean", _blocks(numel), [argument], stream)
 
     def close(self) -> None:
         """Unloads the kernel, which is not running; idempotent."""

@@ -81,6 +81,7 @@ class DevicePool:
         self._make = make
         self._pools = [SlotPool(make(limit), limit)]
         self._beyond: dict[int, HostArena] = {}  # by the number of its first slot, a negative one
+        self._spare: list[HostArena] = []  # for runs beyond the limit; without slots
         self._last = 0
 
     def take(self, run: int, beyond: bool = False) -> int | None:
@@ -91,7 +92,12 @@ class DevicePool:
                 return number * _EACH + first
         if not beyond:
             return None
-        arena = self._make(run)
+        arena = self._spare.pop() if self._spare else self._make(0)
+        try:
+            arena.resize(run)
+        except BaseException:
+            self._spare.append(arena)
+            raise
         self._last -= 1
         self._beyond[self._last] = arena
         return self._last
@@ -118,6 +124,8 @@ class DevicePool:
     def give_back(self, first: int, run: int) -> None:
         """Frees a run that take() allocated."""
         if first < 0:
-            self._beyond.pop(first).close()
+            arena = self._beyond.pop(first)
+            arena.resize(0)
+            self._spare.append(arena)
         else:
             self._pools[first // _EACH].give_back(first % _EACH, run)

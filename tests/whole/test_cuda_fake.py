@@ -21,6 +21,7 @@ from offload.device.fetch_queue import FetchQueue
 from offload.errors import BudgetError, HeteroError
 from offload.memory.arena import HostArena
 from offload.memory.tiers import Tier
+from tests.support.cuda.delays import delayed_streams
 from tests.support.cuda.watch import Watch
 from tests.support.native.fake_cuda import FakeRuntime
 from tests.support.training.loops import Run, batches, build, train
@@ -306,6 +307,35 @@ def test_homes_and_slots_move_and_bits_are_the_same(
     assert set(ledger.in_use_bytes.values()) == {0}
     assert runtime.page_locked == {}
     assert runtime.taken == {}
+
+
+@pytest.mark.parametrize(
+    "policy", ["nvme", *(pytest.param(p, marks=pytest.mark.extra) for p in ("cpu", "auto"))]
+)
+def test_streams_that_sleep_change_no_bit(
+    runtime: FakeRuntime, policy: str, tmp_path: Path
+) -> None:
+    model, optimizer = build(**options(tmp_path, {"placement_policy": policy}, dtype="bf16"))
+    with delayed_streams(runtime, seed=0) as slept:
+        run = train(model, optimizer, batches(6), 1, clip=1.0)
+    assert run.same_bits(reference("bf16", 1))
+    assert slept == set(runtime.streams)
+
+
+def test_homes_that_leave_the_device_do_not_stop_it_each(
+    runtime: FakeRuntime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = options(tmp_path, {"placement_policy": "auto"}, dtype="bf16", device_memory=LARGE)
+    model, optimizer = build(**given)
+    engine = optimizer.engine
+    homes = 3 * engine.placement.param.count(Tier.DEVICE)
+    synchronize_all, stops = runtime.synchronize_all, []
+    monkeypatch.setattr(runtime, "synchronize_all", lambda: stops.append(synchronize_all()))
+    engine.set_budget(device_memory="600KiB")
+    assert homes - 3 * engine.placement.param.count(Tier.DEVICE) > 3
+    assert len(stops) == 1
+    monkeypatch.undo()
+    assert train(model, optimizer, batches(6), 1, clip=1.0).same_bits(reference("bf16", 1))
 
 
 def test_a_copy_that_failed_leaves_homes_where_they_were(

@@ -10,14 +10,13 @@
 #define __builtin_memcpy std::memcpy
 #include <cstring>
 
+#include "update/cuda/group.h"
 #include "update/isa/vec_scalar.h"
 #include "update/kernels/writes.inl.h"
 #undef __builtin_prefetch
 #undef __builtin_memcpy
 
 namespace hetero::cuda {
-
-inline constexpr unsigned kMeanThreads = 256;  // of a block of threads
 
 // `count` arrays of `numel` elements, one after another in memory. The target may be one of them.
 struct Parts {
@@ -32,28 +31,43 @@ struct Parts {
 static_assert(sizeof(Parts) == 40);
 
 template <Dtype dtype>
-void mean_of(const Parts& parts, std::uint64_t i) {
+void mean_of(const Parts& parts, const Share& share) {
   constexpr std::size_t size = element_bytes(dtype);
-  const char* at = parts.first + i * size;
-  float sum = load_as_fp32<VecScalar, dtype>(at);
+  using Values = Group<size>;
+  const std::uint64_t stride = parts.numel * size;
+  // Each array begins so, then.
+  const bool whole = parts.numel % kGroup == 0 && Values::is_aligned(parts.first) &&
+                     Values::is_aligned(parts.target);
+  const char* const at = parts.first + share.first * size;
+  Values values;
+  values.load(at, whole, share.count);
+  float sums[kGroup];
+#pragma unroll
+  for (unsigned i = 0; i < kGroup; ++i) sums[i] = load_as_fp32<VecScalar, dtype>(values.at(i));
   for (std::uint32_t k = 1; k < parts.count; ++k) {
-    sum += load_as_fp32<VecScalar, dtype>(at + k * parts.numel * size);
+    values.load(at + k * stride, whole, share.count);
+#pragma unroll
+    for (unsigned i = 0; i < kGroup; ++i) sums[i] += load_as_fp32<VecScalar, dtype>(values.at(i));
   }
-  store_rounded<VecScalar, dtype>(parts.target + i * size, sum / static_cast<float>(parts.divisor));
+#pragma unroll
+  for (unsigned i = 0; i < kGroup; ++i) {
+    store_rounded<VecScalar, dtype>(values.at(i), sums[i] / static_cast<float>(parts.divisor));
+  }
+  values.store(parts.target + share.first * size, whole, share.count);
 }
 
 inline void mean_thread(const Parts& parts, unsigned block, unsigned thread) {
-  const std::uint64_t i = static_cast<std::uint64_t>(block) * kMeanThreads + thread;
-  if (i >= parts.numel) return;
+  const Share share(parts.numel, block, thread);
+  if (share.count == 0) return;
   switch (static_cast<Dtype>(parts.dtype)) {
     case Dtype::fp32:
-      mean_of<Dtype::fp32>(parts, i);
+      mean_of<Dtype::fp32>(parts, share);
       break;
     case Dtype::bf16:
-      mean_of<Dtype::bf16>(parts, i);
+      mean_of<Dtype::bf16>(parts, share);
       break;
     case Dtype::fp16:
-      mean_of<Dtype::fp16>(parts, i);
+      mean_of<Dtype::fp16>(parts, share);
       break;
   }
 }

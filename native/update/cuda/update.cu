@@ -6,8 +6,8 @@
 //
 // NVRTC compiles this at run time for one kind of update (HETERO_KIND, its number); the headers are
 // given to it by name. It compiles as C++ for the host as well, where tests compare it with the
-// kernels of the CPU. No thread needs another one: of states in 8 bits each takes a whole state block
-// (neighbouring threads do not read neighbouring bytes then, which is right, and not fast).
+// kernels of the CPU. Threads need each other only where states are in 8 bits: those of a state
+// block, which are half a warp, find its largest magnitude together.
 #pragma once
 
 #include <cstddef>
@@ -18,6 +18,7 @@
 #define __builtin_memcpy std::memcpy
 #include <cstring>
 
+#include "update/cuda/group.h"
 #include "update/kernels/sum_of_squares.inl.h"
 #include "update/kernels/update_kernel.inl.h"
 #include "update/isa/vec_scalar.h"
@@ -25,9 +26,6 @@
 #undef __builtin_memcpy
 
 namespace hetero::cuda {
-
-inline constexpr unsigned kThreads = 256;  // of a block of threads
-inline constexpr unsigned kGroup = 4;      // elements that a thread reads at once, and updates
 
 // Elements [first, first + numel) of the arrays of a tile. `index` is the number of the first one,
 // for its random bits. Blocks of threads from `first_block` on are the segment's.
@@ -82,129 +80,188 @@ unsigned segment_of(const Batch& batch, unsigned block) {
   return low;
 }
 
-template <std::size_t size>
-struct Wide;
-template <>
-struct Wide<2> {
-  using Element = std::uint16_t;
-};
-template <>
-struct Wide<4> {
-  using Element = std::uint32_t;
-};
+// The part of a segment that a thread updates.
+struct SegmentShare {
+  const UpdateSegment& segment;
+  const UpdateArrays tile;
+  const Share share;
+  const std::uint64_t at;  // number of its first element in the tile
+  const bool whole;        // a Group of each array, aligned
 
-// The elements of one array that a thread works on. `whole`: all of a group, which is aligned.
-template <std::size_t size>
-struct alignas(kGroup * size) Group {
-  using Element = typename Wide<size>::Element;
-  Element elements[kGroup];
-
-  char* at(unsigned i) { return reinterpret_cast<char*>(elements + i); }
-
-  void load(const char* from, bool whole, unsigned count) {
-    if (whole) {
-      *this = *reinterpret_cast<const Group*>(from);
-      return;
-    }
-#pragma unroll
-    for (unsigned i = 0; i < kGroup; ++i) {
-      elements[i] = i < count ? reinterpret_cast<const Element*>(from)[i] : Element{0};
-    }
-  }
-
-  void store(char* to, bool whole, unsigned count) const {
-    if (whole) {
-      *reinterpret_cast<Group*>(to) = *this;
-      return;
-    }
-#pragma unroll
-    for (unsigned i = 0; i < kGroup; ++i) {
-      if (i < count) reinterpret_cast<Element*>(to)[i] = elements[i];
-    }
-  }
-};
-template <>
-struct Group<0> {  // of what a kind does not have
-  char* at(unsigned) { return nullptr; }
-  void load(const char*, bool, unsigned) {}
-  void store(char*, bool, unsigned) const {}
+  SegmentShare(const UpdateBatch& batch, unsigned block, unsigned thread)
+      : segment(batch.segment[segment_of(batch, block)]),
+        tile(batch.tiles[segment.tile]),
+        share(segment.numel, block - segment.first_block, thread),
+        at(segment.first + share.first),
+        whole(share.count == kGroup && segment.first % kGroup == 0) {}
 };
 
-// What thread `thread` of block `block` does with states in 8 bits, one state block.
+// What all kinds read and write beside states.
 template <UpdateKind kind>
-void update_state_block_thread(const UpdateBatch& batch, unsigned block, unsigned thread) {
-  const UpdateSegment& segment = batch.segment[segment_of(batch, block)];
-  const std::uint64_t offset =
-      (static_cast<std::uint64_t>(block - segment.first_block) * kThreads + thread) *
-      kStateBlockNumel;
-  if (offset >= segment.numel) return;
-  const std::uint64_t left = segment.numel - offset;
-  const std::uint64_t at = segment.first + offset;
-  UpdateArrays arrays = batch.tiles[segment.tile];
-  arrays.param += at * kind.param_bytes();
-  arrays.grad += at * element_bytes(kind.grad_dtype);
-  arrays.master += at * kind.changed_master_bytes();
-  for (std::size_t i = 0; i < kind.states(); ++i) {
-    arrays.states[i] += state_bytes(kind.state_dtype, at);
-  }
-  update_block<VecScalar, kind>(arrays, left < kStateBlockNumel ? left : kStateBlockNumel,
-                                batch.constants[segment.constants], segment.index + offset);
-}
-
-// What thread `thread` of block `block` does with kGroup elements.
-template <UpdateKind kind>
-void update_group_thread(const UpdateBatch& batch, unsigned block, unsigned thread) {
-  constexpr std::size_t param_size = kind.param_bytes();
-  constexpr std::size_t grad_size = element_bytes(kind.grad_dtype);
-  constexpr std::size_t master_size = kind.changed_master_bytes();
-  constexpr std::size_t state_size = state_bytes(kind.state_dtype, 1);
-  constexpr std::size_t second_size = kind.states() == 2 ? state_size : 0;
-
-  const UpdateSegment& segment = batch.segment[segment_of(batch, block)];
-  const std::uint64_t offset =
-      (static_cast<std::uint64_t>(block - segment.first_block) * kThreads + thread) * kGroup;
-  if (offset >= segment.numel) return;
-  const std::uint64_t left = segment.numel - offset;
-  const unsigned count = left < kGroup ? static_cast<unsigned>(left) : kGroup;
-  const bool whole = count == kGroup && segment.first % kGroup == 0;
-  const std::uint64_t at = segment.first + offset;
-
-  const UpdateArrays tile = batch.tiles[segment.tile];
+struct ParamGroups {
+  static constexpr std::size_t param_size = kind.param_bytes();
+  static constexpr std::size_t grad_size = element_bytes(kind.grad_dtype);
+  static constexpr std::size_t master_size = kind.changed_master_bytes();
 
   Group<param_size> param;
   Group<grad_size> grad;
   Group<master_size> master;
+
+  void load(const SegmentShare& its) {
+    param.load(its.tile.param + its.at * param_size, its.whole, its.share.count);
+    grad.load(its.tile.grad + its.at * grad_size, its.whole, its.share.count);
+    master.load(its.tile.master + its.at * master_size, its.whole, its.share.count);
+  }
+
+  void store(const SegmentShare& its) const {
+    param.store(its.tile.param + its.at * param_size, its.whole, its.share.count);
+    master.store(its.tile.master + its.at * master_size, its.whole, its.share.count);
+  }
+
+  UpdateArrays arrays(unsigned i) { return {param.at(i), grad.at(i), master.at(i), {}}; }
+};
+
+// What a thread does with states that are no codes.
+template <UpdateKind kind>
+void update_group(const UpdateBatch& batch, unsigned block, unsigned thread) {
+  constexpr std::size_t state_size = state_bytes(kind.state_dtype, 1);
+  constexpr std::size_t second_size = kind.states() == 2 ? state_size : 0;
+  const SegmentShare its(batch, block, thread);
+  if (its.share.count == 0) return;
+
+  ParamGroups<kind> groups;
   Group<state_size> first;
   Group<second_size> second;
-  param.load(tile.param + at * param_size, whole, count);
-  grad.load(tile.grad + at * grad_size, whole, count);
-  master.load(tile.master + at * master_size, whole, count);
-  first.load(tile.states[0] + at * state_size, whole, count);
-  second.load(tile.states[1] + at * second_size, whole, count);
+  groups.load(its);
+  first.load(its.tile.states[0] + its.at * state_size, its.whole, its.share.count);
+  second.load(its.tile.states[1] + its.at * second_size, its.whole, its.share.count);
 
-  const UpdateConstants constants = batch.constants[segment.constants];
+  const UpdateConstants constants = batch.constants[its.segment.constants];
 #pragma unroll
   for (unsigned i = 0; i < kGroup; ++i) {
-    RandomBits<VecScalar> random_bits(segment.index + offset + i, constants.random_key);
-    update_vector<VecScalar, kind>(
-        {param.at(i), grad.at(i), master.at(i), {first.at(i), second.at(i)}}, constants,
-        random_bits);
+    RandomBits<VecScalar> random_bits(its.segment.index + its.share.first + i,
+                                      constants.random_key);
+    UpdateArrays arrays = groups.arrays(i);
+    arrays.states[0] = first.at(i);
+    arrays.states[1] = second.at(i);
+    update_vector<VecScalar, kind>(arrays, constants, random_bits);
   }
 
-  param.store(tile.param + at * param_size, whole, count);
-  master.store(tile.master + at * master_size, whole, count);
-  first.store(tile.states[0] + at * state_size, whole, count);
-  second.store(tile.states[1] + at * second_size, whole, count);
+  groups.store(its);
+  first.store(its.tile.states[0] + its.at * state_size, its.whole, its.share.count);
+  second.store(its.tile.states[1] + its.at * second_size, its.whole, its.share.count);
 }
+
+// The largest magnitudes in a state block, in bits: a maximum has no order.
+struct Largest {
+  std::uint32_t all = 0;
+  std::uint32_t number = 0;  // without what becomes an infinity or a NaN
+
+  static std::uint32_t of(std::uint32_t x, std::uint32_t y) { return x > y ? x : y; }
+  void join(const Largest& other) {
+    all = of(all, other.all);
+    number = of(number, other.number);
+  }
+};
+
+// States in 8 bits: a state block has kBlockThreads threads, which update kGroup elements each, and
+// then make codes with the largest magnitude of them all. As update_state_block(), which see.
+inline constexpr unsigned kBlockThreads = kStateBlockNumel / kGroup;
 
 template <UpdateKind kind>
-void update_thread(const UpdateBatch& batch, unsigned block, unsigned thread) {
-  if constexpr (kind.state_dtype == StateDtype::eight_bit) {
-    update_state_block_thread<kind>(batch, block, thread);
-  } else {
-    update_group_thread<kind>(batch, block, thread);
+class CodesUpdate {
+  static constexpr std::size_t last = kind.states() - 1;
+  template <std::size_t state>
+  using Block = StateBlock<VecScalar, kind.is_signed(state)>;
+
+ public:
+  CodesUpdate(const UpdateBatch& batch, unsigned block, unsigned thread)
+      : its_(batch, block, thread),
+        number_(thread % kBlockThreads),
+        constants_(batch.constants[its_.segment.constants]) {}
+
+  // Whether the segment has nothing of the state block: for all threads of it.
+  bool is_outside() const { return its_.share.first - number_ * kGroup >= its_.segment.numel; }
+
+  void update() {
+    ParamGroups<kind> groups;
+    groups.load(its_);
+    if constexpr (kind.moves_states()) {
+      decode<0>();
+      if constexpr (last == 1) decode<1>();
+    }
+#pragma unroll
+    for (unsigned i = 0; i < kGroup; ++i) {
+      float states[kind.states()] = {};
+      for (std::size_t state = 0; state <= last; ++state) states[state] = kept_[state][i];
+      auto carry = VecScalar::set_bits(0);
+      update_param<VecScalar, kind>(groups.arrays(i), constants_, states, carry);
+      kept_[0][i] = Block<0>::kept(states[0]);
+      if constexpr (last == 1) kept_[1][i] = Block<1>::kept(states[1]);
+    }
+    groups.store(its_);
   }
-}
+
+  template <std::size_t state>
+  Largest largest() const {
+    Largest found;
+#pragma unroll
+    for (unsigned i = 0; i < kGroup; ++i) {
+      const std::uint32_t bits = Block<state>::magnitude(kept_[state][i]);
+      found.join({bits, bits < Block<state>::infinite ? bits : 0});
+    }
+    return found;
+  }
+
+  // `largest` is that of all threads of the state block.
+  template <std::size_t state>
+  void encode(const Largest& largest) const {
+    alignas(float) char scale[sizeof(float)];
+    const auto by = Block<state>::store_scale(scale, largest.number,
+                                              largest.all >= Block<state>::infinite);
+    Group<1> codes;
+#pragma unroll
+    for (unsigned i = 0; i < kGroup; ++i) {
+      std::uint32_t random = RandomBits<VecScalar>(its_.segment.index + its_.share.first + i,
+                                                   constants_.random_key)
+                                 .next();
+      if constexpr (state == 1) random = random >> (32 - Block<state>::dropped);
+      Block<state>::encode(codes.at(i), kept_[state][i], by, random & Block<state>::random_mask);
+    }
+    if (number_ == 0) {
+      *reinterpret_cast<std::uint32_t*>(block<state>()) = *reinterpret_cast<std::uint32_t*>(scale);
+    }
+    codes.store(codes_at<state>(), its_.whole, its_.share.count);
+  }
+
+ private:
+  // Segments begin with a state block, so this thread's is before its first element.
+  template <std::size_t state>
+  char* block() const {
+    return its_.tile.states[state] + state_bytes(kind.state_dtype, its_.at - number_ * kGroup);
+  }
+  template <std::size_t state>
+  char* codes_at() const {
+    return block<state>() + Block<state>::codes_at + number_ * kGroup;
+  }
+
+  template <std::size_t state>
+  void decode() {
+    const std::uint32_t bits = *reinterpret_cast<const std::uint32_t*>(block<state>());
+    const auto scale = Block<state>::Scale::load(reinterpret_cast<const char*>(&bits));
+    Group<1> codes;
+    codes.load(codes_at<state>(), its_.whole, its_.share.count);
+#pragma unroll
+    for (unsigned i = 0; i < kGroup; ++i) {
+      kept_[state][i] = Block<state>::decode(codes.at(i), scale);
+    }
+  }
+
+  const SegmentShare its_;
+  const unsigned number_;  // of the thread, among those of the state block
+  const UpdateConstants constants_;
+  float kept_[kind.states()][kGroup] = {};  // states, then what is kept of them
+};
 
 // Sums of squares as sum_of_squares.inl.h defines them: first every lane of every block, then the
 // tree over the lanes, then the blocks of an array in order.
@@ -257,26 +314,59 @@ inline void total_thread(const SumBatch& batch, double* totals, unsigned block, 
   totals[number] = total;
 }
 
+// The groups of a bf16 split's arrays that a thread has.
+template <UpdateKind kind>
+struct SplitGroups {
+  static constexpr Carrier carrier = kind.carrier(kind.states() - 1);
+  static constexpr std::size_t carrier_size = kCarrierBytes<kind.state_dtype, carrier>;
+
+  const Share share;
+  const bool whole;  // all of each group, aligned
+  Group<4> values;
+  Group<2> param, remainder;
+  Group<carrier_size> carriers;
+
+  SplitGroups(const char* source, const SplitArrays& at, std::uint64_t numel, unsigned block,
+              unsigned thread)
+      : share(numel, block, thread),
+        whole(share.count == kGroup && Group<4>::is_aligned(source) &&
+              Group<2>::is_aligned(at.param) && Group<2>::is_aligned(at.remainder) &&
+              Group<carrier_size>::is_aligned(at.carrier)) {}
+
+  SplitArrays arrays(unsigned i) { return {param.at(i), remainder.at(i), carriers.at(i)}; }
+};
+
 template <UpdateKind kind>
 void split_thread(const char* source, const SplitArrays& at, std::uint64_t numel, unsigned block,
                   unsigned thread) {
-  const std::uint64_t i = static_cast<std::uint64_t>(block) * kThreads + thread;
-  if (i >= numel) return;
-  constexpr Carrier carrier = kind.carrier(kind.states() - 1);
-  constexpr std::size_t size = kCarrierBytes<kind.state_dtype, carrier>;
-  split_vector<VecScalar, kind.state_dtype, carrier>(
-      source + 4 * i, {at.param + 2 * i, at.remainder + 2 * i, at.carrier + size * i});
+  using Groups = SplitGroups<kind>;
+  Groups its(source, at, numel, block, thread);
+  const auto [first, count] = its.share;
+  its.values.load(source + 4 * first, its.whole, count);
+  its.carriers.load(at.carrier + Groups::carrier_size * first, its.whole, count);
+#pragma unroll
+  for (unsigned i = 0; i < kGroup; ++i) {
+    split_vector<VecScalar, kind.state_dtype, Groups::carrier>(its.values.at(i), its.arrays(i));
+  }
+  its.param.store(at.param + 2 * first, its.whole, count);
+  its.remainder.store(at.remainder + 2 * first, its.whole, count);
+  its.carriers.store(at.carrier + Groups::carrier_size * first, its.whole, count);
 }
 
 template <UpdateKind kind>
 void join_thread(const SplitArrays& at, char* target, std::uint64_t numel, unsigned block,
                  unsigned thread) {
-  const std::uint64_t i = static_cast<std::uint64_t>(block) * kThreads + thread;
-  if (i >= numel) return;
-  constexpr Carrier carrier = kind.carrier(kind.states() - 1);
-  constexpr std::size_t size = kCarrierBytes<kind.state_dtype, carrier>;
-  join_vector<VecScalar, kind.state_dtype, carrier>(
-      {at.param + 2 * i, at.remainder + 2 * i, at.carrier + size * i}, target + 4 * i);
+  using Groups = SplitGroups<kind>;
+  Groups its(target, at, numel, block, thread);
+  const auto [first, count] = its.share;
+  its.param.load(at.param + 2 * first, its.whole, count);
+  its.remainder.load(at.remainder + 2 * first, its.whole, count);
+  its.carriers.load(at.carrier + Groups::carrier_size * first, its.whole, count);
+#pragma unroll
+  for (unsigned i = 0; i < kGroup; ++i) {
+    join_vector<VecScalar, kind.state_dtype, Groups::carrier>(its.arrays(i), its.values.at(i));
+  }
+  its.values.store(target + 4 * first, its.whole, count);
 }
 
 }  // namespace hetero::cuda
@@ -285,12 +375,37 @@ void join_thread(const SplitArrays& at, char* target, std::uint64_t numel, unsig
 
 namespace hetero::cuda {
 inline constexpr UpdateKind kKind = kind_of(HETERO_KIND);
+
+// That of the threads of this one's state block, all of which call this.
+inline Largest of_state_block(Largest largest) {
+  const unsigned first_lane = threadIdx.x % 32 / kBlockThreads * kBlockThreads;
+  const unsigned lanes = ((1U << kBlockThreads) - 1) << first_lane;
+#pragma unroll
+  for (unsigned apart = kBlockThreads / 2; apart > 0; apart /= 2) {
+    largest.join({__shfl_xor_sync(lanes, largest.all, apart),
+                  __shfl_xor_sync(lanes, largest.number, apart)});
+  }
+  return largest;
+}
 }  // namespace hetero::cuda
 
 extern "C" {
 
 __global__ void hetero_update(const __grid_constant__ hetero::cuda::UpdateBatch batch) {
-  hetero::cuda::update_thread<hetero::cuda::kKind>(batch, blockIdx.x, threadIdx.x);
+  constexpr auto kind = hetero::cuda::kKind;
+  if constexpr (kind.state_dtype == hetero::StateDtype::eight_bit) {
+    hetero::cuda::CodesUpdate<kind> its(batch, blockIdx.x, threadIdx.x);
+    if (its.is_outside()) return;
+    its.update();
+    if constexpr (kind.moves_states()) {
+      its.template encode<0>(hetero::cuda::of_state_block(its.template largest<0>()));
+      if constexpr (kind.states() == 2) {
+        its.template encode<1>(hetero::cuda::of_state_block(its.template largest<1>()));
+      }
+    }
+  } else {
+    hetero::cuda::update_group<kind>(batch, blockIdx.x, threadIdx.x);
+  }
 }
 
 __global__ void hetero_lanes(const __grid_constant__ hetero::cuda::SumBatch batch) {

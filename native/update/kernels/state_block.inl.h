@@ -126,6 +126,12 @@ struct StateBlock {
         largest = number > largest ? number : largest;
       }
     }
+    return store_scale(block, largest, has_others);
+  }
+
+  // Of a block whose largest number has that magnitude.
+  [[gnu::always_inline]] static Rounding store_scale(char* block, std::uint32_t largest,
+                                                     bool has_others) {
     const bool is_zero = largest < smallest_scale;
     const std::uint32_t bits = (is_zero ? 0 : largest) | (has_others ? 0x80000000 : 0);
     __builtin_memcpy(block, &bits, sizeof bits);

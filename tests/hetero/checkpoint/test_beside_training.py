@@ -19,7 +19,7 @@ from hetero.state.chunk_versions import Snapshot
 from tests.hetero.checkpoint.test_save_load import PLACES, build, same, steps, whole
 from tests.support.training.small_net import Net, loss_of
 
-pytestmark = pytest.mark.usefixtures("nothing_left")
+pytestmark = pytest.mark.usefixtures("nothing_left", "fake_cuda")
 
 
 @contextmanager

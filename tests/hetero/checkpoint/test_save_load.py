@@ -21,7 +21,7 @@ import hetero
 from tests.support.training.small_net import EMULATED, SETTINGS, Net, Settings, loss_of
 
 ROOT = Path(__file__).resolve().parents[3]
-pytestmark = pytest.mark.usefixtures("nothing_left")
+pytestmark = pytest.mark.usefixtures("nothing_left", "fake_cuda")
 
 RULES: dict[str, Callable[..., hetero.HybridOptimizer]] = {
     "adam": hetero.HybridAdam,
@@ -51,6 +51,7 @@ PLACES: dict[str, Settings] = {
     "waiting": {"placement_policy": "auto", "host_memory": "200KiB", "overlap_updates": "none"},
     "large chunks": {"placement_policy": "nvme", "host_memory": "1MiB", "chunk_numel": 16384},
     "emulated": EMULATED.values[0],  # type: ignore[dict-item]
+    "cuda": {"placement_policy": "auto", "backend": "cuda", "device_memory": "160KiB"},
 }
 
 

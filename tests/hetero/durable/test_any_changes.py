@@ -95,7 +95,8 @@ class AnyChanges(RuleBasedStateMachine):
         shutil.rmtree(copy)
 
 
-@pytest.mark.parametrize("place", ["cpu", "disk", "speculative", "waiting", "emulated"])
+@pytest.mark.parametrize("place", ["cpu", "disk", "speculative", "waiting", "emulated", "cuda"])
+@pytest.mark.usefixtures("fake_cuda")
 def test_any_changes(place: str) -> None:
     machine = type("AnyChangesThere", (AnyChanges,), {"place": place})
     machine.TestCase.settings = settings(

@@ -24,7 +24,7 @@ from tests.hetero.checkpoint.test_save_load import (
 )
 from tests.support.training.smallest import smallest_host_memory
 
-pytestmark = pytest.mark.usefixtures("nothing_left")
+pytestmark = pytest.mark.usefixtures("nothing_left", "fake_cuda")
 DURABLE = {"durable": True}
 
 

@@ -18,7 +18,7 @@ from hetero.planning.placement import (
     Placement,
     SlotBytes,
     concurrent_slots,
-    link_bytes,
+    link_buffers,
 )
 from offload._native import StepPipeline
 from offload.errors import BudgetError
@@ -331,15 +331,16 @@ def test_buffers_of_the_link_are_in_ram():
     layout = pack([ParamSpec(i, f"p{i}", SLOT - i, True) for i in range(10)], SLOT)
     large = pack([ParamSpec(0, "p0", 5 << 20, True)], SLOT)
     dtypes = Dtypes("bf16", "bf16")
-    assert link_bytes(layout, dtypes) == 2 * SLOT * 2
-    assert link_bytes(large, dtypes) == 2 * (4 << 20)
+    assert link_buffers(layout, dtypes) == (4, SLOT)  # of two gradients
+    assert link_buffers(large, dtypes) == (8, 1 << 20)
+    nbytes = 4 * SLOT
     for policy in ("auto", "cuda"):
         p = placed(layout, dtypes, policy, Budgets(AMPLE, 0, device=AMPLE), 1)
         assert set(p.optim_state) == {Tier.DEVICE}
-        assert p.pool_bytes == link_bytes(layout, dtypes)
+        assert p.pool_bytes == nbytes
     with_device = placed(layout, dtypes, "cpu", Budgets(AMPLE, 0, device=AMPLE), 1)
     without = placed(layout, dtypes, "cpu", Budgets(AMPLE, 0), 1)
-    assert with_device.pool_bytes - without.pool_bytes == link_bytes(layout, dtypes)
+    assert with_device.pool_bytes - without.pool_bytes == nbytes
 
 
 class TestKeptRecords:

@@ -9,7 +9,7 @@ extern "C" int hetero_on_host(const char* kernel, unsigned blocks, void** argume
   if (kernel != std::string("hetero_mean")) return 1;
   const auto& parts = *static_cast<const Parts*>(arguments[0]);
   for (unsigned block = 0; block < blocks; ++block) {
-    for (unsigned thread = 0; thread < kMeanThreads; ++thread) mean_thread(parts, block, thread);
+    for (unsigned thread = 0; thread < kThreads; ++thread) mean_thread(parts, block, thread);
   }
   return 0;
 }

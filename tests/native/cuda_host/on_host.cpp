@@ -7,6 +7,7 @@
 #include <stdexcept>
 #include <string>
 #include <utility>
+#include <vector>
 
 namespace hetero::cuda {
 namespace {
@@ -30,12 +31,39 @@ T& argument(void** arguments, int i) {
   return *static_cast<T*>(arguments[i]);
 }
 
+// What half a warp does: all its threads update, and then all make codes.
+template <UpdateKind kind>
+void update_codes(const UpdateBatch& batch, unsigned block, unsigned first_thread) {
+  std::vector<CodesUpdate<kind>> half_warp;
+  for (unsigned thread = first_thread; thread < first_thread + kBlockThreads; ++thread) {
+    half_warp.emplace_back(batch, block, thread);
+  }
+  if (half_warp[0].is_outside()) return;
+  for (auto& thread : half_warp) thread.update();
+  if constexpr (kind.moves_states()) {
+    Largest largest[2];
+    for (const auto& thread : half_warp) largest[0].join(thread.template largest<0>());
+    if constexpr (kind.states() == 2) {
+      for (const auto& thread : half_warp) largest[1].join(thread.template largest<1>());
+    }
+    for (const auto& thread : half_warp) {
+      thread.template encode<0>(largest[0]);
+      if constexpr (kind.states() == 2) thread.template encode<1>(largest[1]);
+    }
+  }
+}
+
 template <UpdateKind kind>
 constexpr Launches launches_of() {
   return {
       [](void** a, unsigned blocks) {
+        const auto& batch = argument<UpdateBatch>(a, 0);
         threads(blocks, [&](unsigned block, unsigned thread) {
-          update_thread<kind>(argument<UpdateBatch>(a, 0), block, thread);
+          if constexpr (kind.state_dtype != StateDtype::eight_bit) {
+            update_group<kind>(batch, block, thread);
+          } else if (thread % kBlockThreads == 0) {
+            update_codes<kind>(batch, block, thread);
+          }
         });
       },
       [](void** a, unsigned blocks) {

@@ -124,6 +124,27 @@ def test_a_negated_gradient_and_one_of_zeros_have_their_values(rig: Rig) -> None
     assert bool((kept == -1).all())
 
 
+def test_each_buffer_has_a_part_under_way(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver, under_way = rig.runtime.driver, [0]
+    copy, wait = driver.cuMemcpyDtoHAsync_v2, driver.cuEventSynchronize
+
+    def copied(*arguments: int) -> int:
+        under_way.append(under_way[-1] + 1)
+        return copy(*arguments)
+
+    def waited(event: int) -> int:
+        under_way.append(under_way[-1] - 1)
+        return wait(event)
+
+    monkeypatch.setattr(driver, "cuMemcpyDtoHAsync_v2", copied)
+    monkeypatch.setattr(driver, "cuEventSynchronize", waited)
+    for _ in range(2):
+        rig.offload.take(0, "p", rig.grad(1.0), rig.kept(0), True)
+    rig.offload.wait(0, "p")
+    assert max(under_way) == BUFFERS == 8
+    assert under_way[-1] == 0
+
+
 def calls_of(rig: Any, numel: int) -> int:
     """How many Python functions run, in any thread, for one gradient that is added."""
     kept = rig.ram.view(0, 8, torch.float32)[:numel]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import random
 
@@ -231,6 +232,29 @@ class TestPinned:
             # Without torch, whose threads are not here.
             os._exit(sum((int(s.numpy()[0]) == 7) << i for i, s in enumerate(slots)))
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0b101
+        arena.close()
+
+    def test_pages_are_populated_before_they_are_page_locked(
+        self, runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        absent: list[int] = []
+        register = runtime.register
+
+        def registered(address: int, nbytes: int) -> str | None:
+            pages = (ctypes.c_ubyte * (nbytes // SLOT))()
+            arguments = ctypes.c_void_p(address), ctypes.c_size_t(nbytes), pages
+            assert ctypes.CDLL(None).mincore(*arguments) == 0
+            absent.append(sum(not page & 1 for page in pages))
+            return register(address, nbytes)
+
+        monkeypatch.setattr(runtime, "register", registered)
+        arena = self.arena(runtime, 600)
+        arena.commit(1, 300)
+        arena.view(1, 300, torch.uint8).fill_(7)
+        arena.commit(0, 600)
+        assert absent == [0, 0, 0]
+        assert bool((arena.view(1, 300, torch.uint8) == 7).all())
+        arena.decommit(0, 600)
         arena.close()
 
     def test_what_is_given_back_is_not_pinned(self, runtime: FakeRuntime) -> None:

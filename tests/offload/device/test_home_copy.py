@@ -99,7 +99,6 @@ def test_a_failure_is_told_and_nothing_is_under_way(
     with pytest.raises(OSError, match=r"failed|Input/output"):
         getattr(rig.home_copier, way)(*ends)
     assert rig.engine.stats["in_flight"] == 0
-    rig.buffers.view(0, 1, torch.uint8).fill_(7)  # nobody writes to it any more
-    rig.buffers.view(1, 1, torch.uint8).fill_(7)
-    assert (rig.buffers.view(0, 2, torch.uint8) == 7).all()
+    rig.buffers.view(0, BUFFERS, torch.uint8).fill_(7)  # nobody writes to it any more
+    assert (rig.buffers.view(0, BUFFERS, torch.uint8) == 7).all()
     getattr(rig.home_copier, way)(*ends)

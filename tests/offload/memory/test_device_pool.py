@@ -24,6 +24,32 @@ def make(limit: int, budget: int) -> tuple[DevicePool, Ledger]:
     return DevicePool(arena, limit), ledger
 
 
+def test_runs_beyond_the_limit_come_and_go_in_the_devices_order() -> None:
+    """In the middle of backward, where the host must not wait for the device."""
+    runtime, ledger = FakeRuntime(), Ledger({Tier.DEVICE: 3 * SLOT})
+    waits: list[None] = []
+    runtime.synchronize_all = lambda: waits.append(None)  # type: ignore[method-assign]
+    arenas: list[DeviceArena] = []
+
+    def arena(slots: int) -> DeviceArena:
+        arenas.append(DeviceArena(runtime, slots, SLOT, ledger, Account.BUCKET))
+        return arenas[-1]
+
+    pool = DevicePool(arena, 1)
+    for run in (1, 2, 1):
+        first = pool.take(run, beyond=True)
+        assert first is not None
+        beyond = pool.take(run, beyond=True) if run == 1 else None
+        with pytest.raises(BudgetError):
+            pool.take(3, beyond=True)
+        pool.give_back(first, run)
+        if beyond is not None:
+            pool.give_back(beyond, run)
+        assert used(ledger) == 1
+    assert waits == []
+    assert len(arenas) == 1 + 2  # that of the limit, and as many as were wanted at once
+
+
 def used(ledger: Ledger) -> int:
     return ledger.used(Tier.DEVICE, Account.BUCKET) // SLOT
 

@@ -24,6 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from offload import _native
 from offload._native import UpdateKind
 from offload.device.cuda_runtime import Event, EventPool
+from offload.memory.arena import HostArena
 from tests.support.cuda.fake_driver import CONTEXT, FakeDriver, FakeEvent
 from tests.support.cuda.fake_nccl import FakeNccl
 from tests.support.cuda.stream_order import HOST, Clock, StreamOrder
@@ -77,7 +78,8 @@ class FakeRuntime:
         self.streams = [self.compute]
         self.failure: str | None = None  # of every copy from now on
         self.captures = False  # whether a graph is being captured
-        self.freed: dict[int, torch.Tensor] = {}  # by bytes, the memory that was freed last
+        # By stream and bytes, the memory that was freed last.
+        self.freed: dict[tuple[FakeStream, int], torch.Tensor] = {}
         self.lock = threading.RLock()
         # Told when other devices have sent something, for which a stream here may wait.
         self.arrived = threading.Condition(self.lock)
@@ -292,11 +294,10 @@ class FakeRuntime:
     def handle(self, event: Event) -> int:
         return self.driver.handle(self.moment(event), event.raw)
 
-    def offload_queue(
-        self, stream: FakeStream, buffers: int, buffer_bytes: int
-    ) -> _native.OffloadQueue:
+    def offload_queue(self, stream: FakeStream, buffers: HostArena) -> _native.OffloadQueue:
+        sizes = buffers.address(0), buffers.slots, buffers.slot_bytes
         return _native.OffloadQueue.on_cuda(
-            self.driver.functions, CONTEXT, self.driver.handle(stream), buffers, buffer_bytes
+            self.driver.functions, CONTEXT, self.driver.handle(stream), *sizes
         )
 
     def _check_page_locked(self, sides: Sequence[tuple[int, int]]) -> None:
@@ -319,15 +320,17 @@ class FakeRuntime:
                 raise torch.OutOfMemoryError(f"fake CUDA out of memory: tried to allocate {nbytes}")
             # As torch: what was given back is used again, and goes to the device before it is full.
             self.cached = min(max(0, self.cached - nbytes), self.total - in_use - nbytes)
-            # As torch, what was freed is used again at once, whatever work still reads it.
-            raw = self.freed.pop(nbytes, None)
+            # As torch, what was freed is used again at once, whatever work still reads it, in the
+            # stream that it was taken for.
+            stream = self.current_stream()
+            raw = self.freed.pop((stream, nbytes), None)
             if raw is None:
                 raw = torch.full((nbytes + PAGE,), 0xFF, dtype=torch.uint8)
             begin = -raw.data_ptr() % PAGE  # page by page, as arenas want it
             block = raw[begin : begin + nbytes]
             self.taken[block.data_ptr()] = nbytes
             self.peak = max(self.peak, self._reserved())
-        weakref.finalize(block, self._free, block.data_ptr(), raw)
+        weakref.finalize(block, self._free, block.data_ptr(), raw, stream)
         return block
 
     def upload(self, content: bytes) -> torch.Tensor:
@@ -341,20 +344,28 @@ class FakeRuntime:
         raw = (ctypes.c_uint8 * block.nbytes).from_address(block.data_ptr())
         return torch.frombuffer(raw, dtype=torch.uint8)
 
-    def _free(self, address: int, raw: torch.Tensor) -> None:
+    def _free(self, address: int, raw: torch.Tensor, stream: FakeStream) -> None:
         with self.lock:
             nbytes = self.taken.pop(address, 0)
-            # Its next user's work is in the stream that it was taken for, which no copy is in.
-            assert not self._is_copied(address, nbytes), "memory was freed that a copy uses"
+            # Its next user's work is in the stream that it was taken for, and may write at once.
+            self.order.use(stream, [(address, nbytes)], writes=True)
             self.cached += nbytes
-            self.freed[nbytes] = raw
+            self._give_up(self.freed.get((stream, nbytes)))
+            self.freed[stream, nbytes] = raw
 
     def _reserved(self) -> int:
         return sum(self.taken.values()) + self.cached
 
     def empty_cache(self) -> None:
         self.cached = 0
+        for raw in self.freed.values():
+            self._give_up(raw)
         self.freed.clear()
+
+    def _give_up(self, raw: torch.Tensor | None) -> None:
+        """The memory, if any, is no device's any more."""
+        if raw is not None:
+            self.order.forget(raw.data_ptr(), raw.nbytes)
 
     # Other devices
 
@@ -380,7 +391,7 @@ class FakeRuntime:
     def unregister(self, address: int) -> None:
         with self.lock:
             nbytes = self.page_locked.pop(address)
-            assert not self._is_copied(address, nbytes), "a copy uses it"
+            self.order.use(HOST, [(address, nbytes)], writes=True)  # which has waited for copies
 
     def _is_copied(self, address: int, nbytes: int) -> bool:
         """Whether a copy that is not done uses a byte of the memory."""
