@@ -27,7 +27,7 @@ struct Wide<4> {
 // kGroup elements of `size` bytes. `whole`: all of them, from an address that is_aligned(); else
 // the first `count`, and zeros.
 template <std::size_t size>
-struct alignas(kGroup * size) Group {
+struct alignas(kGroup* size) Group {
   using Element = typename Wide<size>::Element;
   Element elements[kGroup];
 
