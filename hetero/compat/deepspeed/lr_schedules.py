@@ -54,6 +54,7 @@ class RateSchedule(DeclaresArguments):
             if self.warmup_type not in ("log", "linear"):
                 said = "there is no warmup_type %r; rates rise as a logarithm ('log')"
                 logger.warning(said, self.warmup_type)
+                vars(self)["warmup_type"] = "log"
         self._last_lr: list[Any] = [group["lr"] for group in groups]
         self.org_lrs = [
             rate.clone() if isinstance(rate, torch.Tensor) else rate for rate in self._last_lr
@@ -221,6 +222,7 @@ class OneCycle(
                 f"cycle_first_step_size must be above 0, and cycle_second_step_size 0 or more, not "
                 f"{first} and {second}"
             )
+        self.step_ratio = first / (first + second)
         self.min_lrs = self._of_groups(self.cycle_min_lr)
         self.max_lrs = self._of_groups(self.cycle_max_lr)
         self.cycle_momentum = bool(self.cycle_momentum and "betas" in self.optimizer.defaults)
