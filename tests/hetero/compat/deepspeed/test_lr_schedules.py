@@ -186,6 +186,14 @@ def test_an_unknown_kind_of_warm_up_is_logarithmic(caplog: pytest.LogCaptureFixt
     given = {"warmup_num_steps": 4}
     assert rates("WarmupLR", 6, warmup_type="cubic", **given) == rates("WarmupLR", 6, **given)
     assert "there is no warmup_type 'cubic'" in caplog.text
+    schedule = make_schedule(Named("WarmupLR", {"warmup_type": "cubic"}), optimizer())
+    assert schedule.warmup_type == "log"
+
+
+def test_a_cycles_ratio_of_steps() -> None:
+    sizes = {"cycle_first_step_size": 30, "cycle_second_step_size": 10}
+    params = {"cycle_min_lr": 0.1, "cycle_max_lr": 0.5, **sizes}
+    assert make_schedule(Named("OneCycle", params), optimizer()).step_ratio == 0.75
 
 
 def test_each_group_has_values_of_its_own() -> None:
