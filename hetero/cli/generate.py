@@ -26,8 +26,9 @@ def run(arguments: argparse.Namespace) -> int:
     from transformers import TextStreamer
 
     model, tokenizer = _load(folder)
-    tokens = tokenizer.encode(arguments.prompt)
-    if arguments.chat:
+    if not arguments.chat:
+        tokens = tokenizer.encode(arguments.prompt)
+    else:
         if getattr(tokenizer, "chat_template", None) is None:
             raise ValueError(
                 f"--chat: the tokenizer in {folder} has no chat template; leave it out"
@@ -89,7 +90,7 @@ def _load(folder: Path) -> tuple[Any, Any]:
     adapter = folder / "adapter_config.json"
     if adapter.is_file():
         base = json.loads(adapter.read_text(encoding="utf-8")).get("base_model_name_or_path")
-        if not base or not Path(base).is_dir():
+        if not base or not _is_here(base):
             raise ValueError(
                 f"{folder} is an adapter of the model in {base}, which is not there; name that "
                 f"model's folder as base_model_name_or_path in {adapter}"
@@ -101,6 +102,18 @@ def _load(folder: Path) -> tuple[Any, Any]:
     except (OSError, KeyError) as error:
         raise ValueError(f"{folder}: {error}") from error
     return model.eval(), _Bytes(model.generation_config.eos_token_id)
+
+
+def _is_here(base: str) -> bool:
+    """Whether an adapter's base is a folder, or a model of the Hub that was downloaded before."""
+    from huggingface_hub import try_to_load_from_cache
+
+    if Path(base).is_dir():
+        return True
+    try:
+        return isinstance(try_to_load_from_cache(base, "config.json"), str)
+    except ValueError:  # no name of the Hub's
+        return False
 
 
 def _model_folder(path: Path | None) -> Path:
