@@ -465,6 +465,7 @@ class _Unchanged:
 
 
 _OF_ALL_MODULES = frozenset(vars(torch.nn.Module())) - {"training"}
+_ATOMS = frozenset((bool, int, float, str, type(None), torch.dtype, torch.device))
 
 
 def _attributes(module: torch.nn.Module) -> dict[str, tuple[Any, Hashable]]:
@@ -479,21 +480,24 @@ def _parts(value: Any) -> Hashable:
     Parts of a container count as the same as long as they are the same objects, which tensors are
     until they are written to.
     """
+    kind = type(value)
+    if kind in _ATOMS:  # most are, and this is asked before and after each call of a block
+        return None
     if isinstance(value, torch.Generator):
         return bytes(value.get_state())
     if isinstance(value, random.Random):
         return value.getstate()
-    if type(value).__module__.startswith("numpy.random"):  # its old kind and its new one
+    if kind.__module__.startswith("numpy.random"):  # its old kind and its new one
         bits = getattr(value, "bit_generator", None) or getattr(value, "_bit_generator", value)
         return pickle.dumps(bits.state)
     if isinstance(value, dict):
-        return tuple(map(_Part, (*value, *value.values())))
+        return tuple(map(_Element, (*value, *value.values())))
     if isinstance(value, list | set | deque):
-        return tuple(map(_Part, value))
+        return tuple(map(_Element, value))
     return None
 
 
-class _Part:
+class _Element:
     """An object in a container, which this keeps alive, so that no other one gets its address."""
 
     def __init__(self, each: Any) -> None:
@@ -501,7 +505,7 @@ class _Part:
         self._version = version_of(each) if isinstance(each, torch.Tensor) else 0
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Part):
+        if not isinstance(other, _Element):
             return NotImplemented
         return self._each is other._each and self._version == other._version
 
