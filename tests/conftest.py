@@ -22,8 +22,8 @@ from hetero.state.memory.scratch_space import FOLDER
 from offload import _native
 from offload.disk.directories import ram_filesystem
 from tests.support.covering import covering
+from tests.support.ranks import quick_python as quick
 from tests.support.ranks.processes import RankPool
-from tests.support.ranks.quick_python import QuickPython
 from tests.support.schedule import Recorder, longest_first
 from tests.support.waiting import PATIENCE_S
 
@@ -210,7 +210,7 @@ def ranks4() -> Iterator[RankPool]:
 @pytest.fixture(scope="session")
 def quick_python_program() -> Iterator[Path]:
     """Started when the first test needs it."""
-    with QuickPython() as program:
+    with quick.quick_python() as program:
         yield program
 
 

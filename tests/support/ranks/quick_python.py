@@ -21,9 +21,10 @@ import sys
 import tempfile
 import threading
 import types
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from tests.support.ranks.processes import forked
@@ -48,37 +49,29 @@ os._exit(status)
 """
 
 
-class QuickPython:
+@contextmanager
+def quick_python() -> Iterator[Path]:
     """The program, while the context is open."""
-
-    def __enter__(self) -> Path:
-        """Its path."""
-        self._folder = tempfile.TemporaryDirectory(prefix="quick-")
-        path = Path(self._folder.name) / "python"
+    with tempfile.TemporaryDirectory(prefix="quick-") as folder:
+        path = Path(folder) / "python"
         address = str(path.with_name("socket"))
-        self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(address)
-        self._listener.listen(64)
-        path.write_text(_CLIENT.format(python=sys.executable, address=address))
-        path.chmod(0o755)
-        threading.Thread(target=self._accept, daemon=True).start()
-        return path
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(address)
+            listener.listen(64)
+            path.write_text(_CLIENT.format(python=sys.executable, address=address))
+            path.chmod(0o755)
+            threading.Thread(target=_accept, args=(listener,), daemon=True).start()
+            try:
+                yield path
+            finally:
+                listener.shutdown(socket.SHUT_RDWR)  # which ends _accept()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._listener.shutdown(socket.SHUT_RDWR)  # which ends _accept()
-        self._listener.close()
-        self._folder.cleanup()
 
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                client, _ = self._listener.accept()
-                threading.Thread(target=_run, args=(client,), daemon=True).start()
+def _accept(listener: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while True:
+            client, _ = listener.accept()
+            threading.Thread(target=_run, args=(client,), daemon=True).start()
 
 
 def _run(client: socket.socket) -> None:
