@@ -44,7 +44,9 @@ def _opt(layers: int, width: int, heads: int) -> Shape:
     }
 
 
-def _llama(layers: int, width: int, inner: int, heads: int, groups: int) -> Shape:
+def _llama(
+    layers: int, width: int, inner: int, heads: int, groups: int, vocab_size: int = 32000
+) -> Shape:
     return "llama", {
         "num_hidden_layers": layers,
         "hidden_size": width,
@@ -52,7 +54,7 @@ def _llama(layers: int, width: int, inner: int, heads: int, groups: int) -> Shap
         "num_attention_heads": heads,
         "num_key_value_heads": groups,
         "max_position_embeddings": 4096,
-        "vocab_size": 32000,
+        "vocab_size": vocab_size,
     }
 
 
@@ -71,6 +73,7 @@ SHAPES: dict[str, Shape] = {
     "opt-13b": _opt(40, 5120, 40),
     "opt-30b": _opt(48, 7168, 56),
     "opt-66b": _opt(64, 9216, 72),
+    "llama-3-8b": _llama(32, 4096, 14336, 32, 8, vocab_size=128256),
     "llama-7b": _llama(32, 4096, 11008, 32, 32),
     "llama-13b": _llama(40, 5120, 13824, 40, 40),
     "llama-70b": _llama(80, 8192, 28672, 64, 8),

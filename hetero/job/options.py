@@ -92,8 +92,8 @@ class TrainOptions:
 
     model: str = _option(
         "built-in shape: gpt2-100m, gpt2, gpt2-medium, gpt2-large, gpt2-xl, gpt2-1.3b, opt-1.3b to"
-        " opt-66b, llama-7b, llama-13b or llama-70b; or the config.json of a Hugging Face causal"
-        " language model, or its folder. Weights start at random",
+        " opt-66b, llama-3-8b, llama-7b, llama-13b or llama-70b; or the config.json of a causal"
+        " language model of Hugging Face, or its folder. Weights start at random",
         DEFAULT_MODEL,
     )
     # Another flag for the path of --model; it was the only one in 0.1, and goes with 0.2.

@@ -239,7 +239,7 @@ def test_a_profile_without_a_disk_says_so(here: Path, capsys: pytest.CaptureFixt
 
 @pytest.mark.parametrize(
     ("name", "billions"),
-    [("opt-6.7b", 6.658), ("llama-7b", 6.738), ("llama-70b", 68.977), ("gpt2-xl", 1.558)],
+    [("opt-6.7b", 6.658), ("llama-3-8b", 8.03), ("llama-70b", 68.977), ("gpt2-xl", 1.558)],
 )
 def test_published_sizes(name: str, billions: float) -> None:
     from hetero.job.models import wanted_vocab_size
@@ -319,7 +319,7 @@ class TestWhatIf:
 
 
 @pytest.mark.parametrize(
-    "name", ["8xh100-node", "a100-pcie", "h100-pcie", "laptop", "rtx4090-nvme"]
+    "name", ["8xh100-node", "a100-pcie", "desktop", "h100-pcie", "laptop", "rtx4090-nvme"]
 )
 def test_a_kind_of_machine_needs_no_file(
     name: str, here: Path, capsys: pytest.CaptureFixture[str]
