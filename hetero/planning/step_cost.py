@@ -78,16 +78,19 @@ class Computing:
     expected: bool = False  # they were not measured
 
 
-def expected_computing(numel: int, work: Work, flop_per_s: float) -> Computing:
-    """What computing with so many elements is expected to take before any step was measured.
+def expected_computing(layout: Layout, work: Work, flop_per_s: float) -> Computing:
+    """What computing with all parameters is expected to take before any step was measured.
 
-    It takes 2 floating-point operations per parameter and token in forward and 4 in backward (6 if
-    it computes forward again). Attention's own products, which grow with the sequence, are left
+    It takes 2 floating-point operations per parameter and token in forward. In backward it takes 2
+    for the gradient of the input, 2 for the parameter's own if it is trainable, and 2 where forward
+    is computed again. Attention's own products, which grow with the sequence, are left
     out: they are few beside these unless sequences are longer than some six times the width of the
     model.
     """
-    second = numel * work.tokens * work.micro_batches / flop_per_s
-    return Computing(2 * second, (6 if work.checkpointing else 4) * second, expected=True)
+    trained = sum(s.param.numel for c in layout.chunks if c.trainable for s in c.slices)
+    once_s = 2 * work.tokens * work.micro_batches / flop_per_s  # of an element
+    inputs_s = once_s * layout.numel * (2 if work.checkpointing else 1)
+    return Computing(once_s * layout.numel, inputs_s + once_s * trained, expected=True)
 
 
 @dataclass(frozen=True)
@@ -509,7 +512,7 @@ def predict(
         layout, dtypes = group.layout, group.dtypes
         if computing is None:
             flop_per_s = rates.rate("matmul_flop_per_s", dtypes.compute)
-            own = expected_computing(layout.numel, work, flop_per_s)
+            own = expected_computing(layout, work, flop_per_s)
         else:
             part = layout.numel / numel
             own = Computing(computing.forward_s * part, computing.backward_s * part)

@@ -398,9 +398,19 @@ def test_forward_goes_in_the_order_of_registration():
 
 def test_computing_is_six_operations_per_parameter_and_token():
     numel = SLOT + SLOT // 2
-    computing = expected_computing(numel, Work(tokens=10, micro_batches=3), 1e6)
+    layout = pack([ParamSpec(0, "m", numel, True)], 2 * SLOT)
+    computing = expected_computing(layout, Work(tokens=10, micro_batches=3), 1e6)
     forward_s = 2 * numel * 30 / 1e6
     assert (computing.forward_s, computing.backward_s) == pytest.approx((forward_s, 2 * forward_s))
-    again = expected_computing(numel, Work(10, 3, checkpointing=True), 1e6)
+    again = expected_computing(layout, Work(10, 3, checkpointing=True), 1e6)
     assert again.backward_s == pytest.approx(3 * forward_s)
     assert computing.expected
+
+
+def test_a_frozen_parameter_has_no_gradient_to_compute():
+    specs = [ParamSpec(0, "frozen", SLOT, False), ParamSpec(1, "trained", SLOT // 4, True)]
+    layout = pack(specs, SLOT)
+    forward_s = 2 * (SLOT + SLOT // 4) * 30 / 1e6
+    computing = expected_computing(layout, Work(tokens=10, micro_batches=3), 1e6)
+    assert computing.forward_s == pytest.approx(forward_s)
+    assert computing.backward_s == pytest.approx(forward_s + 2 * SLOT // 4 * 30 / 1e6)

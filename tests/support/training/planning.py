@@ -76,7 +76,7 @@ def make_problem(
     profile = make_profile() if profile is None else profile
     rate = profile.rate("matmul_flop_per_s", "bf16") / tokens
     return Problem(
-        expected_computing(layout.numel, Work(1, micro_batches), rate),
+        expected_computing(layout, Work(1, micro_batches), rate),
         micro_batches,
         layout=layout,
         dtypes=BF16,
