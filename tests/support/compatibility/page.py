@@ -18,6 +18,10 @@ Training code can use a managed model as it uses a plain one, with the exception
 this page. A row is one *touch*: a use of a parameter `p`, of a gradient, of the optimizer or of the
 model, as plain PyTorch code makes it. {differing} of {all} touches differ from plain PyTorch in at
 least one column. [Code written for other projects](#code-written-for-other-projects) comes last.
+In short, with the number of touches that differ:
+
+{summary}
+
 The columns are four ways to manage a small model:
 
 | column | what it is |
@@ -47,6 +51,22 @@ can see; write `p.detach()` in the place of `p`, which reads true, or use `heter
 
 ## Uses that differ
 """
+# The differences of each section in a sentence.
+_IN_SHORT = {
+    "Reads of parameters": "An address, or a new `nn.Parameter` over a managed one, is refused.",
+    "Writes to parameters": "With two ranks, parameters are written in `hetero.gathered()`; no "
+    "shape changes.",
+    "Graphs over parameters": "Functional transforms and tracing take no parameter that is not in "
+    "memory; no backward uses values from before a step.",
+    "Gradients": "A gradient has no address, and is gone after `zero_grad()`.",
+    "Optimizers": "`optimizer.state` has no tensors, `optimizer.state_dict()` has; an engine has "
+    "one optimizer.",
+    "Modules": "After `initialize` no dtype, vocabulary or parametrization changes; with two ranks "
+    "nothing is merged into weights.",
+    "State dicts, copies, averages of weights, files": "`assign=True` is refused; with two ranks "
+    "averages are copied back in `hetero.gathered()`.",
+    "After `engine.close()`": "Parameters have no values.",
+}
 _SAME = """\
 ## Uses that give the same
 
@@ -63,6 +83,7 @@ def page_of(cell_of: Callable[[str, str], str]) -> str:
     """The whole page; `cell_of` takes a touch's name and a column's."""
     differing: list[str] = []
     same: list[str] = []
+    summary: list[str] = []
     count = all_touches = 0
     for section in SECTIONS:
         rows = {
@@ -76,12 +97,16 @@ def page_of(cell_of: Callable[[str, str], str]) -> str:
             head = ["touch", *COLUMNS]
             lines = [row_of(name, cells) for name, cells in others.items()]
             differing += _table(section.title, head, lines)
+            summary.append(f"- {section.title}, {len(others)}: {_IN_SHORT[section.title]}")
         same += _table(
             f"{section.title}: the same" if others else section.title,
             ["touch"],
             [f"| {name} |" for name in rows if name not in others],
         )
-    head_text = _HEAD.replace("{differing}", str(count)).replace("{all}", str(all_touches))
+    facts = {"differing": str(count), "all": str(all_touches), "summary": "\n".join(summary)}
+    head_text = _HEAD
+    for name, fact in facts.items():
+        head_text = head_text.replace(f"{{{name}}}", fact)
     return "\n".join([head_text, *differing, _SAME, *same, other_projects()])
 
 
