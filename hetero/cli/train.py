@@ -101,7 +101,7 @@ def rows(result: TrainResult) -> list[tuple[str, str]]:
     left = {
         "report": f"{facts.run_dir}/report.html, for a browser",
         "checkpoint": result.checkpoint,
-        "trained model": result.model_folder,
+        "trained weights": result.model_folder,
         "timeline": ", ".join(result.timeline_paths),
     }
     return lines + [(label, path) for label, path in left.items() if path]
