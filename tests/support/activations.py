@@ -38,7 +38,11 @@ class StoreRig:
     notes: list[str]
 
     def used(self, tier: Tier = Tier.HOST) -> int:
-        """Bytes of activations that are charged."""
+        """Bytes of activations that are charged, when cancelled transfers have ended."""
+        movement: Any = self.store.movement
+        movement._ram.endings.finish()
+        if not len(self.store):
+            movement.rest()
         return self.ledger.used(tier, Account.ACTIVATION)
 
     @property

@@ -268,9 +268,6 @@ class TestEnds:
                 del saved[seed % 7 :: 3]
                 saved.clear()
                 assert len(rig.store) == rig.store.kept_bytes == 0
-            # Transfers that are under way keep slots until they are cancelled.
-            rig.store.movement._ram.finish()
-            rig.store.movement.rest()
             assert rig.used() == 0
 
     def test_the_file_is_used_again(self, tmp_path: Path) -> None:
