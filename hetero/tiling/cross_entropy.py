@@ -40,9 +40,9 @@ TILE_NUMEL = 1 << 24
 # is therefore larger than a token tile; it is smaller than the hidden states then.
 LEAST_ROWS = 64
 # Columns of the chain's gradient after those of the hidden states: what a node needs of each token,
-# the gradient of its label's log-probability, the sum of those of all, that of the sum of all; the
-# largest logit, and the logarithm of the sum of exponentials.
-_COLUMNS = 5
+# the gradient of its label's log-probability, the largest logit, and the logarithm of the sum of
+# exponentials.
+_COLUMNS = 3
 
 Elementwise = Callable[[torch.Tensor], torch.Tensor]
 
@@ -55,7 +55,6 @@ def tiled_cross_entropy(
     ignore_index: int = -100,
     reduction: str = "mean",
     tile_tokens: int | None = None,
-    label_smoothing: float = 0.0,
     scale: float | None = None,
     softcap: float | None = None,
 ) -> torch.Tensor:
@@ -69,9 +68,6 @@ def tiled_cross_entropy(
     exponential of fp32 that may differ in its last bit. That of `hidden` is a sum in fp32 of
     products in the dtype of `hidden`.
 
-    On CUDA liger-kernel's fused loss is used where it is installed, unless `tile_tokens`, a scale,
-    a cap or reduction="none" is asked for. It makes the gradients in forward.
-
     Args:
         hidden: (..., w), what the head is applied to.
         weight: (V, w), the head's weight, whole; in the dtype of `hidden`.
@@ -83,7 +79,6 @@ def tiled_cross_entropy(
         tile_tokens: tokens whose logits are in memory at a time. Default: so many that there are
             2^24 logits (64 MiB of fp32; backward takes up to twice that). Fewer take less memory,
             and make smaller matrix products.
-        label_smoothing: as torch's.
         scale: logits are multiplied by it (Cohere, Granite), before the cap.
         softcap: logits become softcap * tanh(logits / softcap) (Gemma 2).
 
@@ -93,7 +88,7 @@ def tiled_cross_entropy(
     Raises:
         ValueError: for sizes and options that do not fit together.
     """
-    _check(hidden, weight, labels, bias, reduction, label_smoothing, softcap)
+    _check(hidden, weight, labels, bias, reduction, softcap)
     check_tile_tokens(tile_tokens)
     elementwise: tuple[Elementwise, ...] = ()
     if scale is not None:
@@ -101,9 +96,7 @@ def tiled_cross_entropy(
     if softcap is not None:
         elementwise += (partial(_capped, softcap=softcap),)
     options = TileOptions(tile_tokens, elementwise)
-    return reduced_loss(
-        hidden, weight, labels, bias, ignore_index, reduction, label_smoothing, options
-    )
+    return reduced_loss(hidden, weight, labels, bias, ignore_index, reduction, options)
 
 
 def reduced_loss(
@@ -113,7 +106,6 @@ def reduced_loss(
     bias: torch.Tensor | None,
     ignore_index: int,
     reduction: str,
-    label_smoothing: float,
     options: TileOptions,
     weight_grad_to: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -125,19 +117,8 @@ def reduced_loss(
     # A weight that is whole is brought in once, for the whole function; tiles one after another.
     given = [each for each in (hidden, weight, bias) if isinstance(each, torch.Tensor)]
     if has_torch_function(given):
-        made: torch.Tensor = handle_torch_function(
-            reduced_loss,
-            given,
-            hidden,
-            weight,
-            labels,
-            bias,
-            ignore_index,
-            reduction,
-            label_smoothing,
-            options,
-            weight_grad_to,
-        )
+        others = (hidden, weight, labels, bias, ignore_index, reduction, options, weight_grad_to)
+        made: torch.Tensor = handle_torch_function(reduced_loss, given, *others)
         return made
     shape = labels.shape
     hidden, labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
@@ -149,37 +130,16 @@ def reduced_loss(
         dtype = torch.get_autocast_dtype(device)
         hidden = hidden.to(dtype)
         bias = None if bias is None else bias.to(dtype)
-    fused = _liger() if _on_cuda(hidden) and options == TileOptions() else None
-    if fused is not None and reduction != "none" and isinstance(weight, torch.Tensor):
-        loss: torch.Tensor = fused(
-            hidden,
-            weight.to(hidden.dtype),
-            labels,
-            bias=bias,
-            ignore_index=ignore_index,
-            label_smoothing=label_smoothing,
-            reduction=reduction,
-        )
-        return loss.float()
     ignored = labels == ignore_index
     with torch.autocast(device, enabled=False):
         labels = labels.masked_fill(ignored, 0)
-        found, sums = label_log_probs(
-            hidden, tiles, bias, labels, options, with_sums=bool(label_smoothing)
-        )
+        found = label_log_probs(hidden, tiles, bias, labels, options)
         # What torch does to the log-probabilities, on those of the labels alone: the same order of
         # summation, hence the same bits.
         target = torch.where(ignored, _IGNORED, 0)
         nll = torch.nn.functional.nll_loss(
             found.unsqueeze(1), target, ignore_index=_IGNORED, reduction=reduction
         )
-        if label_smoothing:
-            smooth = (-sums).masked_fill(ignored, 0.0)
-            if reduction != "none":
-                smooth = smooth.sum()
-            if reduction == "mean":
-                smooth = smooth / (~ignored).sum()
-            nll = (1 - label_smoothing) * nll + label_smoothing / tiles.rows * smooth
     return nll.reshape(shape) if reduction == "none" else nll
 
 
@@ -201,7 +161,6 @@ def _check(
     labels: torch.Tensor,
     bias: torch.Tensor | None,
     reduction: str,
-    label_smoothing: float,
     softcap: float | None,
 ) -> None:
     if weight.dim() != 2 or hidden.dim() < 1 or hidden.shape[-1] != weight.shape[-1]:
@@ -222,27 +181,12 @@ def _check(
         )
     if reduction not in _REDUCTIONS:
         raise ValueError(f"reduction must be one of {', '.join(_REDUCTIONS)}, got {reduction!r}")
-    if not 0 <= label_smoothing <= 1:
-        raise ValueError(f"label_smoothing must be in [0, 1], got {label_smoothing}")
     if softcap is not None and softcap <= 0:
         raise ValueError(f"softcap must be positive, got {softcap}")
 
 
 def _capped(logits: torch.Tensor, softcap: float) -> torch.Tensor:
     return softcap * torch.tanh(logits / softcap)
-
-
-def _on_cuda(tensor: torch.Tensor) -> bool:
-    return tensor.is_cuda
-
-
-def _liger() -> Any:
-    """liger-kernel's fused linear cross-entropy as a function; None if it is not installed."""
-    try:
-        from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
-    except ImportError:
-        return None
-    return liger_fused_linear_cross_entropy
 
 
 @dataclass(frozen=True)
@@ -318,9 +262,8 @@ def label_log_probs(
     bias: torch.Tensor | None,
     labels: torch.Tensor,
     options: TileOptions,
-    with_sums: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities of the labels, and the sums of those of all tokens of the vocabulary.
+) -> torch.Tensor:
+    """Log-probabilities of the labels, (T,) in fp32.
 
     Softmax and logarithm are fp32, as transformers' losses have them. All row tiles are used once
     for each token tile; in backward each is used once.
@@ -331,13 +274,9 @@ def label_log_probs(
         bias: (V,), or None.
         labels: (T,) int64, each in [0, V).
         options: the size of tiles, and what is done to logits.
-        with_sums: whether the second result is used in a graph; label smoothing needs it.
-
-    Returns:
-        Two of (T,), fp32.
     """
     tokens, vocabulary = hidden.shape[0], weight.rows
-    results = torch.empty((4, tokens), dtype=torch.float32, device=hidden.device)
+    results = torch.empty((_COLUMNS, tokens), dtype=torch.float32, device=hidden.device)
     chain: torch.Tensor | None = None
     given = (hidden, *weight.params, *(() if bias is None else (bias,)))
     if torch.is_grad_enabled() and any(each.requires_grad for each in given):
@@ -346,9 +285,7 @@ def label_log_probs(
     for part in parts:
         logits: torch.Tensor | None = None
         for param, rows, bias_part in weight.with_bias(bias):
-            tile = _Tile(
-                rows, weight.rows, weight.shared, labels, options, with_sums, hidden.requires_grad
-            )
+            tile = _Tile(rows, weight.rows, weight.shared, labels, options, hidden.requires_grad)
             link = chain if part is parts[-1] else None
             of_rows, made = _use_tile(param, hidden, bias_part, part, tile, link)
             chain = chain if made is None else made
@@ -362,10 +299,10 @@ def label_log_probs(
             assert logits is not None
             _note_log_probs(logits, labels, part, options.elementwise, results)
         del logits, of_rows
-    found, sums = results[0], results[1]
-    if chain is not None:
-        found, sums = _End.apply(chain, *results, vocabulary)  # type: ignore[no-untyped-call]
-    return found, sums
+    if chain is None:
+        return results[0]
+    found: torch.Tensor = _End.apply(chain, *results)  # type: ignore[no-untyped-call]
+    return found
 
 
 @dataclass(frozen=True)
@@ -381,7 +318,6 @@ class _Tile:
     shared: bool
     labels: torch.Tensor
     options: TileOptions
-    with_sums: bool
     needs_hidden: bool
 
 
@@ -465,7 +401,7 @@ class _Link(torch.autograd.Function):
             grad = _probs(given, tile.options.elementwise, sums[:, width:])
             if not tile.options.elementwise:  # its values are not needed any more
                 given = given.new_empty(0)
-            grad = _logit_grads(grad, given, sums[:, width:], labels, at, tile)
+            grad = _logit_grads(grad, given, sums[:, width], labels, at, tile.options.elementwise)
             del given
             if tile.needs_hidden:
                 sums[:, :width] += grad @ rows
@@ -490,33 +426,21 @@ class _End(torch.autograd.Function):
         ctx: Any,
         chain: torch.Tensor,
         found: torch.Tensor,
-        sums: torch.Tensor,
         largest: torch.Tensor,
         log_sums: torch.Tensor,
-        vocabulary: int,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> torch.Tensor:
         ctx.save_for_backward(largest, log_sums)
-        ctx.shape, ctx.vocabulary = chain.shape, vocabulary
-        ctx.set_materialize_grads(False)
-        return found.clone(), sums.clone()
+        ctx.shape = chain.shape
+        return found.clone()
 
     @staticmethod
     @once_differentiable
-    def backward(
-        ctx: Any, found_grad: torch.Tensor | None, sums_grad: torch.Tensor | None
-    ) -> tuple[torch.Tensor | None, ...]:
-        largest, log_sums = ctx.saved_tensors
-        begun = torch.zeros(ctx.shape, dtype=torch.float32, device=largest.device)
-        found, total, of_sums, *logarithms = begun[:, -_COLUMNS:].unbind(1)
-        if found_grad is not None:
-            found.copy_(found_grad)
-        total.copy_(found)
-        if sums_grad is not None:
-            of_sums.copy_(sums_grad)
-            total.add_(ctx.vocabulary * sums_grad)
-        for into, values in zip(logarithms, (largest, log_sums), strict=True):
-            into.copy_(values)
-        return begun, None, None, None, None, None
+    def backward(ctx: Any, found_grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        begun = torch.zeros(ctx.shape, dtype=torch.float32, device=found_grad.device)
+        columns = begun[:, -_COLUMNS:].unbind(1)
+        for column, values in zip(columns, (found_grad, *ctx.saved_tensors), strict=True):
+            column.copy_(values)
+        return begun, None, None, None
 
 
 def _note_log_probs(
@@ -533,10 +457,10 @@ def _note_log_probs(
         labels: (T,) int64, those of all tokens.
         part: the tile's tokens.
         elementwise: what is done to logits.
-        results: (4, T) fp32: gets the log-probability of the label, the sum of all, the largest
-            logit, and the logarithm of the sum of exponentials, of these tokens.
+        results: (_COLUMNS, T) fp32: gets the log-probability of the label, the largest logit, and
+            the logarithm of the sum of exponentials, of these tokens.
     """
-    found, sums, largest, log_sums = results
+    found, largest, log_sums = results
     for function in elementwise:
         logits = function(logits)
     logits = logits.float()
@@ -545,37 +469,33 @@ def _note_log_probs(
     del logits
     # Of the largest logit the log-probability is minus the logarithm of the sum, exactly.
     torch.neg(torch.amax(log_probs, 1), out=log_sums[part])
-    torch.sum(log_probs, 1, out=sums[part])
     found[part] = log_probs.gather(1, labels[part].unsqueeze(1)).squeeze(1)
 
 
 def _logit_grads(
     grad: torch.Tensor,
     given: torch.Tensor,
-    of_tokens: torch.Tensor,
+    found: torch.Tensor,
     labels: torch.Tensor,
     part: slice,
-    tile: _Tile,
+    elementwise: tuple[Elementwise, ...],
 ) -> torch.Tensor:
     """(T, rows), in the dtype of the head: gradients of what the head gives for some rows.
 
     Args:
         grad: (T, rows) fp32, the probabilities; is written to.
         given: (T, rows), what the head gives; empty if nothing is done to it.
-        of_tokens: (T, _COLUMNS) fp32.
+        found: (T,) fp32, the gradients of the labels' log-probabilities.
         labels: (T,) int64.
         part: the rows' numbers in the whole weight.
-        tile: the options, and whether the sums of all have a gradient.
+        elementwise: what is done to logits.
     """
-    found, total, of_sums, *_ = of_tokens.unbind(1)
-    grad.mul_(-total.unsqueeze(1))
-    if tile.with_sums:
-        grad.add_(of_sums.unsqueeze(1))
+    grad.mul_(-found.unsqueeze(1))
     # The label's, if it is in this part of the vocabulary.
     inside = (labels >= part.start) & (labels < part.stop)
     at = torch.where(inside, labels - part.start, 0).unsqueeze(1)
     grad.scatter_add_(1, at, torch.where(inside, found, 0.0).unsqueeze(1))
-    return _through(tile.options.elementwise, given, grad)
+    return _through(elementwise, given, grad)
 
 
 def tile_parts(length: int, size: int) -> Iterator[slice]:

@@ -325,8 +325,8 @@ def _tiled_loss(
         return None
     if not (weight is None and size_average is None and reduce is None):
         return None
-    if reduction not in ("mean", "sum", "none") or not 0 <= label_smoothing <= 1:
-        return None  # torch tells what is wrong
+    if reduction not in ("mean", "sum", "none") or label_smoothing:
+        return None  # torch makes it of whole logits, or tells what is wrong
     # Logits that were detached, or made without a graph, have a loss without one.
     with torch.set_grad_enabled(torch.is_grad_enabled() and input.requires_grad):
         found = _of_tokens(input)
@@ -341,7 +341,6 @@ def _tiled_loss(
             inputs.bias,
             ignore_index,
             reduction,
-            label_smoothing,
             TileOptions(inputs.tile_tokens, elementwise),
             inputs.weight_grad_to,
         )

@@ -10,7 +10,7 @@ import torch
 from hetero.stand_ins.construction_uses import rows_of
 from hetero.tiling.cross_entropy import RowTiles, check_tile_tokens, tile_parts
 from hetero.tiling.heads import DeferredLogits, HeadInputs
-from hetero.tiling.tiled_weight import TiledWeight, real_parameters
+from hetero.tiling.tiled_weight import TiledWeight, owners_of, real_parameters, replace
 
 _LEAST_ROWS = 64  # a tile's rows are a multiple: narrower matrix products have other bits
 
@@ -50,7 +50,9 @@ def tile_embeddings(
     made: dict[str, TiledEmbedding | TiledHead] = {}
     if max_numel is None:
         max_numel = _largest_other(model, output)
-    for owners in list(_owners_of_large_weights(model, max_numel)):
+    for weight, owners in owners_of(model).values():
+        if weight.dim() != 2 or weight.numel() <= max_numel:
+            continue
         embeddings = [owner for owner in owners if _is_plain(owner, torch.nn.Embedding)]
         heads = [owner for owner in owners if _is_plain(owner, torch.nn.Linear)]
         kinds = {(each.padding_idx, each.scale_grad_by_freq) for each in embeddings}
@@ -58,20 +60,18 @@ def tile_embeddings(
             continue  # somebody else uses the weight whole
         if not embeddings and output not in heads:
             continue  # tile_linears() is for those
-        weight: torch.nn.Parameter = owners[0].weight
         rows = max(_LEAST_ROWS, max_numel // weight.shape[1] // _LEAST_ROWS * _LEAST_ROWS)
         if embeddings:
             tiled = TiledEmbedding.from_embedding(embeddings[0], rows)
             for embedding in embeddings:
-                _replace(model, embedding, tiled, made)
+                made |= dict.fromkeys(replace(model, embedding, tiled), tiled)
             parts = tiled.tiles
         else:
-            parts = torch.nn.ModuleList(
-                _row_tile(weight, part) for part in tile_parts(weight.shape[0], rows)
-            )
+            cut = tile_parts(weight.shape[0], rows)
+            parts = torch.nn.ModuleList(_row_tile(weight, part) for part in cut)
         for head in heads:
-            new = TiledHead(parts, head.bias, bool(embeddings), tile_tokens)
-            _replace(model, head, new.train(head.training), made)
+            new = TiledHead(parts, head.bias, bool(embeddings), tile_tokens).train(head.training)
+            made |= dict.fromkeys(replace(model, head, new), new)
     return made
 
 
@@ -87,16 +87,6 @@ def _largest_other(model: torch.nn.Module, output: Any) -> int:
     return max(others, default=1)
 
 
-def _owners_of_large_weights(model: torch.nn.Module, max_numel: int) -> Iterator[list[Any]]:
-    """Yields, for each parameter that is too large, the modules that have it."""
-    owners: dict[int, list[Any]] = {}
-    for module in model.modules():
-        for param in module._parameters.values():
-            if param is not None and param.dim() == 2 and param.numel() > max_numel:
-                owners.setdefault(id(param), []).append(module)
-    yield from owners.values()
-
-
 def _is_plain(module: Any, kind: Any) -> bool:
     """Whether it is torch's own embedding, or linear layer, with a parameter as its weight."""
     plain = type(module) is kind and "weight" in module._parameters
@@ -105,15 +95,7 @@ def _is_plain(module: Any, kind: Any) -> bool:
     return plain
 
 
-def _replace(model: torch.nn.Module, old: Any, new: Any, made: dict[str, Any]) -> None:
-    for parent_name, parent in list(model.named_modules()):
-        for name, child in list(parent.named_children()):
-            if child is old:
-                setattr(parent, name, new)
-                made[f"{parent_name}.{name}".lstrip(".")] = new
-
-
-def _row_tile(weight: torch.nn.Parameter, rows: slice) -> torch.nn.Linear:
+def _row_tile(weight: torch.Tensor, rows: slice) -> torch.nn.Linear:
     with torch.device("meta"):
         tile = torch.nn.Linear(weight.shape[1], rows.stop - rows.start, bias=False)
     tile.weight = torch.nn.Parameter(rows_of(weight, rows), weight.requires_grad)
@@ -156,35 +138,6 @@ class TiledEmbedding(TiledWeight):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self._shape(num_embeddings, embedding_dim, tile_rows, padding_idx, scale_grad_by_freq)
-        where = torch.empty(0, device=device).device
-
-        def add(rows: slice, columns: slice) -> None:
-            """Adds an embedding without values, for which no random numbers are drawn."""
-            padding = self.padding_idx
-            if padding is not None:
-                inside = rows.start <= padding < rows.stop
-                padding = padding - rows.start if inside else None
-            options: Any = {"scale_grad_by_freq": scale_grad_by_freq, "dtype": dtype}
-            with torch.device("meta"):
-                tile = torch.nn.Embedding(rows.stop - rows.start, embedding_dim, padding, **options)
-            real_parameters(tile, where)
-            self.tiles.append(tile)
-
-        self._draw(add, lambda piece: piece.normal_(), dtype, where)
-        for tile, _, _ in self._tiles():
-            if tile.padding_idx is not None and where.type != "meta":
-                with torch.no_grad():
-                    tile.weight[tile.padding_idx].fill_(0)
-
-    def _shape(
-        self,
-        num_embeddings: int,
-        embedding_dim: int,
-        tile_rows: int,
-        padding_idx: int | None,
-        scale_grad_by_freq: bool,
-    ) -> None:
         if tile_rows < 1 or num_embeddings < 1 or embedding_dim < 1:
             raise ValueError(
                 f"num_embeddings, embedding_dim and tile_rows must be 1 or more, got "
@@ -198,9 +151,26 @@ class TiledEmbedding(TiledWeight):
             padding_idx %= num_embeddings
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.tile_rows, self.padding_idx = tile_rows, padding_idx
-        self.scale_grad_by_freq = scale_grad_by_freq
         self.ranges = list(tile_parts(num_embeddings, tile_rows))
         self.tiles = torch.nn.ModuleList()
+        where = torch.empty(0, device=device).device
+
+        def add(rows: slice, columns: slice) -> None:
+            """Adds an embedding without values, for which no random numbers are drawn."""
+            padding = None if padding_idx is None else padding_idx - rows.start
+            if padding is not None and not 0 <= padding < rows.stop - rows.start:
+                padding = None
+            options: Any = {"scale_grad_by_freq": scale_grad_by_freq, "dtype": dtype}
+            with torch.device("meta"):
+                tile = torch.nn.Embedding(rows.stop - rows.start, embedding_dim, padding, **options)
+            real_parameters(tile, where)
+            self.tiles.append(tile)
+
+        self._draw(add, lambda piece: piece.normal_(), dtype, where)
+        for tile, _, _ in self._tiles():
+            if tile.padding_idx is not None and where.type != "meta":
+                with torch.no_grad():
+                    tile.weight[tile.padding_idx].fill_(0)
 
     @classmethod
     def from_embedding(cls, embedding: torch.nn.Embedding, tile_rows: int) -> TiledEmbedding:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from hetero.stand_ins.construction_uses import rows_of
-from hetero.tiling.tiled_weight import TiledWeight, real_parameters
+from hetero.tiling.tiled_weight import TiledWeight, owners_of, real_parameters, replace
 
 
 class TiledLinear(TiledWeight):
@@ -63,7 +63,17 @@ class TiledLinear(TiledWeight):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self._shape(in_features, out_features, in_splits, out_splits)
+        for name, splits, size in (
+            ("in_splits", in_splits, in_features),
+            ("out_splits", out_splits, out_features),
+        ):
+            if not 1 <= splits <= size:
+                raise ValueError(f"{name} must be in [1, {size}], the features, got {splits}")
+        self.in_features, self.out_features = in_features, out_features
+        self.in_splits, self.out_splits = in_splits, out_splits
+        self.in_ranges = _split(in_features, in_splits)
+        self.out_ranges = _split(out_features, out_splits)
+        self.linears = torch.nn.ModuleList()
         self.input_is_already_split = input_is_already_split
         self.combine_out_splits = combine_out_splits
         where = torch.empty(0, device=device).device
@@ -90,19 +100,6 @@ class TiledLinear(TiledWeight):
             for tile in self._last_tiles():
                 with torch.no_grad():
                     tile.bias.uniform_(-bias_bound, bias_bound)
-
-    def _shape(self, in_features: int, out_features: int, in_splits: int, out_splits: int) -> None:
-        for name, splits, size in (
-            ("in_splits", in_splits, in_features),
-            ("out_splits", out_splits, out_features),
-        ):
-            if not 1 <= splits <= size:
-                raise ValueError(f"{name} must be in [1, {size}], the features, got {splits}")
-        self.in_features, self.out_features = in_features, out_features
-        self.in_splits, self.out_splits = in_splits, out_splits
-        self.in_ranges = _split(in_features, in_splits)
-        self.out_ranges = _split(out_features, out_splits)
-        self.linears = torch.nn.ModuleList()
 
     @classmethod
     def from_linear(
@@ -240,28 +237,16 @@ def tile_linears(
     """
     if max_numel < 1:
         raise ValueError(f"max_numel must be 1 or more, got {max_numel}")
-    owners: dict[int, int] = {}
-    for module in model.modules():
-        for param in module._parameters.values():
-            owners[id(param)] = owners.get(id(param), 0) + 1
+    owners = owners_of(model)
     made: dict[str, TiledLinear] = {}
-    for parent_name, parent in list(model.named_modules()):
-        if isinstance(parent, TiledLinear) or parent_name.startswith(tuple(f"{n}." for n in made)):
+    for linear in list(model.modules()):
+        if type(linear) is not torch.nn.Linear or linear.weight.numel() <= max_numel:
             continue
-        for name, child in list(parent.named_children()):
-            if type(child) is not torch.nn.Linear or child.weight.numel() <= max_numel:
-                continue
-            if owners[id(child.weight)] > 1:
-                continue
-            columns = -(-child.in_features // min(in_splits, child.in_features))
-            rows = max(1, max_numel // columns)
-            tiled = TiledLinear.from_linear(
-                child,
-                min(in_splits, child.in_features),
-                -(-child.out_features // rows),
-            )
-            setattr(parent, name, tiled)
-            made[f"{parent_name}.{name}".lstrip(".")] = tiled
+        if linear is not model and len(owners[id(linear.weight)][1]) == 1:
+            splits = min(in_splits, linear.in_features)
+            rows = max(1, max_numel // -(-linear.in_features // splits))
+            tiled = TiledLinear.from_linear(linear, splits, -(-linear.out_features // rows))
+            made |= dict.fromkeys(replace(model, linear, tiled), tiled)
     return made
 
 

@@ -107,3 +107,23 @@ def real_parameters(module: torch.nn.Module, device: torch.device) -> None:
     """Gives the parameters of a module on the meta device memory, without values."""
     for name, param in list(module.named_parameters(recurse=False)):
         setattr(module, name, torch.nn.Parameter(torch.empty_like(param, device=device)))
+
+
+def owners_of(model: torch.nn.Module) -> dict[int, tuple[torch.Tensor, list[Any]]]:
+    """By the id of each parameter, it and the modules that have it."""
+    owners: dict[int, tuple[torch.Tensor, list[Any]]] = {}
+    for module in model.modules():
+        for param in module._parameters.values():
+            if param is not None:
+                owners.setdefault(id(param), (param, []))[1].append(module)
+    return owners
+
+
+def replace(model: torch.nn.Module, old: torch.nn.Module, new: torch.nn.Module) -> list[str]:
+    """Puts a module in the place of another one, wherever that is; returns the names it has."""
+    names = []
+    for parent_name, parent in list(model.named_modules()):
+        for name in [name for name, child in parent._modules.items() if child is old]:
+            setattr(parent, name, new)
+            names.append(f"{parent_name}.{name}".lstrip("."))
+    return names

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -12,7 +10,6 @@ import torch
 from torch.nn import functional as F
 
 import hetero
-from hetero.tiling import cross_entropy as tested
 from hetero.tiling.cross_entropy import TILE_NUMEL, TileOptions
 
 VOCABULARY, WIDTH, TOKENS = 301, 48, 96
@@ -58,8 +55,6 @@ OPTIONS: list[dict[str, Any]] = [
     {},
     {"reduction": "sum"},
     {"reduction": "none"},
-    {"label_smoothing": 0.1},
-    {"label_smoothing": 0.1, "reduction": "none"},
     {"ignore_index": 7},
     {"scale": 0.5, "softcap": 3.0},
 ]
@@ -189,7 +184,6 @@ def test_sizes_of_tiles() -> None:
         ({"labels": torch.zeros(2, 48)}, "of an integer dtype"),
         ({"bias": torch.zeros(3)}, "bias of shape (3,) does not fit"),
         ({"reduction": "all"}, "reduction must be one of mean, sum, none"),
-        ({"label_smoothing": 2.0}, "label_smoothing must be in [0, 1]"),
         ({"softcap": 0.0}, "softcap must be positive"),
         ({"tile_tokens": 0}, "tile_tokens must be 1 or more"),
     ],
@@ -207,30 +201,3 @@ def test_a_label_outside_of_the_vocabulary_is_an_error() -> None:
     labels[1, 3] = VOCABULARY
     with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
         hetero.tiled_cross_entropy(hidden, weight, labels)
-
-
-def test_on_cuda_ligers_function_is_used_if_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its place and its arguments; what it computes is its own business."""
-    calls: list[dict[str, Any]] = []
-
-    def fused(hidden: Any, weight: Any, labels: Any, **options: Any) -> torch.Tensor:
-        calls.append(options)
-        return torch.zeros((), dtype=hidden.dtype)
-
-    functional = ModuleType("liger_kernel.transformers.functional")
-    functional.liger_fused_linear_cross_entropy = fused  # type: ignore[attr-defined]
-    for name in ("liger_kernel", "liger_kernel.transformers"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setitem(sys.modules, functional.__name__, functional)
-    hidden, weight, labels, bias = inputs(torch.bfloat16)
-    assert hetero.tiled_cross_entropy(hidden, weight, labels, bias) > 0
-    assert not calls, "the CPU has no use for it"
-    monkeypatch.setattr(tested, "_on_cuda", lambda tensor: True)
-    loss = hetero.tiled_cross_entropy(hidden, weight, labels, bias, label_smoothing=0.1)
-    assert (loss.item(), loss.dtype) == (0.0, torch.float32)
-    (options,) = calls
-    assert options.pop("bias") is bias
-    assert options == {"ignore_index": -100, "label_smoothing": 0.1, "reduction": "mean"}
-    for other in ({"tile_tokens": 20}, {"scale": 0.5}, {"reduction": "none"}):
-        assert hetero.tiled_cross_entropy(hidden, weight, labels, bias, **other).sum() > 0
-    assert len(calls) == 1
