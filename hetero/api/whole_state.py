@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -54,6 +55,7 @@ class Piece:
 
 
 Visit = Callable[[Piece], None]
+Opened = Callable[[int], AbstractContextManager[TileState | None]]  # the state of a tile
 
 # Of a piece: what is copied of optimizer states in fp32 at a time stays a few MiB.
 PART_NUMEL = 1 << 20
@@ -64,25 +66,18 @@ def read_parts(engine: Engine, managed: Iterable[ManagedParam], visit: Visit) ->
 
     The other ranks need not call it. The optimizer state of each tile is brought in once.
     """
-    engine.steps.schedule.revoke_all()
-    managed = list(managed)
-    engine.params.take_in_written(managed)
-    for members in _by_chunk(managed):
-        _read_chunk(engine, members, visit)
+    for chunk_group, members in _by_chunk(engine, managed):
+        _read_chunk(chunk_group, members, visit)
 
 
-def _read_chunk(engine: Engine, members: list[ManagedParam], visit: Visit) -> None:
+def _read_chunk(chunk_group: ChunkGroup, members: list[ManagedParam], visit: Visit) -> None:
     # A function of its own so that the pin on one chunk ends before the next is brought in.
-    chunk, chunk_group = members[0].chunk, engine.params.group(members[0].chunk)
-    ranks = chunk_group.layout.shard
+    chunk, ranks = members[0].chunk, chunk_group.layout.shard
     flat = chunk_group.params.flat(chunk)
     for rank in range(ranks.ranks):
         shard = flat[ranks.range(flat.numel(), rank)]
-        for tile, parts in parts_by_tile(chunk_group, members, rank):
-            with chunk_group.open_optim_state(chunk, tile, rank) as optim_state:
-                values = _of_tile(shard, chunk_group, tile)
-                for m, part in parts:
-                    visit(make_piece(chunk_group, m, part, values, optim_state))
+        opened = partial(chunk_group.open_optim_state, chunk, rank=rank)
+        _visit_shard(chunk_group, members, shard, opened, visit, rank)
 
 
 def read_own_parts(
@@ -92,27 +87,13 @@ def read_own_parts(
 
     `states`: False: pieces have values alone, and no optimizer state is brought in for them.
     """
-    engine.steps.schedule.revoke_all()
-    managed = list(managed)
-    engine.params.take_in_written(managed)
-    for members in _by_chunk(managed):
-        _read_own_chunk(engine, members, visit, states)
-
-
-def _read_own_chunk(
-    engine: Engine, members: list[ManagedParam], visit: Visit, states: bool
-) -> None:
-    chunk, chunk_group = members[0].chunk, engine.params.group(members[0].chunk)
-    with chunk_group.params.shard(chunk) as shard:
-        for tile, parts in parts_by_tile(chunk_group, members):
-            with ExitStack() as opened:
-                optim_state: TileState | None = None
-                if states:
-                    tile_state = chunk_group.optim_states.open(chunk, tile)
-                    optim_state = opened.enter_context(tile_state)
-                values = _of_tile(shard, chunk_group, tile)
-                for m, part in parts:
-                    visit(make_piece(chunk_group, m, part, values, optim_state))
+    for chunk_group, members in _by_chunk(engine, managed):
+        chunk = members[0].chunk
+        opened: Opened = partial(chunk_group.optim_states.open, chunk)
+        with chunk_group.params.shard(chunk) as shard:
+            given = opened if states else lambda tile: nullcontext()
+            _visit_shard(chunk_group, members, shard, given, visit)
+        del shard  # so that the pin on one chunk ends before the next is brought in
 
 
 def write_parts(
@@ -123,11 +104,17 @@ def write_parts(
     All ranks must call it. `replaces`: `visit` sets masters and states of all parameters in the
     chunks of `managed`, so that what there was is not read.
     """
-    engine.steps.schedule.revoke_all()
-    managed = list(managed)
-    engine.params.take_in_written(managed)
-    for members in _by_chunk(managed):
-        _write_chunk(engine, members, visit, replaces)
+    for chunk_group, members in _by_chunk(engine, managed):
+        chunk = members[0].chunk
+        opened = partial(chunk_group.optim_states.open, chunk, write=True, fresh=replaces)
+        engine.steps.meet(f"changing {chunk.name}")
+        with chunk_group.params.shard(chunk) as shard:
+            _visit_shard(chunk_group, members, shard, opened, visit)
+            chunk_group.params.filled(chunk)
+        del shard
+        for m in members:
+            torch.autograd.graph.increment_version(m.param)
+            m.writes.note()
 
 
 def fill_parts(
@@ -151,32 +138,34 @@ def fill_parts(
     return failures[0] if failures else None
 
 
-def _write_chunk(engine: Engine, members: list[ManagedParam], visit: Visit, replaces: bool) -> None:
-    chunk, chunk_group = members[0].chunk, engine.params.group(members[0].chunk)
-    optim_states = chunk_group.optim_states
-    engine.steps.meet(f"changing {chunk.name}")
-    with chunk_group.params.shard(chunk) as shard:
-        for tile, parts in parts_by_tile(chunk_group, members):
-            with optim_states.open(chunk, tile, write=True, fresh=replaces) as optim_state:
-                values = _of_tile(shard, chunk_group, tile)
-                for m, part in parts:
-                    visit(make_piece(chunk_group, m, part, values, optim_state))
-        chunk_group.params.filled(chunk)
-    for m in members:
-        torch.autograd.graph.increment_version(m.param)
-        m.writes.note()
+def _visit_shard(
+    chunk_group: ChunkGroup,
+    members: list[ManagedParam],
+    shard: torch.Tensor,
+    opened: Opened,
+    visit: Visit,
+    rank: int | None = None,
+) -> None:
+    """Calls `visit` for each piece of a rank's shard of one chunk; `opened` has a tile's state."""
+    for tile, parts in parts_by_tile(chunk_group, members, rank):
+        with opened(tile) as optim_state:
+            first = tile * chunk_group.layout.tile_numel
+            values = shard[first : first + chunk_group.layout.tile_numel]
+            for m, part in parts:
+                visit(make_piece(chunk_group, m, part, values, optim_state))
 
 
-def _of_tile(shard: torch.Tensor, chunk_group: ChunkGroup, tile: int) -> torch.Tensor:
-    first = tile * chunk_group.layout.tile_numel
-    return shard[first : first + chunk_group.layout.tile_numel]
-
-
-def _by_chunk(managed: Iterable[ManagedParam]) -> Iterable[list[ManagedParam]]:
+def _by_chunk(
+    engine: Engine, managed: Iterable[ManagedParam]
+) -> Iterable[tuple[ChunkGroup, list[ManagedParam]]]:
+    """The parameters by their chunks, with all of their updates made, and what was written."""
+    managed = list(managed)
+    engine.steps.schedule.revoke_all()
+    engine.params.take_in_written(managed)
     by_chunk: dict[tuple[int, int], list[ManagedParam]] = {}
     for m in managed:
         by_chunk.setdefault((m.chunk.group_index, m.chunk.id), []).append(m)
-    return by_chunk.values()
+    return [(engine.params.group(members[0].chunk), members) for members in by_chunk.values()]
 
 
 def parts_by_tile(
