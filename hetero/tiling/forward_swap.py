@@ -1,90 +1,76 @@
-"""Another forward for a module that stays as it is otherwise, and handles that take it back."""
+"""Another forward for modules that stay as they are otherwise, and a handle that takes it back."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 
 class ForwardSwap:
-    """Gives one module another forward, until it is removed.
+    """Gives modules other forwards, until it is removed; a context manager removes it at its end.
 
-    The module's class changes, as torch's parametrizations change it: its parameters, hooks, names
+    A module's class changes, as torch's parametrizations change it: its parameters, hooks, names
     and state stay. Copies of the module, and what is unpickled, are of the class that it had.
     """
 
-    def __init__(self, module: torch.nn.Module, forward: Callable[..., Any]) -> None:
-        """`forward` is called with the module first, in place of its own forward.
+    def __init__(
+        self,
+        *swaps: tuple[torch.nn.Module, Callable[..., Any]],
+        at_end: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Each forward is called with its module first; `at_end` is called by remove().
 
-        Raises ValueError if somebody has put another one into the module itself.
+        Raises ValueError if somebody has put another forward into a module itself.
         """
-        plain = type(module)
-        if "forward" in module.__dict__:
-            raise ValueError(
-                f"a {plain.__name__} has a forward of its own in place of its class's (accelerate "
-                f"and others set one); tile before that is done"
-            )
-        self._module, self._plain = module, plain
-
-        def reduce_ex(module: torch.nn.Module, protocol: Any) -> Any:
-            made: Any = object.__reduce_ex__(module, 2)
-            return (_new, (plain,), *made[2:])
-
-        members = {
-            "forward": forward,
-            "__reduce_ex__": reduce_ex,
-            "__doc__": plain.__doc__,
-            "__module__": plain.__module__,
-        }
-        swapped = type(plain.__name__, (plain,), members)
-        self._swapped = swapped
-        module.__class__ = swapped
-
-    @property
-    def is_on(self) -> bool:
-        """Whether the module still has this forward."""
-        return type(self._module) is self._swapped
+        for module, _ in swaps:
+            if "forward" in module.__dict__:
+                raise ValueError(
+                    f"a {type(module).__name__} has a forward of its own in place of its class's "
+                    f"(accelerate and others set one); tile before that is done"
+                )
+        self._swapped = [(module, type(module), _swap(module, own)) for module, own in swaps]
+        self._at_end = at_end
 
     def remove(self) -> None:
-        """Gives the module its class back; idempotent.
+        """Gives the modules their classes back; idempotent.
 
-        Raises RuntimeError if the class was changed once more since then.
+        Raises RuntimeError if a class was changed once more since then.
         """
-        if self.is_on:
-            self._module.__class__ = self._plain
-        elif type(self._module) is not self._plain:
-            raise RuntimeError(
-                f"the class of a {self._plain.__name__} was changed to "
-                f"{type(self._module).__name__} since its forward was swapped; undo that first"
-            )
+        for module, plain, swapped in reversed(self._swapped):
+            if type(module) is swapped:
+                module.__class__ = plain
+            elif type(module) is not plain:
+                raise RuntimeError(
+                    f"the class of a {plain.__name__} was changed to {type(module).__name__} since "
+                    f"its forward was swapped; undo that first"
+                )
+        self._swapped.clear()
+        self._at_end()
+
+    def __enter__(self) -> ForwardSwap:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+
+def _swap(module: torch.nn.Module, forward: Callable[..., Any]) -> type[torch.nn.Module]:
+    """Gives a module a class with this forward, and returns it."""
+    plain = type(module)
+
+    def reduce_ex(module: torch.nn.Module, protocol: Any) -> Any:
+        made: Any = object.__reduce_ex__(module, 2)
+        return (_new, (plain,), *made[2:])
+
+    members = {"forward": forward, "__reduce_ex__": reduce_ex}
+    members |= {"__doc__": plain.__doc__, "__module__": plain.__module__}
+    swapped = type(plain.__name__, (plain,), members)
+    module.__class__ = swapped
+    return swapped
 
 
 def _new(plain: type[torch.nn.Module]) -> torch.nn.Module:
     """An empty module, for a copy to fill. (copyreg.__newobj__ may make the same class only.)"""
     return plain.__new__(plain)
-
-
-class Swaps:
-    """A handle of forwards that were swapped; a context manager that changes them back."""
-
-    def __init__(
-        self, swaps: Sequence[ForwardSwap], at_end: Callable[[], None] = lambda: None
-    ) -> None:
-        """`at_end` is called when they are changed back."""
-        self._swaps, self._at_end = list(swaps), at_end
-
-    def remove(self) -> None:
-        """Makes the modules plain again; idempotent. Raises RuntimeError if others have changed
-        them since."""
-        for swap in reversed(self._swaps):
-            swap.remove()
-        self._swaps.clear()
-        self._at_end()
-
-    def __enter__(self) -> Swaps:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.remove()

@@ -25,12 +25,12 @@ from hetero.tiling.cross_entropy import (
     check_tile_tokens,
     reduced_loss,
 )
-from hetero.tiling.forward_swap import ForwardSwap, Swaps
+from hetero.tiling.forward_swap import ForwardSwap
 from offload.errors import StaleGraphError
 from offload.interrupts import uninterrupted
 
 
-def tile_heads(model: torch.nn.Module, tile_tokens: int | None = None) -> Swaps:
+def tile_heads(model: torch.nn.Module, tile_tokens: int | None = None) -> ForwardSwap:
     """From here on the model's loss is computed without whole logits and without their gradient.
 
     The logits of a language model of Hugging Face's become deferred: cross-entropy of them, as
@@ -66,10 +66,9 @@ def tile_heads(model: torch.nn.Module, tile_tokens: int | None = None) -> Swaps:
     def embed(embedding: torch.nn.Embedding, input: torch.Tensor) -> torch.Tensor:
         return route.embed(embedding, input)
 
-    swaps = [ForwardSwap(head, defer)]
-    if embedding is not None and embedding.weight is head.weight:
-        swaps.append(ForwardSwap(embedding, embed))
-    return Swaps(swaps, route.clear)
+    if embedding is None or embedding.weight is not head.weight:
+        return ForwardSwap((head, defer))
+    return ForwardSwap((head, defer), (embedding, embed), at_end=route.clear)
 
 
 def _head_of(model: torch.nn.Module) -> torch.nn.Linear:

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from hetero.tiling.forward_swap import ForwardSwap, Swaps
+from hetero.tiling.forward_swap import ForwardSwap
 
 
-def tile_sequence(module: torch.nn.Module, tiles: int, dim: int = -2) -> Swaps:
+def tile_sequence(module: torch.nn.Module, tiles: int, dim: int = -2) -> ForwardSwap:
     """From here on the module is applied to `tiles` parts of the sequence, one after another.
 
     For what acts on each token by itself: a feed-forward layer (MLP, SwiGLU), a norm, a router with
@@ -69,7 +69,7 @@ def tile_sequence(module: torch.nn.Module, tiles: int, dim: int = -2) -> Swaps:
                 )
         return made[0] if len(made) == 1 else torch.cat(made, dim)
 
-    return Swaps([ForwardSwap(module, forward)])
+    return ForwardSwap((module, forward))
 
 
 def _part(own: Any, part: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

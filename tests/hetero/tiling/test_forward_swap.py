@@ -22,15 +22,13 @@ def test_the_forward_changes_and_comes_back() -> None:
     plain, state = linear(x), linear.state_dict()
     calls: list[int] = []
     linear.register_forward_hook(lambda *_: calls.append(1))
-    swap = ForwardSwap(linear, negative)
-    assert swap.is_on
+    swap = ForwardSwap((linear, negative))
     assert isinstance(linear, nn.Linear)
     assert repr(linear) == repr(nn.Linear(3, 2))
     assert torch.equal(linear(x), -plain)
     assert list(linear.state_dict()) == list(state)
     swap.remove()
     swap.remove()
-    assert not swap.is_on
     assert type(linear) is nn.Linear
     assert torch.equal(linear(x), plain)
     assert len(calls) == 2
@@ -39,7 +37,7 @@ def test_the_forward_changes_and_comes_back() -> None:
 def test_copies_are_plain() -> None:
     linear, x = nn.Linear(3, 2), torch.randn(4, 3)
     plain = linear(x)
-    ForwardSwap(linear, negative)
+    ForwardSwap((linear, negative))
     file = io.BytesIO()
     torch.save(linear, file)
     file.seek(0)
@@ -55,7 +53,7 @@ def test_copies_are_plain() -> None:
 
 def test_swaps_are_undone_in_order() -> None:
     linear = nn.Linear(3, 2)
-    first, second = ForwardSwap(linear, negative), ForwardSwap(linear, negative)
+    first, second = ForwardSwap((linear, negative)), ForwardSwap((linear, negative))
     with pytest.raises(RuntimeError, match="was changed to Linear since"):
         first.remove()
     second.remove()
@@ -67,4 +65,4 @@ def test_a_forward_of_the_module_itself_is_refused() -> None:
     linear = nn.Linear(3, 2)
     linear.forward = lambda x: x  # type: ignore[method-assign]
     with pytest.raises(ValueError, match="a Linear has a forward of its own"):
-        ForwardSwap(linear, negative)
+        ForwardSwap((linear, negative))
