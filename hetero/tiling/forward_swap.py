@@ -64,7 +64,7 @@ def _swap(module: torch.nn.Module, forward: Callable[..., Any]) -> type[torch.nn
         made: Any = object.__reduce_ex__(module, 2)
         return (_new, (plain,), *made[2:])
 
-    members = {"forward": forward, "__reduce_ex__": reduce_ex}
+    members: dict[str, Any] = {"forward": forward, "__reduce_ex__": reduce_ex}
     members |= {"__doc__": plain.__doc__, "__module__": plain.__module__}
     swapped = type(plain.__name__, (plain,), members)
     module.__class__ = swapped
