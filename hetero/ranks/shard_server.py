@@ -24,7 +24,7 @@ import torch
 
 from hetero.chunks.layout import Chunk, Layout
 from hetero.ranks.collectives import Reply, Requests
-from hetero.ranks.waiting import join_all, name_error, start_thread
+from hetero.ranks.waiting import join_all, start_thread
 from offload.errors import HeteroError, PeerError
 from offload.interrupts import deliver_signals
 
@@ -39,7 +39,6 @@ class RequestKind(enum.IntEnum):
     OPTIM_STATE = 2  # one tile's optimizer state
     BYE = 3  # none: the rank that sends it makes no more requests
     WANTED = 4  # none: it waits for other ranks in an all-gather of all; how many it has started
-    FAILED = 5  # nothing: it has no values for an all-gather of all; the chunk, and which gather
 
 
 class Versions:
@@ -114,8 +113,7 @@ class ShardServer:
         """
         self.peers = peers
         self.wanted = 0
-        self._failures: dict[int, str] = {}  # by the all-gather's number
-        self._lock = threading.Lock()  # guards these two
+        self._lock = threading.Lock()  # guards it
         self._layout = layout
         self._versions = versions
         self._param = param
@@ -131,9 +129,8 @@ class ShardServer:
     ) -> Reply:
         """Starts a request to `peer` for values of the version that this rank has.
 
-        `tile` is its number in `peer`'s shard, for OPTIM_STATE, or an all-gather's, for FAILED;
-        `into`, flat, is where the content goes. Returns the answer on its way. Raises PeerError if
-        `peer` is gone.
+        `tile` is its number in `peer`'s shard, for OPTIM_STATE; `into`, flat, is where the content
+        goes. Returns the answer on its way. Raises PeerError if `peer` is gone.
         """
         header = torch.tensor([kind, chunk.id, tile, self._versions[chunk], 0])
         return self.peers.request(peer, header, into, f"gathering {chunk.name}")
@@ -143,26 +140,6 @@ class ShardServer:
         for peer in self.peers.others:
             with contextlib.suppress(PeerError):  # it is gone, which the wait meets
                 self.peers.say(peer, torch.tensor([RequestKind.WANTED, 0, gathers, 0, 0]))
-
-    def tell_failed_gather(self, chunk: Chunk, gather: int, error: BaseException) -> None:
-        """Tells the others that this rank has no values for an all-gather, and why.
-
-        Returns when all know it, so that they do not use what this rank gives instead.
-        """
-        why = f"{self.peers.name(self.peers.rank)} could not give {chunk.name}: {name_error(error)}"
-        self.peers.notes.leave(f"gather/{gather}", why)
-        nothing = [torch.empty(1, dtype=torch.uint8) for _ in self.peers.others]
-        for reply in [
-            self.request(RequestKind.FAILED, chunk, gather, peer, into)
-            for peer, into in zip(self.peers.others, nothing, strict=True)
-        ]:
-            reply.wait()
-
-    def failure_of(self, gather: int) -> PeerError | None:
-        """The error of an all-gather in which a rank had no values; None if all had."""
-        with self._lock:
-            why = self._failures.pop(gather, None)
-        return None if why is None else PeerError(why)
 
     def _serve(self, peer: int) -> None:
         header = torch.zeros(_HEADER, dtype=torch.int64)
@@ -187,12 +164,6 @@ class ShardServer:
     def _answer(self, peer: int, header: torch.Tensor) -> None:
         kind, chunk_id, tile, version, _ = header.tolist()
         chunk = self._layout.chunks[chunk_id]
-        if kind == RequestKind.FAILED:
-            why = self.peers.notes.find(f"gather/{tile}", peer)
-            with self._lock:
-                self._failures[tile] = why or f"{self.peers.name(peer)} failed"
-            self.peers.reply(peer, header, torch.zeros(1, dtype=torch.uint8), "an error")
-            return
         try:
             self._versions.wait_for(chunk, version)
             is_param = kind == RequestKind.PARAM
