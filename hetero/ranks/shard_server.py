@@ -24,11 +24,12 @@ import torch
 
 from hetero.chunks.layout import Chunk, Layout
 from hetero.ranks.collectives import Reply, Requests
-from hetero.ranks.waiting import join_all, start_thread
 from offload.errors import HeteroError, PeerError
 from offload.interrupts import deliver_signals
+from offload.memory.operation import Worker
 
 _LOOK_S = 0.01  # how often close() looks whether it is done
+_END_S = 5.0  # for threads whose connections are broken off to end
 _HEADER = 5  # kind, chunk, tile, version, tag
 
 
@@ -119,10 +120,12 @@ class ShardServer:
         self._param = param
         self._optim_state = optim_state
         self._closing = False
-        self._threads = [
-            start_thread(f"shards-{peer}", partial(self._serve, peer), peers.break_off)
-            for peer in peers.others
+        self._serving = set(peers.others)  # those that may still make requests
+        self._workers = [
+            Worker(f"shards-{peer}", idle_s=0.0, end=peers.break_off) for peer in peers.others
         ]
+        for worker, peer in zip(self._workers, peers.others, strict=True):
+            worker.do(partial(self._serve, peer))
 
     def request(
         self, kind: RequestKind, chunk: Chunk, tile: int, peer: int, into: torch.Tensor
@@ -142,6 +145,12 @@ class ShardServer:
                 self.peers.say(peer, torch.tensor([RequestKind.WANTED, 0, gathers, 0, 0]))
 
     def _serve(self, peer: int) -> None:
+        try:
+            self._answer_all(peer)
+        finally:
+            self._serving.discard(peer)
+
+    def _answer_all(self, peer: int) -> None:
         header = torch.zeros(_HEADER, dtype=torch.int64)
         while True:
             try:
@@ -189,9 +198,11 @@ class ShardServer:
                 time.sleep(_LOOK_S)
         finally:
             self._versions.end("the engine was closed")
-            if any(thread.is_alive() for thread in self._threads):
+            if self._serving:
                 self.peers.break_off()
-            join_all(self._threads)
+            until = time.monotonic() + _END_S
+            for worker in self._workers:
+                worker.close(max(0.0, until - time.monotonic()))
 
     def _say_bye(self) -> None:
         if self._closing:
@@ -206,4 +217,4 @@ class ShardServer:
         failures = self.peers.failures
         if failures.first is not None or failures.own_end is not None:
             return False
-        return any(thread.is_alive() for thread in self._threads)
+        return bool(self._serving)
