@@ -22,26 +22,13 @@ import time
 import weakref
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
-from typing import Protocol
+from typing import Any, Protocol
 
 from offload.errors import PeerError
 from offload.interrupts import deliver_signals
 from offload.memory.operation import Worker, in_background
 
 _LONGEST_CAUSE = 1000  # characters of an error that is told to other ranks
-
-
-class Connections(Protocol):
-    """What connects this rank with others: a Communicator."""
-
-    def tell_end(self, why: str, answers: bool = False) -> None:
-        """Tells the others that this rank makes no more common operations, and why.
-
-        `answers`: it goes on answering requests until they have ended, too.
-        """
-
-    def break_off(self) -> None:
-        """Ends all transfers and waits, here and on the other ranks."""
 
 
 class FailedRanks:
@@ -61,7 +48,7 @@ class FailedRanks:
         self.own_end: str | None = None
         self._lock = threading.Lock()
         self._why: dict[int, str] = {}
-        self._connections: weakref.WeakSet[Connections] = weakref.WeakSet()
+        self._connections: weakref.WeakSet[Any] = weakref.WeakSet()  # Peers
 
     def note(self, rank: int, why: str) -> None:
         """Notes that rank `rank` (in the world) failed; `why` is a sentence for an error."""
@@ -79,8 +66,8 @@ class FailedRanks:
         if self.first is not None:
             raise PeerError(self.first[1])
 
-    def add(self, connections: Connections) -> None:
-        """These end with the others."""
+    def add(self, connections: Any) -> None:
+        """These, which are Peers, end with the others."""
         self._connections.add(connections)
 
     def tell(self, why: str, answers: bool = False) -> None:

@@ -223,20 +223,6 @@ class ConstructionArena:
         finally:
             self.store.is_placing = False
 
-    def bring_elements(self, param: torch.nn.Parameter, wanted: Sequence[slice]) -> None:
-        """Brings the elements wanted[rank] of the parameter to every rank, for first_values().
-
-        All ranks call it. The ranks' parts of the parameter are freed.
-        """
-        self.store.params[id(param)].bring_elements(wanted)
-
-    def first_values(self, param: torch.nn.Parameter, wanted: slice) -> torch.Tensor:
-        """Some elements of the flat parameter, for its chunk, without a copy if they are in RAM.
-
-        With several ranks bring_elements() must have brought them.
-        """
-        return self.store.params[id(param)].elements(wanted)
-
     def release(self, param: torch.nn.Parameter) -> None:
         """Frees what there is of a parameter that has a home now. Idempotent."""
         if arena_of(param) is not None:

@@ -536,17 +536,18 @@ def _excess(config: Config, construction: ConstructionArena) -> ProcessExcess | 
 
 
 def _first_values(construction: ConstructionArena, layout: Layout) -> FirstValues:
-    ranks = range(layout.shard.ranks)
+    records, ranks = construction.store.params, range(layout.shard.ranks)
 
     def prepare(managed: ManagedParam) -> None:
         if len(ranks) > 1:
-            elements = [managed.in_shard(layout, rank)[1] for rank in ranks]
-            construction.bring_elements(managed.param, elements)
+            wanted = [managed.in_shard(layout, rank)[1] for rank in ranks]
+            records[id(managed.param)].bring_elements(wanted)
+
+    def elements(managed: ManagedParam, wanted: slice) -> torch.Tensor:
+        return records[id(managed.param)].elements(wanted)
 
     def done(managed: ManagedParam) -> None:
         construction.release(managed.param)
         managed.unload()
 
-    return FirstValues(
-        lambda managed, wanted: construction.first_values(managed.param, wanted), prepare, done
-    )
+    return FirstValues(elements, prepare, done)
