@@ -395,7 +395,7 @@ class _ChunkGroupBuilder:
     ) -> GatherTransport:
         """What carries parameters from rank to rank, as all ranks have decided alike."""
         if not self._layout.shard.between_devices:
-            return GatherTransport(peers, self._layout, self._dtypes.torch_compute)
+            return GatherTransport(peers)
         assert isinstance(self._backend, CudaBackend)
         group = DeviceGroup(peers, Channel.GATHERS, self._backend, peers)
         self.resources.callback(group.close)  # after the shard server: all ranks are done then

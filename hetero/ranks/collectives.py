@@ -189,6 +189,9 @@ class GatheredParts:
             self.rows = None
         return True
 
+    def follow(self) -> None:
+        """What the calling thread computes from now on comes after the gather, which was made."""
+
     def store(self, begin: int, pieces: torch.Tensor) -> None:
         """Takes bytes of all members' parts, a row each, from byte `begin` of the parts on."""
         with self.lock:
@@ -338,21 +341,18 @@ class Collectives(Requests):
     def _are_same(self, numbers: torch.Tensor, what: str) -> bool:
         # The largest number and the largest complement, which is that of the smallest number.
         both = torch.cat([numbers, ~numbers])
-        self._reduce_max(both, what, Channel.CALLS).wait()
+        self.begin_any(both, what, Channel.CALLS).wait()
         largest, smallest = both.chunk(2)
         return torch.equal(largest, ~smallest)
 
     def any(self, flags: torch.Tensor, what: str) -> torch.Tensor:
         """By element whether some member's flag (uint8, flat) is not zero. Raises PeerError."""
         self.announce(what, flags.nbytes)
-        self._reduce_max(flags, what, Channel.CALLS).wait()
+        self.begin_any(flags, what, Channel.CALLS).wait()
         return flags.bool()
 
-    def begin_any(self, flag: torch.Tensor, what: str, channel: Channel) -> Collective:
-        """Starts making `flag`, uint8, the largest of all members'. Raises PeerError."""
-        return self._reduce_max(flag, what, channel)
-
-    def _reduce_max(self, numbers: torch.Tensor, what: str, channel: Channel) -> Collective:
+    def begin_any(self, numbers: torch.Tensor, what: str, channel: Channel) -> Collective:
+        """Starts making each number, or flag, the largest of all members'. Raises PeerError."""
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
         return self.begin(channel, what, lambda g: g.allreduce([numbers], options), numbers)
@@ -411,7 +411,9 @@ class Collectives(Requests):
         outgoing = torch.cat([as_bytes(part.contiguous()).cpu() for part in sends])
         lengths = torch.tensor([part.nbytes for part in sends])
         coming = torch.empty_like(lengths)
-        self._all_to_all(coming, lengths, what).wait()
+        self.begin(
+            Channel.CALLS, what, lambda g: g.alltoall_base(coming, lengths, [], []), coming, lengths
+        ).wait()
         expected = [part.nbytes for part in receives]
         if coming.tolist() != expected:
             peer = next(p for p in range(self.size) if int(coming[p]) != expected[p])
@@ -421,22 +423,13 @@ class Collectives(Requests):
                 f"calls"
             )
         incoming = outgoing.new_empty(sum(expected))
-        self._all_to_all(incoming, outgoing, what, expected, lengths.tolist()).wait()
+        self.begin(
+            Channel.CALLS,
+            what,
+            lambda g: g.alltoall_base(incoming, outgoing, expected, lengths.tolist()),
+            incoming,
+            outgoing,
+        ).wait()
         for part, into in zip(incoming.split(expected), receives, strict=True):
             if into.numel():
                 as_bytes(into).copy_(part)
-
-    def _all_to_all(
-        self,
-        into: torch.Tensor,
-        parts: torch.Tensor,
-        what: str,
-        into_lengths: Sequence[int] = (),
-        lengths: Sequence[int] = (),
-    ) -> Collective:
-        """Starts it; without lengths all parts are as long as each other."""
-
-        def start(group: Any) -> Any:
-            return group.alltoall_base(into, parts, list(into_lengths), list(lengths))
-
-        return self.begin(Channel.CALLS, what, start, into, parts)

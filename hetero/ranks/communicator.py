@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -39,6 +39,13 @@ class BothWays:
         return all(work.is_completed() for work in self._works)
 
 
+class Offered(NamedTuple):
+    """What this rank offers for a gather, and where the others' parts are, if memory is read."""
+
+    part: torch.Tensor
+    addresses: Sequence[int]
+
+
 class Communicator(Collectives):
     """Connects this rank with the other members of one group of ranks.
 
@@ -67,7 +74,7 @@ class Communicator(Collectives):
         Both are flat and divided into as many equal parts as there are members, in their order.
         Whether `into` gets this rank's own part, too, is not said. Raises PeerError.
         """
-        self._count(parts.nbytes)
+        self.note_exchanged(parts.nbytes)
         if self._memory is not None:
             return self._memory.begin_all_to_all(into, parts, what, channel)
         return self._all_to_all_duplex(as_bytes(into), as_bytes(parts), what, channel)
@@ -93,27 +100,47 @@ class Communicator(Collectives):
         return self.begin(channel, what, start, into, parts)
 
     def gather_parts(
-        self,
-        part: torch.Tensor,
-        parts: GatheredParts,
-        what: str,
-        channel: Channel,
-        kept: ExitStack | None = None,
+        self, part: torch.Tensor, parts: GatheredParts, what: str, channel: Channel
     ) -> None:
-        """Puts every member's `part`, flat, on any device, into `parts`. Raises PeerError.
+        """Puts every member's `part`, flat, into `parts`. Raises PeerError."""
+        offered = self.offer(part, what, channel)
+        assert offered is not None
+        self.gather_offered(offered, parts, what, channel)
+        self.meet_readers(what, channel)
 
-        With `kept`, which holds `part`, others may still read `part` when this returns. What `kept`
-        holds is then let go in the next such call, or by let_go().
+    def offer(self, part: torch.Tensor | None, what: str, channel: Channel) -> Offered | None:
+        """Comes to a gather with this rank's part, flat, on any device; None: it has none.
+
+        Returns when all members have come: what is offered, or None if one of them has no part.
+        Raises PeerError.
         """
-        self._count(part.nbytes * self.size)
+        mine = None if part is None else as_bytes(part)
+        if self._memory is None:
+            lacking = torch.tensor([mine is None], dtype=torch.uint8)
+            self.begin_any(lacking, what, channel).wait()
+            return None if mine is None or lacking else Offered(mine, ())
+        mine = None if mine is None else mine.cpu()
+        addresses = self._memory.offer(mine, what, channel)
+        return None if mine is None or not all(addresses) else Offered(mine, addresses)
+
+    def meet_readers(self, what: str, channel: Channel) -> None:
+        """Until no member reads what this one has offered. Raises PeerError."""
         if self._memory is not None:
-            lent = as_bytes(part).cpu()
-            if kept is None:
-                self._memory.gather(lent, parts, what, channel)
-            else:
-                self._memory.gather_keeping(lent, parts, what, channel, kept)
+            nothing = torch.zeros(1, dtype=torch.uint8)
+            self.begin_any(nothing, what, channel).wait()
+
+    def gather_offered(
+        self, offered: Offered, parts: GatheredParts, what: str, channel: Channel
+    ) -> None:
+        """Puts what all members have offered into `parts`. Raises PeerError.
+
+        Others may still read this rank's, until meet_readers() or the next offer() returns.
+        """
+        own = offered.part
+        self.note_exchanged(own.nbytes * self.size)
+        if self._memory is not None:
+            self._memory.gather(offered.addresses, own, parts, what)
             return
-        own = as_bytes(part)
         length = min(len(own), max(1, _PIECE_BYTES // self.size))
         count = 2 if length < len(own) else 1  # one is on its way while another is stored
         buffers = self._piece_buffers(channel, count, self.size * length)
@@ -136,11 +163,6 @@ class Communicator(Collectives):
         while under_way:
             store_first()
 
-    def let_go(self) -> None:
-        """All members have made the gathers that this rank has: none reads its parts any more."""
-        if self._memory is not None:
-            self._memory.release()
-
     def retract(self) -> None:
         """Memory is freed from which others may still read: they get an error then. Idempotent."""
         if self._memory is not None:
@@ -157,11 +179,7 @@ class Communicator(Collectives):
         return kept[:count]
 
     def note_exchanged(self, whole_bytes: int) -> None:
-        """Devices exchange so many bytes, of all members together, by themselves."""
-        self._count(whole_bytes)
-
-    def _count(self, whole_bytes: int) -> None:
-        """Counts what a rank sends, and receives, of as many bytes of all ranks together."""
+        """Counts what a rank sends, and receives, of as many bytes of all members together."""
         nbytes = whole_bytes * (self.size - 1) // self.size
         with self._lock:
             self.sent_bytes += nbytes

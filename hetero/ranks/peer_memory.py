@@ -21,7 +21,7 @@ import os
 import secrets
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from hashlib import blake2b
 from typing import NamedTuple
 
@@ -100,9 +100,6 @@ class PeerMemory:
         self._processes = processes
         self._worker = Worker("peer-memory")
         self._last: PartsFromPeers | None = None
-        # What this rank has lent for the last gather, and what holds it.
-        self._kept_part: torch.Tensor | None = None
-        self._kept = ExitStack()
 
     def lends(self, peer: int) -> bool:
         """Whether a member's memory can be read, and it has freed nothing of what it has lent."""
@@ -128,40 +125,17 @@ class PeerMemory:
             if not _permitting:
                 _native.permit_peers_to_read(False)
 
-    def gather(self, part: torch.Tensor, parts: GatheredParts, what: str, channel: Channel) -> None:
-        """Puts every member's `part`, flat bytes, into `parts`.
-
-        When it returns all have read `part`. Raises PeerError.
-        """
-        with self._lent(part, what, channel) as addresses:
-            self._gather_from(addresses, part, parts, what)
-
-    def gather_keeping(
-        self, part: torch.Tensor, parts: GatheredParts, what: str, channel: Channel, kept: ExitStack
-    ) -> None:
-        """As gather(), but others may still read `part` when it returns.
-
-        What `kept` holds is let go when they have: in the next call of this, which all members
-        make, or by release().
-        """
-        addresses = self._exchange(part, what, channel)
-        self.release()  # who has come to this gather has read for the last one
-        self._kept, self._kept_part = kept.pop_all(), part
-        self._gather_from(addresses, part, parts, what)
-
-    def release(self) -> None:
-        """All members have read what this rank has lent; idempotent."""
-        self._kept_part = None
-        self._kept.close()
-
     def retract(self) -> None:
         """What this rank has lent is freed now: who has not read it yet gets an error."""
         self._mark.zero_()
-        self.release()
 
-    def _gather_from(
-        self, addresses: list[int], part: torch.Tensor, parts: GatheredParts, what: str
+    def gather(
+        self, addresses: Sequence[int], part: torch.Tensor, parts: GatheredParts, what: str
     ) -> None:
+        """Puts every member's part into `parts`: it is at its address, and this rank's is `part`.
+
+        Raises PeerError.
+        """
         with parts.lock:
             if parts.rows is None:
                 return
@@ -191,20 +165,22 @@ class PeerMemory:
     @contextmanager
     def _lent(self, memory: torch.Tensor, what: str, channel: Channel) -> Iterator[list[int]]:
         """Inside the block all members may read each other's `memory`, at these addresses."""
-        yield self._exchange(memory, what, channel)
+        yield self.offer(memory, what, channel)
         nothing = torch.zeros(1, dtype=torch.uint8)
         self._peers.begin_any(nothing, what, channel).wait()  # all have read
 
-    def _exchange(self, memory: torch.Tensor, what: str, channel: Channel) -> list[int]:
-        """The addresses of all members' `memory`, when all have come."""
-        mine = torch.tensor([memory.data_ptr()])
+    def offer(self, memory: torch.Tensor | None, what: str, channel: Channel) -> list[int]:
+        """The addresses of all members' `memory`, when all have come; 0 of one that has none."""
+        mine = torch.tensor([0 if memory is None else memory.data_ptr()])
         addresses = mine.new_empty(self._peers.size)
         self._peers.begin(
-            channel, what, lambda g: g._allgather_base(addresses, mine), addresses, mine, memory
+            channel, what, lambda g: g._allgather_base(addresses, mine), addresses, mine
         ).wait()
         return addresses.tolist()
 
-    def _read(self, addresses: list[int], rows: list[torch.Tensor], offset: int, what: str) -> None:
+    def _read(
+        self, addresses: Sequence[int], rows: list[torch.Tensor], offset: int, what: str
+    ) -> None:
         """Fills the rows of the other members by what each has at its address, `offset` further."""
         size, rank = self._peers.size, self._peers.rank
         for distance in range(1, size):  # so that not all read from the same one

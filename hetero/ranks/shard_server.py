@@ -24,11 +24,12 @@ import torch
 
 from hetero.chunks.layout import Chunk, Layout
 from hetero.ranks.collectives import Reply, Requests
-from hetero.ranks.waiting import join_all, name_error, start_thread
 from offload.errors import HeteroError, PeerError
 from offload.interrupts import deliver_signals
+from offload.memory.operation import Worker
 
 _LOOK_S = 0.01  # how often close() looks whether it is done
+_END_S = 5.0  # for threads whose connections are broken off to end
 _HEADER = 5  # kind, chunk, tile, version, tag
 
 
@@ -39,7 +40,6 @@ class RequestKind(enum.IntEnum):
     OPTIM_STATE = 2  # one tile's optimizer state
     BYE = 3  # none: the rank that sends it makes no more requests
     WANTED = 4  # none: it waits for other ranks in an all-gather of all; how many it has started
-    FAILED = 5  # nothing: it has no values for an all-gather of all; the chunk, and which gather
 
 
 class Versions:
@@ -114,26 +114,26 @@ class ShardServer:
         """
         self.peers = peers
         self.wanted = 0
-        self._failures: dict[int, str] = {}  # by the all-gather's number
-        self._lock = threading.Lock()  # guards these two
+        self._lock = threading.Lock()  # guards it
         self._layout = layout
         self._versions = versions
         self._param = param
         self._optim_state = optim_state
         self._closing = False
-        self._threads = [
-            start_thread(f"shards-{peer}", partial(self._serve, peer), peers.break_off)
-            for peer in peers.others
+        self._serving = set(peers.others)  # those that may still make requests
+        self._workers = [
+            Worker(f"shards-{peer}", idle_s=0.0, end=peers.break_off) for peer in peers.others
         ]
+        for worker, peer in zip(self._workers, peers.others, strict=True):
+            worker.do(partial(self._serve, peer))
 
     def request(
         self, kind: RequestKind, chunk: Chunk, tile: int, peer: int, into: torch.Tensor
     ) -> Reply:
         """Starts a request to `peer` for values of the version that this rank has.
 
-        `tile` is its number in `peer`'s shard, for OPTIM_STATE, or an all-gather's, for FAILED;
-        `into`, flat, is where the content goes. Returns the answer on its way. Raises PeerError if
-        `peer` is gone.
+        `tile` is its number in `peer`'s shard, for OPTIM_STATE; `into`, flat, is where the content
+        goes. Returns the answer on its way. Raises PeerError if `peer` is gone.
         """
         header = torch.tensor([kind, chunk.id, tile, self._versions[chunk], 0])
         return self.peers.request(peer, header, into, f"gathering {chunk.name}")
@@ -144,27 +144,13 @@ class ShardServer:
             with contextlib.suppress(PeerError):  # it is gone, which the wait meets
                 self.peers.say(peer, torch.tensor([RequestKind.WANTED, 0, gathers, 0, 0]))
 
-    def tell_failed_gather(self, chunk: Chunk, gather: int, error: BaseException) -> None:
-        """Tells the others that this rank has no values for an all-gather, and why.
-
-        Returns when all know it, so that they do not use what this rank gives instead.
-        """
-        why = f"{self.peers.name(self.peers.rank)} could not give {chunk.name}: {name_error(error)}"
-        self.peers.notes.leave(f"gather/{gather}", why)
-        nothing = [torch.empty(1, dtype=torch.uint8) for _ in self.peers.others]
-        for reply in [
-            self.request(RequestKind.FAILED, chunk, gather, peer, into)
-            for peer, into in zip(self.peers.others, nothing, strict=True)
-        ]:
-            reply.wait()
-
-    def failure_of(self, gather: int) -> PeerError | None:
-        """The error of an all-gather in which a rank had no values; None if all had."""
-        with self._lock:
-            why = self._failures.pop(gather, None)
-        return None if why is None else PeerError(why)
-
     def _serve(self, peer: int) -> None:
+        try:
+            self._answer_all(peer)
+        finally:
+            self._serving.discard(peer)
+
+    def _answer_all(self, peer: int) -> None:
         header = torch.zeros(_HEADER, dtype=torch.int64)
         while True:
             try:
@@ -187,12 +173,6 @@ class ShardServer:
     def _answer(self, peer: int, header: torch.Tensor) -> None:
         kind, chunk_id, tile, version, _ = header.tolist()
         chunk = self._layout.chunks[chunk_id]
-        if kind == RequestKind.FAILED:
-            why = self.peers.notes.find(f"gather/{tile}", peer)
-            with self._lock:
-                self._failures[tile] = why or f"{self.peers.name(peer)} failed"
-            self.peers.reply(peer, header, torch.zeros(1, dtype=torch.uint8), "an error")
-            return
         try:
             self._versions.wait_for(chunk, version)
             is_param = kind == RequestKind.PARAM
@@ -218,9 +198,11 @@ class ShardServer:
                 time.sleep(_LOOK_S)
         finally:
             self._versions.end("the engine was closed")
-            if any(thread.is_alive() for thread in self._threads):
+            if self._serving:
                 self.peers.break_off()
-            join_all(self._threads)
+            until = time.monotonic() + _END_S
+            for worker in self._workers:
+                worker.close(max(0.0, until - time.monotonic()))
 
     def _say_bye(self) -> None:
         if self._closing:
@@ -235,4 +217,4 @@ class ShardServer:
         failures = self.peers.failures
         if failures.first is not None or failures.own_end is not None:
             return False
-        return any(thread.is_alive() for thread in self._threads)
+        return bool(self._serving)

@@ -6,8 +6,7 @@ where signals are handled.
 
 No thread may be in such a wait when the interpreter ends: it would come back to an interpreter that
 is gone, by which Python (before 3.14) ends the thread inside of C++ that does not allow it, and
-the process by SIGABRT. So all that may be in one when the program ends are known here, and are
-brought to their end before the interpreter's.
+the process by SIGABRT. So all of them are Workers, whose waits are made to fail before that.
 
 A wait that an exception of a signal handler has left cannot be taken up again: messages would be
 out of step, and their memory has other uses. So it breaks off the connections, and a program that
@@ -18,32 +17,18 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from queue import Empty, SimpleQueue
-from typing import Protocol
+from typing import Any, Protocol
 
 from offload.errors import PeerError
 from offload.interrupts import deliver_signals
-from offload.memory.operation import THREAD_PREFIX, Worker, in_background
+from offload.memory.operation import Worker, in_background
 
 _LONGEST_CAUSE = 1000  # characters of an error that is told to other ranks
-
-
-class Connections(Protocol):
-    """What connects this rank with others: a Communicator."""
-
-    def tell_end(self, why: str, answers: bool = False) -> None:
-        """Tells the others that this rank makes no more common operations, and why.
-
-        `answers`: it goes on answering requests until they have ended, too.
-        """
-
-    def break_off(self) -> None:
-        """Ends all transfers and waits, here and on the other ranks."""
 
 
 class FailedRanks:
@@ -63,7 +48,7 @@ class FailedRanks:
         self.own_end: str | None = None
         self._lock = threading.Lock()
         self._why: dict[int, str] = {}
-        self._connections: weakref.WeakSet[Connections] = weakref.WeakSet()
+        self._connections: weakref.WeakSet[Any] = weakref.WeakSet()  # Peers
 
     def note(self, rank: int, why: str) -> None:
         """Notes that rank `rank` (in the world) failed; `why` is a sentence for an error."""
@@ -81,8 +66,8 @@ class FailedRanks:
         if self.first is not None:
             raise PeerError(self.first[1])
 
-    def add(self, connections: Connections) -> None:
-        """These end with the others."""
+    def add(self, connections: Any) -> None:
+        """These, which are Peers, end with the others."""
         self._connections.add(connections)
 
     def tell(self, why: str, answers: bool = False) -> None:
@@ -114,31 +99,7 @@ def name_error(error: BaseException) -> str:
 LOOK_S = 0.1  # how often a wait looks whether it is in vain
 SOON_S = 0.002  # the same where other ranks were in need of this one a moment ago
 _HELPED_S = 1.0  # so long that moment is
-_IDLE_S = 1.0  # after which the thread that waits ends; the next wait starts another
 _END_S = 5.0  # for a thread whose connections are broken off to end
-_threads: dict[threading.Thread, Callable[[], object]] = {}  # each with what ends its waits
-
-
-def start_thread(
-    name: str, work: Callable[[], object], end: Callable[[], object]
-) -> threading.Thread:
-    """Starts a thread that waits for other ranks; `end()` makes its waits fail.
-
-    `name` is the thread's, after the prefix of all threads of this project. `end` is called if the
-    thread still runs when the program ends.
-    """
-
-    def run() -> None:
-        try:
-            work()
-        finally:
-            _threads.pop(threading.current_thread(), None)
-
-    # A daemon: an engine that was not closed is closed at exit, after other threads.
-    thread = threading.Thread(target=run, name=THREAD_PREFIX + name, daemon=True)
-    _threads[thread] = end
-    thread.start()
-    return thread
 
 
 class WhileWaiting:
@@ -174,27 +135,6 @@ class Helps(Protocol):
         """Does what other ranks need from this one now; returns whether there was anything."""
 
 
-def join_all(threads: Iterable[threading.Thread]) -> None:
-    """Waits for threads whose waits have been made to fail; not for ever."""
-    deadline = time.monotonic() + _END_S
-    for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
-
-
-def _end_threads() -> None:
-    """Brings threads that still wait for other ranks to their end."""
-    left = dict(_threads)
-    for end in left.values():
-        with contextlib.suppress(Exception):
-            end()
-    join_all(left)
-
-
-# Python calls finalizers in the reverse order of their making: this one after those of engines.
-weakref.finalize(_end_threads, _end_threads)
-os.register_at_fork(after_in_child=_threads.clear)  # they are the parent's
-
-
 class WaitingJob:
     """A wait that another thread makes."""
 
@@ -220,18 +160,6 @@ class WaitingJob:
             with contextlib.suppress(Empty):
                 self._ends.get(timeout=seconds)
         return self.has_ended
-
-
-# Waits for the main thread.
-_waiter = Worker("waiting", _IDLE_S)
-
-
-def _make_waiter() -> None:
-    global _waiter
-    _waiter = Worker("waiting", _IDLE_S)
-
-
-os.register_at_fork(after_in_child=_make_waiter)
 
 
 def wait_for_job(
@@ -274,9 +202,5 @@ def wait_interruptibly(
     if threading.current_thread() is not threading.main_thread():
         wait()
         return
-    job = WaitingJob(wait)
-    try:
-        wait_for_job(job, look, end, look_s, lambda: _waiter.do(job.run))
-    finally:
-        if not job.has_ended:
-            _make_waiter()  # no other wait must come after this one
+    job, waiter = WaitingJob(wait), Worker("waiting", idle_s=0.0)
+    wait_for_job(job, look, end, look_s, lambda: waiter.do(job.run))

@@ -6,10 +6,9 @@ have moved.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import TypeVar
 
 import torch
 
@@ -25,18 +24,17 @@ from hetero.planning.group_plans import (
     plan_chunk_groups,
 )
 from hetero.planning.placement import Budgets, SlotBytes
-from hetero.ranks.process_groups import ProcessGroups
 from hetero.runtime.engine import Engine
 from hetero.runtime.relocation.budget_moves import budgets_of
 from hetero.runtime.update_schedule import is_free
-from hetero.setup.construction_store import float_blocks, take_from_first
+from hetero.setup.construction_store import take_from_first
 from hetero.setup.first_values import FirstValues, fill
 from hetero.stand_ins.construction_uses import arena_of
 from hetero.state.managed_param import ManagedParam, can_train, refuse_managed
 from offload.errors import HeteroError
 from offload.memory.tiers import Tier
 
-Made = TypeVar("Made")
+_COMING = "the parameters that come to the optimizer"
 
 
 class AddedParams:
@@ -103,7 +101,7 @@ class AddedParams:
         engine = self._engine
         engine.steps.schedule.wait_all()
         engine.steps.schedule.wait_copied()
-        _on_all_ranks(engine.world, "make room for", self._charge_unmanaged)
+        engine.world.together(f"make room for {_COMING}", self._charge_unmanaged)
         for optimizer in engine.steps.optimizers:
             mine = [p for p in params if engine.steps.optimizer_of(p) is optimizer]
             if mine:
@@ -134,7 +132,7 @@ def _make_chunk_groups(
     specs = _specs(engine, model, params)
     by_index = {s.index: p for s, p in specs}
     facts = {s.name: f"{tuple(p.shape)}, requires_grad={p.requires_grad}" for s, p in specs}
-    engine.world.require_equal(facts, "the parameters that come to the optimizer")
+    engine.world.require_equal(facts, _COMING)
     if engine.shared.loss_scale.dynamic:
         _refuse_scaled(specs)
     # A number for each element, of the new ones after all others.
@@ -198,30 +196,25 @@ def _make(
         resources.callback(chunk_group.close)
         return chunk_group
 
-    chunk_group = _on_all_ranks(engine.world, "make room for", build)
+    chunk_group = engine.world.together(f"make room for {_COMING}", build)
+
+    def elements(managed: ManagedParam, wanted: slice) -> torch.Tensor:
+        """From its old chunk, or the module's own tensor."""
+        old, values = engine.params.known(managed.param), managed.param.data
+        if old is not None:
+            values = old.part_of(engine.params.flat(old.chunk))
+        return values.reshape(-1)[wanted]
 
     def bring() -> None:
         try:
-            fill(chunk_group, _FromModel(engine))
+            fill(chunk_group, FirstValues(elements))
             chunk_group.commit()
         except Exception as error:
             chunk_group.fail_waiting_ranks(f"{type(error).__name__}: {error}")
             raise
 
-    _on_all_ranks(engine.world, "move", bring)
+    engine.world.together(f"move {_COMING}", bring)
     return chunk_group
-
-
-def _on_all_ranks(world: ProcessGroups, what: str, do: Callable[[], Made]) -> Made:
-    """Returns do() if it succeeds on all ranks; else raises as ProcessGroups.all_or_none()."""
-    made: list[Made] = []
-    failure: Exception | None = None
-    try:
-        made.append(do())
-    except Exception as error:
-        failure = error
-    world.all_or_none(failure, f"{what} the parameters that come to the optimizer")
-    return made[0]
 
 
 def _begin_alike(
@@ -322,17 +315,3 @@ def _budgets(engine: Engine, reduce_at_end: bool) -> Budgets:
         taken_disk=agree(max(budgets.taken_disk, in_use[Tier.DISK.value]), max, "budgets"),
         taken_device=agree(max(budgets.taken_device, in_use[Tier.DEVICE.value]), max, "budgets"),
     )
-
-
-class _FromModel(FirstValues):
-    """First values from where parameters are now: their old chunk, or the module's own tensors."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    def blocks(self, managed: ManagedParam, wanted: slice) -> Iterator[tuple[int, torch.Tensor]]:
-        old = self._engine.params.known(managed.param)
-        values = managed.param.data
-        if old is not None:
-            values = old.part_of(self._engine.params.flat(old.chunk))
-        return float_blocks(values.reshape(-1), 0, wanted)

@@ -25,7 +25,6 @@ from hetero.setup.construction_store import (
     BLOCK_BYTES,
     ConstructionParam,
     ConstructionStore,
-    float_blocks,
 )
 from hetero.stand_ins.construction_uses import ConstructionUses, arena_of
 from hetero.stand_ins.parameter_classes import become, become_plain, memory_in
@@ -192,8 +191,9 @@ class ConstructionArena:
         """A copy of some elements of the flat parameter, in memory that no budget counts."""
         with self._bringing:
             record = self.store.params[id(param)]
-            if record.is_offloaded:
-                self.store.require_ranks_together(param)
+            if not record.is_offloaded:
+                return record.elements(wanted).clone()
+            self.store.require_ranks_together(param)
             return record.elements(wanted)
 
     def replace(self, param: torch.nn.Parameter, values: torch.Tensor) -> None:
@@ -222,28 +222,6 @@ class ConstructionArena:
             yield
         finally:
             self.store.is_placing = False
-
-    def bring_elements(self, param: torch.nn.Parameter, wanted: Sequence[slice]) -> None:
-        """Brings the elements wanted[rank] of the parameter to every rank, for blocks().
-
-        All ranks call it. The ranks' parts of the parameter are freed.
-        """
-        self.store.params[id(param)].bring_elements(wanted)
-
-    def blocks(
-        self, param: torch.nn.Parameter, wanted: slice
-    ) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yields the elements `wanted` of the flat parameter, wherever they are.
-
-        With several ranks they must be in RAM, or bring_elements() must have brought them.
-
-        Yields:
-            (first element, values as a flat fp32 tensor); a tensor is valid until the next one.
-        """
-        record = self.store.params.get(id(param))
-        if record is None:
-            return float_blocks(memory_in(param).reshape(-1), 0, wanted)
-        return record.blocks(wanted)
 
     def release(self, param: torch.nn.Parameter) -> None:
         """Frees what there is of a parameter that has a home now. Idempotent."""

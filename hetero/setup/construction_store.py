@@ -76,32 +76,20 @@ class ConstructionFile:
             self._file.write_from(whole_pages, offset)
 
     def read_into(self, raw: torch.Tensor, offset: int) -> None:
-        """Fills `raw` with the bytes from `offset` on."""
-        for begin, part in self.read(offset, raw.numel()):
-            raw[begin : begin + part.numel()] = part
-
-    def elements(
-        self, space: slice, wanted: slice, dtype: torch.dtype
-    ) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yields (first element, values) of those of a space; they are valid until the next."""
-        itemsize = dtype.itemsize
-        first = wanted.start * itemsize // PAGE_BYTES * PAGE_BYTES
-        skip = wanted.start * itemsize - first
-        for begin, raw in self.read(space.start + first, wanted.stop * itemsize - first):
-            yield (first + begin + skip) // itemsize, raw[skip:].view(dtype)
-            skip = 0
-
-    def read(self, offset: int, nbytes: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yields (first byte after `offset`, bytes); they are valid until the next ones."""
+        """Fills `raw`, flat bytes, with those from `offset` on."""
         if self._file is None:
             raise HeteroError(
                 "a parameter's values went when hetero.initialize() had placed another model of "
                 "the same ZeroInitContext; build one model in each ZeroInitContext"
             )
-        for begin, block in _blocks(nbytes):
-            wanted = min(len(block), nbytes - begin)
-            self._file.read_into(block[: round_up(wanted, PAGE_BYTES)], offset + begin)
-            yield begin, torch.frombuffer(block, dtype=torch.uint8)[:wanted]
+        skip = offset % PAGE_BYTES
+        end = skip + raw.numel()
+        for begin, block in _blocks(end):
+            length = min(len(block), end - begin)
+            self._file.read_into(block[: round_up(length, PAGE_BYTES)], offset - skip + begin)
+            first = max(skip, begin)
+            content = torch.frombuffer(block, dtype=torch.uint8)[first - begin : length]
+            raw[first - skip : begin + length - skip] = content
 
     def close(self) -> None:
         """Frees the file."""
@@ -435,20 +423,22 @@ class ConstructionParam:
         return self.elements(slice(0, param.numel())).view(param.shape)
 
     def elements(self, wanted: slice) -> torch.Tensor:
-        """A copy of some elements of the flat parameter, in memory that no budget counts."""
+        """Some elements of the flat parameter: a view of what is in RAM, or a copy, which no budget
+        counts."""
         store, param = self._store, self.alive()
-        if not self.is_offloaded:
-            return memory_in(param).reshape(-1)[wanted].clone()
+        if self._brought is not None or not self.is_offloaded:
+            first, flat = self._brought or (0, memory_in(param).reshape(-1))
+            return flat[wanted.start - first : wanted.stop - first]
         values = torch.empty(wanted.stop - wanted.start, dtype=param.dtype)
         if store.world.shard is None:
-            for begin, part in store.file.elements(self._space, wanted, param.dtype):
-                values[begin - wanted.start :][: part.numel()] = part
+            begin = self._space.start + self._bytes(wanted).start
+            store.file.read_into(values.view(torch.uint8), begin)
         else:
             self._exchange(values.view(torch.uint8), [self._bytes(wanted)] * store.world.ranks)
         return values
 
     def bring_elements(self, wanted: Sequence[slice]) -> None:
-        """Brings the elements wanted[rank] to every rank, for blocks(). All ranks call it.
+        """Brings the elements wanted[rank] to every rank, for elements(). All ranks call it.
 
         The ranks' parts are freed.
         """
@@ -461,16 +451,6 @@ class ConstructionParam:
         self._exchange(values.view(torch.uint8), list(map(self._bytes, wanted)))
         self._brought = mine.start, values
         self._drop_part()
-
-    def blocks(self, wanted: slice) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yields (first element, values as a flat fp32 tensor) of the elements `wanted`."""
-        param = self.alive()
-        if self.is_offloaded and self._brought is None:
-            for begin, values in self._store.file.elements(self._space, wanted, param.dtype):
-                yield begin, values.float()
-        else:
-            first, flat = self._brought or (0, memory_in(param).reshape(-1))
-            yield from float_blocks(flat, first, wanted)
 
     def _bytes(self, elements: slice) -> slice:
         itemsize = self.alive().element_size()
@@ -544,16 +524,6 @@ class ConstructionParam:
             has = self._bytes(tile)
             _common(part, kept, has).copy_(_common(values.view(torch.uint8), has, kept))
         return True
-
-
-def float_blocks(
-    flat: torch.Tensor, first: int, wanted: slice
-) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yields (first element, values in fp32) of `wanted`, of which `flat` begins with `first`."""
-    numel = BLOCK_BYTES // flat.element_size()
-    for begin in range(wanted.start, wanted.stop, numel):
-        end = min(begin + numel, wanted.stop)
-        yield begin, flat[begin - first : end - first].float()
 
 
 def _common(flat: torch.Tensor, has: slice, wanted: slice) -> torch.Tensor:

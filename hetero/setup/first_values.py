@@ -2,33 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
 from hetero.chunk_groups.chunk_group import ChunkGroup
-from hetero.chunks.layout import Chunk, Layout
+from hetero.chunks.layout import Chunk
 from hetero.state.managed_param import ManagedParam
-from hetero.state.optimizer_state import TilePart, TileState, parts_of
+from hetero.state.optimizer_state import TileState, parts_of
 from offload.interrupts import uninterrupted
 
+_BLOCK_NUMEL = 1 << 20  # so many elements are asked for at a time: no budget counts a copy of them
 
-class FirstValues:
-    """Where the values of parameters are before they have a chunk."""
 
-    def prepare(self, members: Sequence[ManagedParam], layout: Layout) -> None:
-        """Called before blocks() of a chunk's parameters, `members`, on all ranks."""
+def _nothing(managed: ManagedParam) -> None:
+    pass
 
-    def blocks(self, managed: ManagedParam, wanted: slice) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yields the elements `wanted` of the flat parameter.
 
-        Yields:
-            (first element, values as a flat fp32 tensor); a tensor is valid until the next one.
-        """
-        raise NotImplementedError
+class FirstValues(NamedTuple):
+    """Where the values of parameters are before they have a chunk.
 
-    def done(self, managed: ManagedParam) -> None:
-        """The chunk has the parameter's values."""
+    Attributes:
+        elements: gives some of a parameter, flat; they are valid until the next call.
+        prepare: is called for each parameter of a chunk before, on all ranks.
+        done: is called for each of them when the chunk has the values.
+    """
+
+    elements: Callable[[ManagedParam, slice], torch.Tensor]
+    prepare: Callable[[ManagedParam], object] = _nothing
+    done: Callable[[ManagedParam], object] = _nothing
 
 
 def fill(chunk_group: ChunkGroup, source: FirstValues) -> None:
@@ -44,38 +47,40 @@ def fill(chunk_group: ChunkGroup, source: FirstValues) -> None:
 def _fill_chunk(
     chunk_group: ChunkGroup, chunk: Chunk, members: Sequence[ManagedParam], source: FirstValues
 ) -> None:
-    layout = chunk_group.layout
-    source.prepare(members, layout)
-    numel = layout.tile_numel
+    for m in members:
+        source.prepare(m)
+    numel = chunk_group.layout.tile_numel
     with chunk_group.params.fill(chunk) as flat:
         for tile in range(chunk.slots):
             into = flat[tile * numel : (tile + 1) * numel]
             with chunk_group.optim_states.open(chunk, tile, write=True, fresh=True) as optim_state:
                 for m in members:
-                    for part in parts_of(m, layout):
-                        if part.tile == tile:
-                            _fill_part(m, part, into, chunk_group, optim_state, source)
+                    _fill_tile(m, tile, into, chunk_group, optim_state, source)
         for m in members:
             source.done(m)
         chunk_group.params.filled(chunk)
 
 
-def _fill_part(
+def _fill_tile(
     managed: ManagedParam,
-    part: TilePart,
+    tile: int,
     into: torch.Tensor,
     chunk_group: ChunkGroup,
     optim_state: TileState | None,
     source: FirstValues,
 ) -> None:
-    """Writes one part's values to `into`, a tile of this rank's shard in the compute dtype.
+    """Writes a parameter's part of one tile to `into`, in the compute dtype.
 
-    The optimizer state of the tile (None: frozen) gets what completes them to the fp32 master.
+    The optimizer state of the tile (None: frozen) gets what completes it to the fp32 master.
     """
-    shift = part.in_tile.start - part.in_param.start
-    for begin, values in source.blocks(managed, part.in_param):
-        where = slice(begin + shift, begin + shift + values.numel())
-        if optim_state is None:
-            into[where] = values
-        else:
-            chunk_group.optim_states.split(values, into[where], optim_state, where)
+    for part in parts_of(managed, chunk_group.layout):
+        begin, shift = part.in_param.start, part.in_tile.start - part.in_param.start
+        while part.tile == tile and begin < part.in_param.stop:
+            end = min(begin + _BLOCK_NUMEL, part.in_param.stop)
+            values = source.elements(managed, slice(begin, end)).float()
+            where = slice(begin + shift, end + shift)
+            if optim_state is None:
+                into[where] = values
+            else:
+                chunk_group.optim_states.split(values, into[where], optim_state, where)
+            begin = end

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from hetero.api.optimizer import HybridOptimizer, unmanaged
+from hetero.api.optimizer import unmanaged
 from hetero.config import Config
 from hetero.setup.construction import ConstructionArena
 from hetero.setup.initialize import initialize, join_ranks
@@ -248,11 +248,10 @@ def _call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def _initialize(module: torch.nn.Module, arena: ConstructionArena) -> None:
-    optimizers = [optimizer for optimizer in unmanaged if _is_of(optimizer, arena)]
+    optimizers = [
+        optimizer
+        for optimizer in unmanaged
+        if any(arena_of(p) is arena for group in optimizer.param_groups for p in group["params"])
+    ]
     if len(optimizers) == 1 and arena.has_no_others_than(module.parameters()):
         initialize(module, optimizers[0])
-
-
-def _is_of(optimizer: HybridOptimizer, arena: ConstructionArena) -> bool:
-    """Whether it was made of some of the arena's parameters."""
-    return any(arena_of(p) is arena for group in optimizer.param_groups for p in group["params"])

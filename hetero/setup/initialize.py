@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import accumulate, pairwise
 from os import PathLike
@@ -117,7 +117,7 @@ def start_alike(
     require_same_writes(model, construction)
     # An offloaded parameter is made of all ranks' parts, and so the same everywhere.
     params = [p for p in model.parameters() if p.numel() and not construction.is_offloaded(p)]
-    sums = torch.tensor([_checksum(p, construction) for p in params], dtype=torch.int64)
+    sums = torch.tensor([_checksum(p) for p in params], dtype=torch.int64)
     found = everyone.all_gather(sums, "the comparison of first values")
     differs = found.ne(found[0]).any(dim=0)
     for param, different in zip(params, differs.tolist(), strict=True):
@@ -141,11 +141,11 @@ def require_same_writes(model: torch.nn.Module, construction: ConstructionArena)
     )
 
 
-def _checksum(param: torch.nn.Parameter, construction: ConstructionArena) -> int:
+def _checksum(param: torch.nn.Parameter) -> int:
     """CRC-32 of the whole parameter's values in fp32."""
     total = 0
-    for _, block in construction.blocks(param, slice(0, param.numel())):
-        total = zlib.crc32(block.contiguous().view(torch.uint8).numpy().data, total)
+    for block in memory_in(param).reshape(-1).split(1 << 20):
+        total = zlib.crc32(block.float().contiguous().view(torch.uint8).numpy().data, total)
     return total
 
 
@@ -495,7 +495,7 @@ def _build(
             resources.callback(world.close)
         chunk_group = build_chunk_group(plan, params, first_number, shared, world, spare_bytes)
         resources.callback(chunk_group.close)
-        fill(chunk_group, _FromConstruction(construction))
+        fill(chunk_group, _first_values(construction, plan.layout))
         chunk_groups.insert(0, chunk_group)
     for chunk_group in reversed(chunk_groups):
         chunk_group.commit()
@@ -535,22 +535,19 @@ def _excess(config: Config, construction: ConstructionArena) -> ProcessExcess | 
     return ProcessExcess(limit, lambda: sum(ledger.in_use_bytes[tier.value] for tier in tiers))
 
 
-class _FromConstruction(FirstValues):
-    """First values from the construction arena."""
+def _first_values(construction: ConstructionArena, layout: Layout) -> FirstValues:
+    records, ranks = construction.store.params, range(layout.shard.ranks)
 
-    def __init__(self, construction: ConstructionArena) -> None:
-        self._construction = construction
-
-    def prepare(self, members: Sequence[ManagedParam], layout: Layout) -> None:
-        ranks = range(layout.shard.ranks)
+    def prepare(managed: ManagedParam) -> None:
         if len(ranks) > 1:
-            for m in members:
-                elements = [m.in_shard(layout, rank)[1] for rank in ranks]
-                self._construction.bring_elements(m.param, elements)
+            wanted = [managed.in_shard(layout, rank)[1] for rank in ranks]
+            records[id(managed.param)].bring_elements(wanted)
 
-    def blocks(self, managed: ManagedParam, wanted: slice) -> Iterator[tuple[int, torch.Tensor]]:
-        return self._construction.blocks(managed.param, wanted)
+    def elements(managed: ManagedParam, wanted: slice) -> torch.Tensor:
+        return records[id(managed.param)].elements(wanted)
 
-    def done(self, managed: ManagedParam) -> None:
-        self._construction.release(managed.param)
+    def done(managed: ManagedParam) -> None:
+        construction.release(managed.param)
         managed.unload()
+
+    return FirstValues(elements, prepare, done)

@@ -49,10 +49,18 @@ class Worker:
     A job must not raise: what goes wrong it tells to those who need what it does.
     """
 
-    def __init__(self, name: str, idle_s: float | None = None) -> None:
-        """`name` is the thread's, after THREAD_PREFIX. It ends if it has no job for `idle_s`; the
-        next job starts another."""
+    def __init__(
+        self, name: str, idle_s: float | None = None, end: Callable[[], object] | None = None
+    ) -> None:
+        """No thread runs yet.
+
+        Args:
+            name: the thread's, after THREAD_PREFIX.
+            idle_s: the thread ends if it has no job for so long; the next job starts another.
+            end: makes what a job waits for fail; called if the program ends before close().
+        """
         self._idle_s = idle_s
+        self.end = end
         self._name = THREAD_PREFIX + name
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()  # None: the end
         self._lock = threading.RLock()  # reentrant: the garbage collector may close things anywhere
@@ -109,8 +117,12 @@ def _end_workers() -> None:
     A thread that is in the core when the interpreter ends would come back to one that is gone, by
     which Python (before 3.14) ends the process with SIGABRT.
     """
-    until = time.monotonic() + _END_S
-    for worker in list(_workers):
+    workers, until = list(_workers), time.monotonic() + _END_S
+    for worker in workers:
+        if worker.end is not None:
+            with contextlib.suppress(Exception):
+                worker.end()
+    for worker in workers:
         worker.close(max(0.0, until - time.monotonic()))
 
 

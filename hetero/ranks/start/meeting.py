@@ -24,8 +24,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from hetero.ranks.waiting import name_error, start_thread
+from hetero.ranks.waiting import name_error
 from offload.errors import PeerError
+from offload.memory.operation import Worker
 
 _FIRST_POLL_S, _POLL_S = 0.01, 0.1
 
@@ -147,33 +148,29 @@ class Meeting:
 
     def wait_for_all(self, timeout_s: float) -> None:
         """Returns when all ranks have come. Raises PeerError."""
+        here, started = {rank: f"here/{rank}" for rank in self._ranks}, time.monotonic()
         try:
-            self._wait_for_all(timeout_s)
+            self.store.set(here[dist.get_rank()], "")
+            while True:
+                all_here = self.store.check(list(here.values()))
+                self.look()
+                if all_here:
+                    return
+                if time.monotonic() - started > timeout_s:
+                    missing = next(r for r, key in here.items() if not self.store.check([key]))
+                    raise PeerError(
+                        f"rank {missing} did not take part in hetero's start within "
+                        f"{timeout_s:.0f} s; it hangs, is much slower, or runs other code than "
+                        f"rank {dist.get_rank()}. All ranks must make the same calls; raise "
+                        f"rank_timeout_s (now {timeout_s:g}) if it is only slow"
+                    )
+                time.sleep(_LOOK_S)
         except RuntimeError as error:
             raise PeerError(
                 f"torch.distributed's store cannot be reached from rank {dist.get_rank()}, because "
                 f"the process that keeps it (torchrun, or else rank 0) is gone: look at its own "
                 f"error"
             ) from error
-
-    def _wait_for_all(self, timeout_s: float) -> None:
-        self.store.set(f"here/{dist.get_rank()}", "")
-        started = time.monotonic()
-        here = {rank: f"here/{rank}" for rank in self._ranks}
-        while True:
-            all_here = self.store.check(list(here.values()))
-            self.look()
-            if all_here:
-                return
-            if time.monotonic() - started > timeout_s:
-                missing = next(rank for rank, key in here.items() if not self.store.check([key]))
-                raise PeerError(
-                    f"rank {missing} did not take part in hetero's start within {timeout_s:.0f} s; "
-                    f"it hangs, is much slower, or runs other code than rank {dist.get_rank()}. "
-                    f"All ranks must make the same calls; raise rank_timeout_s (now {timeout_s:g}) "
-                    f"if it is only slow"
-                )
-            time.sleep(_LOOK_S)
 
     def end(self) -> None:
         """This rank has been connected, or has told that it failed."""
@@ -221,8 +218,8 @@ class _Connected:
         self._sent: dict[int, Any] = {}
         self._has_told = threading.Event()
         for rank in self._others:
-            exchange, end = partial(self._exchange, rank), partial(self._give_up, rank)
-            start_thread(f"meeting-{rank}", exchange, end)
+            worker = Worker(f"meeting-{rank}", idle_s=0.0, end=partial(self._give_up, rank))
+            worker.do(partial(self._exchange, rank))
 
     def tell(self) -> None:
         """Sends this rank's byte to each of the others; idempotent."""

@@ -252,23 +252,18 @@ class StepUses:
 
 def fingerprint(uses: Sequence[ChunkUse]) -> int:
     """A number that other sequences do not have."""
-    content = np.asarray(_encoded(uses), dtype=np.int64).tobytes()
-    return int.from_bytes(blake2b(content, digest_size=7).digest(), "little")
+    return int.from_bytes(blake2b(to_bytes(uses), digest_size=7).digest(), "little")
 
 
 def to_bytes(uses: Sequence[ChunkUse]) -> bytes:
     """A record, for other ranks."""
-    return np.asarray(_encoded(uses), dtype="<i4").tobytes()
+    return np.asarray([use.chunk << 1 | use.in_backward for use in uses], dtype="<i4").tobytes()
 
 
 def from_bytes(content: bytes) -> tuple[ChunkUse, ...]:
     """The record that to_bytes() was given."""
     numbers = np.frombuffer(content, dtype="<i4").tolist()
     return tuple(ChunkUse(number >> 1, bool(number & 1)) for number in numbers)
-
-
-def _encoded(uses: Sequence[ChunkUse]) -> list[int]:
-    return [use.chunk << 1 | use.in_backward for use in uses]
 
 
 def merge(records: Sequence[tuple[ChunkUse, ...]]) -> tuple[ChunkUse, ...]:
@@ -517,7 +512,7 @@ def agree_on_gathers(
             "last step, so gradients may be wrong; this is a defect of hetero, please report it"
         )
     for each in gathers:
-        each.gathering.stream.let_go()
+        each.gathering.stream.transport.let_go()
     if not ends_step:
         return
     for number, (each, (_, uses, _)) in enumerate(zip(gathers, mine, strict=True)):

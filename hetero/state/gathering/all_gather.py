@@ -25,10 +25,11 @@ from hetero.ranks.collectives import Reply
 from hetero.ranks.communicator import Communicator
 from hetero.ranks.peers import Channel, PeerClosedError, RankOperation
 from hetero.ranks.shard_server import RequestKind, ShardServer, Versions
-from hetero.ranks.waiting import LOOK_S, SOON_S
+from hetero.ranks.waiting import LOOK_S, SOON_S, name_error
 from hetero.state.chunk_updates import OwnShards
 from hetero.state.gathering.transport import GatherTransport
 from offload.device.fetch_queue import FetchQueue
+from offload.errors import PeerError
 from offload.interrupts import deliver_signals
 from offload.memory.arena import HostArena
 from offload.memory.operation import Operation, Worker, cancelled
@@ -62,6 +63,8 @@ class CommonGather:
         self.chunk = chunk
         self.keeps_shards = keeps_shards
         self.error: BaseException | None = None
+        self.closed: PeerClosedError | None = None  # it is not made, because a rank has left
+        self.ended = threading.Event()
         self.target = stream.transport.target(chunk, whole)
         self._is_kept = whole is not None
         self._read = read
@@ -85,7 +88,8 @@ class CommonGather:
                     if self.target.let_go():
                         read()
                         break
-                    self._stream.check_comes(gather=self)
+                    if self.closed is not None:
+                        raise copy.copy(self.closed)
                 if self.error is None:
                     self.target.follow()
             except Exception as error:
@@ -102,11 +106,13 @@ class CommonGather:
             # A copy: what is raised has the caller's frames, and with them tensors that pin slots.
             raise copy.copy(self.error)
 
-    def end(self, error: BaseException | None) -> None:
-        """For the stream: it is made, or has failed. It refers to no home any more."""
+    def end(self, error: BaseException | None, closed: PeerClosedError | None) -> None:
+        """For the stream: it is made, or has failed, or a rank has `closed` its engine before."""
         if error is not None:
             self.error = error
-        self._read = lambda: None
+        self.closed = closed
+        if closed is None:
+            self._read = lambda: None  # it refers to no home any more
 
     def cancel(self) -> None:
         """The chunk is not needed. This rank takes part nevertheless; nothing is stored."""
@@ -120,68 +126,29 @@ class CommonGather:
         self._is_kept = False
 
 
+@dataclass
 class GatherCounts:
     """How many gathers of a stream are started, and how many are made: they end in their order.
 
     Attributes:
         started: by this rank.
+        prepared: of those, this rank has values, or has told why not.
         made: of those, by all ranks.
         closed: no more are made, because a rank has left; None: they are.
+        stalled_at: how many were made when this rank gave up waiting for others.
     """
 
-    def __init__(self) -> None:
-        """None is started."""
-        self.started = self.made = 0
-        self.closed: PeerClosedError | None = None
-        self._prepared = 0  # of those that were started this rank has values, or has told why not
-        self._stalled_at = -1  # how many were made when this rank gave up waiting
-        self._changed = threading.Condition()
-
-    def start(self) -> int:
-        """The number of a gather that is started now."""
-        self.started += 1
-        return self.started - 1
-
-    def prepared(self, number: int) -> None:
-        """This rank has values for the gather, or has told why not."""
-        with self._changed:
-            self._prepared = number + 1
-            self._changed.notify_all()
-
-    def end(self, number: int, closed: PeerClosedError | None) -> None:
-        """The gather is made, or has failed; or it is not, because a rank has `closed`."""
-        with self._changed:
-            self.closed = closed
-            if closed is None:
-                self.made = number + 1
-            self._changed.notify_all()
-
-    def wait_made(self, number: int, patience_s: float) -> bool:
-        """Waits for a moment; returns whether the gather is made."""
-        with self._changed:
-            is_known = lambda: self.made > number or self.closed is not None  # noqa: E731
-            if self._changed.wait_for(is_known, patience_s):
-                return self.made > number
-        deliver_signals()
-        return False
-
-    def wait_prepared(self, patience_s: float) -> None:
-        """Waits until this rank has said of the gather under way whether it has values for it."""
-        with self._changed:
-            self._changed.wait_for(
-                lambda: max(self.made, self._prepared) > min(self.made, self.started - 1),
-                patience_s,
-            )
+    started: int = 0
+    prepared: int = 0
+    made: int = 0
+    closed: PeerClosedError | None = None
+    stalled_at: int = -1
 
     @property
     def is_stalled(self) -> bool:
         """Whether this rank waits for others no more, because none has come since it gave up, or
         because one has closed its engine."""
-        return self.closed is not None or self._stalled_at == self.made < self.started
-
-    def give_up(self) -> None:
-        """This rank waits no more until another gather is made."""
-        self._stalled_at = self.made
+        return self.closed is not None or self.stalled_at == self.made < self.started
 
 
 class GatherStream:
@@ -199,8 +166,7 @@ class GatherStream:
 
         Args:
             peers: the ranks of the shard group.
-            server: tells them that one of them is waited for, or has failed, and knows what they
-                have told.
+            server: tells them that one of them is waited for.
             shards: this rank's.
             versions: of the chunks' values.
             transport: brings the shards together.
@@ -216,10 +182,6 @@ class GatherStream:
         self.wait_s = 0.0  # seconds of waiting for them
         self._digest = blake2b(digest_size=7)
         self._all_in_ram = False
-
-    def let_go(self) -> None:
-        """All ranks have made the gathers that this one has: none reads its shards any more."""
-        self.transport.let_go()
 
     def note_homes(self, all_in_ram: bool) -> None:
         """Whether every rank has all of its shards in memory, for gathers that are started later.
@@ -239,7 +201,8 @@ class GatherStream:
         Without `whole` this rank takes part for the others alone. `read` brings the chunk there
         one-sided, if others do not come.
         """
-        gather = CommonGather(self, self.counts.start(), chunk, whole, read, self._all_in_ram)
+        gather = CommonGather(self, self.counts.started, chunk, whole, read, self._all_in_ram)
+        self.counts.started += 1
         version = self._versions[chunk]
         self._digest.update(f"{chunk.id} {version};".encode())
         self._worker.do(lambda: self._make(gather))
@@ -251,20 +214,26 @@ class GatherStream:
 
     def _make(self, gather: CommonGather) -> None:
         """In the worker's thread."""
-        if self.counts.closed is not None:
-            return
-        closed: PeerClosedError | None = None
-        try:
-            gather.end(self._gather(gather))
-        except PeerClosedError as error:
-            closed = error.with_traceback(None)
-        self.counts.end(gather.number, closed)
+        error: BaseException | None = None
+        if self.counts.closed is None:
+            try:
+                error = self._gather(gather)
+            except PeerClosedError as closed:
+                self.counts.closed = closed.with_traceback(None)
+        gather.end(error, self.counts.closed)
+        self.counts.made += self.counts.closed is None
+        gather.ended.set()
 
     def _gather(self, gather: CommonGather) -> BaseException | None:
         """Returns what went wrong. Raises PeerClosedError."""
         error: BaseException | None = None
         try:
-            error = self._find_failure(gather)
+            try:
+                self._shards.wait_computed(gather.chunk)
+            except Exception as failure:  # of the update that makes the values
+                error = self._tell_failure(gather, failure)
+            finally:
+                self.counts.prepared = gather.number + 1
             what = f"gathering {gather.chunk.name}"
             if not gather.keeps_shards:
                 # Shards that are on NVMe have few slots, which other ranks' one-sided reads need,
@@ -278,54 +247,49 @@ class GatherStream:
                         shard = opened.enter_context(self._shards.open(gather.chunk))
                     except Exception as failure:
                         error = self._tell_failure(gather, failure)
-                self.transport.gather(gather.target, shard, what, opened, gather.keeps_shards)
-            return error or self._server.failure_of(gather.number)
+                if self.transport.gather(gather.target, shard, what, opened, gather.keeps_shards):
+                    return None
+            missing = PeerError(f"another rank could not give {gather.chunk.name}")
+            return error or self._told_failure(gather) or missing
         except PeerClosedError:
             # (A rank that has no values may have closed its engine because of that.)
-            error = error or self._server.failure_of(gather.number)
+            error = error or self._told_failure(gather)
             if error is None:
                 raise
             return error
         except Exception as failure:
             return failure.with_traceback(None)
 
-    def _find_failure(self, gather: CommonGather) -> BaseException | None:
-        """Why this rank has no values: the update that makes them has failed. The others know it
-        then."""
-        try:
-            self._shards.wait_computed(gather.chunk)
-        except Exception as failure:
-            return self._tell_failure(gather, failure)
-        finally:
-            self.counts.prepared(gather.number)
-        return None
-
     def _tell_failure(self, gather: CommonGather, failure: Exception) -> BaseException:
-        """The others must know it before they get something else than values."""
-        self._server.tell_failed_gather(gather.chunk, gather.number, failure)
+        """Leaves a note for the others, which find it when this rank comes without values."""
+        name = self._peers.name(self._peers.rank)
+        why = f"{name} could not give {gather.chunk.name}: {name_error(failure)}"
+        self._peers.notes.leave(f"gather/{gather.number}", why)
         return failure.with_traceback(None)
+
+    def _told_failure(self, gather: CommonGather) -> PeerError | None:
+        """Why another rank has no values, if it has told that."""
+        key, find = f"gather/{gather.number}", self._peers.notes.find
+        found = (find(key, peer) for peer in self._peers.others)
+        return next((PeerError(why) for why in found if why is not None), None)
 
     def wait(self, gather: CommonGather) -> bool:
         """For CommonGather: until it is made. Returns False if the others do not come."""
         began_s = time.monotonic()
-        while not self._is_made_soon(gather.number):
-            if self.counts.closed is not None:
-                return False
-            self._tell_wanted()
+        while not self._comes_soon(gather.ended):
             if self.counts.is_stalled or time.monotonic() - began_s > STALL_S:
-                self.counts.give_up()
+                self.counts.stalled_at = self.counts.made
                 return False
-        return True
+        return gather.closed is None
 
-    def check_comes(self, gather: CommonGather) -> None:
-        """Raises PeerError if the gather is not made, and will not be."""
-        if self.counts.closed is not None and gather.number >= self.counts.made:
-            raise copy.copy(self.counts.closed)
-
-    def _is_made_soon(self, number: int) -> bool:
+    def _comes_soon(self, ended: threading.Event) -> bool:
         """Waits for a moment: a short one if other ranks had to be told a moment ago."""
         often_told = self.counts.started - self._told < _OFTEN_TOLD
-        return self.counts.wait_made(number, SOON_S if often_told else LOOK_S)
+        if ended.wait(SOON_S if often_told else LOOK_S):
+            return True
+        deliver_signals()
+        self._tell_wanted()
+        return False
 
     def _tell_wanted(self) -> None:
         """Tells the other ranks, once, that this one waits for what it has started."""
@@ -333,25 +297,22 @@ class GatherStream:
             self._told = self.counts.started
             self._server.tell_wanted(self.counts.started)
 
-    def wait_for(self, number: int) -> None:
-        """Until the gather of this number is made by all ranks, or has failed.
+    def wait_all(self) -> None:
+        """Until all that were started are made, by devices, too, or have failed.
 
         Raises PeerError if another rank did not come in time, or has closed its engine.
         """
-        began_s = time.monotonic()
-        while number < self.counts.started and not self._is_made_soon(number):
+        began_s, ended = time.monotonic(), threading.Event()
+        if self.counts.made < self.counts.started:
+            self._worker.do(ended.set)  # after them
+            while not self._comes_soon(ended):
+                waited_s = time.monotonic() - began_s
+                if waited_s > self._peers.timeout_s:
+                    operation = RankOperation(Channel.GATHERS, self.counts.made)
+                    what = "the gathers of a step"
+                    raise self._peers.failure_of_all(operation, what, "timed out", waited_s)
             if self.counts.closed is not None:
                 raise copy.copy(self.counts.closed)
-            self._tell_wanted()
-            waited_s = time.monotonic() - began_s
-            if waited_s > self._peers.timeout_s:
-                what = "the gathers of a step"
-                operation = RankOperation(Channel.GATHERS, number)
-                raise self._peers.failure_of_all(operation, what, "timed out", waited_s)
-
-    def wait_all(self) -> None:
-        """Until all that were started are made, by devices, too. Raises PeerError."""
-        self.wait_for(self.counts.started - 1)
         self.transport.finish()
 
     def abandon(self) -> None:
@@ -359,8 +320,10 @@ class GatherStream:
 
         If this rank has no values for one, the others are told that first.
         """
-        self.counts.wait_prepared(_END_S)
-        if self.counts.made < self.counts.started:
+        counts, until_s = self.counts, time.monotonic() + _END_S
+        while counts.prepared <= counts.made < counts.started and time.monotonic() < until_s:
+            time.sleep(SOON_S)
+        if counts.made < counts.started:
             self._peers.break_off(Channel.GATHERS)
 
     def close(self) -> None:

@@ -23,7 +23,7 @@ import torch
 
 from hetero.chunks.layout import Chunk, Layout
 from hetero.ranks.collectives import GatheredParts
-from hetero.ranks.communicator import Communicator
+from hetero.ranks.communicator import Communicator, Offered
 from hetero.ranks.device_group import DeviceGroup
 from hetero.ranks.peers import Channel
 from hetero.state.memory.homes import Homes
@@ -33,41 +33,26 @@ from offload.errors import PeerError
 from offload.memory.arena import HostArena
 
 
-class _InRam(GatheredParts):
-    """Memory for a whole chunk, which may be taken away before the chunk is there.
-
-    Targets of other transports have let_go(), which returns False if all of the chunk will come
-    nevertheless, and follow() as this one.
-    """
-
-    def __init__(self, whole: torch.Tensor | None, ranks: int, part_numel: int) -> None:
-        """`part_numel`: elements of one rank's part."""
-        super().__init__(whole, ranks)
-        self.part_numel = part_numel
-
-    def follow(self) -> None:
-        """What the calling thread computes from now on comes after the gather, which was made."""
-
-
 class GatherTransport:
     """Brings the shards of all ranks together: in RAM, by gloo, wherever they are.
 
     Which transport it is all ranks have decided alike.
     """
 
-    def __init__(self, peers: Communicator, layout: Layout, dtype: torch.dtype) -> None:
-        """Of the chunks of `layout`, in `dtype`, over the connections of `peers`."""
+    def __init__(self, peers: Communicator) -> None:
+        """Over the connections of `peers`."""
         self._peers = peers
-        self._layout = layout
-        self._dtype = dtype
+        # What other ranks may still read, and what holds it.
+        self._offered: Offered | None = None
+        self._lent = ExitStack()
 
     def target(self, chunk: Chunk, whole: torch.Tensor | None) -> Any:
         """What gather() fills: `whole`, flat; None: what comes is not kept.
 
-        Called as the gather is started, in the thread that computes.
+        Called as the gather is started, in the thread that computes. It has let_go(), which
+        returns False if all of the chunk will come nevertheless, and follow(), as GatheredParts.
         """
-        numel = self._layout.shard.numel(self._layout.chunk_numel(chunk))
-        return _InRam(whole, self._peers.size, numel)
+        return GatheredParts(whole, self._peers.size)
 
     def gather(
         self,
@@ -76,33 +61,43 @@ class GatherTransport:
         what: str,
         opened: ExitStack,
         keeps: bool,
-    ) -> None:
+    ) -> bool:
         """Brings the shards to `target`, which target() has made; all ranks call it.
 
         When it returns they are there for whatever follows the target. Other ranks may still read
-        this one's. Raises PeerError.
+        this one's. Returns False, with nothing brought, if some rank has none. Raises PeerError.
 
         Args:
             target: where to.
-            shard: this rank's, flat; None: it has told the others that it has none.
+            shard: this rank's, flat; None: it has none.
             what: names the gather in errors.
             opened: keeps the shard for the caller; the transport may take that over.
             keeps: this rank may wait for other ranks while it keeps the shard.
         """
-        part = torch.zeros(target.part_numel, dtype=self._dtype) if shard is None else shard
-        kept = opened if keeps else None
-        self._peers.gather_parts(part, target, what, Channel.GATHERS, kept)
+        peers, channel = self._peers, Channel.GATHERS
+        offered = peers.offer(shard, what, channel)
+        self.let_go()  # who has come to this gather has read for the last one
+        if offered is None:
+            return False
+        if keeps and peers.reads_memory:
+            self._lent, self._offered = opened.pop_all(), offered
+        peers.gather_offered(offered, target, what, channel)
+        if not keeps:
+            peers.meet_readers(what, channel)
+        return True
 
     def finish(self) -> None:
         """Until nothing is under way on a device. Raises PeerError."""
 
     def let_go(self) -> None:
         """All ranks have made the gathers that this rank has: none reads its shards any more."""
-        self._peers.let_go()
+        self._offered = None
+        self._lent.close()
 
     def close(self) -> None:
         """What is gathered from is freed now. Idempotent."""
         self._peers.retract()
+        self.let_go()
 
 
 class _OnDevice:
@@ -217,14 +212,14 @@ class DeviceTransport(GatherTransport):
         what: str,
         opened: ExitStack,
         keeps: bool,
-    ) -> None:
+    ) -> bool:
         streams = self._group.check()
         # No device waits for a rank that has nothing to give.
         lacking = torch.tensor([shard is None], dtype=torch.uint8)
         meeting = self._group.peers.begin_any(lacking, what, Channel.GATHERS)
         meeting.wait()
         if shard is None or bool(lacking):
-            return
+            return False
         source = shard.view(torch.uint8)
         operation = meeting.operation
         if isinstance(target, _AtHome):
@@ -242,6 +237,7 @@ class DeviceTransport(GatherTransport):
             # The shard is needed until the device has read it.
             kept = opened.pop_all()
             self._group.look_after(done, operation, what, kept.close)
+        return True
 
     def _gather_in_slots(
         self, streams: DeviceStreams, target: _OnDevice, source: torch.Tensor

@@ -23,6 +23,7 @@ import torch
 
 from hetero.chunks.layout import Chunk, Layout
 from hetero.profiler_marks import marked
+from hetero.ranks.collectives import Collective
 from hetero.ranks.communicator import Communicator
 from hetero.ranks.peers import Channel
 from hetero.ranks.process_groups import ProcessGroups
@@ -33,30 +34,6 @@ from offload.device.grad_offload import GradOffload
 from offload.errors import BudgetError, HeteroError
 
 
-class RoundBegin:
-    """Each rank's word whether it sends chunks before the round ends; all ranks must make one."""
-
-    def __init__(self, everyone: Communicator, sends_in_backward: bool) -> None:
-        """Sends this rank's word to `everyone` and starts receiving theirs."""
-        self._sends_in_backward = sends_in_backward
-        self._any = torch.tensor([sends_in_backward], dtype=torch.uint8)
-        self._words = everyone.begin_any(self._any, "a backward", Channel.ROUNDS)
-
-    def any_in_backward(self) -> bool:
-        """Whether some rank sends chunks before the round ends, so that all walk the order.
-
-        Waits for the others only if this rank does not. Raises PeerError.
-        """
-        if self._sends_in_backward:
-            return True
-        self._words.wait()
-        return bool(self._any)
-
-    def wait(self) -> None:
-        """Returns when all ranks have begun the round. Raises PeerError."""
-        self._words.wait()
-
-
 @dataclass(frozen=True)
 class RoundEnd:
     """Facts of one rank, or of all ranks together, at the end of a round.
@@ -65,27 +42,25 @@ class RoundEnd:
         arrived: for each parameter, whether it got a gradient.
         cleared: for each parameter, whether its gradient was cleared after it had been sent.
         unsent: for each chunk, whether it has gradients that have not been sent.
-        had_turn: for each chunk, whether it is unsent although it had its turn in the round.
         busy: whether a rank is in the middle of its backward.
     """
 
     arrived: Sequence[bool]
     cleared: Sequence[bool]
     unsent: Sequence[bool]
-    had_turn: Sequence[bool]
     busy: bool
 
     def any(self, everyone: Communicator) -> RoundEnd:
         """What is so on any rank. All ranks must call it. Raises PeerError."""
         members, chunks = len(self.arrived), len(self.unsent)
         # As bytes first: setting an element of a tensor takes about a microsecond.
-        content = bytearray((*self.arrived, *self.cleared, *self.unsent, *self.had_turn, self.busy))
+        content = bytearray((*self.arrived, *self.cleared, *self.unsent, self.busy))
         mine = torch.frombuffer(content, dtype=torch.uint8)
         flags = everyone.any(mine, "the end of backward")
-        arrived, cleared, unsent, had_turn, busy = (
-            part.tolist() for part in flags.split([members, members, chunks, chunks, 1])
+        arrived, cleared, unsent, busy = (
+            part.tolist() for part in flags.split([members, members, chunks, 1])
         )
-        return RoundEnd(arrived, cleared, unsent, had_turn, busy[0])
+        return RoundEnd(arrived, cleared, unsent, busy[0])
 
 
 class SendOrder:
@@ -147,14 +122,18 @@ class _Round:
     """What has happened in the round that this rank is in.
 
     Attributes:
-        begin: the ranks' words at its beginning; None until this rank has sent its own.
+        words: which any_sends arrives by; None until this rank has begun the round.
+        sends: whether this rank sends chunks before the round ends.
+        any_sends: whether some rank does, so that all walk the order.
         position: in the order of sending: the next chunk. Those before it had their turn.
         arrived: parameters that got a gradient on this rank.
         synced: those of them that got it outside no_sync(), in the order in which it came.
         sent: parameters whose gradient has been sent.
     """
 
-    begin: RoundBegin | None = None
+    words: Collective | None = None
+    sends: bool = False
+    any_sends: torch.Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.uint8))
     position: int = 0
     arrived: set[ManagedParam] = field(default_factory=set)
     synced: dict[ManagedParam, None] = field(default_factory=dict)
@@ -567,11 +546,14 @@ class GradReducer:
 
     # Rounds
 
-    def _begin_round(self, sends_in_backward: bool) -> RoundBegin:
-        """The round's beginning, in which this rank gives its word; idempotent."""
-        if self._round.begin is None:
-            self._round.begin = RoundBegin(self._everyone, sends_in_backward)
-        return self._round.begin
+    def _begin_round(self, sends: bool) -> Collective:
+        """Begins the round on this rank, as all must; idempotent."""
+        now = self._round
+        if now.words is None:
+            now.sends = sends
+            now.any_sends.fill_(sends)
+            now.words = self._everyone.begin_any(now.any_sends, "a backward", Channel.ROUNDS)
+        return now.words
 
     def _had_turn(self, chunk: Chunk) -> bool:
         """Whether the chunk's place in the order of sending has been passed in this round."""
@@ -606,19 +588,21 @@ class GradReducer:
 
         `done`: this rank is not in the middle of a backward. Returns whether all are.
         """
-        begin = self._begin_round(False)
-        any_in_backward = begin.any_in_backward()
+        words = self._begin_round(False)
+        if not self._round.sends:
+            words.wait()  # for the others, only if this rank does not know it
+        any_in_backward = self._round.sends or bool(self._round.any_sends)
         if any_in_backward:
             while self._round.position < len(self._order.chunks):
                 self._send_next()
             # Before others are waited for: they may need what this rank then does for replicas.
             self.means.finish_all()
         end = self._agree(done)
-        begin.wait()
+        words.wait()
         if any_in_backward:
             self._note_arrived(end.arrived)  # gradients after their chunk's turn are added to it
         for chunk in self._order.chunks:
-            if (end.had_turn if any_in_backward else end.unsent)[chunk.id]:
+            if end.unsent[chunk.id]:
                 self._send(chunk)
         self.means.finish_all()
         self._note_arrived(end.arrived)
@@ -648,7 +632,6 @@ class GradReducer:
             arrived=[m in self._round.arrived and m.has_grad for m in self._members],
             cleared=[m in self._round.sent and not m.has_grad for m in self._members],
             unsent=[chunk.id in unsent for chunk in chunks],
-            had_turn=[chunk.id in unsent and self._had_turn(chunk) for chunk in chunks],
             busy=not done,
         )
         end = mine.any(self._everyone)

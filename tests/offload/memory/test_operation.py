@@ -37,9 +37,9 @@ print("to the end", flush=True)
     [
         "from offload.memory.operation import Worker\n"
         'kept.append(Worker("test"))\nkept[-1].do(op.wait)',
-        "from hetero.ranks.waiting import _waiter\n_waiter.do(op.wait)",
+        'from offload.memory.operation import Worker\nWorker("test", idle_s=0.0).do(op.wait)',
     ],
-    ids=["Worker", "ranks.waiting"],
+    ids=["kept", "not kept"],
 )
 def test_a_thread_that_is_in_the_core_when_the_program_ends(wait: str) -> None:
     """It is waited for: Python before 3.14 would end it in the midst of C++, by an abort."""

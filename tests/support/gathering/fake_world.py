@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -17,9 +16,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import hetero.ranks.communicator
 import hetero.ranks.process_groups
-import hetero.ranks.shard_server
 from hetero.ranks.communicator import Communicator
 from hetero.ranks.peers import Channel, Peers
+from hetero.ranks.shard_server import ShardServer
 from hetero.state.gathering import all_gather
 from tests.support.waiting import PATIENCE_S
 
@@ -75,13 +74,6 @@ class Counts:
         self.messages = 0
 
 
-def _no_thread(*_: Any) -> threading.Thread:
-    """A thread that has ended."""
-    thread = threading.Thread(target=lambda: None)
-    thread.start()
-    return thread
-
-
 @contextmanager
 def fake_world(size: int) -> Iterator[Counts]:
     """Inside the block this process is rank 0 of `size`; the others are not there.
@@ -107,7 +99,7 @@ def fake_world(size: int) -> Iterator[Counts]:
             patch.object(Communicator, "exchange", lambda *_: None),
             # Ranks of other machines, as most of many are.
             patch.object(hetero.ranks.communicator, "connect_peer_memory", lambda _: None),
-            patch.object(hetero.ranks.shard_server, "start_thread", _no_thread),
+            patch.object(ShardServer, "_answer_all", lambda *_: None),
             # What is slow here is no reason to tell others that this rank waits.
             patch.object(all_gather, "SOON_S", PATIENCE_S),
             patch.object(all_gather, "LOOK_S", PATIENCE_S),

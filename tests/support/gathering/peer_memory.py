@@ -18,6 +18,7 @@ from hetero.ranks.collectives import GatheredParts
 from hetero.ranks.peer_memory import PeerMemory
 from hetero.ranks.peers import Channel
 from hetero.ranks.process_groups import ProcessGroups
+from hetero.state.gathering.transport import GatherTransport
 from hetero.state.reduction.means import RankMean
 from offload import _native
 from tests.support.native.seccomp import refuse
@@ -168,19 +169,19 @@ def write_when_let_go(rank: int, world: int) -> int:
     ranks = ProcessGroups(60.0)
     group = ranks.shard
     assert group is not None
-    numel, wrong = 1 << 18, 0
+    transport, numel, wrong = GatherTransport(group), 1 << 18, 0
     let_go = []
     for turn in range(50):
         part, kept = torch.full((numel,), float(10 * turn + rank)), ExitStack()
         kept.callback(part.fill_, -1.0)
         kept.callback(let_go.append, turn)
         whole = torch.empty(world * numel)
-        group.gather_parts(part, GatheredParts(whole, world), "it", Channel.GATHERS, kept)
+        assert transport.gather(GatheredParts(whole, world), part, "it", kept, keeps=True)
         assert let_go == list(range(turn))
         for peer, theirs in enumerate(whole.chunk(world)):
             wrong += int(theirs.ne(10 * turn + peer).sum())
     ranks.meet("the end")
-    group.let_go()
+    transport.let_go()
     assert let_go == list(range(50))
     ranks.close()
     return wrong
@@ -198,18 +199,18 @@ def read_what_is_freed(rank: int, world: int) -> str:
         store.wait(["freed"])
         copy(self, peer, address, into)
 
-    whole = GatheredParts(torch.empty(2 * 1024), 2)
+    transport, whole = GatherTransport(group), GatheredParts(torch.empty(2 * 1024), 2)
     with ExitStack() as patches:
         if rank == 1:
             patches.enter_context(patch.object(PeerMemory, "_copy", copy_later))
         part = torch.ones(1024)
         try:
-            group.gather_parts(part, whole, "it", Channel.GATHERS, ExitStack())
+            transport.gather(whole, part, "it", ExitStack(), keeps=True)
         except hetero.PeerError as error:
             told = str(error)
     if rank == 0:
         ranks.leave(None)
-        group.retract()
+        transport.close()
         part.zero_()
         store.set("freed", "")
     store.set(f"done/{rank}", "")

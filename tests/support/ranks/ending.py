@@ -142,7 +142,7 @@ def _say_when_waiting(place: Place, where: str) -> None:
     """Says "waiting" when this rank comes to wait at `where`."""
     patch = pytest.MonkeyPatch()
     wait, finish = Peers.wait, Communicator.finish
-    is_needed, meet = ShardServer._is_needed, Meeting._wait_for_all
+    is_needed, meet = ShardServer._is_needed, Meeting.wait_for_all
 
     def wait_and_say(self: Peers, wait_for: Any, peer: int, what: str) -> None:
         def say_and_wait(limit: Any) -> None:  # when this rank is inside of the wait
@@ -176,7 +176,7 @@ def _say_when_waiting(place: Place, where: str) -> None:
     if where == "close":
         patch.setattr(ShardServer, "_is_needed", close_and_say)
     elif where == "construction":
-        patch.setattr(Meeting, "_wait_for_all", meet_and_say)
+        patch.setattr(Meeting, "wait_for_all", meet_and_say)
     else:
         patch.setattr(Peers, "wait", wait_and_say)
         patch.setattr(Communicator, "finish", finish_and_say)
