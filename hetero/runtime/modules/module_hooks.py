@@ -109,10 +109,9 @@ class ModuleHooks(ModelHooks):
         call.present.enter_context(self._params.present(needed, steps_aside=True))
         if not self._packs:
             return
-        hooks = self._saved_tensors.hooks(call.packing)
+        hooks = self._saved_tensors.hooks()
         if hooks is not None:
             call.modes.enter_context(saved_tensors_hooks(*hooks))
-            call.packing = True
 
     @_disable_dynamo
     @uninterrupted

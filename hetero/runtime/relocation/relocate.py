@@ -380,10 +380,10 @@ def _in_a_graph(managed: ManagedParam) -> bool:
     """Whether autograd has saved the parameter itself, which the pins on its home do not show.
 
     Besides a graph, Python refers to it, and the node that accumulates its gradient, which the
-    engine keeps. (Where torch does not count, such a backward fails by the version instead.)
+    engine keeps.
     """
-    count = getattr(managed.param, "_use_count", None)
-    return count is not None and count() > (2 if managed.chunk.trainable else 1)
+    count = managed.param._use_count()  # type: ignore[attr-defined]
+    return bool(count > (2 if managed.chunk.trainable else 1))
 
 
 # Bytes of homes by where they were and where they are.
