@@ -27,8 +27,13 @@ import torch
 
 from hetero.activations.activation import Activation, ActivationState, SavingOrder
 from hetero.activations.limits import ActivationLimits
-from hetero.activations.movement import DeviceCopies, KeptTensors, Movement
-from hetero.activations.ram_copies import ActivationFile, RamCopies
+from hetero.activations.movement import (
+    ActivationFile,
+    DeviceCopies,
+    KeptTensors,
+    Movement,
+    RamCopies,
+)
 from hetero.config import Config
 from offload._native import IoEngine
 from offload.device.backend import Backend

@@ -1,4 +1,4 @@
-"""hetero/runtime/relocation/budget_moves: what process_memory leaves for activations, which nobody
+"""hetero/runtime/relocation: what process_memory leaves for activations, which nobody
 has chosen, follows what steps save."""
 
 from __future__ import annotations

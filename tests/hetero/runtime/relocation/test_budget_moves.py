@@ -1,4 +1,4 @@
-"""hetero/runtime/relocation/budget_moves: state gives way to limits of processes and ranks."""
+"""hetero/runtime/relocation: state gives way to limits of processes and ranks."""
 
 from __future__ import annotations
 
@@ -312,7 +312,7 @@ class TestProcessMemory:
         def refuse(*_: Any) -> None:
             raise PlacementError("nothing fits", 1)
 
-        monkeypatch.setattr("hetero.runtime.relocation.budget_moves.place_groups", refuse)
+        monkeypatch.setattr("hetero.runtime.relocation.place_groups", refuse)
         for number in range(3):
             self.step(model, optimizer, number)
         assert engine.placement == placed
@@ -348,7 +348,7 @@ class TestProcessMemory:
         def full(_: Any) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-        monkeypatch.setattr("hetero.runtime.relocation.relocate.Migration.prepare", full)
+        monkeypatch.setattr("hetero.runtime.relocation.Migration.prepare", full)
         for number in range(3):
             self.step(model, optimizer, number)
         assert engine.placement == placed

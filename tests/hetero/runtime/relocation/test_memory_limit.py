@@ -1,4 +1,4 @@
-"""hetero/runtime/relocation/budget_moves: what a step had beside model state at its peak."""
+"""hetero/runtime/relocation: what a step had beside model state at its peak."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hetero.runtime.relocation.budget_moves import BesideMemory
+from hetero.runtime.relocation import BesideMemory
 from offload.memory.ledger import Ledger
 from offload.memory.process_memory import ResidentMemory
 from offload.memory.tiers import Account, Tier
