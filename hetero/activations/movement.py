@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
@@ -13,34 +13,34 @@ import torch
 from hetero.activations.activation import (
     Activation,
     ActivationState,
-    FileTransfer,
     HandedOut,
     SavingOrder,
     SlotCopy,
 )
 from hetero.activations.limits import ActivationLimits
 from hetero.config import Config
+from hetero.state.memory.scratch_space import DiskParts, ScratchSpace
 from offload import timeline
-from offload._native import IoEngine
+from offload._native import IoEngine, IoOp
 from offload.device.backend import Backend
-from offload.disk.scratch_file import ScratchFile, Transfers, make_io_engine
 from offload.errors import BudgetError, StoreError
 from offload.memory.ledger import Ledger
 from offload.memory.operation import Transfer, wait_quietly
-from offload.memory.run_pool import FreeSpace, RunPool
+from offload.memory.run_pool import RunPool
 from offload.memory.sizes import PAGE_BYTES, format_bytes, round_up
 from offload.memory.tiers import Account, Tier
 
 _GROWTH = 4  # the file grows by a part of so many of what it has, at least
 
 
-class ActivationFile:
-    """Extents in a scratch file, and transfers that take their turn among model state's.
+class ActivationFile(ScratchSpace):
+    """The part of NVMe that activations use, whose transfers take their turn among model state's.
 
     Reads that backward waits for go first, with the parameters'. Reads ahead, and writes, come
     after these and before the step pipeline's transfers; whoever comes to wait for one hurries it.
-    The file is made at the first extent, and grows. The calling thread keeps others away.
     """
+
+    account = Account.ACTIVATION
 
     def __init__(
         self,
@@ -57,106 +57,48 @@ class ActivationFile:
             model_state_io: the I/O engine that model state uses, which lives longer; None: it has
                 none, and this makes one of its own.
         """
-        self._config = config
-        self._ledger = ledger
-        self._notes = notes
+        self._end = ExitStack()
+        super().__init__(config, ledger, notes, self._end)
+        self._is_checked, self._counts_checksums = config.verify_reads, False
         self._model_state_io = model_state_io
-        self._free = FreeSpace()
-        self._scratch: ScratchFile | None = None
-        self._transfers: Transfers | None = None
-        self._resources = ExitStack()
         self._own_io: IoEngine | None = None
-        self.written_bytes = 0  # asked for
-        self.read_bytes = 0
+        self.written_bytes = self.read_bytes = 0  # asked for
 
     @property
-    def transfers(self) -> Transfers:
-        """Those of the file, which take() has made."""
-        assert self._transfers is not None
-        return self._transfers
+    def own_io_stats(self) -> Mapping[str, Any]:
+        """What an I/O engine that nothing else uses has counted; nothing if there is none."""
+        return {} if self._own_io is None else self._own_io.stats
 
-    @property
-    def own_io_bytes(self) -> tuple[int, int]:
-        """Bytes read and written by an I/O engine that nothing else uses; 0 if there is none."""
-        if self._own_io is None:
-            return 0, 0
-        stats = self._own_io.stats
-        return stats["read_bytes"], stats["written_bytes"]
-
-    @property
-    def own_io_s(self) -> float:
-        """Seconds for which that engine was busy."""
-        if self._own_io is None:
-            return 0.0
-        return float(self._own_io.stats["busy_s"])
-
-    def take(self, nbytes: int, what: str) -> int:
-        """Allocates `nbytes`, whole pages; returns their offset.
-
-        Errors of transfers there say `what` it has. Raises BudgetError or StoreError if there is no
-        room.
-        """
-        offset = self._free.take(nbytes)
-        if offset is None:
-            self._grow(nbytes)
-            offset = self._free.take(nbytes)
-            assert offset is not None
-        self.transfers.engine.name_range(self.transfers.file, offset, nbytes, what)
-        return offset
-
-    def give_back(self, offset: int, nbytes: int) -> None:
-        """Frees what take() allocated; no transfer to it or from it is under way."""
-        self._free.give(offset, nbytes)
-
-    def write(self, address: int, nbytes: int, offset: int) -> FileTransfer:
-        """Starts writing. Raises NativeIoError if it cannot be started."""
-        op = self.transfers.write(address, nbytes, offset, soon=True)
+    def write(self, address: int, nbytes: int, offset: int, soon: bool = True) -> IoOp:
+        op = super().write(address, nbytes, offset, soon)
         self.written_bytes += nbytes
         return op
 
-    def read(self, address: int, nbytes: int, offset: int, soon: bool) -> FileTransfer:
-        """Starts reading; `soon`: nobody waits for it yet. Raises NativeIoError."""
-        op = self.transfers.read(address, nbytes, offset, soon)
+    def read(self, address: int, nbytes: int, offset: int, soon: bool = False) -> IoOp:
+        op = super().read(address, nbytes, offset, soon)
         self.read_bytes += nbytes
         return op
 
-    def _grow(self, nbytes: int) -> None:
-        if self._scratch is None:
-            self._open(nbytes)
-        assert self._scratch is not None
-        more = max(nbytes, round_up(self._scratch.nbytes // _GROWTH, PAGE_BYTES))
-        try:
-            begin = self._scratch.reserve(more)
-        except (BudgetError, StoreError):
-            if more == nbytes:
-                raise
-            more = nbytes  # there may be room for just that
-            begin = self._scratch.reserve(more)
-        self._free.give(begin, more)
+    def _grow(self, parts: DiskParts, nbytes: int) -> int:
+        more = round_up(parts.scratch.nbytes // _GROWTH, PAGE_BYTES) - nbytes
+        if more > 0:
+            with suppress(BudgetError, StoreError):  # there may be room for just what is needed
+                begin = super()._grow(parts, nbytes + more)
+                self.free(begin + nbytes, more)
+                return begin
+        return super()._grow(parts, nbytes)
 
-    def _open(self, nbytes: int) -> None:
-        with ExitStack() as resources:
-            io = self._model_state_io()
-            io_notes: Sequence[str] = ()
-            if io is None:
-                directories = len(self._config.nvme_paths)
-                io, io_notes = make_io_engine(self._config.debugging.io_engine, directories)
-                resources.callback(io.close)
-                self._own_io = io
-            scratch = ScratchFile(self._config.nvme_paths, self._ledger, Account.ACTIVATION)
-            resources.callback(scratch.close)
-            scratch.deal(nbytes)
-            self._transfers = Transfers(io, scratch, self._config.verify_reads)
-            resources.callback(self._transfers.close)
-            lines = (*scratch.notes, *io_notes)
-            self._notes += [line for line in lines if line not in self._notes]
-            self._scratch = scratch
-            self._resources = resources.pop_all()
+    def _open_io(self, resources: ExitStack) -> tuple[IoEngine, Sequence[str]]:
+        io = self._model_state_io()
+        if io is not None:
+            return io, ()
+        self._own_io, notes = super()._open_io(resources)
+        return self._own_io, notes
 
     def close(self) -> None:
         """Waits for transfers under way and frees the space; idempotent."""
-        self._resources.close()
-        self._scratch = self._transfers = None
+        self._end.close()
+        self.parts = None
 
 
 class Endings:
@@ -238,12 +180,12 @@ class RamCopies:
         self._reading: dict[Activation, None] = {}  # ahead: nobody waits for these
         self._clean = SavingOrder()
 
-    def _copy(self, activation: Activation) -> SlotCopy[FileTransfer]:
+    def _copy(self, activation: Activation) -> SlotCopy[IoOp]:
         """The copy of one that has slots."""
         assert activation.in_ram is not None
         return activation.in_ram
 
-    def _op(self, activation: Activation) -> FileTransfer:
+    def _op(self, activation: Activation) -> IoOp:
         """The transfer of one that is WRITING or READING."""
         op = self._copy(activation).op
         assert op is not None
@@ -339,7 +281,8 @@ class RamCopies:
         activation = next(iter(self._unwritten))
         copy, nbytes = self._copy(activation), _pages(activation)
         if activation.extent is None:
-            activation.extent = self.file.take(nbytes, activation.words)
+            activation.extent = self.file.allocate(nbytes)
+            self.file.name(activation.extent, nbytes, activation.words)
         copy.op = self.file.write(self.pool.address(copy.run), nbytes, activation.extent)
         self._unwritten.discard(activation)
         self._unwritten_bytes -= self._slot_bytes(activation)
@@ -438,7 +381,7 @@ class RamCopies:
                 self.pool.give_back(copy.run)
             if extent is not None:
                 assert self.file is not None
-                self.file.give_back(extent, _pages(activation))
+                self.file.free(extent, _pages(activation))
 
         if state is ActivationState.IN_RAM:
             assert copy is not None

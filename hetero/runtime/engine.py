@@ -70,8 +70,8 @@ def traffic_of(
     of_activations = (0, 0, 0, 0)
     if activations is not None:
         of_activations = activations.moved_bytes
-        own_read, own_written = activations.own_io_bytes
-        read, written = read + own_read, written + own_written
+        own = activations.own_io_stats
+        read, written = read + own.get("read_bytes", 0), written + own.get("written_bytes", 0)
     moved = backend.h2d_bytes, backend.d2h_bytes, read, written, sent, received
     return Traffic(*moved, *of_activations)
 
@@ -285,7 +285,6 @@ class Engine:
             )
             self.lifetime.add(module_hooks)
             tracer = StepTracer(model, self.chunk_groups, beside, self.params.note_forward, hooks)
-            hooks.callback(beside.close)
             uses = self.torch_function_uses.saved_tensors
             block_calls = take_over_blocks(model, self.params, shared, uses, activations)
             if block_calls is not None:

@@ -5,7 +5,6 @@ to other placements, on all ranks or on none.
 from __future__ import annotations
 
 import contextlib
-import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +24,12 @@ from offload.device.backend import Backend
 from offload.disk.scratch_file import Extent
 from offload.errors import BudgetError, HeteroError, PeerError
 from offload.memory.ledger import Ledger
-from offload.memory.process_memory import ResidentMemory, margin_bytes, trim_heap
+from offload.memory.process_memory import (
+    margin_bytes,
+    peak_resident_bytes,
+    resident_bytes,
+    trim_heap,
+)
 from offload.memory.sizes import format_bytes, parse_bytes
 from offload.memory.tiers import Account, StateKind, Tier
 
@@ -554,20 +558,18 @@ class BesideMemory:
 
     In RAM it is RSS without what the ledger has charged, pages that were never touched included;
     so until all memory was used once it is too little. An emulated DEVICE is RAM, and what computes
-    there uses beside it is in RAM's figure. Reading it takes some 5 us.
+    there uses beside it is in RAM's figure.
     """
 
     def __init__(self, ledger: Ledger, backend: Backend) -> None:
-        self._resident = ResidentMemory()
-        self._peak = self._resident.peak()
-        self._process = os.getpid()
+        self._peak = peak_resident_bytes()
         self._ledger = ledger
         self._backend = backend
         self._take_managed_peak()  # what was there before is no step's
 
     def __call__(self) -> tuple[int, int]:
         """(in RAM, on a DEVICE that is not RAM) now."""
-        host = self._resident.nbytes() - self.managed_bytes(Tier.HOST)
+        host = resident_bytes() - self.managed_bytes(Tier.HOST)
         return max(0, host), self.device_bytes()
 
     def new_peak(self) -> tuple[int, int]:
@@ -577,7 +579,7 @@ class BesideMemory:
         The kernel counts it, so what a step had for a moment is in it. All that was charged at most
         since then may have been there at that moment.
         """
-        peak, before = self._resident.peak(), self._peak
+        peak, before = peak_resident_bytes(), self._peak
         managed_bytes = self._take_managed_peak()
         self._peak = max(peak, before)
         return (peak, max(0, peak - managed_bytes)) if peak > before else (0, 0)
@@ -607,11 +609,6 @@ class BesideMemory:
         if not self._device_is_ram or tier is not Tier.HOST:
             return 0
         return self._ledger.in_use_bytes[Tier.DEVICE.value]
-
-    def close(self) -> None:
-        """Closes the file that RSS is read from."""
-        if os.getpid() == self._process:
-            self._resident.close()
 
 
 @dataclass

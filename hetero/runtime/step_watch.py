@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import astuple, dataclass, field
 from typing import Any
@@ -242,14 +242,15 @@ def counters_of(
     activations: ActivationStore | None = None,
 ) -> Counters:
     """What disks, pipelines and link have counted so far."""
-    nvme_bytes = nvme_s = update_bytes = update_s = 0.0
-    if activations is not None:
-        nvme_bytes, nvme_s = float(sum(activations.own_io_bytes)), activations.own_io_s
+    update_bytes = update_s = 0.0
+    engines: list[Mapping[str, Any]] = [
+        group.disk.io.stats for group in chunk_groups if group.disk is not None
+    ]
+    if activations is not None and activations.own_io_stats:
+        engines.append(activations.own_io_stats)
+    nvme_bytes = float(sum(stats["read_bytes"] + stats["written_bytes"] for stats in engines))
+    nvme_s = float(sum(stats["busy_s"] for stats in engines))
     for chunk_group in chunk_groups:
-        if chunk_group.disk is not None:
-            disk = chunk_group.disk.io.stats
-            nvme_bytes += disk["read_bytes"] + disk["written_bytes"]
-            nvme_s += disk["busy_s"]
         tiles = sum(c.slots for c in chunk_group.layout.chunks if c.trainable)
         if tiles:
             updated = chunk_group.pipeline.stats

@@ -17,7 +17,6 @@ import torch
 import hetero
 from hetero.planning.placement import PlacementError
 from offload.errors import BudgetError
-from offload.memory.process_memory import ResidentMemory
 from offload.memory.tiers import Tier
 from tests.support.ranks.processes import RankPool
 from tests.support.training.loops import Run, batches, build, train
@@ -124,12 +123,9 @@ class Process:
         self.beside_bytes = 0
         self.peak_bytes = 0
         self.engine: Any = None
-        monkeypatch.setattr(ResidentMemory, "nbytes", lambda _: self.nbytes())
-        monkeypatch.setattr(ResidentMemory, "peak", lambda _: self.peak_bytes)
-        monkeypatch.setattr("hetero.setup.process_share.resident_bytes", self.nbytes)
-        monkeypatch.setattr(
-            "hetero.setup.process_share.peak_resident_bytes", lambda: self.peak_bytes
-        )
+        for module in ("hetero.runtime.relocation", "hetero.setup.process_share"):
+            monkeypatch.setattr(f"{module}.resident_bytes", self.nbytes)
+            monkeypatch.setattr(f"{module}.peak_resident_bytes", lambda: self.peak_bytes)
         monkeypatch.setattr("offload.memory.process_memory.resident_bytes", self.nbytes)
 
     def nbytes(self) -> int:
