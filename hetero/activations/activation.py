@@ -13,10 +13,11 @@ import sys
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
+from offload._native import IoOp
 from offload.errors import StaleGraphError
 from offload.memory.operation import Transfer
 from offload.memory.process_memory import discard_pages
@@ -81,13 +82,6 @@ class HandedOut:
         return self.flat._version > 0
 
 
-class FileTransfer(Transfer, Protocol):
-    """A transfer to the file or from it."""
-
-    def hurry(self) -> None:
-        """Somebody waits for it now."""
-
-
 _Op = TypeVar("_Op", bound=Transfer)
 
 
@@ -138,7 +132,7 @@ class Activation:
     is_counted: bool = False
     begin: int = 0
     span: int = 0
-    in_ram: SlotCopy[FileTransfer] | None = None
+    in_ram: SlotCopy[IoOp] | None = None
     extent: int | None = None
     on_device: SlotCopy[Transfer] | None = None
 

@@ -19,16 +19,22 @@ import gc
 import itertools
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from hetero.activations.activation import Activation, ActivationState, SavingOrder
 from hetero.activations.limits import ActivationLimits
-from hetero.activations.movement import DeviceCopies, KeptTensors, Movement
-from hetero.activations.ram_copies import ActivationFile, RamCopies
+from hetero.activations.movement import (
+    ActivationFile,
+    DeviceCopies,
+    KeptTensors,
+    Movement,
+    RamCopies,
+)
 from hetero.config import Config
 from offload._native import IoEngine
 from offload.device.backend import Backend
@@ -364,15 +370,10 @@ class ActivationStore:
         return *self.movement.device_bytes, *of_file
 
     @property
-    def own_io_bytes(self) -> tuple[int, int]:
-        """Bytes read and written by an I/O engine that is the store's alone."""
+    def own_io_stats(self) -> Mapping[str, Any]:
+        """What an I/O engine that is the store's alone has counted (IoEngine.stats)."""
         file = self.movement.file
-        return (0, 0) if file is None else file.own_io_bytes
-
-    @property
-    def own_io_s(self) -> float:
-        """Seconds for which that engine was busy."""
-        return 0.0 if self.movement.file is None else self.movement.file.own_io_s
+        return {} if file is None else file.own_io_stats
 
     def close(self) -> None:
         """Frees everything; idempotent. Graphs that are left can use what they keep alone."""

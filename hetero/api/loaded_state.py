@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from hetero.runtime.options import number
+from hetero.chunk_groups.update_tasks import number
 from hetero.state.managed_param import ManagedParam
 
 LARGEST = torch.finfo(torch.float32).max  # of what an update computes with

@@ -41,7 +41,7 @@ def _offloading(model: torch.nn.Module) -> Iterator[None]:
             "offload_activations() needs memory that is left to activations: give "
             "activation_memory, a number of bytes or 'auto', to ZeroInitContext or initialize()"
         )
-    hooks = engine.torch_function_uses.saved_tensors.hooks(packing=False)
+    hooks = engine.torch_function_uses.saved_tensors.hooks()
     if hooks is None:  # inside another such block, or the model's forward
         yield
         return

@@ -20,10 +20,10 @@ from hetero.api.loaded_state import (
     refuse_other_rules,
 )
 from hetero.api.whole_state import export_states, import_states
+from hetero.chunk_groups.update_tasks import number
 from hetero.chunks.dtypes import Dtypes, RuleName, check_state_dtype
 from hetero.config import Config
 from hetero.runtime.engine import Engine
-from hetero.runtime.options import number
 from hetero.runtime.update_schedule import OptimizerView
 from offload._native import Hyper
 from offload.errors import HeteroError, UnmanagedParameterError

@@ -16,7 +16,7 @@ from hetero.api.loaded_state import (
     momentum_sum,
 )
 from hetero.api.optimizer import HybridOptimizer, ParamGroups
-from hetero.runtime.options import number
+from hetero.chunk_groups.update_tasks import number
 
 
 class HybridAdam(HybridOptimizer):

@@ -37,7 +37,7 @@ from hetero.checkpoint.rank_data import Extra
 from hetero.chunk_groups.home_tiles import HomeTiles
 from hetero.ranks.process_groups import ProcessGroups
 from hetero.runtime.engine import Engine
-from hetero.state.chunk_versions import Snapshot
+from hetero.state.chunk_updates import Snapshot
 from offload.errors import CheckpointError, HeteroError
 from offload.interrupts import uninterrupted
 from offload.memory.operation import THREAD_PREFIX

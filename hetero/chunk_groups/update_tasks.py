@@ -10,10 +10,12 @@ last.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
+from numbers import Real
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
@@ -22,8 +24,7 @@ import torch
 from hetero.chunk_groups.muon_directions import MuonDirections
 from hetero.chunks.layout import Chunk, Layout
 from hetero.overlap import STREAMING_BUFFERS
-from hetero.state.chunk_updates import ChunkUpdates
-from hetero.state.chunk_versions import TileOffsets
+from hetero.state.chunk_updates import ChunkUpdates, TileOffsets
 from hetero.state.grads import Grads
 from hetero.state.managed_param import ManagedParam
 from hetero.state.memory.homes import Homes
@@ -436,3 +437,26 @@ def _segments(
                     continue
             segments.append(Segment(begin, numel, hyper, number))
     return found
+
+
+def number(value: object) -> float | None:
+    """`value` as a float if it is a number, or a tensor of one element that is; else None.
+
+    A bool is none, and what is beyond the range of float is infinite.
+    """
+    if isinstance(value, torch.Tensor):
+        is_number = value.numel() == 1 and value.dtype != torch.bool and not value.is_complex()
+        return float(value) if is_number else None
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
+def numbers_of(option: object) -> list[float]:
+    """An option's numbers: one, as many as its tuple has, or NaN for what is none."""
+    values: Sequence[object] = option if isinstance(option, (tuple, list)) else [option]
+    found = (float(v) if isinstance(v, bool) else number(v) for v in values)
+    return [math.nan if v is None else v for v in found]

@@ -31,7 +31,7 @@ from hetero.chunks.layout import Chunk
 from hetero.durable.record import Record, RecordFiles, StoredChunk, StoredGroup, StoredSlice
 from hetero.durable.state_folder import StateFolder
 from hetero.runtime.engine import Engine
-from hetero.state.chunk_versions import CommitChunk, CommittedState, Snapshot
+from hetero.state.chunk_updates import CommitChunk, CommittedState, Snapshot
 from hetero.state.managed_param import ManagedParam
 from hetero.state.memory.scratch_space import COPIES
 from offload._native import IoOp

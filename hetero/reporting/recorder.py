@@ -6,7 +6,6 @@ exception.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -30,7 +29,7 @@ from hetero.reporting.run_record import (
 )
 from hetero.runtime.engine import Engine
 from offload import timeline
-from offload.memory.process_memory import ResidentMemory, peak_resident_bytes
+from offload.memory.process_memory import peak_resident_bytes, resident_bytes
 from offload.memory.tiers import Tier
 
 _Bytes = TypeVar("_Bytes", int, int | None)
@@ -56,8 +55,6 @@ class Recorder:
         """
         self._engine = engine
         self._notes_compute = notes_compute
-        self._resident = ResidentMemory()
-        self._process = os.getpid()
         self._points = PointList()
         self._waiting: tuple[StepPoint, torch.Tensor] | None = None  # for its loss
         self._samples: list[MemorySample] = []
@@ -82,8 +79,6 @@ class Recorder:
         if self._phase_changes in listeners:
             listeners.remove(self._phase_changes)
             self._engine.watch.listeners.remove(self._note_update)
-        if os.getpid() == self._process:
-            self._resident.close()
 
     def _phase_changes(self, phase: Phase | None, beside: tuple[int, int]) -> None:
         now_s = time.perf_counter()
@@ -107,7 +102,7 @@ class Recorder:
             timeline.note("compute", self._phase_began_s, now_s, name=name)
 
     def _sample(self, beside_bytes: int, now_s: float) -> None:
-        rss = self._resident.nbytes()
+        rss = resident_bytes()
         ledger = self._engine.ledger
         budgets = _by_tier(ledger.budget_bytes)
         self._samples.append(MemorySample(now_s, ledger.by_account, budgets, beside_bytes, rss))

@@ -20,16 +20,13 @@ from hetero.planning.step_cost import Plan
 from hetero.ranks.process_groups import ProcessGroups
 from hetero.runtime.gradients import GradHook
 from hetero.runtime.modules.call_stack import EnteredCalls
-from hetero.runtime.modules.module_hooks import ModelHooks, ModuleHooks, refuse_use
+from hetero.runtime.modules.module_hooks import ModelHooks, ModuleHooks, move_rest, refuse_use
 from hetero.runtime.modules.param_registry import AddsParams, ParamRegistry
 from hetero.runtime.modules.torch_function_uses import TorchFunctionUses
 from hetero.runtime.recompute.recompute import take_over_blocks
-from hetero.runtime.relocation.budget_moves import BesideMemory, BudgetMoves
-from hetero.runtime.relocation.relocate import Change, InUseError, Relocation
-from hetero.runtime.step import OptimizerSteps, StepWatch
-from hetero.runtime.step_predictions import StepPredictions
-from hetero.runtime.step_tracer import StepTracer
-from hetero.runtime.to_device import move_rest
+from hetero.runtime.relocation import BesideMemory, BudgetMoves, Change, InUseError, Relocation
+from hetero.runtime.step import OptimizerSteps
+from hetero.runtime.step_watch import StepPredictions, StepTracer, StepWatch
 from hetero.runtime.update_schedule import OptimizerView
 from hetero.state.managed_param import ManagedParam, can_train
 from offload.device.backend import Backend
@@ -73,8 +70,8 @@ def traffic_of(
     of_activations = (0, 0, 0, 0)
     if activations is not None:
         of_activations = activations.moved_bytes
-        own_read, own_written = activations.own_io_bytes
-        read, written = read + own_read, written + own_written
+        own = activations.own_io_stats
+        read, written = read + own.get("read_bytes", 0), written + own.get("written_bytes", 0)
     moved = backend.h2d_bytes, backend.d2h_bytes, read, written, sent, received
     return Traffic(*moved, *of_activations)
 
@@ -288,7 +285,6 @@ class Engine:
             )
             self.lifetime.add(module_hooks)
             tracer = StepTracer(model, self.chunk_groups, beside, self.params.note_forward, hooks)
-            hooks.callback(beside.close)
             uses = self.torch_function_uses.saved_tensors
             block_calls = take_over_blocks(model, self.params, shared, uses, activations)
             if block_calls is not None:

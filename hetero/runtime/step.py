@@ -13,18 +13,13 @@ from typing import Any
 
 import torch
 
-from hetero.activations.store import ActivationStore
-from hetero.chunk_groups.chunk_group import ChunkGroup, Shared
-from hetero.chunk_groups.update_tasks import Groups, LrScaleOf
+from hetero.chunk_groups.chunk_group import Shared
+from hetero.chunk_groups.update_tasks import Groups, LrScaleOf, numbers_of
 from hetero.ranks.communicator import Communicator
 from hetero.ranks.process_groups import ProcessGroups
 from hetero.runtime.gradients import GradFactors, GradIntake
 from hetero.runtime.modules.param_registry import AddsParams, ParamRegistry
-from hetero.runtime.options import numbers_of
-from hetero.runtime.recompute.recompute import BlockCalls
-from hetero.runtime.relocation.budget_moves import BudgetMoves
-from hetero.runtime.step_predictions import StepPredictions
-from hetero.runtime.step_tracer import StepTracer
+from hetero.runtime.step_watch import StepTracer
 from hetero.runtime.update_schedule import OptimizerView, UpdateSchedule
 from hetero.state.managed_param import ManagedParam, ParamState
 from offload.errors import HeteroError, NonFiniteError
@@ -133,47 +128,6 @@ class OptimizerSteps:
         self.schedule.wait_all()
         self._params.finish_transfers(what)
         self._params.chunk_groups[0].world.meet(what)
-
-
-class StepWatch:
-    """Looks at each step that was made: its seconds, its rates and its memory; homes may move.
-
-    Attributes:
-        tracer: follows forwards and backwards.
-        predictions, budget_moves: learn from steps what to expect of the next ones.
-        block_calls: of the blocks that may be computed again in backward, if there are some.
-        activations: what autograd saves, if that is not left to it.
-        listeners: are called when a step was made, to its end.
-    """
-
-    def __init__(
-        self,
-        tracer: StepTracer,
-        predictions: StepPredictions,
-        block_calls: BlockCalls | None,
-        budget_moves: BudgetMoves,
-        activations: ActivationStore | None,
-    ) -> None:
-        self.tracer, self.predictions = tracer, predictions
-        self.block_calls, self.budget_moves = block_calls, budget_moves
-        self.activations = activations
-        self.listeners: list[Callable[[], None]] = []
-
-    def words(self) -> str:
-        """For people: which blocks are computed again, and why; "" if none may be."""
-        return "" if self.block_calls is None else self.block_calls.words()
-
-    def end_step(self, chunk_groups: Iterable[ChunkGroup]) -> None:
-        """A step was made. Raises as BudgetMoves.end_step()."""
-        host_bytes, device_bytes = self.tracer.end_step()
-        for chunk_group in chunk_groups:
-            chunk_group.order.end_step()
-        self.predictions.end_step()
-        if self.block_calls is not None:
-            self.block_calls.end_step()
-        self.budget_moves.end_step(host_bytes, device_bytes)
-        for listener in self.listeners:
-            listener()
 
 
 def _check_left_out(

@@ -29,7 +29,7 @@ from hetero.overlap import OverlapUpdates
 from hetero.profiler_marks import marked
 from hetero.runtime.modules.call_stack import inside_another_backward
 from hetero.runtime.modules.param_registry import ParamRegistry
-from hetero.state.chunk_state import Speculative
+from hetero.state.chunk_updates import Speculative
 from hetero.state.grads import LossScale
 from hetero.state.managed_param import ManagedParam
 

@@ -12,8 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from hetero.chunk_groups.build import build_chunk_group
-from hetero.chunk_groups.chunk_group import ChunkGroup
+from hetero.chunk_groups.chunk_group import ChunkGroup, build_chunk_group
 from hetero.chunks.dtypes import Dtypes, is_manageable
 from hetero.chunks.layout import ParamSpec
 from hetero.planning.group_plans import (
@@ -25,7 +24,7 @@ from hetero.planning.group_plans import (
 )
 from hetero.planning.placement import Budgets, SlotBytes
 from hetero.runtime.engine import Engine
-from hetero.runtime.relocation.budget_moves import budgets_of
+from hetero.runtime.relocation import budgets_of
 from hetero.runtime.update_schedule import is_free
 from hetero.setup.construction_store import take_from_first
 from hetero.setup.first_values import FirstValues, fill

@@ -17,8 +17,7 @@ from hetero.activations.limits import ActivationLimits
 from hetero.activations.store import ActivationStore, build_activation_store
 from hetero.api.module_state_dict import StateDictHooks
 from hetero.api.optimizer import HybridOptimizer
-from hetero.chunk_groups.build import build_chunk_group
-from hetero.chunk_groups.chunk_group import ChunkGroup, Shared
+from hetero.chunk_groups.chunk_group import ChunkGroup, Shared, build_chunk_group
 from hetero.chunks.dtypes import Dtypes, unmanaged_bytes
 from hetero.chunks.layout import Layout, Shard
 from hetero.config import Config
@@ -35,7 +34,7 @@ from hetero.ranks.process_groups import (
     tell_absence,
 )
 from hetero.runtime.engine import Engine
-from hetero.runtime.to_device import move_rest
+from hetero.runtime.modules.module_hooks import move_rest
 from hetero.runtime.update_schedule import OptimizerView
 from hetero.setup.added_params import AddedParams
 from hetero.setup.construction import ConstructionArena

@@ -16,8 +16,15 @@ from hetero.chunks.layout import Chunk
 from hetero.planning.belady import PREFETCH_CHUNKS
 from hetero.profiler_marks import mark, marked
 from hetero.ranks.shard_server import Versions
-from hetero.state.chunk_state import Done, Open, Speculative, Submitted, UsedCopy
-from hetero.state.chunk_updates import ChunkUpdates, OwnShards
+from hetero.state.chunk_updates import (
+    ChunkUpdates,
+    Done,
+    Open,
+    OwnShards,
+    Speculative,
+    Submitted,
+    UsedCopy,
+)
 from hetero.state.gathering.agreed_gathers import AgreedGathers
 from hetero.state.gathering.all_gather import Gathering
 from hetero.state.managed_param import ManagedParam, ParamState

@@ -1,28 +1,672 @@
-"""The updates of a chunk group's chunks: their phases (chunk_state.py), and the waits for them.
+"""A chunk of a chunk group while it is trained: its members, who uses it, and its update.
 
-Parameters, gradients, optimizer states and the server of other ranks ask here before they touch a
-chunk's memory. When an update is submitted, and whether step() waits for it, is decided in
-hetero/runtime/update_schedule.py.
+The phases of its update, and what leads from one to another (ChunkUpdates has the transitions):
+
+    Open         parameters have their values, and backward may add gradients
+                     -> Speculative   speculating(): no more gradients are expected
+                     -> Submitted     submit(): step() submits an update that stays
+    Speculative  an update is made with a guess of what step() will say
+                     -> Open          revoke(), take_back(): a value is used, a gradient changes
+                     -> Submitted     decide(): step() keeps the update, or has it made again
+    Submitted    the update reads the gradient, and writes parameters and optimizer state
+                     -> Done          wait_updated()
+    Done         the gradient is free and home has the new values, where param.data does not point
+                     -> Open          finish()
+
+A phase is a frozen object that has what is known in that phase alone, so no other combination can
+be made. Parameters, gradients, optimizer states and the server of other ranks ask ChunkUpdates
+before they touch a chunk's memory. When an update is submitted, and whether step() waits for it, is
+decided in hetero/runtime/update_schedule.py.
+
+A chunk also has *versions* of its state in the scratch file: the one in use, and one that somebody
+needs. An update that must leave what it reads writes to the chunk's spare extents, and these are in
+use from then on. So a speculative update can be taken back, and the last commit stays as it is.
+There are two extents of each kind and chunk, so one of these at a time.
+
+A speculative update (bf16, Adam) writes 12 bytes an element in place of 10: parameters in RAM
+change in place, and their old bits go to the spare extent. So whoever reads them takes the update
+back (ChunkUpdates.revoke()). A second version in RAM, which readers would get, costs 2 bytes an
+element of all chunks that no budget has, and does not suffice: tensors of the user's that alias a
+resident parameter view its home, and must see the step once it is confirmed, so it is the home that
+changes. A use also says that another gradient may come, which takes the update back anyway; what
+else reads between a gradient and its step is rare (a save, a lone rank's evaluation).
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 
-from hetero.chunks.layout import Chunk
+from hetero.chunks.dtypes import Dtypes
+from hetero.chunks.layout import Chunk, Layout
 from hetero.overlap import OverlapUpdates
-from hetero.state.chunk_state import ChunkState, Done, Open, Speculative, Submitted
-from hetero.state.chunk_versions import ChunkVersions
 from hetero.state.managed_param import ManagedParam
-from hetero.state.memory.homes import Homes, SlotArenas
+from hetero.state.memory.homes import Homes, SlotArenas, extent_size, name_of
+from hetero.state.memory.scratch_space import ScratchSpace
+from offload._native import Hyper, NativeIoError
 from offload.cache.slot_cache import SharedWriteBackCache
-from offload.memory.tiers import StateKind
+from offload.disk.scratch_file import Extent
+from offload.errors import BudgetError, StoreError
+from offload.memory.arena import HostArena
+from offload.memory.ledger import Ledger
+from offload.memory.operation import Operation
+from offload.memory.sizes import format_bytes
+from offload.memory.tiers import Account, StateKind
+
+
+@dataclass(frozen=True)
+class Open:
+    """No update has begun. `is_final`: backward adds no more gradients."""
+
+    is_final: bool = False
+
+
+@dataclass(frozen=True)
+class Speculative:
+    """An update of `members` is under way that can be taken back, with these `hypers` of each."""
+
+    members: Sequence[ManagedParam]
+    hypers: Sequence[Hyper]
+
+
+@dataclass(frozen=True)
+class Submitted:
+    """An update of `members` is under way that stays.
+
+    `is_awaited`: step() waits for it, because something has the chunk's memory in hands.
+    `is_remade`: it was made before, speculatively, and reads what was there before that.
+    """
+
+    members: Sequence[ManagedParam]
+    is_awaited: bool
+    is_remade: bool = False
+
+
+@dataclass(frozen=True)
+class Done:
+    """The update of `members` is made; is_awaited as before."""
+
+    members: Sequence[ManagedParam]
+    is_awaited: bool
+
+
+@dataclass(eq=False)
+class FileVersions:
+    """What the scratch file has of a chunk beside the extents in use.
+
+    Attributes:
+        spare: by kind the second extent, which updates write that leave what they read.
+        leaves_commit: the last commit has what the next update reads, so that must leave it.
+        changed: whether the state in use is another one than the last commit has.
+        copies: by kind, of what has its home in memory, the offsets of two extents; the last commit
+            has the first one, unless none has `copied` it since it has its home in memory.
+    """
+
+    spare: dict[StateKind, Extent] = field(default_factory=dict)
+    leaves_commit: bool = False
+    changed: bool = True
+    copies: dict[StateKind, tuple[int, int]] = field(default_factory=dict)
+    copied: set[StateKind] = field(default_factory=set)
+
+
+@dataclass
+class UsedCopy:
+    """A gathered copy of a chunk, whole and flat, and how many parameters are views of it."""
+
+    copy: torch.Tensor
+    params: int = 0
+
+
+@dataclass(eq=False)
+class ChunkState:
+    """One chunk, as the comment at the top says.
+
+    Attributes:
+        chunk: its size and its place in the layout.
+        members: its parameters, in the order of their places.
+        first_key: the pipeline's name of its first tile; those of the others follow.
+        update: the phase.
+        versions: what the scratch file has of it.
+        readers: threads that read its memory (ChunkUpdates.reading()).
+        was_revoked: an update was taken back in this step.
+        first_use: the order of forward's first uses in this step; None before.
+        used: the gathered copy that parameters in use are views of.
+        whole_gather: the gather of new values from all ranks that is under way.
+        arrived: whose gradients have come in this backward, where they are homed on DISK.
+    """
+
+    chunk: Chunk
+    members: Sequence[ManagedParam]
+    first_key: int
+    update: Open | Speculative | Submitted | Done = Open()
+    versions: FileVersions = field(default_factory=FileVersions)
+    readers: int = 0
+    was_revoked: bool = False
+    first_use: int | None = None
+    used: UsedCopy | None = None
+    whole_gather: Operation | None = None
+    arrived: set[ManagedParam] = field(default_factory=set)
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether its parameters do not have the new values of an update that stays yet."""
+        return isinstance(self.update, Submitted | Done)
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether step() waits for its update: something has its memory in hands."""
+        return isinstance(self.update, Submitted | Done) and self.update.is_awaited
+
+
+def chunk_states(chunks: Sequence[Chunk], members: Sequence[ManagedParam]) -> list[ChunkState]:
+    """The states of all chunks of a chunk group, by id; `members` are all of its parameters."""
+    by_id: list[list[ManagedParam]] = [[] for _ in chunks]
+    for m in sorted(members, key=lambda m: m.slice.offset):
+        by_id[m.chunk.id].append(m)
+    made, key = list[ChunkState](), 0
+    for chunk in chunks:
+        made.append(ChunkState(chunk, by_id[chunk.id], key))
+        key += chunk.slots
+    return made
+
+
+class Snapshot:
+    """Chunks whose state is copied by another thread as it is now, each before it changes.
+
+    That thread takes one chunk after the other; one that somebody waits for comes first.
+
+    Attributes:
+        was_told: the failure was raised.
+    """
+
+    def __init__(self, chunks: Iterable[Chunk]) -> None:
+        """`chunks` are in the order in which they are copied as long as nobody waits."""
+        self._pending = {(c.group_index, c.id): c for c in chunks}
+        self._wanted: dict[tuple[int, int], Chunk] = {}
+        self._changed = threading.Condition()
+        self._failure: BaseException | None = None
+        self.was_told = False
+
+    def take(self) -> Chunk | None:
+        """The chunk to copy next; None when all are copied. It is pending until copied()."""
+        with self._changed:
+            for wanted, chunk in self._wanted.items():
+                if wanted in self._pending:
+                    return chunk
+            return next(iter(self._pending.values()), None)
+
+    def upcoming(self, chunk: Chunk) -> Chunk | None:
+        """The chunk that is likely to be copied after `chunk`; None if there is none."""
+        with self._changed:
+            key = (chunk.group_index, chunk.id)
+            return next((each for other, each in self._pending.items() if other != key), None)
+
+    def copied(self, chunk: Chunk) -> None:
+        """The chunk may change."""
+        with self._changed:
+            self._pending.pop((chunk.group_index, chunk.id), None)
+            self._wanted.pop((chunk.group_index, chunk.id), None)
+            self._changed.notify_all()
+
+    def end(self) -> None:
+        """Nothing more is copied, because all is, or because the save has failed."""
+        with self._changed:
+            self._pending.clear()
+            self._changed.notify_all()
+
+    def fail(self, failure: BaseException) -> None:
+        """The chunks that are pending must not change any more: wait() raises `failure`."""
+        with self._changed:
+            self._failure = failure
+            self._changed.notify_all()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing is pending."""
+        return not self._pending
+
+    def may_change(self, chunk: Chunk) -> bool:
+        """Whether wait() would return at once."""
+        return (chunk.group_index, chunk.id) not in self._pending
+
+    def wait(self, chunk: Chunk) -> None:
+        """Until the chunk may change."""
+        key = (chunk.group_index, chunk.id)
+        if key not in self._pending:
+            return
+        with self._changed:
+            self._wanted.setdefault(key, chunk)
+            self._wait_for(lambda: key not in self._pending)
+
+    def wait_all(self) -> None:
+        """Until all chunks may change."""
+        with self._changed:
+            self._wait_for(lambda: not self._pending)
+
+    def _wait_for(self, is_over: Callable[[], bool]) -> None:
+        self._changed.wait_for(lambda: is_over() or self._failure is not None)
+        if self._failure is not None and not is_over():
+            self.was_told = True
+            raise self._failure
+
+
+class Snapshots:
+    """The snapshots of saves and commits that go on beside training.
+
+    Attributes:
+        wait_s: seconds for which changes have waited for them.
+    """
+
+    def __init__(self) -> None:
+        """None goes on."""
+        self._going_on: list[Snapshot] = []
+        self.wait_s = 0.0
+
+    def add(self, snapshot: Snapshot) -> None:
+        """From here on changes of chunks wait for `snapshot`, until it ends."""
+        self._going_on = [each for each in self._going_on if not each.has_ended]
+        self._going_on.append(snapshot)
+
+    def may_change(self, chunk: Chunk) -> bool:
+        """Whether wait() would return at once."""
+        return all(snapshot.may_change(chunk) for snapshot in self._going_on)
+
+    def wait(self, chunk: Chunk) -> None:
+        """Until none has to copy the chunk as it is now. Raises what a commit has met."""
+        if self.may_change(chunk):
+            return
+        began_s = time.perf_counter()
+        try:
+            for snapshot in self._going_on:
+                snapshot.wait(chunk)
+        finally:
+            self.wait_s += time.perf_counter() - began_s
+
+    def wait_all(self) -> None:
+        """wait() of all chunks."""
+        for snapshot in self._going_on:
+            snapshot.wait_all()
+
+
+_KINDS = (StateKind.PARAM, StateKind.OPTIM_STATE)
+
+
+@dataclass(frozen=True)
+class CommitChunk:
+    """What a commit has of a chunk.
+
+    Attributes:
+        chunk: the chunk.
+        offsets: where each state kind of this rank's shard begins in the file.
+        copied: of these, those that the commit copies to there, from their homes in memory.
+        changed: whether the commit before has something else.
+    """
+
+    chunk: Chunk
+    offsets: Mapping[StateKind, int]
+    copied: Sequence[StateKind]
+    changed: bool
+
+
+class CommittedState:
+    """Says which extents the last commit has, so that nothing writes to them.
+
+    What has its home in the file is committed where it is: the next update, or other change, of a
+    chunk that has not changed since writes to the chunk's spare extents, which are then in use
+    (ChunkVersions). What has its home in memory is copied to the file by each commit that finds it
+    changed, to one of two extents in turn.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        dtypes: Dtypes,
+        homes: Mapping[StateKind, Homes],
+        file: ScratchSpace,
+        chunks: Sequence[ChunkState],
+    ) -> None:
+        """Nothing is committed yet."""
+        self._layout, self._dtypes, self._homes, self._file = layout, dtypes, homes, file
+        self._chunks = chunks
+
+    def is_in_file(self, chunk: Chunk) -> bool:
+        """Whether some of what commits have of the chunk has its home in the file."""
+        return any(chunk not in self._homes[kind] for kind in self._kinds(chunk))
+
+    def _kinds(self, chunk: Chunk) -> Sequence[StateKind]:
+        return _KINDS if chunk.trainable else _KINDS[:1]
+
+    def nbytes(self, chunk: Chunk, kind: StateKind) -> int:
+        """Bytes that commits have of a chunk: this rank's shard, tile by tile."""
+        tile_numel = self._layout.tile_numel
+        if kind is StateKind.PARAM:
+            return chunk.slots * tile_numel * self._dtypes.param_bytes
+        return chunk.slots * self._dtypes.optim_state_bytes(tile_numel)
+
+    def reserve_copies(self) -> None:
+        """Allocates extents for what has its home in memory, and frees those of what has left it.
+
+        Raises BudgetError, with nothing allocated, if there is no room for them.
+        """
+        missing: list[tuple[ChunkState, StateKind, int]] = []
+        for state in self._chunks:
+            chunk, versions = state.chunk, state.versions
+            wanted = [kind for kind in self._kinds(chunk) if chunk in self._homes[kind]]
+            for kind in set(versions.copies) - set(wanted):
+                versions.copied.discard(kind)
+                for offset in versions.copies.pop(kind):
+                    self._file.free(offset, self.nbytes(chunk, kind))
+            missing += [
+                (state, kind, self.nbytes(chunk, kind))
+                for kind in wanted
+                if kind not in versions.copies
+            ]
+        needed_bytes = 2 * sum(nbytes for _, _, nbytes in missing)
+        try:
+            self._file.reserve(needed_bytes)
+        except (BudgetError, StoreError) as error:
+            raise BudgetError(
+                f"durable=True needs {format_bytes(needed_bytes)} on NVMe for two copies of the "
+                f"state in RAM, and there is no room: {error}"
+            ) from None
+        for state, kind, nbytes in missing:
+            first, second = self._file.allocate(nbytes), self._file.allocate(nbytes)
+            state.versions.copies[kind] = first, second
+            for offset in (first, second):
+                self._file.name(offset, nbytes, name_of(kind, state.chunk))
+
+    def begin_commit(self) -> list[CommitChunk]:
+        """What the commit of the state of now has of each chunk; none has changed from here on.
+
+        Raises BudgetError if there is no room for the copies of homes that have moved.
+        """
+        self.reserve_copies()
+        found = []
+        for state in self._chunks:
+            chunk, versions = state.chunk, state.versions
+            offsets: dict[StateKind, int] = {}
+            copied = []
+            for kind in self._kinds(chunk):
+                if chunk not in self._homes[kind]:
+                    offsets[kind] = self._homes[kind].extents[chunk.id].offset
+                    continue
+                last, other = versions.copies[kind]
+                if versions.changed or kind not in versions.copied:
+                    copied.append(kind)
+                    versions.copied.add(kind)
+                    versions.copies[kind] = last, other = other, last
+                offsets[kind] = last
+            found.append(CommitChunk(chunk, offsets, copied, versions.changed))
+            versions.changed = False
+        return found
+
+
+class TileOffsets(NamedTuple):
+    """Where an update of one tile writes that leaves what it reads, as file offsets; -1: nowhere.
+
+    The names are StepTask's, and in its order. `saved_param` is for the old bits of parameters in
+    RAM, `param_to` for those in the file.
+    """
+
+    optim_state_to: int = -1
+    param_to: int = -1
+    saved_param: int = -1
+
+
+class ChunkVersions:
+    """For each chunk a second extent of OPTIM_STATE and one of PARAM, beside those in use.
+
+    swap() makes the spare extents those in use. Of what is in RAM, which an update changes in
+    place, the spare extents have the old bits, which are written with the update. Extents are
+    allocated when a chunk first needs them, and kept.
+
+    Attributes:
+        committed: what commits have, of a durable state; else None.
+        snapshots: of a save and a commit that go on: changes wait for them.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        dtypes: Dtypes,
+        homes: Mapping[StateKind, Homes],
+        file: ScratchSpace,
+        arenas: SlotArenas,
+        chunks: Sequence[ChunkState],
+        committed: CommittedState | None,
+    ) -> None:
+        """Allocates nothing yet. `arenas` have the pipeline that makes the updates."""
+        self._layout, self._dtypes, self._file = layout, dtypes, file
+        self._arenas, self._chunks, self.committed = arenas, chunks, committed
+        self._params, self._optim_states = homes[StateKind.PARAM], homes[StateKind.OPTIM_STATE]
+        self._kinds = [(homes[kind], kind) for kind in (StateKind.OPTIM_STATE, StateKind.PARAM)]
+        self._tile_bytes = {
+            StateKind.PARAM: layout.tile_numel * dtypes.param_bytes,
+            StateKind.OPTIM_STATE: dtypes.optim_state_bytes(layout.tile_numel),
+        }
+        self._is_full = False
+        self.snapshots = Snapshots()
+
+    def can_leave(self, chunk: Chunk) -> bool:
+        """Whether an update of the chunk can leave all that it reads, because its optimizer state
+        is in the file, and its parameters are there or in RAM."""
+        return chunk not in self._optim_states and not self._params.on_device(chunk)
+
+    def reserve_all(self) -> None:
+        """Allocates the extents of all chunks that are trained, which a durable state needs.
+
+        Raises BudgetError, with nothing allocated, if there is no room for them.
+        """
+        trained = [chunk for chunk in self._layout.chunks if chunk.trainable]
+        nbytes = sum(
+            extent_size(self._layout, self._dtypes, kind, chunk).space_bytes
+            for chunk in trained
+            for kind in (StateKind.OPTIM_STATE, StateKind.PARAM)
+        )
+        try:
+            self._file.reserve(nbytes)
+        except (BudgetError, StoreError, NativeIoError) as error:
+            raise BudgetError(
+                f"durable=True needs another {format_bytes(nbytes)} on NVMe, for the state from "
+                f"before a step, and there is no room: {error}"
+            ) from None
+        for chunk in trained:
+            self._spare(chunk).update(self._allocate(chunk))
+
+    def _spare(self, chunk: Chunk) -> dict[StateKind, Extent]:
+        return self._chunks[chunk.id].versions.spare
+
+    def _reserve(self, chunk: Chunk) -> bool:
+        """Allocates the chunk's extents, unless it has them; returns whether there is room."""
+        if self._spare(chunk):
+            return True
+        if self._is_full:
+            return False
+        try:
+            self._spare(chunk).update(self._allocate(chunk))
+        except (BudgetError, StoreError, NativeIoError) as error:
+            self._is_full = True
+            self._file.note(
+                [
+                    f"updates of some chunks wait for optimizer.step(), because during backward "
+                    f"they need a second place on NVMe for their state, and there is no room: "
+                    f"{error}"
+                ]
+            )
+            return False
+        return True
+
+    def _allocate(self, chunk: Chunk) -> dict[StateKind, Extent]:
+        made: dict[StateKind, Extent] = {}
+        try:
+            for _, kind in self._kinds_of(chunk):
+                size = extent_size(self._layout, self._dtypes, kind, chunk)
+                offset = self._file.allocate(size.space_bytes)
+                made[kind] = Extent(offset, size.transfer_bytes, chunk.slots)
+                self._file.name(offset, size.space_bytes, name_of(kind, chunk))
+        except BaseException:
+            self._free(chunk, made)
+            raise
+        return made
+
+    def _free(self, chunk: Chunk, extents: Mapping[StateKind, Extent]) -> None:
+        for kind, extent in extents.items():
+            size = extent_size(self._layout, self._dtypes, kind, chunk)
+            self._file.free(extent.offset, size.space_bytes)
+
+    def free_all(self) -> None:
+        """Gives all spare extents back to the file, for homes that are about to move; no
+        speculative update is under way."""
+        for state in self._chunks:
+            self._free(state.chunk, state.versions.spare)
+            state.versions.spare.clear()
+        self._is_full = False
+
+    def _in_ram(self, chunk: Chunk) -> list[tuple[Homes, int, int]]:
+        """Of each kind that is in RAM its homes, its bytes, and where the spare extent begins."""
+        return [
+            (homes, chunk.slots * self._tile_bytes[kind], self._spare(chunk)[kind].offset)
+            for homes, kind in self._kinds
+            if chunk in homes
+        ]
+
+    def offsets(self, state: ChunkState) -> list[TileOffsets]:
+        """Where the update of each tile that is about to be submitted writes, and reads, in the
+        file beside the extents in use."""
+        chunk, update = state.chunk, state.update
+        is_guess = isinstance(update, Speculative)
+        is_remade = isinstance(update, Submitted) and update.is_remade
+        leaves = is_guess or state.versions.leaves_commit
+        if not (leaves or is_remade):
+            return [TileOffsets()] * chunk.slots
+        in_ram = chunk in self._params
+        is_saved = in_ram and (is_guess or is_remade)
+        param_to, state_to = (
+            [self._spare(chunk)[kind].offset + tile * nbytes for tile in range(chunk.slots)]
+            for kind, nbytes in self._tile_bytes.items()
+        )
+        nowhere = [-1] * chunk.slots
+        made = (
+            state_to if leaves and chunk not in self._optim_states else nowhere,
+            param_to if leaves and not in_ram else nowhere,
+            param_to if is_saved else nowhere,
+        )
+        return [TileOffsets(*offsets) for offsets in zip(*made, strict=True)]
+
+    def swap(self, chunk: Chunk) -> None:
+        """The chunk's update stays: what it has written is in use from now on.
+
+        Called once more, with restore(), it brings back what was in use before.
+        """
+        spare = self._spare(chunk)
+        for homes, kind in self._in_file(chunk):
+            used = homes.extents[chunk.id]
+            homes.extents[chunk.id] = replace(used, offset=spare[kind].offset)
+            spare[kind] = replace(spare[kind], offset=used.offset)
+
+    def _kinds_of(self, chunk: Chunk) -> list[tuple[Homes, StateKind]]:
+        return self._kinds if chunk.trainable else self._kinds[1:]
+
+    def _in_file(self, chunk: Chunk) -> list[tuple[Homes, StateKind]]:
+        return [(homes, kind) for homes, kind in self._kinds_of(chunk) if chunk not in homes]
+
+    def _copy(self, chunk: Chunk) -> None:
+        """Copies what the extents in use have to the spare ones, without what was never written.
+
+        Raises NativeIoError.
+        """
+        nbytes = max(self._tile_bytes.values())
+        buffer = HostArena(1, nbytes, Ledger({}), Account.BUFFER)  # which no budget counts
+        try:
+            buffer.commit(0, 1)
+            for homes, kind in self._in_file(chunk):
+                extent = homes.extents[chunk.id]
+                for begin in range(0, extent.nbytes, nbytes):
+                    size = min(nbytes, extent.nbytes - begin)
+                    address = buffer.address(0)
+                    self._file.read(address, size, extent.offset + begin).wait()
+                    to = self._spare(chunk)[kind].offset + begin
+                    self._file.write(address, size, to).wait()
+        finally:
+            buffer.close()
+
+    def restore(self, chunk: Chunk) -> None:
+        """Brings the old bits of what is in RAM back. Raises NativeIoError."""
+        reads = [
+            self._file.read(homes.address(chunk, 0), nbytes, offset)
+            for homes, nbytes, offset in self._in_ram(chunk)
+        ]
+        for read in reads:
+            read.wait()
+
+    # Who needs the state that the next update reads
+
+    def can_speculate(self, chunk: Chunk) -> bool:
+        """Whether an update of the chunk could be taken back, and is worth being made early.
+
+        What buffers keep unwritten from step to step is not: it is updated as fast as memory. Where
+        the spare extents have what the last commit has, none could.
+        """
+        if not self.can_leave(chunk) or self._commit_has_spare(chunk):
+            return False
+        state = self._chunks[chunk.id]
+        if state.was_revoked:
+            return False
+        keeps = self._arenas.pipeline.keeps(state.first_key, chunk.slots)
+        return not keeps and self._reserve(chunk)
+
+    def _commit_has_spare(self, chunk: Chunk) -> bool:
+        """Whether the last commit has the extents that are not in use."""
+        return self.committed is not None and self._chunks[chunk.id].versions.changed
+
+    def leave_committed(self, chunk: Chunk) -> None:
+        """The chunk's next update leaves what the last commit has, and waits for one that goes on.
+
+        Raises BudgetError if there is no room for what it writes, and what a commit has met.
+        """
+        if self._begin_leaving_commit(chunk):
+            self._chunks[chunk.id].versions.leaves_commit = True
+
+    def _begin_leaving_commit(self, chunk: Chunk) -> bool:
+        """Whether the last commit has extents in use; the spare ones are reserved then."""
+        if self.committed is None:
+            return False
+        self.snapshots.wait(chunk)
+        if self._commit_has_spare(chunk) or not self.committed.is_in_file(chunk):
+            return False
+        if not self._reserve(chunk):
+            raise BudgetError(
+                f"durable=True needs a second place on NVMe for the chunk of {chunk.name}, whose "
+                f"state the last commit has, and there is no room; free space, or raise "
+                f"nvme_capacity"
+            )
+        return True
+
+    def begin_write(self, chunk: Chunk) -> None:
+        """The chunk's state is about to be changed other than by an update.
+
+        What the last commit has of it stays: the chunk's extents in use are others from here on,
+        with the same bits. Raises as leave_committed(), and NativeIoError.
+        """
+        state = self._chunks[chunk.id]
+        if self._begin_leaving_commit(chunk):
+            self._arenas.pipeline.forget(state.first_key, chunk.slots)
+            self._copy(chunk)
+            self.swap(chunk)
+        state.versions.changed = True
+
+    def note_submitted(self) -> None:
+        """The step's last updates are submitted: what they leave is not in use any more."""
+        for state in self._chunks:
+            if state.versions.leaves_commit:
+                self.swap(state.chunk)
+                state.versions.leaves_commit = False
 
 
 class ChunkUpdates:

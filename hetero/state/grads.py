@@ -19,8 +19,7 @@ import torch
 
 from hetero.chunks.dtypes import Dtypes
 from hetero.chunks.layout import Chunk, Layout
-from hetero.state.chunk_state import Open, Speculative, Submitted
-from hetero.state.chunk_updates import ChunkUpdates
+from hetero.state.chunk_updates import ChunkUpdates, Open, Speculative, Submitted
 from hetero.state.managed_param import ManagedParam
 from hetero.state.memory.homes import Homes
 from offload._native import Location, add_and_sum, copy_and_sum, sum_of_squares

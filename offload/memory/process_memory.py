@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import os
 import resource
 from collections.abc import Callable
 from contextlib import suppress
@@ -16,27 +15,6 @@ _M_MMAP_THRESHOLD = -3  # malloc.h
 _LARGE_BYTES = 1 << 20  # of blocks of the heap
 _CGROUPS = Path("/sys/fs/cgroup")
 _MARGIN_BYTES = 24 << 20  # what allocators keep, and libraries for a moment; less of small limits
-
-
-class ResidentMemory:
-    """Reads the resident bytes of this process; a few microseconds each time."""
-
-    def __init__(self) -> None:
-        self._fd = os.open(_STATM, os.O_RDONLY | os.O_CLOEXEC)
-
-    def nbytes(self) -> int:
-        """Resident bytes (RSS) now."""
-        return int(os.pread(self._fd, 128, 0).split()[1]) * mmap.PAGESIZE
-
-    def peak(self) -> int:
-        """peak_resident_bytes()."""
-        return peak_resident_bytes()
-
-    def close(self) -> None:
-        """Idempotent."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
 
 
 def margin_bytes(limit_bytes: int) -> int:

@@ -77,7 +77,8 @@ class StoreRig:
         """The nth block from now, and so many in all, fail with EIO."""
         file = self.store.movement.file
         assert file is not None
-        file.transfers.engine.inject(op, nth, error=5, count=count)
+        assert file.parts is not None
+        file.parts.io.inject(op, nth, error=5, count=count)
 
 
 def unpack(saved: Any) -> torch.Tensor:

@@ -7,11 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import hetero
 from offload.memory.tiers import Tier
-from tests.support.training.smallest import smallest_host_memory
 
 
 class Block(nn.Module):
@@ -36,19 +34,6 @@ class Twice(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.b(self.block(self.a(self.block(x))))
-
-
-class Checkpointed(nn.Module):
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Block() for _ in range(3)])
-        self.reentrant = reentrant
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x.clone().requires_grad_() if not x.requires_grad else x
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=self.reentrant)
-        return x
 
 
 class Frozen(nn.Module):
@@ -127,35 +112,6 @@ def test_two_engines_in_one_process(tmp_path: Path, nothing_left: None) -> None:
     assert all(map(torch.equal, first, second))
     for _, optimizer in pairs:
         optimizer.engine.close()
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpoints_with_a_torch_that_cannot_tell_about_hooks(
-    reentrant: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """torch before 2.8: the same results by the other way of finding out."""
-    nvme = {"placement_policy": "nvme", "nvme_path": str(tmp_path)}
-
-    def trained(host_memory: int) -> list[torch.Tensor]:
-        torch.manual_seed(0)
-        with hetero.ZeroInitContext(
-            dtype="fp32", chunk_numel=4096, host_memory=host_memory, **nvme
-        ):
-            model = Checkpointed(reentrant)
-        model, optimizer = hetero.initialize(model, hetero.HybridAdam(model.parameters()))
-        assert not all(
-            optimizer.engine.params.is_resident(m.chunk) for m in optimizer.engine.params.in_order()
-        )
-        (model(torch.linspace(-1, 1, 128).view(2, 64)) ** 3).sum().backward()
-        optimizer.step()
-        found = hetero.masters(model.parameters())
-        optimizer.engine.close()
-        return found
-
-    enough = smallest_host_memory(lambda: trained(40 << 10)) + 2 * 4096 * 4
-    expected = trained(enough)
-    monkeypatch.delattr(torch._C._autograd, "_top_saved_tensors_default_hooks")
-    assert all(map(torch.equal, trained(enough), expected))
 
 
 @pytest.mark.parametrize("trained", [True, False], ids=["head-trained", "all-frozen"])

@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import NamedTuple
@@ -45,49 +44,6 @@ def module_frame(*functions: str) -> FrameType:
         frame = frame.f_back
     assert innermost is not None
     return innermost
-
-
-class _OwnCheckpoint(threading.local):
-    """What this thread does of calls that are computed again in backward."""
-
-    running = 0  # calls, for the first time or again
-    again = 0  # of these, again
-
-
-_own_checkpoint = _OwnCheckpoint()
-
-
-@contextmanager
-def in_own_checkpoint(again: bool) -> Iterator[None]:
-    """Inside the block a call runs that asks all saved tensors for itself, as torch's checkpoint
-    does; `again`: not for the first time."""
-    _own_checkpoint.running += 1
-    _own_checkpoint.again += again
-    try:
-        yield
-    finally:
-        _own_checkpoint.running -= 1
-        _own_checkpoint.again -= again
-
-
-def is_in_checkpoint() -> bool:
-    """Whether a checkpoint of either kind runs, for the first time or again."""
-    return _own_checkpoint.running > 0 or any(
-        f.f_code.co_filename == checkpoint_module.__file__ for f in _callers()
-    )
-
-
-def is_recomputing() -> bool:
-    """Whether a non-reentrant checkpoint is being recomputed."""
-    if _own_checkpoint.again:
-        return True
-    for frame in _callers():
-        if frame.f_code.co_filename == checkpoint_module.__file__:
-            if frame.f_code.co_name == "unpack_hook":
-                return True
-            if frame.f_code.co_name == "backward":  # a reentrant one's
-                return False
-    return False
 
 
 def inside_another_backward() -> bool:
@@ -136,15 +92,13 @@ class EnteredCall:
     `present` is what any thread may end, `modes` what only the thread of the call can: torch's
     modes and saved-tensor hooks are a thread's own. `frame` is the call's frame: if that is not on
     the thread's stack any more, the call was interrupted. Neither the frame nor the module is kept
-    alive, so that a model that is dropped after an interruption goes. `packing`: this call, or one
-    around it, has entered saved-tensor hooks.
+    alive, so that a model that is dropped after an interruption goes.
     """
 
     module: weakref.ref[torch.nn.Module]
     frame: FramePlace
     present: ExitStack = field(default_factory=ExitStack)
     modes: ExitStack = field(default_factory=ExitStack)
-    packing: bool = False
     is_outermost: bool = True
 
     def close(self) -> None:
@@ -178,7 +132,7 @@ class EnteredCalls:
         own = self._of_thread.setdefault(threading.current_thread(), [])
         call = EnteredCall(weakref.ref(module), place)
         if own:
-            call.is_outermost, call.packing = False, own[-1].packing
+            call.is_outermost = False
         own.append(call)
         return call
 

@@ -18,10 +18,10 @@ from hetero.chunk_groups.chunk_group import Shared
 from hetero.runtime.modules.call_stack import EnteredCalls, FramePlace, module_frame
 from hetero.runtime.modules.param_registry import ParamRegistry
 from hetero.runtime.modules.torch_function_uses import TorchFunctionUses
-from hetero.runtime.to_device import to_device
 from hetero.state.managed_param import ManagedParam
 from offload.errors import ClosedError, HeteroError
 from offload.interrupts import uninterrupted
+from offload.memory.tiers import Tier
 
 
 class ModelHooks(ABC):
@@ -109,10 +109,9 @@ class ModuleHooks(ModelHooks):
         call.present.enter_context(self._params.present(needed, steps_aside=True))
         if not self._packs:
             return
-        hooks = self._saved_tensors.hooks(call.packing)
+        hooks = self._saved_tensors.hooks()
         if hooks is not None:
             call.modes.enter_context(saved_tensors_hooks(*hooks))
-            call.packing = True
 
     @_disable_dynamo
     @uninterrupted
@@ -202,3 +201,44 @@ def no_hook(*args: Any, **kwargs: Any) -> None:
 
 def _unpickled() -> Callable[..., None]:
     return no_hook
+
+
+_MOST_STAGED_BYTES = 64 << 20
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """`tensor`, or a copy of it on `device` if it is in RAM and `device` is not."""
+    if device.type == "cpu" or tensor.device.type != "cpu":
+        return tensor
+    if tensor.nbytes > _MOST_STAGED_BYTES:
+        # CUDA may read it later, when its owner may have changed it; so the host waits.
+        return tensor.to(device)
+    # By a copy that nobody changes the host need not wait for the device, which has all of the last
+    # step to do yet. torch keeps the page-locked memory until the device has read it.
+    staged = torch.empty_like(tensor, pin_memory=True).copy_(tensor)
+    return staged.to(device, non_blocking=True)
+
+
+@torch.no_grad()
+def move_rest(model: torch.nn.Module, managed: Iterable[int], shared: Shared) -> None:
+    """Moves buffers, and parameters whose ids are not in `managed`, to the backend's device.
+
+    It waits until they are there: the first forward may be in any stream of the user's, which does
+    not wait for the one that copies here.
+
+    Raises BudgetError, naming the parameter, if a parameter does not fit device_memory.
+    """
+    if not shared.backend.in_order:  # it is done where the CPU reads it
+        return
+    device = shared.backend.device
+    known = set(managed)
+    for name, param in model.named_parameters():
+        if id(param) not in known:
+            shared.unmanaged.charge(param, Tier.DEVICE, name)
+            param.data = param.data.to(device)
+    moved: dict[int, torch.Tensor] = {}  # modules may share a buffer
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = moved.setdefault(id(buffer), buffer.to(device))
+    shared.backend.synchronize()

@@ -18,7 +18,6 @@ import torch
 import torch.utils.checkpoint as checkpoint_module
 
 from hetero.activations.store import ActivationStore, SavedActivation, has_plain_memory
-from hetero.runtime.modules.call_stack import is_in_checkpoint, is_recomputing
 from hetero.runtime.modules.param_registry import ParamRegistry
 from hetero.stand_ins.offloaded_tensor import OffloadedTensor
 from hetero.stand_ins.parameter_classes import AbsentParameter, memory_in
@@ -131,15 +130,12 @@ class SavedTensors:
     @property
     def are_alone(self) -> bool:
         """Whether autograd asks these hooks, and none around them, of a checkpoint say."""
-        top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-        if top is None:
-            return not is_in_checkpoint()
-        hooks = top(False)
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
         return hooks is not None and getattr(hooks[0], "__self__", None) is self
 
-    def hooks(self, packing: bool) -> Hooks | None:
-        """The hooks that autograd is to ask from here on; None if it asks these already (`packing`:
-        a call around this one has entered them), or must not ask them.
+    def hooks(self) -> Hooks | None:
+        """The hooks that autograd is to ask from here on; None if it asks these already, or must
+        not ask them.
 
         Raises HeteroError where torch allows no such hooks: under torch.func.grad(), say.
         """
@@ -152,13 +148,7 @@ class SavedTensors:
                 f"and here torch says: {refusal} Use a plain copy of the model: "
                 f"copy.deepcopy(model)"
             )
-        top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-        if top is None:
-            # torch before 2.8 does not tell which hooks are in force. A non-reentrant checkpoint
-            # must see all tensors or none, so inside its recomputation no hooks are added: the
-            # views that it saves stay pinned.
-            return None if packing or is_recomputing() else (self.pack, self.unpack)
-        others = top(False)
+        others = torch._C._autograd._top_saved_tensors_default_hooks(False)
         if others is None:
             return self.pack, self.unpack
         owner = getattr(others[0], "__self__", None)

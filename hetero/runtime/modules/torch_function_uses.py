@@ -220,7 +220,7 @@ class TorchFunctionUses:
     def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         found = (self._needed(each) for each in tensors_among((*args, *kwargs.values())))
         needed = list(dict.fromkeys(managed for managed in found if managed is not None))
-        hooks = self.saved_tensors.hooks(False) if torch.is_grad_enabled() else None
+        hooks = self.saved_tensors.hooks() if torch.is_grad_enabled() else None
         with ExitStack() as contexts:
             contexts.enter_context(self.present(needed, (args, kwargs)))
             contexts.enter_context(saved_tensors_hooks(*hooks) if hooks else nullcontext())

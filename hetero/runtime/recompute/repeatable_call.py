@@ -30,7 +30,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from hetero.activations.store import SavedActivation, has_plain_memory
-from hetero.runtime.modules.call_stack import in_own_checkpoint
 from hetero.runtime.modules.saved_tensors import SavedTensor, SavedTensors
 from hetero.stand_ins.offloaded_tensor import OffloadedTensor
 from hetero.state.chunk_access import SavedView
@@ -286,7 +285,7 @@ class RepeatableCall:
     def unkept(self, plain: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         """What plain(*args, **kwargs) returns, which saves its arguments alone."""
         self._leaves = [self._saved_tensors.pack(x) if _can_pack(x) else x for x in self._leaves]
-        with in_own_checkpoint(again=False), saved_tensors_hooks(self._pack, self._unpack):
+        with saved_tensors_hooks(self._pack, self._unpack):
             return plain(*args, **kwargs)
 
     def _pack(self, tensor: torch.Tensor) -> _Saved | SavedView:
@@ -350,11 +349,7 @@ class RepeatableCall:
 
         args, kwargs = nest(list(map(_as_argument, leaves, self._need_grad)), self._spec)
         try:
-            with (
-                in_own_checkpoint(again=True),
-                torch.enable_grad(),
-                saved_tensors_hooks(pack, self._unpack_again),
-            ):
+            with torch.enable_grad(), saved_tensors_hooks(pack, self._unpack_again):
                 self._again(args, kwargs)
         except _EnoughError:
             pass

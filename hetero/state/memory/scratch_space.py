@@ -91,6 +91,8 @@ class ScratchSpace:
     the last commit's: it is free for other extents when take_freed() and reuse() have said so.
     """
 
+    account = Account.FILE
+
     def __init__(
         self,
         config: Config,
@@ -119,6 +121,8 @@ class ScratchSpace:
         self._state_files = state_files
         self._number = number
         self._freed: list[tuple[int, int]] = []  # what the last commit may have
+        # What is read is compared with checksums, which the budgets have in them.
+        self._is_checked = self._counts_checksums = config.has_checksums
         self.checksum_bytes = 0  # of RAM, that the ledger has been charged for
 
     @property
@@ -159,7 +163,7 @@ class ScratchSpace:
             undone.callback(self._charge_checksums(parts.scratch.nbytes + nbytes))
             offset = parts.scratch.reserve(nbytes)
             undone.pop_all()
-        if self._config.has_checksums:
+        if self._counts_checksums:
             parts.io.reserve_checksums(parts.transfers.file, parts.scratch.nbytes)
         return offset
 
@@ -169,7 +173,7 @@ class ScratchSpace:
         Raises BudgetError.
         """
         before = self.checksum_bytes
-        more = max(0, checksum_bytes(file_bytes) - before) if self._config.has_checksums else 0
+        more = max(0, checksum_bytes(file_bytes) - before) if self._counts_checksums else 0
         self._ledger.charge(Tier.HOST, Account.FILE, more)
         self.checksum_bytes += more
 
@@ -203,27 +207,31 @@ class ScratchSpace:
 
     def _open(self, nbytes: int) -> DiskParts:
         with ExitStack() as resources:
-            io, io_notes = make_io_engine(
-                self._config.debugging.io_engine, len(self._config.nvme_paths)
-            )
-            resources.callback(io.close)
+            io, io_notes = self._open_io(resources)
             directories: Sequence[str] = self._config.nvme_paths
             name: str | None = None
             if self._state_files is not None:
                 directories = self._state_files.folders
                 name = self._state_files.data_name(self._number)
-            scratch = ScratchFile(directories, self._ledger, Account.FILE, name)
+            scratch = ScratchFile(directories, self._ledger, self.account, name)
             resources.callback(scratch.close)
             scratch.deal(nbytes)
             resources.callback(self._charge_checksums(nbytes))
             scratch.reserve(nbytes)
-            transfers = Transfers(io, scratch, self._config.has_checksums)
+            transfers = Transfers(io, scratch, self._is_checked)
             resources.callback(transfers.close)
-            if self._config.has_checksums:
+            if self._counts_checksums:
                 io.reserve_checksums(transfers.file, scratch.nbytes)
             self.note((*scratch.notes, *io_notes))
             self._resources.push(resources.pop_all())
         return DiskParts(io, scratch, transfers)
+
+    def _open_io(self, resources: ExitStack) -> tuple[IoEngine, Sequence[str]]:
+        """An I/O engine, which `resources` close, and notes on it."""
+        config = self._config
+        io, notes = make_io_engine(config.debugging.io_engine, len(config.nvme_paths))
+        resources.callback(io.close)
+        return io, notes
 
     def note(self, lines: Iterable[str]) -> None:
         """Appends lines to the notes for the user that are not there yet."""
@@ -234,10 +242,13 @@ class ScratchSpace:
         assert self.parts is not None, "nothing is on DISK"
         return self.parts.transfers
 
-    def read(self, address: int, nbytes: int, offset: int) -> IoOp:
-        """Starts reading file bytes [offset, offset + nbytes) to `address`."""
-        return self._transfers.read(address, nbytes, offset)
+    def read(self, address: int, nbytes: int, offset: int, soon: bool = False) -> IoOp:
+        """Starts reading file bytes [offset, offset + nbytes) to `address`.
 
-    def write(self, address: int, nbytes: int, offset: int) -> IoOp:
-        """Starts writing `nbytes` at `address` to the file at `offset`."""
-        return self._transfers.write(address, nbytes, offset)
+        `soon`: nobody waits for it yet.
+        """
+        return self._transfers.read(address, nbytes, offset, soon)
+
+    def write(self, address: int, nbytes: int, offset: int, soon: bool = False) -> IoOp:
+        """Starts writing `nbytes` at `address` to the file at `offset`; `soon` as for read()."""
+        return self._transfers.write(address, nbytes, offset, soon)

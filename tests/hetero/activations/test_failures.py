@@ -18,7 +18,7 @@ from tests.support.native.gates import GatedTransfers
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
-TRANSFERS = "hetero.activations.ram_copies.Transfers"
+TRANSFERS = "hetero.state.memory.scratch_space.Transfers"
 
 
 def save(rig: StoreRig, seeds: range) -> list[Any]:

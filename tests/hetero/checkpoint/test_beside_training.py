@@ -15,7 +15,7 @@ import hetero
 from hetero.checkpoint.data_writer import DataWriter
 from hetero.checkpoint.folder import is_checkpoint
 from hetero.checkpoint.manifest import read_manifest
-from hetero.state.chunk_versions import Snapshot
+from hetero.state.chunk_updates import Snapshot
 from tests.hetero.checkpoint.test_save_load import PLACES, build, same, steps, whole
 from tests.support.training.small_net import Net, loss_of
 

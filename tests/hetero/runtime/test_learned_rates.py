@@ -14,10 +14,14 @@ from hetero.planning.candidates import place
 from hetero.planning.group_plans import ChunkGroupPlan
 from hetero.planning.placement import Budgets
 from hetero.planning.step_cost import Computing
-from hetero.runtime import step_predictions
-from hetero.runtime.learned_rates import Counters, LearnedRates, counters_of
-from hetero.runtime.step_predictions import StepPredictions
-from hetero.runtime.step_tracer import MeasuredStep
+from hetero.runtime import step_watch
+from hetero.runtime.step_watch import (
+    Counters,
+    LearnedRates,
+    MeasuredStep,
+    StepPredictions,
+    counters_of,
+)
 from offload.memory.tiers import Tier
 from tests.support.training.loops import batches, build, tiny_gpt2
 from tests.support.training.planning import AMPLE, BF16, SLOT, layout_of, make_profile, make_spec
@@ -127,7 +131,7 @@ class Steps:
             config=hetero.Config.make(overlap_updates="none"),
             notes=self.notes,
         )
-        monkeypatch.setattr(step_predictions, "counters_of", lambda *_: self.counting.now)
+        monkeypatch.setattr(step_watch, "counters_of", lambda *_: self.counting.now)
         self.predictions = StepPredictions(
             [group], shared, lambda: [self.group], self.tracer, None, lambda: self.counting.now_s
         )

@@ -1,4 +1,4 @@
-"""hetero/runtime/step_tracer: what steps are seen to do."""
+"""hetero/runtime/step_watch: what steps are seen to do."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 import hetero
 from hetero.planning.step_cost import Computing, Phase
-from hetero.runtime.step_tracer import MeasuredStep, StepClock
+from hetero.runtime.step_watch import MeasuredStep, StepClock
 from offload.disk.scratch_file import FileBacking
 from tests.support.training.loops import batches, build
 

@@ -11,7 +11,7 @@ import torch
 
 import hetero
 from hetero.api.module_state_dict import StateDictHooks
-from hetero.runtime.relocation.budget_moves import BudgetMoves
+from hetero.runtime.relocation import BudgetMoves
 from hetero.setup import initialize as setup
 from offload.errors import HeteroError, PeerError
 from tests.support.training.small_net import SETTINGS, Net, Settings, assert_same, train

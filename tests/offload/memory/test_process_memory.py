@@ -14,15 +14,12 @@ from offload.memory import process_memory as process
 
 
 def test_resident_bytes_are_those_of_the_system() -> None:
-    memory = process.ResidentMemory()
-    before = memory.nbytes()
+    before = process.resident_bytes()
     # (malloc may have as much left of what was freed before.)
     kept = torch.frombuffer(mmap.mmap(-1, 64 << 20), dtype=torch.uint8).fill_(1)
-    after = memory.nbytes()
+    after = process.resident_bytes()
     assert after - before >= 60 << 20
     assert abs(process.resident_bytes() - psutil.Process().memory_info().rss) < 16 << 20
-    memory.close()
-    memory.close()
     del kept
 
 

@@ -1,4 +1,4 @@
-"""hetero/runtime/relocation/budget_moves: what process_memory leaves for activations, which nobody
+"""hetero/runtime/relocation: what process_memory leaves for activations, which nobody
 has chosen, follows what steps save."""
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 import hetero
-from offload.memory.process_memory import ResidentMemory
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -58,8 +57,8 @@ def process(monkeypatch: pytest.MonkeyPatch) -> list[Trained]:
     def nbytes(*_: object) -> int:
         return made[0].nbytes() if made else 0
 
-    monkeypatch.setattr(ResidentMemory, "nbytes", nbytes)
-    monkeypatch.setattr(ResidentMemory, "peak", lambda _: 0)
+    monkeypatch.setattr("hetero.runtime.relocation.resident_bytes", nbytes)
+    monkeypatch.setattr("hetero.runtime.relocation.peak_resident_bytes", lambda: 0)
     monkeypatch.setattr("offload.memory.process_memory.resident_bytes", nbytes)
     return made
 

@@ -1,4 +1,4 @@
-"""hetero/runtime/relocation/budget_moves: state gives way to limits of processes and ranks."""
+"""hetero/runtime/relocation: state gives way to limits of processes and ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ import torch
 import hetero
 from hetero.planning.placement import PlacementError
 from offload.errors import BudgetError
-from offload.memory.process_memory import ResidentMemory
 from offload.memory.tiers import Tier
 from tests.support.ranks.processes import RankPool
 from tests.support.training.loops import Run, batches, build, train
@@ -124,12 +123,9 @@ class Process:
         self.beside_bytes = 0
         self.peak_bytes = 0
         self.engine: Any = None
-        monkeypatch.setattr(ResidentMemory, "nbytes", lambda _: self.nbytes())
-        monkeypatch.setattr(ResidentMemory, "peak", lambda _: self.peak_bytes)
-        monkeypatch.setattr("hetero.setup.process_share.resident_bytes", self.nbytes)
-        monkeypatch.setattr(
-            "hetero.setup.process_share.peak_resident_bytes", lambda: self.peak_bytes
-        )
+        for module in ("hetero.runtime.relocation", "hetero.setup.process_share"):
+            monkeypatch.setattr(f"{module}.resident_bytes", self.nbytes)
+            monkeypatch.setattr(f"{module}.peak_resident_bytes", lambda: self.peak_bytes)
         monkeypatch.setattr("offload.memory.process_memory.resident_bytes", self.nbytes)
 
     def nbytes(self) -> int:
@@ -312,7 +308,7 @@ class TestProcessMemory:
         def refuse(*_: Any) -> None:
             raise PlacementError("nothing fits", 1)
 
-        monkeypatch.setattr("hetero.runtime.relocation.budget_moves.place_groups", refuse)
+        monkeypatch.setattr("hetero.runtime.relocation.place_groups", refuse)
         for number in range(3):
             self.step(model, optimizer, number)
         assert engine.placement == placed
@@ -348,7 +344,7 @@ class TestProcessMemory:
         def full(_: Any) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-        monkeypatch.setattr("hetero.runtime.relocation.relocate.Migration.prepare", full)
+        monkeypatch.setattr("hetero.runtime.relocation.Migration.prepare", full)
         for number in range(3):
             self.step(model, optimizer, number)
         assert engine.placement == placed

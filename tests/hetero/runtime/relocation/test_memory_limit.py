@@ -1,4 +1,4 @@
-"""hetero/runtime/relocation/budget_moves: what a step had beside model state at its peak."""
+"""hetero/runtime/relocation: what a step had beside model state at its peak."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from hetero.runtime.relocation.budget_moves import BesideMemory
+from hetero.runtime.relocation import BesideMemory
 from offload.memory.ledger import Ledger
-from offload.memory.process_memory import ResidentMemory
 from offload.memory.tiers import Account, Tier
 
 
@@ -19,7 +18,7 @@ def test_a_new_peak_is_seen_with_what_was_charged_since(
 ) -> None:
     """What was charged before says nothing of it; an emulated DEVICE is RAM."""
     peak = 0
-    monkeypatch.setattr(ResidentMemory, "peak", lambda _: peak)
+    monkeypatch.setattr("hetero.runtime.relocation.peak_resident_bytes", lambda: peak)
     ledger = Ledger({})
     backend: Any = SimpleNamespace(kind=kind)
     ledger.charge(Tier.HOST, Account.INIT, 1000)
@@ -31,4 +30,3 @@ def test_a_new_peak_is_seen_with_what_was_charged_since(
     peak = 100
     assert memory.new_peak() == (100, beside)
     assert memory.new_peak() == (0, 0)
-    memory.close()

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import hetero
 from hetero.planning.placement import Placement
-from hetero.runtime.relocation.relocate import InUseError, Migration
+from hetero.runtime.relocation import InUseError, Migration
 from offload.errors import BudgetError
 from offload.memory.run_pool import FreeSpace
 from offload.memory.tiers import Tier

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import hetero
-from hetero.runtime.relocation.relocate import InUseError
+from hetero.runtime.relocation import InUseError
 from offload.device.backend import EmulatedBackend
 from offload.errors import BudgetError
 from offload.memory.tiers import Tier

@@ -21,8 +21,7 @@ from hetero.overlap import OverlapUpdates
 from hetero.ranks.communicator import Communicator
 from hetero.ranks.peers import Channel
 from hetero.ranks.waiting import FailedRanks, WhileWaiting
-from hetero.state.chunk_state import chunk_states
-from hetero.state.chunk_updates import ChunkUpdates
+from hetero.state.chunk_updates import ChunkUpdates, chunk_states
 from hetero.state.grads import Grads, LossScale
 from hetero.state.managed_param import ManagedParam
 from hetero.state.memory.homes import Homes

@@ -1,1 +1,0 @@
-"""Moving homes between steps, when budgets change."""
