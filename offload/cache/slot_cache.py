@@ -14,10 +14,11 @@ from __future__ import annotations
 import contextlib
 import enum
 import gc
+import heapq
 import threading
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import groupby
@@ -36,6 +37,7 @@ UNKNOWN = 1 << 61  # the next use of a chunk that the expected step does not use
 _MOST_USES = 1 << 14  # of one step; more are taken for several, as of inference that has no steps
 _ENOUGH_TIMES = 4
 _MOST_SEQUENCES = 4  # known at once; following one costs about a microsecond a use
+_MOST_PASSED = 256  # uses that one use may skip before all next uses are looked up again
 
 
 class _Sequence:
@@ -45,6 +47,7 @@ class _Sequence:
         self.uses = tuple(uses)
         self.times_seen = times_seen
         self.followed = 0  # uses that came as expected, less those that did not
+        self.passed = 0  # uses that lie behind the step at hand, made or skipped, in all rounds
         self._position = 0  # the next use expected
         self._at: dict[int, list[int]] = {}  # chunk -> positions, ascending
         for position, chunk in enumerate(self.uses):
@@ -53,11 +56,16 @@ class _Sequence:
     def rewind(self) -> None:
         self._position = self.followed = 0
 
-    def note(self, chunk: int) -> None:
+    def note(self, chunk: int) -> range:
+        """Follows a use. Returns the positions that are passed by it, modulo the uses."""
         distance = self.distance(chunk)
         self.followed += 1 if distance == 0 else -1
-        if distance is not None:
-            self._position = (self._position + distance + 1) % len(self.uses)
+        if distance is None:
+            return range(0)
+        passed = range(self._position, self._position + distance + 1)
+        self._position = passed.stop % len(self.uses)
+        self.passed += len(passed)
+        return passed
 
     def distance(self, chunk: int) -> int | None:
         positions = self._at.get(chunk)
@@ -87,6 +95,8 @@ class UseOrder:
         self._known: list[_Sequence] = []  # the last seen first
         self._best: _Sequence | None = None
         self._recording: list[int] = []
+        self._generation = 0  # of next uses: in another one all of them may be different
+        self._moved: list[int] = []  # chunks whose next use has changed within the generation
         self._in_place: frozenset[int] = frozenset()  # chunks that are not gathered
 
     def note(self, chunk: int) -> None:
@@ -97,9 +107,25 @@ class UseOrder:
             self.end_step()
         self._recording.append(chunk)
         for sequence in self._known:
-            sequence.note(chunk)
+            passed = sequence.note(chunk)
+            if sequence is self._best:
+                self._note_moved(sequence, passed)
         if len(self._known) > 1:
+            best = self._best
             self._choose()
+            if self._best is not best:
+                self._begin_generation()
+
+    def _note_moved(self, sequence: _Sequence, passed: range) -> None:
+        if len(passed) > _MOST_PASSED or len(self._moved) > _MOST_USES:
+            self._begin_generation()
+        else:
+            uses = sequence.uses
+            self._moved += [uses[position % len(uses)] for position in passed]
+
+    def _begin_generation(self) -> None:
+        self._generation += 1
+        self._moved = []
 
     def end_step(self) -> None:
         """A step is over: the next one is expected to do the same, or what an earlier one did.
@@ -113,6 +139,7 @@ class UseOrder:
         for sequence in self._known:
             sequence.rewind()
         self._choose()
+        self._begin_generation()
 
     def use_in_place(self, chunks: Collection[int]) -> None:
         """These, and no others, are never gathered from now on: nothing expects them any more."""
@@ -121,6 +148,7 @@ class UseOrder:
         for sequence in reversed(known):
             self._learn(sequence.uses, sequence.times_seen)
         self._choose()
+        self._begin_generation()
 
     def _learn(self, uses: tuple[int, ...], times_seen: int = 1) -> None:
         if self._in_place:
@@ -142,19 +170,35 @@ class UseOrder:
         """The one followed best; of equals the one seen most often, then the last seen."""
         self._best = max(self._known, key=lambda s: (s.followed, s.times_seen), default=None)
 
-    def uses_until(self, chunk: int) -> int:
-        """How many uses are expected before the chunk's next one; UNKNOWN if none of it is."""
-        distance = None if self._best is None else self._best.distance(chunk)
-        return UNKNOWN if distance is None else distance
+    def next_use_number(self, chunk: int) -> int:
+        """The number of the chunk's next use, counted from the beginning of the generation.
+
+        It stays the same until the use is made or skipped (see moved()). UNKNOWN if none is
+        expected; larger than the number of every use that is.
+        """
+        if self._best is None:
+            return UNKNOWN
+        distance = self._best.distance(chunk)
+        return UNKNOWN if distance is None else self._best.passed + distance
+
+    def moved(self) -> tuple[int, Sequence[int]]:
+        """What has changed in next_use_number(), for who keeps its results.
+
+        The number of the generation, and the chunks whose next use has changed since it began, in
+        the order of these changes; a chunk may be there several times. The list only grows until
+        another generation begins, in which all next uses may be different.
+        """
+        return self._generation, self._moved
 
     def upcoming(self, count: int) -> list[int]:
         """The next `count` different chunks expected, nearest first."""
         return [] if self._best is None else self._best.upcoming(count)
 
 
-# The first slot and the one past the last, the uses until their next one (-1: they must not be
-# taken), and when the chunk came (0: no chunk has them).
-_Segment = tuple[int, int, int, int]
+_Ranked = tuple[int, int, int]  # minus the next use, when the chunk was added, the chunk
+# The first slot, the next use (-1: they must not be taken), and when the chunk was added (0: no
+# chunk has them).
+_Segment = tuple[int, int, int]
 
 
 class SlotTable:
@@ -165,6 +209,7 @@ class SlotTable:
         self._arena = arena
         self._runs = runs
         self._order = order
+        self._seen = (-1, 0)  # generation of the next uses in the heap, and changes heeded of it
         self.clear()
 
     def clear(self) -> None:
@@ -174,9 +219,12 @@ class SlotTable:
         self._added: dict[int, int] = {}  # in which order the chunks came
         self._adds = 0
         self._owner: list[int | None] = [None] * slots
+        self._free = (1 << slots) - 1  # a bit for each slot without an owner
         # The run that was taken last and has the slot: it may be pinned without an owner.
         self._first_of = list(range(slots))
         self._run_at = [1] * slots  # by its first slot
+        self._heap: list[_Ranked] = []
+        self._ranked: dict[int, _Ranked] = {}  # the valid one of each chunk's in the heap
 
     def __contains__(self, chunk: int) -> bool:
         return chunk in self._slot_of
@@ -188,18 +236,22 @@ class SlotTable:
     def add(self, chunk: int, slot: int) -> None:
         """The chunk has the slots from `slot` on, which have no owner and are not pinned."""
         run = self._runs[chunk]
-        assert not self.owners(slot, run), (chunk, slot)
+        mask = ((1 << run) - 1) << slot
+        assert self._free & mask == mask, (chunk, slot)
+        self._free ^= mask
         self._owner[slot : slot + run] = [chunk] * run
         self._first_of[slot : slot + run] = [slot] * run
         self._run_at[slot] = run
         self._slot_of[chunk] = slot
         self._added[chunk] = self._adds = self._adds + 1
+        self._rank(chunk)
 
     def remove(self, chunk: int) -> None:
         """The chunk's slots have no owner any more; tensors may still pin them."""
         slot, run = self._slot_of.pop(chunk), self._runs[chunk]
         self._owner[slot : slot + run] = [None] * run
-        del self._added[chunk]
+        self._free |= ((1 << run) - 1) << slot
+        del self._ranked[chunk], self._added[chunk]
 
     def owners(self, slot: int, run: int) -> list[int]:
         """The chunks that have some of the slots [slot, slot + run)."""
@@ -216,7 +268,11 @@ class SlotTable:
         return sum(map(self.is_pinned, range(self._arena.slots)))
 
     def best_slots(
-        self, run: int, limit: int, kept: Container[int], later_than: int = -1
+        self,
+        run: int,
+        limit: int,
+        may_evict: Callable[[int], bool],
+        later_than: int = -1,
     ) -> int | None:
         """The first of `run` consecutive slots that cost least to take; None if none may be taken.
 
@@ -226,49 +282,100 @@ class SlotTable:
         last may be on its way to the file still, and would have to be waited for.)
 
         Args:
-            run: how many slots.
-            limit: slots from here on are not considered.
-            kept: chunks that must not lose their slots.
-            later_than: only chunks with more uses until their next one lose theirs.
+            limit: Slots from here on are not considered.
+            may_evict: Whether a chunk may lose its slots, if they are not pinned.
+            later_than: Only chunks whose next use has a greater number lose theirs.
         """
-        segments = self._segments(limit, kept, later_than)
         if run == 1:
-            costs = [(until, -added, end) for _, end, until, added in segments]
-            until, _, end = max(costs, default=(-1, 0, 0))
-            return None if until < 0 else end - 1
+            return self._best_slot(limit, may_evict, later_than)
+        return self._best_run(run, limit, may_evict, later_than)
+
+    def _best_slot(
+        self, limit: int, may_evict: Callable[[int], bool], later_than: int
+    ) -> int | None:
+        free = self._free & ((1 << limit) - 1)
+        while free:
+            slot = free.bit_length() - 1
+            if not self.is_pinned(slot):
+                return slot
+            free ^= 1 << slot
+        self._heed_order()
+        passed_over: list[_Ranked] = []
+        found: int | None = None
+        while self._heap and -self._heap[0][0] > later_than:
+            ranked = heapq.heappop(self._heap)
+            chunk = ranked[2]
+            if self._ranked.get(chunk) is not ranked:
+                continue
+            passed_over.append(ranked)
+            if may_evict(chunk) and self._arena.pins[self._slot_of[chunk]] == 0:
+                found = self._slot_of[chunk] + self._runs[chunk] - 1
+                break
+        for ranked in passed_over:
+            heapq.heappush(self._heap, ranked)
+        return found
+
+    def _best_run(
+        self, run: int, limit: int, may_evict: Callable[[int], bool], later_than: int
+    ) -> int | None:
+        segments = self._segments(limit, may_evict, later_than)
         best, found = (-1, 0, 0), None
         # A run that begins within a segment costs no less than the one from its beginning on.
-        for number, (first, *_) in enumerate(segments):
+        for number, (first, _, _) in enumerate(segments):
             if first + run > limit:
                 break
             soonest, newest, owners = NEVER, 0, 0
-            for begin, _, until, added in segments[number : number + run]:
+            for begin, next_use, added in segments[number : number + run]:
                 if begin >= first + run:
                     break
-                soonest, newest = min(soonest, until), max(newest, added)
+                soonest, newest = min(soonest, next_use), max(newest, added)
                 owners += added > 0
             if soonest >= max(best[0], 0) and (soonest, -owners, -newest) > best:
                 best, found = (soonest, -owners, -newest), first
         return found
 
-    def _segments(self, limit: int, kept: Container[int], later_than: int) -> list[_Segment]:
+    def _segments(
+        self, limit: int, may_evict: Callable[[int], bool], later_than: int
+    ) -> list[_Segment]:
         """All slots below `limit`: those of each chunk, and those between that have no owner."""
         segments: list[_Segment] = []
-        pins, uses_until = self._arena.pins, self._order.uses_until
         slot = 0
         while slot < limit:
-            chunk, first, until, added = self._owner[slot], slot, NEVER, 0
+            chunk = self._owner[slot]
             if chunk is not None:
-                slot, added = slot + self._runs[chunk], self._added[chunk]
-                until = -1 if chunk in kept or pins[first] else uses_until(chunk)
+                next_use = self._order.next_use_number(chunk)
+                usable = next_use > later_than and may_evict(chunk) and self._arena.pins[slot] == 0
+                segments.append((slot, next_use if usable else -1, self._added[chunk]))
+                slot += self._runs[chunk]
             else:
+                next_use = -1 if self.is_pinned(slot) else NEVER
+                if not (segments and segments[-1][1:] == (next_use, 0)):
+                    segments.append((slot, next_use, 0))
                 slot += 1
-                if self.is_pinned(first):
-                    until = -1
-                if segments and segments[-1][2:] == (until, 0):
-                    first = segments.pop()[0]
-            segments.append((first, slot, until if until > later_than else -1, added))
         return segments
+
+    # The heap
+
+    def _rank(self, chunk: int) -> None:
+        ranked = (-self._order.next_use_number(chunk), self._added[chunk], chunk)
+        self._ranked[chunk] = ranked
+        heapq.heappush(self._heap, ranked)
+        if len(self._heap) > 2 * len(self._ranked) + 64:  # most of it is not valid any more
+            self._heap = list(self._ranked.values())
+            heapq.heapify(self._heap)
+
+    def _heed_order(self) -> None:
+        """Brings the heap up to date with the order of uses."""
+        generation, moved = self._order.moved()
+        if generation != self._seen[0]:
+            self._heap.clear()
+            for chunk in self._slot_of:
+                self._rank(chunk)
+        else:
+            for chunk in moved[self._seen[1] :]:
+                if chunk in self._slot_of:
+                    self._rank(chunk)
+        self._seen = generation, len(moved)
 
 
 class SlotState(enum.Enum):
@@ -543,20 +650,20 @@ class SlotCache:
 
     def _slots_for(self, chunk: int) -> int | None:
         """The slots that the chunk should take now, whatever they hold."""
-        locked = {other for other, entry in self._entries.items() if entry.locked}
-        return self._table.best_slots(self._runs[chunk], self._limit, locked)
+        return self._table.best_slots(
+            self._runs[chunk], self._limit, lambda other: not self._entries[other].locked
+        )
 
     def _room_until_use(self, chunk: int) -> int | None:
         """First slot of an emptied run that the chunk may have before it is used, because nothing
         in it is used sooner."""
 
-        run, until = self._runs[chunk], self._order.uses_until(chunk)
-        kept = {
-            other
-            for other, entry in self._entries.items()
-            if entry.locked or entry.state is not SlotState.CLEAN
-        }
-        slot = self._table.best_slots(run, self._limit, kept, until)
+        def may_evict(other: int) -> bool:
+            entry = self._entries[other]
+            return entry.state is SlotState.CLEAN and not entry.locked
+
+        run, next_use = self._runs[chunk], self._order.next_use_number(chunk)
+        slot = self._table.best_slots(run, self._limit, may_evict, next_use)
         return None if slot is None else self._take(slot, run)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 from types import SimpleNamespace
 
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.cache.slot_cache import SlotTable, UseOrder, WriteBackCache
+from offload.cache.slot_cache import SlotCache, SlotTable, UseOrder, WriteBackCache
 from offload.memory.arena import HostArena
 from offload.memory.ledger import Ledger
 from offload.memory.tiers import Account
@@ -17,6 +18,18 @@ from tests.support.native.cache_rig import next_use
 
 PAGE = 4096
 RUNS = [1, 1, 1, 1, 1, 1, 2, 2, 3, 4]
+
+
+class Pins:
+    """Counts of pins that a test sets, and how often they were asked for."""
+
+    def __init__(self, slots: int) -> None:
+        self.counts = [0] * slots
+        self.asked = 0
+
+    def __getitem__(self, slot: int) -> int:
+        self.asked += 1
+        return self.counts[slot]
 
 
 class Model:
@@ -64,10 +77,10 @@ class Model:
 @given(data=st.data())
 def test_any_search_finds_what_a_search_through_all_windows_finds(data) -> None:
     slots = data.draw(st.integers(4, 9))
-    order = UseOrder()
-    model = Model(slots, order)
-    pins = model.pins
-    table = SlotTable(SimpleNamespace(slots=slots, pins=pins), dict(enumerate(RUNS)), order)
+    order, pins = UseOrder(), Pins(slots)
+    arena = SimpleNamespace(slots=slots, pins=pins)
+    table, model = SlotTable(arena, dict(enumerate(RUNS)), order), Model(slots, order)
+    pins.counts = model.pins
     chunks = st.integers(0, len(RUNS) - 1)
     for _ in range(data.draw(st.integers(1, 40))):
         action = data.draw(st.sampled_from(["note", "note", "end", "take", "take", "drop", "pin"]))
@@ -79,8 +92,8 @@ def test_any_search_finds_what_a_search_through_all_windows_finds(data) -> None:
         found = table.best_slots(
             RUNS[chunk],
             limit,
-            kept,
-            -1 if until is None else order.uses_until(until),
+            lambda other, kept=kept: other not in kept,
+            -1 if until is None else order.next_use_number(until),
         )
         assert found == model.best(RUNS[chunk], limit, kept, until)
         if action == "note":
@@ -92,8 +105,8 @@ def test_any_search_finds_what_a_search_through_all_windows_finds(data) -> None:
             del model.slot_of[chunk]
         elif action == "pin":
             slot = data.draw(st.integers(0, slots - 1))
-            if pins[slot] or slot in model.slot_of.values():
-                pins[slot] = 1 - pins[slot]
+            if pins.counts[slot] or slot in model.slot_of.values():
+                pins.counts[slot] = 1 - pins.counts[slot]
         elif action == "take" and chunk not in table and found is not None:
             for other in model.owners(found, RUNS[chunk]):
                 table.remove(other)
@@ -118,6 +131,45 @@ class Transfers:
 
     def cancel(self) -> None:
         pass
+
+
+@pytest.mark.parametrize("prefetch", [0, 4])
+def test_the_work_of_a_use_does_not_grow_with_the_slots(prefetch: int, monkeypatch) -> None:
+    """Counted: pins and next uses that are looked at. Each use takes the slot of another chunk."""
+    work: dict[int, float] = {}
+    for slots in (16, 1024):
+        arena = HostArena(slots, PAGE, Ledger({}), Account.GATHERED)
+        order = UseOrder()
+        cache = SlotCache(arena, Transfers(), dict.fromkeys(range(4 * slots), 1), order, str)
+        forward = range(4 * slots)
+        uses = [*forward, *reversed(forward)]
+        for chunk in uses:
+            order.note(chunk)
+        order.end_step()
+        asked = itertools.count()
+        number = order.next_use_number
+
+        def counted(chunk: int, asked=asked, number=number) -> int:
+            next(asked)
+            return number(chunk)
+
+        monkeypatch.setattr(order, "next_use_number", counted)
+        arena.pins, pins = Pins(slots), arena.pins
+        before = 0
+        for use, chunk in enumerate(uses):
+            if use == 2 * slots:  # all slots have been taken
+                before = next(asked) + arena.pins.asked
+            order.note(chunk)
+            cache.get(chunk)
+            arena.pins.counts[arena.slot_of(cache.address(chunk))] = 1
+            cache.prefetch(prefetch)
+            arena.pins.counts[arena.slot_of(cache.address(chunk))] = 0
+        assert all(pins[slot] == 0 for slot in range(slots))
+        work[slots] = (next(asked) + arena.pins.asked - before) / (len(uses) - 2 * slots)
+        cache.close()
+        arena.close()
+    assert work[16] < 24
+    assert work[1024] < 24
 
 
 @pytest.mark.parametrize("run", [1, 2])
