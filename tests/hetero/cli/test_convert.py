@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -334,7 +335,7 @@ def test_a_full_disk_leaves_nothing(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(formats, "sync_path", full)
+    monkeypatch.setattr(os, "fsync", full)
     assert main(["convert", str(two / "own"), str(two / "new"), "--to", "hf"]) == 2
     assert "No space left" in capsys.readouterr().err
     assert not (two / "new").exists()
