@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -78,22 +78,6 @@ def _read_chunk(chunk_group: ChunkGroup, members: list[ManagedParam], visit: Vis
         shard = flat[ranks.range(flat.numel(), rank)]
         opened = partial(chunk_group.open_optim_state, chunk, rank=rank)
         _visit_shard(chunk_group, members, shard, opened, visit, rank)
-
-
-def read_own_parts(
-    engine: Engine, managed: Iterable[ManagedParam], visit: Visit, states: bool = True
-) -> None:
-    """Calls `visit` for each piece of this rank's shards; the other ranks need not call it.
-
-    `states`: False: pieces have values alone, and no optimizer state is brought in for them.
-    """
-    for chunk_group, members in _by_chunk(engine, managed):
-        chunk = members[0].chunk
-        opened: Opened = partial(chunk_group.optim_states.open, chunk)
-        with chunk_group.params.shard(chunk) as shard:
-            given = opened if states else lambda tile: nullcontext()
-            _visit_shard(chunk_group, members, shard, given, visit)
-        del shard  # so that the pin on one chunk ends before the next is brought in
 
 
 def write_parts(

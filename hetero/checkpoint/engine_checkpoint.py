@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -39,34 +38,40 @@ class ModelTensors:
         params: the managed parameters, in the order of chunks.
         aliases: of these, their other names.
         plain: buffers that state_dict() has, and parameters that are not managed.
-        names: of all parameters, by their id().
+        names: of all of them, the first ones, by their id().
+        is_whole: they are all of the engine's model.
     """
 
     params: dict[str, ManagedParam]
     aliases: dict[str, tuple[str, ...]]
     plain: dict[str, torch.Tensor]
     names: dict[int, str]
+    is_whole: bool
 
     @classmethod
-    def of(cls, engine: Engine) -> ModelTensors:
-        """Those of an engine's model now."""
+    def of(cls, engine: Engine, model: torch.nn.Module | None = None) -> ModelTensors:
+        """Those of an engine's model now, or of a part of it, `model`."""
+        model = engine.model if model is None else model
         names: dict[int, list[str]] = {}
         plain: dict[str, torch.Tensor] = {}
-        for name, param in engine.model.named_parameters(remove_duplicate=False):
+        for name, param in model.named_parameters(remove_duplicate=False):
             names.setdefault(id(param), []).append(name)
             if engine.params.known(param) is None:
                 plain[name] = param.detach()
-        for prefix, module in engine.model.named_modules(remove_duplicate=False):
-            for name, buffer in module._buffers.items():
-                if buffer is not None and name not in module._non_persistent_buffers_set:
-                    plain[f"{prefix}.{name}" if prefix else name] = buffer.detach()
+        for prefix, module in model.named_modules(remove_duplicate=False):
+            for own_name, buffer in module._buffers.items():
+                if buffer is not None and own_name not in module._non_persistent_buffers_set:
+                    name = f"{prefix}.{own_name}" if prefix else own_name
+                    names.setdefault(id(buffer), []).append(name)
+                    plain[name] = buffer.detach()
         params, aliases = {}, {}
         for chunk_group in engine.chunk_groups:
             for m in chunk_group.members:
                 if engine.params.known(m.param) is m and id(m.param) in names:
                     first, *others = names[id(m.param)]
                     params[first], aliases[first] = m, tuple(others)
-        return cls(params, aliases, plain, {key: found[0] for key, found in names.items()})
+        first_names = {key: found[0] for key, found in names.items()}
+        return cls(params, aliases, plain, first_names, model is engine.model)
 
 
 # The states of each rule, in the order of the optimizer state.
@@ -74,6 +79,9 @@ STATE_NAMES = {
     each.rule: each.state_names
     for each in (HybridAdam, HybridLion, HybridAdagrad, HybridSGD, HybridMuon)
 }
+
+
+DtypeOf = Callable[[ManagedParam], torch.dtype]
 
 
 class OwnChunk:
@@ -84,14 +92,18 @@ class OwnChunk:
         chunk: the chunk.
         chunk_group: its chunk group.
         ranges: what is saved, in the order of values().
+        with_states: the optimizer state is needed; else values are saved as they compute.
     """
 
-    def __init__(self, engine: Engine, names: Mapping[ManagedParam, str]) -> None:
+    def __init__(
+        self, engine: Engine, names: Mapping[ManagedParam, str], dtype_of: DtypeOf | None
+    ) -> None:
         self.names = names
         self.chunk = next(iter(names)).chunk
         self.chunk_group = engine.params.group(self.chunk)
         self._by_tile = dict(parts_by_tile(self.chunk_group, names))
-        self._stored = {m: _stored_param(engine, name, m) for m, name in names.items()}
+        self._stored = {m: _stored_param(engine, name, m, dtype_of) for m, name in names.items()}
+        self.with_states = dtype_of is None or any(dtype_of(m) != m.dtype for m in names)
         self.ranges: list[Range] = [
             (key, part.in_param.start, part.in_param.stop)
             for parts in self._by_tile.values()
@@ -104,10 +116,9 @@ class OwnChunk:
         for tile in tiles.read(self.chunk):
             for m, part in self._by_tile.get(tile.number, ()):
                 piece = make_piece(self.chunk_group, m, part, tile.values, tile.optim_state)
-                found: list[Any] = [piece.master()]
-                if piece.optim_state is not None:
-                    found += piece.states()
-                for value, dtype in zip(found, self._stored[m].values(), strict=True):
+                stored = self._stored[m]
+                found = [piece.master(), *(piece.states() if len(stored) > 1 else ())]
+                for value, dtype in zip(found, stored.values(), strict=True):
                     yield value.to(dtype)
 
 
@@ -132,6 +143,8 @@ class EngineCheckpoint(StoredCheckpoint):
         optimizers: Sequence[HybridOptimizer],
         extra: Extra | None = None,
         with_chunks: bool = True,
+        part: torch.nn.Module | None = None,
+        dtype_of: DtypeOf | None = None,
     ) -> None:
         """Nothing may change while it is read.
 
@@ -140,6 +153,10 @@ class EngineCheckpoint(StoredCheckpoint):
             optimizers: those whose options are saved.
             extra: as hetero.save() takes it; None: neither it nor random numbers are saved.
             with_chunks: False: what is small is read alone, and `chunks` is empty.
+            part: the part of the engine's model that is saved. Default: all of it.
+            dtype_of: of parameters alone, which are saved in this dtype. Optimizer state, seven
+                times as much, is read only where that is not the one they compute in. Default:
+                masters and states are saved.
 
         Raises:
             ValueError: something is no plain data, or of a dtype that data files cannot have.
@@ -147,12 +164,12 @@ class EngineCheckpoint(StoredCheckpoint):
         super().__init__(Path())
         everyone, replicas = engine.world.everyone, engine.world.replicas
         self.rank = 0 if everyone is None else everyone.rank
-        self.model = model = ModelTensors.of(engine)
+        self.model = model = ModelTensors.of(engine, part)
         own: list[torch.Tensor] = []
         records = _optimizer_records(optimizers, model.names, own)
         ranks = [] if extra is None else [pack_rank_data(extra, own)]
         self.small = {data_key(self.rank, i): t for i, t in enumerate(own)}
-        tensors = _tensor_records(engine, model)
+        tensors = _tensor_records(engine, model, dtype_of)
         tensors |= {key: TensorRecord(tuple(t.shape), t.dtype) for key, t in self.small.items()}
         self.small |= {master_key(name): t for name, t in model.plain.items()}
         params = {
@@ -175,7 +192,8 @@ class EngineCheckpoint(StoredCheckpoint):
             by_chunk.setdefault((m.chunk.group_index, m.chunk.id), {})[m] = name
         # Of replicas, which have the same shards, each saves some chunks.
         count, mine = (1, 0) if replicas is None else (replicas.size, replicas.rank)
-        self.chunks = [OwnChunk(engine, names) for names in list(by_chunk.values())[mine::count]]
+        own_chunks = list(by_chunk.values())[mine::count]
+        self.chunks = [OwnChunk(engine, names, dtype_of) for names in own_chunks]
         self._tiles: dict[int, HomeTiles] = {}
 
     def read(self, key: str, begin: int, end: int) -> torch.Tensor:
@@ -191,15 +209,19 @@ class EngineCheckpoint(StoredCheckpoint):
         for chunk in self.chunks:
             yield from chunk.ranges
 
-    def values(self) -> Iterator[torch.Tensor]:
+    def contents(self, keys: Container[str]) -> Iterator[tuple[str, int, torch.Tensor]]:
         """See StoredCheckpoint."""
-        if self.rank == 0:
-            yield from (self.whole(master_key(name)).reshape(-1) for name in self.manifest.buffers)
+        for key in map(master_key, self.manifest.buffers if self.rank == 0 else ()):
+            if key in keys:
+                yield key, 0, self.whole(key).reshape(-1)
         for chunk in self.chunks:
             number = chunk.chunk.group_index
             if number not in self._tiles:
-                self._tiles[number] = HomeTiles(chunk.chunk_group)
-            yield from chunk.values(self._tiles[number])
+                self._tiles[number] = HomeTiles(chunk.chunk_group, chunk.with_states)
+            values = chunk.values(self._tiles[number])
+            for (key, begin, _), flat in zip(chunk.ranges, values, strict=True):
+                if key in keys:
+                    yield key, begin, flat
 
     def close(self) -> None:
         """See StoredCheckpoint."""
@@ -214,11 +236,15 @@ def finish_updates(engine: Engine) -> None:
     engine.params.take_in_written(engine.params.managed.values())
 
 
-def _stored_param(engine: Engine, name: str, managed: ManagedParam) -> dict[str, torch.dtype]:
+def _stored_param(
+    engine: Engine, name: str, managed: ManagedParam, dtype_of: DtypeOf | None
+) -> dict[str, torch.dtype]:
     """Keys and dtypes of what is stored of a parameter, the master (or value) first.
 
     States are stored in the dtype that keeps them; those of 8 bits decoded, in fp32.
     """
+    if dtype_of is not None:
+        return {master_key(name): dtype_of(managed)}
     dtypes = engine.params.group(managed.chunk).dtypes
     if not managed.chunk.trainable:
         return {master_key(name): dtypes.torch_compute}
@@ -227,10 +253,12 @@ def _stored_param(engine: Engine, name: str, managed: ManagedParam) -> dict[str,
     return {master_key(name): torch.float32, **states}
 
 
-def _tensor_records(engine: Engine, model: ModelTensors) -> dict[str, TensorRecord]:
+def _tensor_records(
+    engine: Engine, model: ModelTensors, dtype_of: DtypeOf | None
+) -> dict[str, TensorRecord]:
     records: dict[str, TensorRecord] = {}
     for name, m in model.params.items():
-        for key, dtype in _stored_param(engine, name, m).items():
+        for key, dtype in _stored_param(engine, name, m, dtype_of).items():
             records[key] = TensorRecord(tuple(m.param.shape), dtype)
     for name, tensor in model.plain.items():
         if tensor.dtype not in STORED_DTYPES:

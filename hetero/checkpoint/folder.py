@@ -6,7 +6,6 @@ import contextlib
 import os
 import re
 import stat
-from collections.abc import Iterable
 from pathlib import Path
 
 from hetero.checkpoint.manifest import NAME
@@ -100,6 +99,17 @@ def _family(name: str) -> str:
 class CheckpointFolder(NewFolder):
     """A checkpoint that is being saved. It is whole if it has its manifest, which comes last."""
 
+    def __init__(self, path: str | os.PathLike[str], keep: int | None = None) -> None:
+        """Nothing is made yet.
+
+        Args:
+            path: its place.
+            keep: of the checkpoints whose names differ from this one's in their numbers alone, this
+                one and those with the largest numbers stay, so many in all. Default: all.
+        """
+        super().__init__(path)
+        self._keep = keep
+
     def is_whole(self, folder: Path) -> bool:
         """See NewFolder."""
         return _has_manifest(folder)
@@ -124,31 +134,13 @@ class CheckpointFolder(NewFolder):
                 )
         super().begin()
 
-    def require_files(self, names: Iterable[str]) -> None:
-        """Raises CheckpointError unless the ranks' files are here: one that has another folder of
-        the same name has written its file there."""
-        missing = [name for name in names if not (self.incomplete / name).is_file()]
-        if missing:
-            raise CheckpointError(
-                f"{self.incomplete} on {os.uname().nodename} has no {missing[0]}, which its rank "
-                f"has written to another folder of that name; all ranks must write to the same "
-                f"folder, on a filesystem that all machines share"
-            )
+    def complete(self) -> None:
+        """See NewFolder; then those go that are not kept."""
+        super().complete()
+        if self._keep is not None:
+            self._remove_others(self._keep)
 
-    def commit(self, manifest: bytes) -> None:
-        """Writes the manifest; then the checkpoint is at `path`, durable. Raises StoreError."""
-        with (
-            self.as_store_error("complete the checkpoint"),
-            (self.incomplete / NAME).open("wb") as stream,
-        ):
-            stream.write(manifest)
-            stream.flush()
-            os.fsync(stream.fileno())
-        self.complete()
-
-    def keep(self, count: int) -> None:
-        """Of the checkpoints whose names differ from this one's in their numbers alone, this one
-        and those with the largest numbers stay, `count` in all."""
+    def _remove_others(self, count: int) -> None:
         family = _family(self.path.name)
         with self.as_store_error("look for earlier checkpoints"):
             found = list(self.path.parent.iterdir())

@@ -20,6 +20,7 @@ import torch
 from hetero.api.loaded_state import in_own_options
 from hetero.api.optimizer import HybridOptimizer
 from hetero.api.whole_state import Piece, fill_parts, parts_by_tile
+from hetero.checkpoint.checkpoint_write import SAME_CLASS
 from hetero.checkpoint.data_writer import Range
 from hetero.checkpoint.engine_checkpoint import STATE_NAMES, ModelTensors
 from hetero.checkpoint.folder import find_checkpoint
@@ -42,7 +43,7 @@ from hetero.state.managed_param import ManagedParam
 from offload.errors import CheckpointError
 from offload.interrupts import uninterrupted
 
-_LISTED = 5  # of what does not fit, in an error
+_LISTED = 20  # of what does not fit, in an error, of each kind
 
 
 @dataclass(frozen=True)
@@ -113,8 +114,12 @@ def load_from(
     optimizers: Sequence[HybridOptimizer],
     extra: Extra,
     what: str,
+    part: torch.nn.Module | None = None,
 ) -> tuple[Checkpoint, LoopState]:
-    """load() of what `open_stored` opens; `what` names it in errors."""
+    """load() of what `open_stored` opens, into a `part` of the engine's model, or all of it.
+
+    `what` names it in errors, alike on all ranks.
+    """
     if sys.byteorder != "little":
         raise CheckpointError("checkpoints are little-endian, and this machine is not")
     with engine.params.loading(), ExitStack() as resources:
@@ -123,11 +128,14 @@ def load_from(
         if engine.world.is_on_several_machines:
             whole += ", which must be on a filesystem that all machines share"
 
-        def compare() -> _Loading:
+        def compare() -> tuple[_Loading, str]:
             stored = resources.enter_context(open_stored())
-            return _Loading(stored, engine, optimizers, extra, what)
+            engine.steps.added_params.take_in_unfrozen()
+            model = ModelTensors.of(engine, part)
+            return _Loading(stored, engine, model, optimizers, extra, what), stored.digest
 
-        loading = engine.world.together(whole, compare, (CheckpointError,))
+        loading, digest = engine.world.together(whole, compare, SAME_CLASS)
+        engine.world.require_equal({"its tensors": digest}, "the folders of a checkpoint")
         return loading.load()
 
 
@@ -138,6 +146,7 @@ class _Loading:
         self,
         stored: StoredCheckpoint,
         engine: Engine,
+        model: ModelTensors,
         optimizers: Sequence[HybridOptimizer],
         extra: Extra,
         what: str,
@@ -145,13 +154,11 @@ class _Loading:
         """Compares, and reads what is small. Raises as load(), with nothing changed."""
         self._engine, self._optimizers, self._objects = engine, optimizers, extra
         self._what, self._stored = what, stored
+        self._model = model
         self._manifest = manifest = stored.manifest
-        engine.check_usable()
-        engine.steps.added_params.take_in_unfrozen()
-        self._model = ModelTensors.of(engine)
         with_states = bool(optimizers and manifest.optimizers)
-        self._stored_names = self._check_model(with_states)
-        self._names = {m: self._stored_names[n] for n, m in self._model.params.items()}
+        self._stored_names = names = _names_in(stored, model, with_states)
+        self._names = {m: names[name] for name, m in model.params.items() if name in names}
         stored.open()
         everyone = engine.world.everyone
         rank, ranks = (0, 1) if everyone is None else (everyone.rank, everyone.size)
@@ -172,49 +179,8 @@ class _Loading:
             check_random(random)
         check_objects(extra, found)
         self._loop_state = LoopState(groups, random, found)
-        plain = {name: master_key(self._stored_names[name]) for name in self._model.plain}
-        self._plain = {name: stored.whole(key) for name, key in plain.items()}
-
-    def _check_model(self, with_states: bool) -> dict[str, str]:
-        """The checkpoint's names of the model's tensors. Raises ValueError if it is another's."""
-        manifest, model = self._manifest, self._model
-        wrong = []
-        expected = {name: m.param for name, m in model.params.items()} | model.plain
-        stored = {*manifest.params, *manifest.buffers}
-        trained = {name for name, param in manifest.params.items() if param.trained}
-        names: dict[str, str] = {}
-        for name, tensor in expected.items():
-            shape = tuple(tensor.shape)
-            # (Formats that do not know of ties have any of the names of a tied parameter, or all.)
-            known = [each for each in (name, *model.aliases.get(name, ())) if each in stored]
-            if not known:
-                wrong.append(f"it lacks {name}, of shape {shape}")
-                continue
-            names[name] = next((each for each in known if each in trained), known[0])
-            record = manifest.tensors[master_key(names[name])]
-            if record.shape != shape:
-                wrong.append(f"{name} has the shape {record.shape}, and in the model {shape}")
-            elif tensor.dtype.is_floating_point != record.dtype.is_floating_point:
-                wrong.append(f"{name} has {record.dtype}, and in the model {tensor.dtype}")
-        tied = {name for others in model.aliases.values() for name in others}
-        for name in sorted(stored - set(expected) - tied):
-            shape = manifest.tensors[master_key(name)].shape
-            wrong.append(f"it has {name}, of shape {shape}, which the model does not have")
-        for name, m in model.params.items():
-            param = manifest.params.get(names.get(name, ""))
-            if with_states and param is None and name in names:
-                wrong.append(f"{name} was no parameter that can be trained when it was saved")
-            changed = param is not None and param.trained != m.chunk.trainable
-            if with_states and changed and self._stored.knows_frozen:
-                now, then = ("trained", "frozen") if m.chunk.trainable else ("frozen", "trained")
-                wrong.append(f"{name} is {now}, and was {then} when it was saved")
-        if wrong:
-            more = f"; and {len(wrong) - _LISTED} more" if len(wrong) > _LISTED else ""
-            raise ValueError(
-                f"the checkpoint is of another model: {'; '.join(wrong[:_LISTED])}{more}; build "
-                f"the model as it was saved"
-            )
-        return names
+        plain = {name: names[name] for name in model.plain if name in names}
+        self._plain = {name: stored.whole(master_key(each)) for name, each in plain.items()}
 
     def _group_options(self) -> list[list[dict[str, Any]]]:
         """The options of the optimizers' param groups. Raises ValueError if they do not fit."""
@@ -304,11 +270,14 @@ class _Loading:
     def _load_model(self) -> None:
         """Parameters, optimizer states and buffers. Raises CheckpointError."""
         engine, manifest, names = self._engine, self._manifest, self._names
-        engine.params.begin_loading(str(self._stored.path))
+        # (What is loaded into a part of a model mends no other part.)
+        model = self._model
+        is_whole = model.is_whole and self._stored_names.keys() >= {*model.params, *model.plain}
+        was_half_loaded = engine.params.begin_loading(str(self._stored.path))
         with engine.world.telling_failures("hetero.load()"):
             self._load_params()
-            for name, tensor in self._model.plain.items():
-                tensor.copy_(self._plain[name])
+            for name, values in self._plain.items():
+                self._model.plain[name].copy_(values)
         if self._optimizers:
             for m, name in names.items():
                 if m.chunk.trainable:
@@ -316,7 +285,8 @@ class _Loading:
             if manifest.loss_scale is not None and engine.shared.loss_scale.dynamic:
                 for field_name, value in manifest.loss_scale.items():
                     setattr(engine.shared.loss_scale, field_name, value)
-        engine.params.end_loading()
+        if is_whole or not was_half_loaded:
+            engine.params.end_loading()
 
     def _load_params(self) -> None:
         names = self._names
@@ -326,7 +296,7 @@ class _Loading:
             self._fill(piece, names[piece.managed])
 
         failure = fill_parts(self._engine, names, fill, replaces=bool(self._optimizers))
-        self._engine.world.all_or_none(failure, f"load {self._what}", (CheckpointError,))
+        self._engine.world.all_or_none(failure, f"load {self._what}", SAME_CLASS)
 
     def _fill(self, piece: Piece, name: str) -> None:
         """A piece of a parameter gets what the checkpoint has. Raises CheckpointError."""
@@ -358,3 +328,64 @@ class _Loading:
                     where = part.in_param
                     found += [(key, where.start, where.stop) for key in keys]
             yield found
+
+
+def _names_in(stored: StoredCheckpoint, model: ModelTensors, with_states: bool) -> dict[str, str]:
+    """The checkpoint's names of the model's tensors. Raises ValueError with all that does not fit.
+
+    `with_states`: optimizer states are loaded, too.
+    """
+    manifest = stored.manifest
+    other: list[str] = []
+    lacking: list[str] = []
+    frozen: list[str] = []
+    expected = {name: m.param for name, m in model.params.items()} | model.plain
+    found = {*manifest.params, *manifest.buffers}
+    trained = {name for name, param in manifest.params.items() if param.trained}
+    names: dict[str, str] = {}
+    for name, tensor in expected.items():
+        shape, m = tuple(tensor.shape), model.params.get(name)
+        # (Formats that do not know of ties have any of the names of a tied parameter, or all.)
+        known = [each for each in (name, *model.aliases.get(name, ())) if each in found]
+        if not known:
+            lacking += [] if name in stored.may_lack else [f"{name}: {shape}"]
+            continue
+        names[name] = next((each for each in known if each in trained), known[0])
+        record = manifest.tensors[master_key(names[name])]
+        fits = torch.can_cast(record.dtype, tensor.dtype)
+        if record.shape != shape:
+            other.append(f"{name}: {record.shape} in the checkpoint, {shape} in the model")
+        elif not (fits if m is None else record.dtype.is_floating_point):
+            other.append(f"{name}: {record.dtype} in the checkpoint, {tensor.dtype} in the model")
+        param = manifest.params.get(names[name])
+        if not with_states or m is None:
+            continue
+        if param is None:
+            frozen.append(f"{name}: no parameter that can be trained in the checkpoint")
+        elif param.trained != m.chunk.trainable and stored.knows_frozen:
+            now, then = ("trained", "frozen") if m.chunk.trainable else ("frozen", "trained")
+            frozen.append(f"{name}: {then} in the checkpoint, {now} in the model")
+    tied = {name for others in model.aliases.values() for name in others}
+    more = [
+        f"{name}: {manifest.tensors[master_key(name)].shape}"
+        for name in sorted(found - set(expected) - tied)
+    ]
+    problems = {
+        "of another shape or dtype": other,
+        "only in the model": lacking,
+        "only in the checkpoint": more,
+        "trained in one of them": frozen,
+    }
+    if any(problems.values()):
+        text = "".join(
+            f"\n  {len(lines)} {what}:{_listed(lines)}" for what, lines in problems.items() if lines
+        )
+        raise ValueError(
+            f"{stored.path} does not fit the model; nothing is changed.{text}\n{stored.remedy}"
+        )
+    return names
+
+
+def _listed(lines: list[str]) -> str:
+    more = [f"and {len(lines) - _LISTED} more"] if len(lines) > _LISTED else []
+    return "".join(f"\n    {line}" for line in [*lines[:_LISTED], *more])

@@ -19,7 +19,15 @@ import torch
 
 from hetero.checkpoint.data_writer import WrittenFile
 from hetero.checkpoint.safetensors_header import DTYPES
-from hetero.checkpoint.schema import LARGEST, crc_of, member, parse_json, shortened, typed
+from hetero.checkpoint.schema import (
+    LARGEST,
+    content_of,
+    crc_of,
+    member,
+    parse_json,
+    shortened,
+    typed,
+)
 from hetero.state.grads import LossScale
 from offload.errors import CheckpointError
 
@@ -209,18 +217,7 @@ def read_manifest(folder: Path) -> Manifest:
         CheckpointError: there is none, it is of a later version, or it is not as it was written.
     """
     path = folder / NAME
-    if path.exists() and not path.is_file():  # opening a pipe would wait for a writer
-        raise CheckpointError(f"{path} is not a regular file")
-    try:
-        nbytes = path.stat().st_size
-        content = path.read_bytes() if nbytes <= _MOST_BYTES else b""
-    except OSError as error:
-        raise CheckpointError(
-            f"{folder} is no checkpoint: {NAME} cannot be read: {error.strerror}"
-        ) from error
-    if nbytes > _MOST_BYTES:
-        raise CheckpointError(f"{path} has {nbytes} bytes, and may have {_MOST_BYTES}")
-    return parse_manifest(content, str(path))
+    return parse_manifest(content_of(path, _MOST_BYTES, "checkpoint"), str(path))
 
 
 def parse_manifest(content: bytes, path: str) -> Manifest:

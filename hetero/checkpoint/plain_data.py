@@ -39,7 +39,7 @@ def pack(value: Any, name: str, tensors: list[torch.Tensor]) -> Any:
     Raises:
         ValueError: something in it is no plain data; the message has its place.
     """
-    return _Packing(tensors).pack(value, _Place(name), 0)
+    return _pack(value, _Place(name), 0, tensors)
 
 
 class _Place:
@@ -58,78 +58,69 @@ class _Place:
         return str(place._key) + "".join(reversed(parts))
 
 
-class _Packing:
-    def __init__(self, tensors: list[torch.Tensor]) -> None:
-        self._tensors = tensors
-
-    def pack(self, value: Any, at: _Place, depth: int) -> Any:
-        if depth > _DEEPEST:
-            raise ValueError(f"{at} is more than {_DEEPEST} levels deep, or contains itself")
-        kind = type(value)
-        if kind is int and value.bit_length() > _DECIMAL_BITS:
-            return {"$int": hex(value)}
-        if kind is str and _HALVES.search(value):
-            raise ValueError(f"{at} is {shortened(value)}, which is not Unicode")
-        if kind in _PLAIN:
-            return value
-        if kind is float:
-            return value if math.isfinite(value) else {"$float": repr(value)}
-        if isinstance(value, torch.Tensor):
-            return self._tensor(value, at)
-        if kind is np.ndarray:
-            return {"$numpy": self._array(value, at)}
-        if isinstance(value, np.generic):
-            return {"$numpy_scalar": self._array(np.asarray(value), at)}
-        if kind is bytes:
-            return {"$bytes": base64.b64encode(value).decode()}
-        if kind is torch.dtype:
-            return {"$dtype": str(value).removeprefix("torch.")}
-        if kind is list:
-            return self._items(value, at, depth)
-        if kind in (tuple, torch.Size):
-            return {"$tuple": self._items(value, at, depth)}
-        if kind in _MAPPINGS:
-            return self._mapping(value, at, depth)
-        raise ValueError(
-            f"{at} is of type {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot "
-            f"have: it keeps numbers, strings, bytes, tensors, arrays, and lists, tuples and dicts "
-            f"of them, and of objects that have state_dict() what that gives"
-        )
-
-    def _tensor(self, value: torch.Tensor, at: _Place) -> dict[str, int]:
-        if value.layout is not torch.strided or value.is_quantized or value.is_meta:
-            raise ValueError(f"{at} is a tensor without plain memory; give a dense copy of it")
-        if value.dtype not in STORED_DTYPES:
-            raise ValueError(
-                f"{at} is a tensor of {value.dtype}, which safetensors files do not have; "
-                f"convert it"
-            )
-        self._tensors.append(value)
-        return {"$tensor": len(self._tensors) - 1}
-
-    def _array(self, value: np.ndarray[Any, Any], at: _Place) -> Any:
+def _pack(value: Any, at: _Place, depth: int, tensors: list[torch.Tensor]) -> Any:
+    if depth > _DEEPEST:
+        raise ValueError(f"{at} is more than {_DEEPEST} levels deep, or contains itself")
+    kind = type(value)
+    if kind is int and value.bit_length() > _DECIMAL_BITS:
+        return {"$int": hex(value)}
+    if kind is str and _HALVES.search(value):
+        raise ValueError(f"{at} is {shortened(value)}, which is not Unicode")
+    if kind in _PLAIN:
+        return value
+    if kind is float:
+        return value if math.isfinite(value) else {"$float": repr(value)}
+    if isinstance(value, torch.Tensor):
+        return _pack_tensor(value, at, tensors)
+    if kind is np.ndarray or isinstance(value, np.generic):
         try:
             # (A copy: torch knows neither read-only arrays nor those that run backwards.)
-            return self._tensor(torch.from_numpy(value.copy()), at)
+            array = torch.from_numpy(np.array(value, order="C"))
+            packed = _pack_tensor(array, at, tensors)
         except (TypeError, ValueError) as error:
             raise ValueError(f"{at} is an array of {value.dtype}: {error}") from None
+        return {"$numpy" if kind is np.ndarray else "$numpy_scalar": packed}
+    if kind is bytes:
+        return {"$bytes": base64.b64encode(value).decode()}
+    if kind is torch.dtype:
+        return {"$dtype": str(value).removeprefix("torch.")}
+    if kind in (list, tuple, torch.Size):
+        items = [_pack(v, _Place(i, at), depth + 1, tensors) for i, v in enumerate(value)]
+        return items if kind is list else {"$tuple": items}
+    if kind in _MAPPINGS:
+        return _pack_mapping(value, at, depth, tensors)
+    raise ValueError(
+        f"{at} is of type {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot "
+        f"have: it keeps numbers, strings, bytes, tensors, arrays, and lists, tuples and dicts "
+        f"of them, and of objects that have state_dict() what that gives"
+    )
 
-    def _items(self, values: Any, at: _Place, depth: int) -> list[Any]:
-        return [self.pack(v, _Place(i, at), depth + 1) for i, v in enumerate(values)]
 
-    def _mapping(self, value: Mapping[Any, Any], at: _Place, depth: int) -> Any:
-        packed = {k: self.pack(v, _Place(k, at), depth + 1) for k, v in value.items()}
-        kind = _MAPPINGS[type(value)]
-        if kind is None and all(
-            type(key) is str and not key.startswith("$") and not _HALVES.search(key)
-            for key in packed
-        ):
-            return packed
-        pairs = [
-            [self.pack(key, _Place(f"the key {shortened(key)} of {at}"), depth + 1), found]
-            for key, found in packed.items()
-        ]
-        return {kind or "$dict": pairs}
+def _pack_tensor(value: torch.Tensor, at: _Place, tensors: list[torch.Tensor]) -> dict[str, int]:
+    if value.layout is not torch.strided or value.is_quantized or value.is_meta:
+        raise ValueError(f"{at} is a tensor without plain memory; give a dense copy of it")
+    if value.dtype not in STORED_DTYPES:
+        raise ValueError(
+            f"{at} is a tensor of {value.dtype}, which safetensors files do not have; convert it"
+        )
+    tensors.append(value)
+    return {"$tensor": len(tensors) - 1}
+
+
+def _pack_mapping(
+    value: Mapping[Any, Any], at: _Place, depth: int, tensors: list[torch.Tensor]
+) -> Any:
+    packed = {k: _pack(v, _Place(k, at), depth + 1, tensors) for k, v in value.items()}
+    kind = _MAPPINGS[type(value)]
+    if kind is None and all(
+        type(key) is str and not key.startswith("$") and not _HALVES.search(key) for key in packed
+    ):
+        return packed
+    pairs = []
+    for key, found in packed.items():
+        where = _Place(f"the key {shortened(key)} of {at}")
+        pairs.append([_pack(key, where, depth + 1, tensors), found])
+    return {kind or "$dict": pairs}
 
 
 def unpack(packed: Any, name: str, tensor: Callable[[int], torch.Tensor]) -> Any:

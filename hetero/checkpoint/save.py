@@ -15,7 +15,6 @@ in its place.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import threading
@@ -23,19 +22,17 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 
 from hetero.api.optimizer import HybridOptimizer
-from hetero.checkpoint.data_writer import DataWriter, WrittenFile
+from hetero.checkpoint.checkpoint_write import HeteroWrite, write_together
+from hetero.checkpoint.data_writer import DataWriter, Range
 from hetero.checkpoint.engine_checkpoint import EngineCheckpoint, OwnChunk, finish_updates
 from hetero.checkpoint.folder import CheckpointFolder
-from hetero.checkpoint.manifest import Manifest, TensorRecord
 from hetero.checkpoint.rank_data import Extra
 from hetero.chunk_groups.home_tiles import HomeTiles
-from hetero.ranks.process_groups import ProcessGroups
 from hetero.runtime.engine import Engine
 from hetero.state.chunk_updates import Snapshot
 from offload.errors import CheckpointError, HeteroError
@@ -250,75 +247,56 @@ class _Saver(StateJobs):
         engine = self.engine
         if self.last is not None and not self.last.was_told:
             self.last.wait()
-        folder = CheckpointFolder(path)
+        folder = CheckpointFolder(path, keep)
 
-        def prepare() -> _Contents:
-            contents = _Contents(engine, optimizers, extra)
-            if contents.rank == 0:
+        def prepare() -> _LiveWrite:
+            finish_updates(engine)
+            write = _LiveWrite(EngineCheckpoint(engine, optimizers, extra), engine)
+            if write.leads:
                 folder.begin()
-            return contents
+            return write
 
         try:
-            contents = engine.world.together(f"begin to save {path}", prepare, (CheckpointError,))
+            write = engine.world.together(f"begin to save {path}", prepare, (CheckpointError,))
         except BaseException:
             folder.abandon()
             raise
-        contents.freeze()
-        return self.start(folder.path, lambda: self._save(contents, folder, keep))
+        write.freeze()
 
-    def _save(self, contents: _Contents, folder: CheckpointFolder, keep: int | None) -> None:
-        """Writes everything. Raises what this rank met, or another one."""
-
-        def write() -> None:
+        def job() -> None:
             try:
-                folder.require_seen(self.world.name)
-                contents.write(folder.incomplete)
+                what = f"save {folder.path}"
+                write_together(self.world, folder, what, write, (CheckpointError,))
             finally:
-                contents.release()
+                write.release()
+                folder.abandon()
 
-        def complete() -> None:
-            if contents.rank == 0:
-                folder.require_files(manifest.files)
-                folder.commit(manifest.to_json())
-                if keep is not None:
-                    folder.keep(keep)
-
-        try:
-            self.world.together(f"save {folder.path}", write, (CheckpointError,))
-            manifest = contents.manifest(self.world)
-            self.world.together(f"complete {folder.path}", complete, (CheckpointError,))
-        finally:
-            contents.release()
-            folder.abandon()
+        return self.start(folder.path, job)
 
 
-class _Contents:
-    """This rank's part of a checkpoint of what is now.
+class _LiveWrite(HeteroWrite):
+    """This rank's part of a checkpoint of a model that goes on training.
 
     What is small is copied when this is made. Chunks are copied by write(), in another thread: from
     freeze() until release() nothing changes one before it is copied.
     """
 
-    def __init__(self, engine: Engine, optimizers: Sequence[HybridOptimizer], extra: Extra) -> None:
-        """Waits for the updates under way. Raises ValueError for what no checkpoint can have."""
-        finish_updates(engine)
+    def __init__(self, state: EngineCheckpoint, engine: Engine) -> None:
         everyone = engine.world.everyone
-        self._state = state = EngineCheckpoint(engine, optimizers, extra)
-        self.rank, ranks = state.rank, 1 if everyone is None else everyone.size
-        self._file_name = f"rank-{self.rank:04}-of-{ranks:04}.safetensors"
-        self._io_engine = engine.config.debugging.io_engine
+        self.leads, ranks = state.rank == 0, 1 if everyone is None else everyone.size
+        io_engine = engine.config.debugging.io_engine
+        super().__init__(state, state.manifest, state.rank, ranks, io_engine)
         self._chunk_groups = list(engine.chunk_groups)
         self._small = {
             key: tensor.detach().cpu().clone()
             for key, tensor in state.small.items()
-            if self.rank == 0 or key.startswith("data/")
+            if self.leads or key.startswith("data/")
         }
         self._chunks = {
             (each.chunk.group_index, each.chunk.id): each for each in state.chunks if each.ranges
         }
         self._versions = {m: m.version for m in state.model.params.values()}
         self._snapshot = Snapshot(each.chunk for each in reversed(self._chunks.values()))
-        self._written: WrittenFile | None = None
 
     def freeze(self) -> None:
         """From here on a chunk does not change before it is copied."""
@@ -329,15 +307,22 @@ class _Contents:
         """Training waits for nothing any more; idempotent."""
         self._snapshot.end()
 
-    def write(self, folder: Path) -> None:
-        """Writes this rank's file. Raises CheckpointError, StoreError or NativeIoError."""
-        dtypes = {key: tensor.dtype for key, tensor in self._state.manifest.tensors.items()}
-        regions = [[(key, 0, tensor.numel()) for key, tensor in self._small.items()]]
-        regions += [own.ranges for own in self._chunks.values()]
+    def write(self, folder: Path) -> bytes:
+        """See CheckpointWrite; training waits for nothing after it."""
+        try:
+            return super().write(folder)
+        finally:
+            self.release()
+
+    def regions(self) -> list[list[Range]]:
+        """See HeteroWrite: what is small, and each chunk."""
+        small = [(key, 0, tensor.numel()) for key, tensor in self._small.items()]
+        return [small, *(own.ranges for own in self._chunks.values())]
+
+    def fill(self, writer: DataWriter) -> None:
+        """See HeteroWrite; raises CheckpointError, too: a chunk was written to meanwhile."""
         number = {key: i for i, key in enumerate(self._chunks, 1)}
         with ExitStack() as resources:
-            writer = DataWriter(folder / self._file_name, regions, dtypes, self._io_engine)
-            resources.callback(writer.close)
             tiles = [HomeTiles(chunk_group) for chunk_group in self._chunk_groups]
             for each in tiles:
                 resources.callback(each.close)
@@ -352,7 +337,6 @@ class _Contents:
                 self._require_unchanged(self._chunks[key])
                 self._snapshot.copied(chunk)
             writer.write_region(0, self._small.values())
-            self._written = writer.finish()
 
     def _require_unchanged(self, chunk: OwnChunk) -> None:
         for m, name in chunk.names.items():
@@ -361,32 +345,3 @@ class _Contents:
                     f"{name} was written to while it was saved, so the checkpoint is not made; "
                     f"write to parameters after Save.wait(), or save with blocking=True"
                 )
-
-    def manifest(self, world: ProcessGroups) -> Manifest:
-        """What the checkpoint has, once all ranks have written theirs. All ranks must call it."""
-        assert self._written is not None
-        own = self._state.manifest
-        mine = {
-            "name": self._file_name,
-            "file": asdict(self._written),
-            "tensors": {
-                key: t.to_json() for key, t in own.tensors.items() if key.startswith("data/")
-            },
-            "data": own.ranks[0],
-        }
-        found = [mine]
-        if world.everyone is not None:
-            content = json.dumps(mine).encode()
-            gathered = world.everyone.all_gather_bytes(content, "completing a checkpoint")
-            found = [json.loads(each) for each in gathered]
-        tensors = {key: t for key, t in own.tensors.items() if not key.startswith("data/")}
-        for each in found:
-            tensors |= {
-                key: TensorRecord.of_json(tensor, key) for key, tensor in each["tensors"].items()
-            }
-        return replace(
-            own,
-            files={each["name"]: WrittenFile(**each["file"]) for each in found},
-            tensors=tensors,
-            ranks=[each["data"] for each in found],
-        )

@@ -11,9 +11,11 @@ from __future__ import annotations
 import functools
 import json
 import reprlib
+import stat
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
+from pathlib import Path
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
@@ -34,6 +36,21 @@ def crc_of(content: bytes | memoryview, crc: int = 0) -> int:
         return crc
     array = np.frombuffer(content, dtype=np.uint8)  # (nothing is copied)
     return crc32c(int(array.ctypes.data), len(array), crc)
+
+
+def content_of(path: Path, most_bytes: int, kind: str) -> bytes:
+    """The content of a small file, without which a folder is no `kind`. Raises CheckpointError."""
+    try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):  # opening a pipe would wait for a writer
+            raise CheckpointError(f"{path} is not a regular file")
+        if status.st_size > most_bytes:
+            raise CheckpointError(f"{path} has {status.st_size} bytes, and may have {most_bytes}")
+        return path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(
+            f"{path.parent} is no {kind}: {path.name} cannot be read: {error.strerror}"
+        ) from error
 
 
 def parse_json(content: bytes, path: str) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +35,16 @@ class StoredCheckpoint(ABC):
         files: bytes of its files, by name.
         notes: what its reader should know of it, in sentences.
         knows_frozen: it says of each parameter whether it was trained.
+        may_lack: names of the model that loads it, which keeps what it lacks of them.
+        remedy: where it does not fit a model, what to do.
+        digest: the same on all ranks if they have the same; "" if all see the same files.
     """
 
     kind = ""
     knows_frozen = True
+    may_lack: Container[str] = ()
+    remedy = "Build the model as it was saved"
+    digest = ""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -91,7 +97,7 @@ class StoredCheckpoint(ABC):
             yield self.read(key, begin, min(begin + PART_NUMEL, numel))
 
     def ranges(self) -> Iterator[Range]:
-        """What this process writes of it in another format, in the order of values().
+        """What this process writes of it in another format, in the order of contents().
 
         Each parameter's master and its states follow one another, as loading reads them.
         """
@@ -105,9 +111,14 @@ class StoredCheckpoint(ABC):
                 for begin in range(0, numel, PART_NUMEL):
                     yield key, begin, min(begin + PART_NUMEL, numel)
 
-    def values(self) -> Iterator[torch.Tensor]:
-        """The values of ranges(), flat. Raises as read()."""
-        return (self.read(*each) for each in self.ranges())
+    def contents(self, keys: Container[str]) -> Iterator[tuple[str, int, torch.Tensor]]:
+        """Of ranges() those of `keys`: the key, the first element, and the values, flat.
+
+        Raises as read().
+        """
+        for key, begin, end in self.ranges():
+            if key in keys:
+                yield key, begin, self.read(key, begin, end)
 
     @abstractmethod
     def close(self) -> None:

@@ -39,15 +39,18 @@ class HomeTiles:
     its own, which no budget counts.
     """
 
-    def __init__(self, chunk_group: ChunkGroup) -> None:
-        """Takes memory for buffers if something of the chunk group is on DISK."""
+    def __init__(self, chunk_group: ChunkGroup, states: bool = True) -> None:
+        """Takes memory for buffers if something of the chunk group is on DISK.
+
+        `states`: False: parameters alone are read, as if all chunks were frozen.
+        """
         self._chunk_group = chunk_group
         layout, dtypes = chunk_group.layout, chunk_group.dtypes
         self._homes = chunk_group.memory.homes
-        self._tile_bytes = {
-            StateKind.PARAM: layout.tile_numel * dtypes.param_bytes,
-            StateKind.OPTIM_STATE: dtypes.optim_state_bytes(layout.tile_numel),
-        }
+        self._tile_bytes = {StateKind.PARAM: layout.tile_numel * dtypes.param_bytes}
+        if states:
+            optim_state_bytes = dtypes.optim_state_bytes(layout.tile_numel)
+            self._tile_bytes[StateKind.OPTIM_STATE] = optim_state_bytes
         self._resources = ExitStack()
         self._arena: HostArena | None = None
         self._free = list(range(_BUFFERS))
@@ -140,12 +143,14 @@ class HomeTiles:
 
     def _begin(self, kind: StateKind) -> int:
         """Where a kind's bytes begin in a buffer."""
-        return 0 if kind is StateKind.OPTIM_STATE else self._tile_bytes[StateKind.OPTIM_STATE]
+        return (
+            0 if kind is StateKind.OPTIM_STATE else self._tile_bytes.get(StateKind.OPTIM_STATE, 0)
+        )
 
     def _tile(self, chunk: Chunk, tile: int, slot: int | None) -> HomeTile:
         values = self._bytes(chunk, tile, slot, StateKind.PARAM)
         optim_state: TileState | None = None
-        if chunk.trainable:
+        if chunk.trainable and StateKind.OPTIM_STATE in self._tile_bytes:
             raw = self._bytes(chunk, tile, slot, StateKind.OPTIM_STATE)
             optim_state = self._chunk_group.optim_states.over(raw)
         return HomeTile(tile, values.view(self._chunk_group.dtypes.torch_compute), optim_state)

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hetero.checkpoint.formats import conversion
+from hetero.checkpoint import formats
 from hetero.checkpoint.hetero_checkpoint import HeteroCheckpoint
 from hetero.checkpoint.manifest import Manifest, TensorRecord, dtype_name, master_key
 from hetero.checkpoint.plain_data import unpack
@@ -52,7 +52,7 @@ def _open(path: Path) -> StoredCheckpoint:
 def convert(arguments: argparse.Namespace) -> int:
     """Converts, and says what was written."""
     target = arguments.target
-    stored = conversion.convert(
+    stored = formats.convert(
         arguments.source, target, arguments.to, arguments.dtype, arguments.config, _open
     )
     manifest = stored.manifest

@@ -21,7 +21,7 @@ from hetero.checkpoint.schema import crc_of, parse_json, typed
 from hetero.chunks.dtypes import Dtypes
 from hetero.state.memory.scratch_space import StateFiles, is_state_file
 from offload._native import StripeMap
-from offload.disk.durable import check_named, sync_path
+from offload.disk.durable import check_named, sync_path, write_all
 from offload.errors import CheckpointError, StoreError
 from offload.memory.sizes import PAGE_BYTES
 
@@ -183,14 +183,6 @@ def write(
     head = _sealed_head(crc, (record.generation, record.number, record.rank, record.ranks), sizes)
     write_all(descriptor, head, 0)
     os.fsync(descriptor)
-
-
-def write_all(descriptor: int, content: bytes | bytearray, offset: int) -> None:
-    """Writes all of it at byte `offset` of a file. Raises OSError."""
-    left = memoryview(content)
-    while left:
-        done = os.pwrite(descriptor, left, offset)
-        left, offset = left[done:], offset + done
 
 
 class RecordFiles:

@@ -16,9 +16,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from hetero.checkpoint.schema import crc_of, parse_json, typed
-from hetero.durable.record import VERSION, later_version, write_all
+from hetero.durable.record import VERSION, later_version
 from hetero.state.memory.scratch_space import SET_NAMES, is_record, is_state_file
-from offload.disk.durable import sync_path
+from offload.disk.durable import sync_path, write_all
 from offload.errors import CheckpointError, StoreError
 
 _FORMAT = "hetero durable state"

@@ -14,7 +14,7 @@ import torch
 
 from hetero.checkpoint.data_writer import Range, open_direct
 from hetero.checkpoint.engine_checkpoint import STATE_NAMES
-from hetero.checkpoint.formats.opening import open_checkpoint
+from hetero.checkpoint.formats import open_checkpoint
 from hetero.checkpoint.manifest import Manifest, master_key, name_of
 from hetero.checkpoint.piece_reader import FileRange, FileRanges, PieceReader
 from hetero.checkpoint.stored_checkpoint import StoredCheckpoint

@@ -35,6 +35,22 @@ def sync_path(path: Path) -> None:
         os.close(descriptor)
 
 
+def write_all(descriptor: int, content: bytes | bytearray | memoryview, offset: int) -> None:
+    """Writes all of it at byte `offset` of a file. Raises OSError."""
+    left = memoryview(content)
+    while left:
+        done = os.pwrite(descriptor, left, offset)
+        left, offset = left[done:], offset + done
+
+
+def write_durably(path: Path, content: bytes) -> None:
+    """Writes a file, and returns when its content is durable. Raises OSError."""
+    with path.open("wb") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
 def check_named(descriptor: int, path: str | Path) -> None:
     """Raises StoreError unless `path` still names the open file, which would go with close()."""
     mine = os.fstat(descriptor)

@@ -13,9 +13,10 @@ import errno
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from offload._native import NativeIoError
 from offload.disk.durable import sync_path
 from offload.errors import CheckpointError, HeteroError, StoreError
 
@@ -35,11 +36,12 @@ class NewFolder:
     Attributes:
         path: its place.
         incomplete: where it is until then.
+        noun: what it is, in errors.
     """
 
     def __init__(self, path: str | os.PathLike[str], noun: str = "the checkpoint") -> None:
         """Nothing is made yet. Of a link what it points to is replaced; `noun` is for errors."""
-        self._noun = noun
+        self.noun = noun
         path = os.path.abspath(path)
         self.path = Path(os.path.realpath(path) if os.path.islink(path) else path)
         self.incomplete = beside(self.path, INCOMPLETE)
@@ -68,7 +70,7 @@ class NewFolder:
             ValueError: it would replace the working folder, which programs would stay in.
         """
         self._refuse_working_folder()
-        with self.as_store_error(f"make a folder for {self._noun}"):
+        with self.as_store_error(f"make a folder for {self.noun}"):
             make_durable(self.path.parent)
             self._remove_leftovers()
             with contextlib.suppress(FileExistsError):
@@ -90,6 +92,17 @@ class NewFolder:
                 f"all machines share"
             )
 
+    def require_files(self, names: Iterable[str]) -> None:
+        """Raises CheckpointError unless the ranks' files are here: one that has another folder of
+        the same name has written its file there."""
+        missing = [name for name in names if not (self.incomplete / name).is_file()]
+        if missing:
+            raise CheckpointError(
+                f"{self.incomplete} on {os.uname().nodename} has no {missing[0]}, which its rank "
+                f"has written to another folder of that name; all ranks must write to the same "
+                f"folder, on a filesystem that all machines share"
+            )
+
     def _refuse_working_folder(self) -> None:
         """Raises ValueError if the folder would replace the one that this process works in."""
         with contextlib.suppress(OSError):  # (of a working folder that was removed, say)
@@ -97,7 +110,7 @@ class NewFolder:
             above = (working, *working.parents)
             if self.path.is_dir() and any(each.samefile(self.path) for each in above):
                 raise ValueError(
-                    f"{self.path} is the working folder, or has it in it, and {self._noun} would "
+                    f"{self.path} is the working folder, or has it in it, and {self.noun} would "
                     f"replace it; give the name of a folder in it, as {working / 'NAME'}"
                 )
 
@@ -118,7 +131,7 @@ class NewFolder:
         """Of an OSError in the block makes a StoreError that says what cannot be done."""
         try:
             yield
-        except HeteroError:
+        except (HeteroError, NativeIoError):
             raise
         except OSError as error:
             path = str(error.filename or self.path)
@@ -139,7 +152,7 @@ class NewFolder:
 
     def complete(self) -> None:
         """What was made, and is durable but for its names, is at `path`. Raises StoreError."""
-        with self.as_store_error(f"complete {self._noun}"):
+        with self.as_store_error(f"complete {self.noun}"):
             sync_path(self.incomplete)
             self._replace()
             # What is there was made whole: abandon() must not touch what was there before.

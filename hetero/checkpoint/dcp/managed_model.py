@@ -7,22 +7,19 @@ DCP's checkpoints have no checksums, random numbers and `extra`: they are for ex
 from __future__ import annotations
 
 import os
-from functools import partial
 from pathlib import Path
 
 import torch
 
+from hetero.checkpoint.checkpoint_write import export
 from hetero.checkpoint.dcp.dcp_checkpoint import DcpCheckpoint
 from hetero.checkpoint.dcp.write import DcpWrite
-from hetero.checkpoint.engine_checkpoint import EngineCheckpoint, finish_updates
+from hetero.checkpoint.engine_checkpoint import EngineCheckpoint
 from hetero.checkpoint.load import load_from
 from hetero.checkpoint.save import Optimizers, check_optimizers, engine_of_model, listed
 from hetero.chunks.dtypes import torch_dtype
 from offload.disk.new_folder import NewFolder
-from offload.errors import CheckpointError, StoreError
 from offload.interrupts import uninterrupted
-
-_SAME_CLASS = (CheckpointError, StoreError)
 
 
 @uninterrupted
@@ -63,40 +60,14 @@ def save_dcp(
     engine.check_usable()
     optimizers = listed(optimizer)
     check_optimizers(engine, optimizers)
-    world, folder = engine.world, NewFolder(path)
-    everyone = world.everyone
-    rank = 0 if everyone is None else everyone.rank
+    wanted, folder = torch_dtype(dtype), NewFolder(path)
 
-    def begin() -> None:
-        if rank == 0:
-            _refuse_other(folder.path)
-            folder.begin()
+    def make() -> DcpWrite:
+        dtype_of = None if optimizers else lambda _: wanted
+        state = EngineCheckpoint(engine, optimizers, dtype_of=dtype_of)
+        return DcpWrite(state, wanted, state.rank)
 
-    def write_part() -> tuple[DcpWrite, bytes]:
-        folder.require_seen(world.name)
-        finish_updates(engine)
-        with (
-            folder.as_store_error("write the checkpoint"),
-            EngineCheckpoint(engine, optimizers) as state,
-        ):
-            write = DcpWrite(folder.incomplete, state, torch_dtype(dtype), rank)
-            return write, write.write()
-
-    def finish(write: DcpWrite, parts: list[bytes]) -> None:
-        if rank == 0:
-            with folder.as_store_error("complete the checkpoint"):
-                write.finish(folder.path, parts)
-            folder.complete()
-
-    try:
-        world.together(f"begin to save {folder.path}", begin, _SAME_CLASS)
-        write, part = world.together(f"save {folder.path}", write_part, _SAME_CLASS)
-        parts = [part]
-        if everyone is not None:
-            parts = everyone.all_gather_bytes(part, f"save {folder.path}")
-        world.together(f"complete {folder.path}", partial(finish, write, parts), _SAME_CLASS)
-    finally:
-        folder.abandon()
+    export(engine, folder, f"save {folder.path}", make, _refuse_other)
 
 
 @uninterrupted

@@ -1,24 +1,26 @@
 """Reads the .metadata of a DCP checkpoint, a pickle, without running anything that is in it.
 
 torch reads it by pickle.load(), which calls whatever a file names. Here torch_file.py follows it,
-and stand-ins for DCP's objects keep what they are given until it was checked.
+and stand-ins for DCP's objects keep what they are given until it was checked. DCP cuts tensors into
+boxes, which have offsets and sizes; a range of the flat tensor is several of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from hetero.checkpoint.dcp.boxes import METADATA_NAME, Box
 from hetero.checkpoint.manifest import TensorRecord, check_shape
-from hetero.checkpoint.schema import LARGEST, member, shortened, typed
+from hetero.checkpoint.schema import LARGEST, content_of, member, shortened, typed
 from hetero.checkpoint.torch_file import StandIn, unpickle
 from offload.errors import CheckpointError
 
+METADATA_NAME = ".metadata"  # the file that says what the checkpoint has
 _MOST_BYTES = 1 << 30  # of the file, which is read at once
 _LONGEST_NAME = 4096  # of a file, or of a key's path in a nested state dict
 
@@ -47,6 +49,77 @@ _NAMES: dict[str, Any] = {
     "builtins.getattr": _unused,  # (an enum's member)
     **{f"{module}.{name}": _unused for module in ("pathlib", "pathlib._local") for name in _PATHS},
 }
+
+
+@dataclass(frozen=True)
+class Box:
+    """A part of a tensor: where it begins and how large it is in each dimension."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return math.prod(self.sizes)
+
+    def common_with(self, other: Box) -> Box | None:
+        """What both boxes of a tensor have; None if that is nothing."""
+        places = zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
+        both = [
+            (max(first, begin), min(first + size, begin + more))
+            for first, size, begin, more in places
+        ]
+        if any(end <= begin for begin, end in both):
+            return None
+        return Box(tuple(b for b, _ in both), tuple(e - b for b, e in both))
+
+    def cut(self, values: torch.Tensor, around: Box) -> torch.Tensor:
+        """A view of this box in `values`, which are those of the box `around` it."""
+        for dim, (offset, size) in enumerate(zip(self.offsets, self.sizes, strict=True)):
+            values = values.narrow(dim, offset - around.offsets[dim], size)
+        return values
+
+
+def boxes_of(shape: Sequence[int], begin: int, end: int) -> Iterator[Box]:
+    """Elements [begin, end) of the flat tensor, in order, as boxes that lie flat in one piece.
+
+    There are at most 2 n - 1 of n dimensions: whole rows, and what is before and after them.
+    """
+    if not shape:
+        yield Box((), ())
+        return
+    if len(shape) == 1:
+        yield Box((begin,), (end - begin,))
+        return
+    row = math.prod(shape[1:])
+    if begin % row:
+        number, stop = begin // row, min(end, (begin // row + 1) * row)
+        yield from _in_row(shape, number, begin - number * row, stop - number * row)
+        begin = stop
+    rows = (end - begin) // row
+    if rows:
+        yield Box((begin // row, *(0 for _ in shape[1:])), (rows, *shape[1:]))
+        begin += rows * row
+    if begin < end:
+        yield from _in_row(shape, begin // row, 0, end - begin)
+
+
+def _in_row(shape: Sequence[int], number: int, begin: int, end: int) -> Iterator[Box]:
+    for box in boxes_of(shape[1:], begin, end):
+        yield Box((number, *box.offsets), (1, *box.sizes))
+
+
+def rows_around(shape: Sequence[int], begin: int, end: int) -> tuple[Box, int]:
+    """The rows of a tensor that have its flat elements [begin, end), and the first row's element.
+
+    Rows are along the first dimension.
+    """
+    if not shape:
+        return Box((), ()), 0
+    row = max(1, math.prod(shape[1:]))
+    first, last = begin // row, -(-end // row)
+    return Box((first, *(0 for _ in shape[1:])), (last - first, *shape[1:])), first * row
 
 
 @dataclass(frozen=True)
@@ -83,17 +156,7 @@ def read_metadata(folder: Path) -> DcpMetadata:
             contradicts itself.
     """
     path = folder / METADATA_NAME
-    try:
-        if not path.is_file() and path.exists():  # opening a pipe would wait for a writer
-            raise CheckpointError(f"{path} is not a regular file")
-        nbytes = path.stat().st_size
-        if nbytes > _MOST_BYTES:
-            raise CheckpointError(f"{path} has {nbytes} bytes, and may have {_MOST_BYTES}")
-        content = path.read_bytes()
-    except OSError as error:
-        raise CheckpointError(
-            f"{folder} is no DCP checkpoint: {METADATA_NAME} cannot be read: {error.strerror}"
-        ) from error
+    content = content_of(path, _MOST_BYTES, "DCP checkpoint")
     found = unpickle(content, str(path), _NAMES)
     try:
         return _metadata(found)

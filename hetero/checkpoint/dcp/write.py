@@ -27,11 +27,14 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from hetero.checkpoint.dcp.boxes import METADATA_NAME, Box, boxes_of
-from hetero.checkpoint.dcp.layout import MODEL, OPTIMIZER, STEP
+from hetero.checkpoint.checkpoint_write import CheckpointWrite
+from hetero.checkpoint.dcp.dcp_checkpoint import MODEL, OPTIMIZER, STEP
+from hetero.checkpoint.dcp.metadata import METADATA_NAME, Box, boxes_of
 from hetero.checkpoint.manifest import master_key, state_key
 from hetero.checkpoint.plain_data import pack, unpack
 from hetero.checkpoint.stored_checkpoint import StoredCheckpoint
+from offload.disk.durable import write_durably
+from offload.disk.new_folder import NewFolder
 from offload.errors import CheckpointError
 
 _OWN = ("bias_correction", "adamw_mode")  # options that torch's optimizers lack
@@ -56,21 +59,19 @@ class _Part:
         self.paths |= other.paths
 
 
-class DcpWrite:
-    """One rank's part of a checkpoint. Ranks exchange what write() returns before finish()."""
+class DcpWrite(CheckpointWrite):
+    """Writes DCP's format: one rank's part of it."""
 
-    def __init__(
-        self, folder: Path, stored: StoredCheckpoint, dtype: torch.dtype | None, rank: int = 0
-    ) -> None:
+    def __init__(self, stored: StoredCheckpoint, dtype: torch.dtype | None, rank: int = 0) -> None:
         """Nothing is written yet.
 
         Args:
-            folder: where the files are made.
             stored: the checkpoint, or this rank's part of a model in training.
             dtype: of parameters; None: as they are stored. States are fp32.
             rank: this rank's number; the first one writes what is small.
         """
-        self._folder, self._stored, self._rank = folder, stored, rank
+        super().__init__(stored)
+        self._rank = rank
         self._name = f"__{rank}_0.distcp"
         self._part = _Part()
         manifest = stored.manifest
@@ -86,20 +87,17 @@ class DcpWrite:
                     for state in optimizer.states:
                         path = (OPTIMIZER, "state", name, state)
                         self._written[state_key(name, state)] = path, torch.float32
+        self.digest = repr(self._written)
 
-    def write(self) -> bytes:
-        """Writes this rank's file; returns what finish() needs of it. Raises OSError, ValueError,
-        and what reading the values raises."""
-        tensors = self._stored.manifest.tensors
-        with (self._folder / self._name).open("xb") as stream:
+    def write(self, folder: Path) -> bytes:
+        """See CheckpointWrite. Raises ValueError, too."""
+        tensors = self.stored.manifest.tensors
+        with (folder / self._name).open("xb") as stream:
             if self._rank == 0:
                 self._write_small(stream)
-            values = zip(self._stored.ranges(), self._stored.values(), strict=True)
-            for (key, begin, end), flat in values:
-                if key not in self._written:
-                    continue
+            for key, begin, flat in self.stored.contents(self._written):
                 path, dtype = self._written[key]
-                shape, done = tensors[key].shape, 0
+                shape, done, end = tensors[key].shape, 0, begin + flat.numel()
                 for box in boxes_of(shape, begin, end) if end > begin else ():
                     # (A copy: torch.save() writes all of a view's memory.)
                     part = flat[done : done + box.numel].to(device="cpu", dtype=dtype, copy=True)
@@ -111,7 +109,7 @@ class DcpWrite:
 
     def _write_small(self, stream: Any) -> None:
         """Options, steps and tensors without elements."""
-        manifest = self._stored.manifest
+        manifest = self.stored.manifest
         for key, (path, dtype) in self._written.items():
             shape = manifest.tensors[key].shape
             if not manifest.tensors[key].numel:
@@ -119,7 +117,7 @@ class DcpWrite:
                 self._write_box(stream, path, shape, nothing, torch.empty(shape, dtype=dtype))
         groups = [group for each in manifest.optimizers for group in each.groups]
         for number, group in enumerate(groups):
-            options = _torch_options(self._stored, group.options, f"param group {number}")
+            options = _torch_options(self.stored, group.options, f"param group {number}")
             for option, value in {**options, "params": list(group.params)}.items():
                 key = self._key((OPTIMIZER, "param_groups", number, option))
                 self._part.entries[key] = BytesStorageMetadata()
@@ -153,18 +151,13 @@ class DcpWrite:
         stream.write(content.getbuffer())
         return _StorageInfo(self._name, begin, stream.tell() - begin)
 
-    def finish(self, final: Path, parts: Sequence[bytes]) -> None:
-        """Writes the metadata; the first rank calls it. Raises OSError.
-
-        Args:
-            final: where the folder is going to be.
-            parts: what write() has returned on each rank, whose pickles come from no file.
-        """
+    def finish(self, folder: NewFolder, parts: Sequence[bytes]) -> None:
+        """See CheckpointWrite; the parts are pickles that come from no file."""
         whole = _Part()
         for part in parts:
             whole.add(pickle.loads(part))
         # Tied parameters: keys that have the values of another one.
-        for name, param in self._stored.manifest.params.items():
+        for name, param in self.stored.manifest.params.items():
             first = f"{MODEL}.{name}"
             for alias in param.aliases:
                 other = f"{MODEL}.{alias}"
@@ -176,12 +169,9 @@ class DcpWrite:
             whole.entries,
             planner_data=whole.paths,
             storage_data=whole.places,
-            storage_meta=StorageMeta(str(final)),
+            storage_meta=StorageMeta(str(folder.path)),
         )
-        with (self._folder / METADATA_NAME).open("xb") as stream:
-            pickle.dump(metadata, stream)
-            stream.flush()
-            os.fsync(stream.fileno())
+        write_durably(folder.incomplete / METADATA_NAME, pickle.dumps(metadata))
 
 
 def _torch_options(stored: StoredCheckpoint, packed: Any, where: str) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import torch
 
 from hetero.checkpoint.manifest import TensorRecord
 from hetero.checkpoint.safetensors_header import MAX_HEADER_BYTES, Entry, read
-from hetero.checkpoint.schema import parse_json, typed
+from hetero.checkpoint.schema import content_of, parse_json, typed
 from hetero.checkpoint.stored_checkpoint import StoredCheckpoint, manifest_of_values
 from offload.errors import CheckpointError, StoreError
 
@@ -44,12 +45,18 @@ class SafetensorsCheckpoint(StoredCheckpoint):
         """
         super().__init__(path)
         self.kind = "Hugging Face folder" if path.is_dir() else "safetensors file"
-        self.tensors = _find_tensors(path)
-        self.manifest = manifest_of_values(
-            {name: TensorRecord(t.entry.shape, t.entry.dtype) for name, t in self.tensors.items()}
-        )
+        self.rename(_find_tensors(path))
+        facts = repr([(n, s.path.name, s.entry, s.offset) for n, s in self.tensors.items()])
+        self.digest = hashlib.sha256(facts.encode()).hexdigest()
         paths = {stored.path for stored in self.tensors.values()}
         self.files = {each.name: each.stat().st_size for each in sorted(paths)}
+
+    def rename(self, tensors: dict[str, StoredTensor]) -> None:
+        """From here on it has these tensors alone, by these names."""
+        self.tensors = tensors
+        self.manifest = manifest_of_values(
+            {name: TensorRecord(t.entry.shape, t.entry.dtype) for name, t in tensors.items()}
+        )
 
     def read(self, key: str, begin: int, end: int) -> torch.Tensor:
         """See StoredCheckpoint."""
@@ -113,9 +120,7 @@ def _tensors_of(paths: Iterable[Path]) -> dict[str, StoredTensor]:
 
 def _read_index(path: Path) -> dict[str, str]:
     """The names of files by the names of tensors."""
-    if path.stat().st_size > MAX_HEADER_BYTES:
-        raise CheckpointError(f"{path} has more than {MAX_HEADER_BYTES} bytes")
-    index = parse_json(path.read_bytes(), str(path))
+    index = parse_json(content_of(path, MAX_HEADER_BYTES, "Hugging Face folder"), str(path))
     wanted = index.get("weight_map")
     names: dict[str, str] = typed(Mapping[str, str], wanted, f"weight_map in {path}")
     for name, file_name in names.items():

@@ -7,7 +7,7 @@ What transformers says about names is read from attributes of the model, if it h
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 import torch
 
@@ -19,12 +19,11 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
     return inner
 
 
-def named_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+def named_tensors(model: torch.nn.Module, known: Container[int]) -> dict[str, torch.Tensor]:
     """Parameters and buffers by the names of state_dict(), themselves; tied ones by each name.
 
-    Raises ValueError if state_dict() has something else.
+    Raises ValueError if state_dict() has something else than tensors with the id()s `known`.
     """
-    known = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     found: dict[str, torch.Tensor] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) not in known:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hetero.checkpoint.formats.opening import open_checkpoint
+from hetero.checkpoint.formats import open_checkpoint
 from hetero.checkpoint.load import load
 from hetero.checkpoint.manifest import master_key
 from hetero.checkpoint.save import save

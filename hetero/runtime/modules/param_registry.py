@@ -76,9 +76,13 @@ class ParamRegistry:
         finally:
             self._is_loading = False
 
-    def begin_loading(self, checkpoint: str) -> None:
-        """Values are about to be replaced: until end_loading() nobody else can use them."""
-        self._half_loaded = checkpoint
+    def begin_loading(self, checkpoint: str) -> bool:
+        """Values are about to be replaced: until end_loading() nobody else can use them.
+
+        Returns whether they were half loaded before.
+        """
+        was_half_loaded, self._half_loaded = bool(self._half_loaded), checkpoint
+        return was_half_loaded
 
     def end_loading(self) -> None:
         """All values are of one checkpoint."""

@@ -17,6 +17,7 @@ import pytest
 from hetero.checkpoint.folder import CheckpointFolder, find_checkpoint, latest_checkpoint
 from hetero.checkpoint.manifest import NAME
 from offload.disk import new_folder as module
+from offload.disk.durable import write_durably
 from offload.errors import CheckpointError, StoreError
 
 DATA = "rank-0.safetensors"
@@ -28,15 +29,19 @@ DIED = 7
 
 def save(path: Path, content: str, keep: int | None = None) -> None:
     """As hetero.save() does it."""
-    folder = CheckpointFolder(path)
+    folder = CheckpointFolder(path, keep)
     try:
         folder.begin()
         (folder.incomplete / DATA).write_text(content)
-        folder.commit(content.encode())
-        if keep is not None:
-            folder.keep(keep)
+        complete(folder, content.encode())
     finally:
         folder.abandon()
+
+
+def complete(folder: CheckpointFolder, manifest: bytes) -> None:
+    with folder.as_store_error("complete the checkpoint"):
+        write_durably(folder.incomplete / NAME, manifest)
+    folder.complete()
 
 
 def content_of(path: Path) -> str:
@@ -202,7 +207,7 @@ def test_an_error_while_the_manifest_is_written(
     folder.begin()
     (folder.incomplete / NAME).symlink_to("/dev/full")
     with pytest.raises(StoreError, match=r"cannot complete the checkpoint: No space left.*/a'"):
-        folder.commit(b"new" * 100_000)
+        complete(folder, b"new" * 100_000)
     folder.abandon()
     assert content_of(tmp_path / "a") == "old"
     assert names(tmp_path) == ["a"]
@@ -213,10 +218,10 @@ def test_a_parent_that_disappears(tmp_path: Path) -> None:
     folder.begin()
     shutil.rmtree(tmp_path / "run")
     with pytest.raises(StoreError, match="cannot complete the checkpoint: No such file.*run/deep"):
-        folder.commit(b"new")
+        complete(folder, b"new")
     folder.abandon()
     with pytest.raises(StoreError, match="cannot look for earlier checkpoints.*run/deep"):
-        folder.keep(1)
+        folder._remove_others(1)
     save(tmp_path / "run" / "deep" / "a", "next")
     assert content_of(tmp_path / "run" / "deep" / "a") == "next"
 

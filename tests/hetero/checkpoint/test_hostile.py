@@ -102,17 +102,23 @@ def numpy_position(content: dict[str, Any]) -> None:
 
 
 CHANGES: list[tuple[Callable[[dict[str, Any]], object], str]] = [
-    (lambda c: shaped(c, "first.weight", 64, 32), r"first.weight has the shape \(64, 32\), and in"),
-    (lambda c: shaped(c, "first.weight", 64, 64, 1), r"first.weight has the shape \(64, 64, 1\)"),
+    (
+        lambda c: shaped(c, "first.weight", 64, 32),
+        r"\(64, 32\) in the checkpoint, \(64, 64\) in",
+    ),
+    (lambda c: shaped(c, "first.weight", 64, 64, 1), r"first.weight: \(64, 64, 1\) in"),
     (lambda c: c["tensors"].update({"optimizer/scale/exp_avg": ["float32", 2]}), "'scale' is not"),
     (lambda c: c["tensors"].update({"optimizer/scale/exp_avg": ["int32", 1]}), "'scale' is torch"),
     (lambda c: c["tensors"].pop("optimizer/scale/exp_avg"), "state 'exp_avg' of 'scale'"),
     (lambda c: c["tensors"].pop("model/scale"), "the parameter 'scale', and no tensor of it"),
-    (lambda c: c["params"].pop("scale"), "lacks scale, of shape"),
-    (doubled, r"has other, of shape \(1,\), which the model does not have"),
-    (as_buffer, "scale was no parameter that can be trained when it was saved"),
+    (lambda c: c["params"].pop("scale"), r"1 only in the model:\n    scale: \(1,\)"),
+    (doubled, r"1 only in the checkpoint:\n    other: \(1,\)"),
+    (as_buffer, "scale: no parameter that can be trained in the checkpoint"),
     (lambda c: c["buffers"].append("scale"), "'scale' as a parameter and as a buffer"),
-    (lambda c: c["params"]["scale"].update(trained=False), "scale is trained, and was frozen"),
+    (
+        lambda c: c["params"]["scale"].update(trained=False),
+        "scale: frozen in the checkpoint",
+    ),
     (lambda c: c["params"]["scale"].update(step=2**60), "'scale' has got"),
     (lambda c: c["tensors"].update(more=["float32", 1]), "0 elements of 'more'"),
     (lambda c: c["tensors"].update({"model/scale": ["float16", 1]}), "master of 'scale'"),

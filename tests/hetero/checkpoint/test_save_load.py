@@ -370,7 +370,7 @@ def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
     other, others = hetero.initialize(
         made := nn.Linear(3, 4), hetero.HybridAdam(made.parameters()), dtype="fp32"
     )
-    refused("another model: it lacks weight, of shape \\(4, 3\\); it lacks bias", other, others)
+    refused("only in the model:\n    weight: \\(4, 3\\)\n    bias", other, others)
     others.engine.close()
 
 

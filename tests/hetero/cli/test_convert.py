@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import hetero
-from hetero.checkpoint.formats import conversion
+from hetero.checkpoint import formats
 from hetero.checkpoint.hetero_checkpoint import HeteroCheckpoint
 from hetero.cli.main import main
 from offload.errors import CheckpointError, StoreError
@@ -153,9 +154,9 @@ def test_to_hugging_faces(
 def test_several_files_have_an_index(
     saved: Path, wanted: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from hetero.checkpoint.formats import conversion
+    from hetero.checkpoint import formats
 
-    monkeypatch.setattr(conversion, "_MOST_BYTES", 40_000)
+    monkeypatch.setattr(formats, "_MOST_BYTES", 40_000)
     convert(saved / "hetero", tmp_path / "hf", "hf")
     files = sorted((tmp_path / "hf").glob("*.safetensors"))
     assert len(files) > 2
@@ -236,7 +237,7 @@ def test_a_tensor_of_one_element_that_is_there_often(tmp_path: Path) -> None:
     file = tmp_path / "ds" / "zero" / NAME / "fp32.pt"
     torch.save({"param": torch.ones(1).expand(2**36)}, file)
     with pytest.raises(CheckpointError, match=r"fp32\.pt has a tensor of shape \(68719476736,\)"):
-        conversion.convert(tmp_path / "ds", tmp_path / "own", "hetero")
+        formats.convert(tmp_path / "ds", tmp_path / "own", "hetero")
     assert [each.name for each in tmp_path.iterdir()] == ["ds"]
 
 
@@ -249,7 +250,7 @@ def test_the_disk_is_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         too_little = usage._replace(free=nbytes - 1)
         monkeypatch.setattr(shutil, "disk_usage", lambda path, found=too_little: found)
         with pytest.raises(StoreError, match=f"{nbytes - 1} bytes free, .* are {nbytes}"):
-            conversion.convert(tmp_path / "ds", tmp_path / "new", to)
+            formats.convert(tmp_path / "ds", tmp_path / "new", to)
         assert [each.name for each in tmp_path.iterdir()] == ["ds"]
         monkeypatch.undo()
 
@@ -334,7 +335,7 @@ def test_a_full_disk_leaves_nothing(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(conversion, "sync_path", full)
+    monkeypatch.setattr(os, "fsync", full)
     assert main(["convert", str(two / "own"), str(two / "new"), "--to", "hf"]) == 2
     assert "No space left" in capsys.readouterr().err
     assert not (two / "new").exists()
@@ -349,4 +350,4 @@ def test_wrong_options(two: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["convert", source, str(two / "new"), *options]) == 2
         assert told in capsys.readouterr().err
     with pytest.raises(ValueError, match="must be one of hetero, hf, dcp"):
-        conversion.convert(source, two / "new", "gguf")
+        formats.convert(source, two / "new", "gguf")

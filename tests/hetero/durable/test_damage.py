@@ -340,7 +340,7 @@ def test_another_model_is_named_and_the_state_stays(
     model.register_buffer("mean", torch.rand(3))
     optimizer = hetero.HybridAdam(model.parameters(), lr=1e-3)
     options: dict[str, Any] = {"nvme_path": str(state.parent), "chunk_numel": 4096, **OPTIONS}
-    with pytest.raises(ValueError, match=f"state of another training.*({match}).*nvme_path"):
+    with pytest.raises(ValueError, match=f"(?s)state of another training.*({match}).*nvme_path"):
         hetero.initialize(model, optimizer, dtype="bf16", **options)
     found = goes_on(state.parent)
     assert found is not None

@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 
 import hetero
 from hetero.checkpoint.folder import is_checkpoint, latest_checkpoint
-from hetero.checkpoint.formats.opening import open_checkpoint
+from hetero.checkpoint.formats import open_checkpoint
 from tests.hetero.checkpoint.test_save_load import PLACES, ROOT, build, same, steps, whole
 from tests.support.power_loss.program import PROGRAMS, STEPS, gpt2
 from tests.support.power_loss.replay import MARKS, Disk, losses, read_log

@@ -94,7 +94,7 @@ class Training:
             assert Path(path).read_bytes() == str(record.generation).encode(), path
 
     def commit(self, folder: StateFolder, files: RecordFiles, number: int) -> None:
-        """As Committer, whose first commit of a start has what was gone on from."""
+        """As DurableState, whose first commit of a start has what was gone on from."""
         made = folder.files
         if number == 1 or self.told == 0:
             for each in folder.folders:

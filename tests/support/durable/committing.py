@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import hetero
-from hetero.durable import committer
+from hetero.durable import commits
 from hetero.durable.record import RecordFiles
 from hetero.durable.state_folder import StateFolder
 from hetero.durable.state_set import StateSet
@@ -93,7 +93,7 @@ def die_while_committing(rank: int, world: int, path: str, call: str) -> str:
             os.kill(os.getpid(), signal.SIGKILL)
 
         owner, name = {
-            "sync": (committer, "check_named"),
+            "sync": (commits, "check_named"),
             "write": (RecordFiles, "write"),
             "remove": (StateFolder, "remove_older"),
         }[call]

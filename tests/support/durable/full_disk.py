@@ -18,7 +18,7 @@ import torch
 
 import hetero
 from hetero.checkpoint.folder import is_checkpoint
-from hetero.checkpoint.formats.conversion import convert
+from hetero.checkpoint.formats import convert
 from offload.disk import directories
 from offload.disk.directories import free_bytes
 from tests.hetero.checkpoint.test_save_load import PLACES, build, same, steps, whole

@@ -20,7 +20,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import hetero
-from hetero.checkpoint.formats.conversion import convert
+from hetero.checkpoint.formats import convert
 from offload._native import IoEngine
 from offload.disk import scratch_file
 from tests.hetero.checkpoint.test_save_load import PLACES, build, steps

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetero.checkpoint.dcp.boxes import Box, boxes_of, rows_around
+from hetero.checkpoint.dcp.metadata import Box, boxes_of, rows_around
 
 
 @st.composite

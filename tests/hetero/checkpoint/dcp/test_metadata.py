@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from hetero.checkpoint.dcp.boxes import METADATA_NAME as NAME
+from hetero.checkpoint.dcp.metadata import METADATA_NAME as NAME
 from hetero.checkpoint.dcp.metadata import read_metadata
 from offload.errors import CheckpointError
 

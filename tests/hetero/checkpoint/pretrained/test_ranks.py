@@ -50,12 +50,12 @@ def test_a_plain_process_reads_what_ranks_export(
         assert_same(rank["masters"], masters)
         assert_same(rank["loaded"], {name: masters[name].to(own).float() for name in masters})
         assert_same(rank["state"], ranks[0]["state"])
-    # Each byte was written by one rank, and each rank of a replica has written its part.
+    # Each byte was written by one rank, and each rank has written its part; replicas share chunks.
     total = sum(p.numel() * p.itemsize for p in plain.values())
     written = [rank["written"] for rank in ranks]
     shards = world if mesh is None else mesh[1]
     assert sum(written) == total
-    assert sum(each > 0 for each in written) == shards
+    assert all(each > 0 for each in written)
     assert max(written) < 1.5 * total / shards
 
 
@@ -65,17 +65,15 @@ def test_what_fails_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
         ("StoreError: rank 1 could not write .*No space left", "StoreError: .*No space left"),
         (r"\[\]", r"\[\]"),
         (
-            "CheckpointError: rank 1 could not open .*rank 1 does not see",
+            "CheckpointError: rank 1 could not write .*rank 1 does not see",
             "CheckpointError: rank 1 does not see",
         ),
         ("HeteroError: the exports differ between ranks", "the exports differ between ranks"),
         (r"\[\]", r"\[\]"),
         ("StoreError: rank 1 could not load .*No such file", "StoreError: .*No such file"),
         ("the folders of a .* differ between ranks", "the folders of a .* differ between ranks"),
-        (
-            "StoreError: rank 1 could not load .*part of the model",
-            "StoreError: .*No space left.*part of the model is loaded: load it again",
-        ),
+        ("StoreError: rank 1 could not load .*No space left", "StoreError: .*No space left"),
+        ("HeteroError: the model is half loaded", "HeteroError: the model is half loaded"),
         ("goes on: True", "goes on: True"),
     ]
     assert len(first) == len(second) == len(steps)

@@ -343,7 +343,7 @@ def failing(call: Callable[..., Any], error: int, after: int) -> Callable[..., A
         ("pwrite", errno.ENOSPC, 0),
         ("pwrite", errno.EIO, 5),
         ("fsync", errno.EIO, 0),
-        ("fsync", errno.EIO, 4),
+        ("fsync", errno.EIO, 3),
         ("rename", errno.EXDEV, 0),
     ],
 )

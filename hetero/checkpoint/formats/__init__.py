@@ -1,1 +1,0 @@
-"""Checkpoints in any format that hetero reads, opened without a model."""
