@@ -33,7 +33,8 @@ class FinetuneOptions(TrainOptions):
         "folder of a causal language model with its tokenizer, as save_pretrained() writes it", ""
     )
     data: str | None = option(
-        "file (.json, .jsonl, .parquet, .txt) or folder of such: conversations, or texts"
+        "file (.json, .jsonl, .parquet, .txt) or folder of such: conversations, or texts",
+        metavar="PATH",
     )
     dtype: str | None = option(
         "dtype of parameters and gradients: bf16 or fp32; the optimizer's master weights are fp32"
