@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import hetero
-from hetero.cli.extras import EXTRAS
+from hetero.cli.outcome import EXTRAS
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = (ROOT / "pyproject.toml").read_text()

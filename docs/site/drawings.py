@@ -15,10 +15,9 @@ from hetero.reporting.palette import (
     PHASE_COLOURS,
     QUIET,
     TIER_COLOURS,
-    TIER_WORDS,
     ink_on,
 )
-from hetero.reporting.run_record import MemoryKind
+from hetero.reporting.run_record import TIER_WORDS, MemoryKind
 from offload.memory.tiers import Tier
 
 FOLDER = Path(__file__).resolve().parents[1] / "pictures"

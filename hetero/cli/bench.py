@@ -10,6 +10,7 @@ import argparse
 import ast
 import difflib
 import importlib
+import re
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -58,28 +59,16 @@ def benchmarks_folder() -> Path:
 
 
 def programs(bench: Path) -> dict[str, Program]:
-    """The benchmarks in the folder `bench`, by name, without importing any.
-
-    They are the modules whose `main` is a Program's, or takes arguments and needs none; what they
-    start as processes of its own has arguments that it needs, or none.
-    """
+    """The benchmarks in the folder `bench`, by name, without importing any: the modules whose
+    `main` is a Program's, or takes arguments and needs none."""
     found = {}
     for path in sorted(bench.rglob("*.py")):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        if any(_runs_alone(node) for node in tree.body):
+        text = path.read_text(encoding="utf-8")
+        if re.search(
+            r"^(main = PROGRAM\.main$|def main\(argv: [^=,]+ = None\))", text, re.MULTILINE
+        ):
             parts = path.relative_to(bench).with_suffix("").parts
             name = ".".join(part for part in parts if part != "__main__")
-            summary = (ast.get_docstring(tree) or "").partition("\n")[0]
+            summary = (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
             found[name] = Program(".".join(("bench", *parts)), summary)
     return found
-
-
-def _runs_alone(node: ast.stmt) -> bool:
-    if isinstance(node, ast.Assign):
-        return ast.unparse(node) == "main = PROGRAM.main"
-    return (
-        isinstance(node, ast.FunctionDef)
-        and node.name == "main"
-        and [argument.arg for argument in node.args.args] == ["argv"]
-        and len(node.args.defaults) == 1
-    )

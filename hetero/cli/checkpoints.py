@@ -27,18 +27,6 @@ from offload.memory.sizes import format_bytes
 _DAMAGED = 20  # pieces that are listed
 _ROWS = 12  # of the table of modules
 
-_TYPES = {
-    "$tensor": "tensor",
-    "$numpy": "array",
-    "$tuple": "tuple",
-    "$bytes": "bytes",
-    "$dtype": "dtype",
-    "$float": "float",
-    "$ordered_dict": "OrderedDict",
-    "$counter": "Counter",
-    "$dict": "dict",
-}
-
 
 def _open(path: Path) -> StoredCheckpoint:
     """open_stored(); of a run folder its last commit or checkpoint, or else its trained weights."""
@@ -179,8 +167,8 @@ def _type(packed: Any) -> str:
     if not isinstance(packed, dict):
         return "None" if packed is None else type(packed).__name__
     tag = next(iter(packed), "")
-    if tag in _TYPES:
-        return _TYPES[tag]
+    if tag.startswith("$"):
+        return tag.removeprefix("$")
     return f"dict of {', '.join(list(packed)[:4])}{', ...' if len(packed) > 4 else ''}"
 
 

@@ -6,19 +6,14 @@ This is read before any of them runs, so it imports neither torch nor what a com
 from __future__ import annotations
 
 import argparse
-import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hetero.cli.finetune.options import FinetuneOptions
-from hetero.job.options import DEFAULT_DISK_SHARE, DEFAULT_SHARE, TrainOptions
-from hetero.planning.profiles import shipped_profiles
+from hetero.cli.options import FinetuneOptions, PlanOptions
+from hetero.job.options import TrainOptions
 from offload.profile.machine_profile import default_path
 
 Option = tuple[tuple[str, ...], dict[str, Any]]  # flags, and what add_argument() takes
-# What add_train_arguments() takes: defaults and helps of some options, and the class of options.
-Training = tuple[Mapping[str, object], Mapping[str, str | None] | None, type[TrainOptions]]
 
 
 @dataclass(frozen=True)
@@ -32,10 +27,9 @@ class Command:
         help: a line for the list of all commands.
         description: for its own help.
         examples: command lines, and what each does.
-        options: its own ones.
-        training: options of a training that it takes, too.
+        options: of the parser.
+        training: the class that has its options, besides those.
         synopsis: of its options, where argparse's own would be longer than the help.
-        defaults: of attributes of the parsed arguments that no option has.
     """
 
     name: str
@@ -44,9 +38,8 @@ class Command:
     description: str
     examples: tuple[tuple[str, str], ...]
     options: tuple[Option, ...] = ()
-    training: Training | None = None
+    training: type[TrainOptions] | None = None
     synopsis: str | None = None
-    defaults: Mapping[str, object] = dataclasses.field(default_factory=dict)
 
 
 def _option(*flags: str, **about: Any) -> Option:
@@ -98,24 +91,10 @@ _TRAIN = Command(
             "two ranks, each with half of the model state",
         ),
     ),
-    training=({}, None, TrainOptions),
+    training=TrainOptions,
     synopsis="[OPTION ...]",
 )
 
-# Of TrainOptions: the folder and the epochs say the first three, TRL does without the rest.
-_NOT_OF_FINETUNE = {"config", "vocab_size", "steps", "save_model"}
-_NOT_OF_FINETUNE |= {"commit_every", "discard_state", "timeline"}
-_HELPS_OF_FINETUNE = {
-    "model": "folder of a causal language model with its tokenizer, as save_pretrained() writes it",
-    "data": "file (.json, .jsonl, .parquet, .txt) or folder of such: conversations, or texts",
-    "seq_len": "tokens that a conversation is cut to, and that a packed sequence has",
-    "dtype": "dtype of parameters and gradients: bf16 or fp32; the optimizer's master weights are"
-    " fp32 in any case (default: bf16 where the hardware has it, else fp32)",
-    "save_every": "steps between checkpoints, in the folder `checkpoints` of the run folder. The"
-    " last step is saved, too, and SIGTERM saves and ends (default: none)",
-    "resume": "continue from a checkpoint, or from the last one in a run folder, with any number of"
-    " ranks and any memory; without PATH from the last of --run-dir or of the newest run, if any",
-}
 _FINETUNE = Command(
     "finetune",
     "hetero.cli.finetune.run.run",
@@ -140,16 +119,7 @@ _FINETUNE = Command(
             "the model that does best on other records, evaluated every 50 steps",
         ),
     ),
-    training=(
-        {"model": None, "seq_len": 512, "batch_size": 1, "lr": 1e-4, "weight_decay": 0.0}
-        | {"warmup": 0},  # as TRL
-        {
-            option.name: _HELPS_OF_FINETUNE.get(option.name)
-            for option in dataclasses.fields(FinetuneOptions)
-            if option.name not in _NOT_OF_FINETUNE
-        },
-        FinetuneOptions,
-    ),
+    training=FinetuneOptions,
     synopsis="--model DIR --data PATH --output DIR [OPTION ...]",
 )
 
@@ -197,25 +167,6 @@ _GENERATE = Command(
     ),
 )
 
-# The options of `hetero plan` that are those of `hetero train`, and their help where it differs.
-_DEFAULT_BYTES = f"for model state (default: {DEFAULT_SHARE:.0%}% of what there is)"
-_HELPS_OF_PLAN = {
-    "vocab_size": "of a model by name (default: as published)",
-    "host_memory": f"RAM, {_DEFAULT_BYTES}",
-    "process_memory": "of the whole process, where compute happens in RAM (default: no limit)",
-    "activation_memory": "part of --host-memory for what autograd saves, as `hetero train` says",
-    "device_memory": "memory of a device, where the profile has one that is not RAM,"
-    f" {_DEFAULT_BYTES}",
-    "nvme_path": "folder on NVMe, once per disk; with --profile it need not exist (default: none)",
-    "nvme_capacity": f"file space there (default: {DEFAULT_DISK_SHARE:.0%}% of what is free)",
-    "dtype": "bf16, fp16 or fp32",
-    "batch_size": "sequences per micro-batch of a rank",
-    "accumulate": "micro-batches of a rank per step",
-    "zero_stage": "what ranks share, as `hetero train` says",
-    "overlap_updates": "what updates overlap with, as `hetero train` says",
-    **dict.fromkeys(("model", "config", "policy", "state_dtype", "chunk_numel", "seq_len")),
-    **dict.fromkeys(("gradient_checkpointing", "optimizer", "json")),
-}
 _PLAN = Command(
     "plan",
     "hetero.cli.plan.run",
@@ -233,52 +184,9 @@ _PLAN = Command(
             "on several; --machine list says which there are",
         ),
     ),
-    (
-        _option(
-            "--ranks", type=int, default=1, metavar="N", help="ranks in all (default: %(default)s)"
-        ),
-        _option(
-            "--nodes",
-            type=int,
-            default=1,
-            metavar="N",
-            help="machines, with as many ranks each (default: %(default)s)",
-        ),
-        _option(
-            "--shard-ranks",
-            type=int,
-            metavar="N",
-            help="hybrid sharding: so many ranks in a row share each chunk, parts of a machine or"
-            " whole machines, and the others are replicas of them (default: all ranks share)",
-        ),
-        _switch("--share-gpu", "a machine may have more ranks than GPUs"),
-        _of_0_1("--checkpointing", "gradient_checkpointing", action="store_true"),
-        _option(
-            "--lora-rank",
-            type=int,
-            default=0,
-            metavar="N",
-            help="a LoRA adapter of this rank on all linear layers but the head is trained, and the"
-            " rest is frozen, as `hetero finetune` does it (default: all is trained)",
-        ),
-        _option(
-            "--machine",
-            "--profile",
-            dest="profile",
-            metavar="FILE",
-            help="another machine: a profile's file, or a name of those that come along, which are"
-            f" {', '.join(shipped_profiles())}; list says what they are (default:"
-            f" {default_path()})",
-        ),
-        _switch(
-            "--what-if",
-            "also predict the step with other budgets of RAM and of the device, from the smallest"
-            " that works to all state, and with faster and slower NVMe",
-        ),
-    ),
-    ({"dtype": "bf16"}, _HELPS_OF_PLAN, TrainOptions),
+    (_of_0_1("--checkpointing", "gradient_checkpointing", action="store_true"),),
+    training=PlanOptions,
     synopsis="[OPTION ...]",
-    defaults={"clip": 0.0},  # predictions leave clipping out
 )
 
 _PROFILE = Command(

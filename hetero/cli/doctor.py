@@ -27,8 +27,7 @@ import torch
 import torch.distributed as dist
 
 import hetero
-from hetero.cli.extras import EXTRAS, install_line
-from hetero.cli.outcome import EXIT_FAILED, EXIT_OK
+from hetero.cli.outcome import EXIT_FAILED, EXIT_OK, EXTRAS, install_line
 from hetero.text_table import columns, terminal_width
 from offload import _native
 from offload.device.cuda_backend import cuda_available
@@ -108,20 +107,9 @@ class Facts(SimpleNamespace):
     """What gather() says of this machine, or of a folder for state files; None: there is none, or
     no limit, or it is not known.
 
-    Attributes:
-        versions, extras: of packages that are installed; by extra, None for one that is missing.
-        available_isas: instruction sets of the update kernels that this machine runs, best first.
-        forced_isa: HETERO_ISA.
-        huge_pages: the chosen word of transparent_hugepage/enabled.
-        liburing: the version that the native core was built with.
-        refused_errno: why a ring could not be made.
-        disabled: the setting kernel.io_uring_disabled.
-        seccomp: a filter of system calls is on this process.
-        exempt: it has CAP_IPC_LOCK, so that `limit_bytes` of locked memory is none.
-        registered: io_uring took `trial_bytes` as a buffer; None: there is no ring.
-        page_locking: why RAM could not be page-locked.
-        hidden: CUDA_VISIBLE_DEVICES says which of the `devices`, names and bytes, are seen.
-        folders: each with `error` if no file can be made there; rates are those of O_DIRECT.
+    `exempt`: from `limit_bytes` of locked memory, by CAP_IPC_LOCK. `registered`: io_uring took
+    `trial_bytes` as a buffer; None: there is no ring. `hidden`: CUDA_VISIBLE_DEVICES says which of
+    the `devices`, names and bytes, are seen. `error`: why no file can be made in a folder.
     """
 
 
@@ -282,11 +270,7 @@ def device(facts: Facts) -> Iterator[Finding]:
         fix = "nvidia-smi says what the driver sees; in a container: docker run --gpus all"
         problem = True
     yield _found("GPU", fact, fix, problem)
-    if not facts.devices:
-        yield _found("page-locked RAM", "not needed without a GPU")
-    elif facts.page_locking is None:
-        yield _found("page-locked RAM", "CUDA page-locks RAM for copies")
-    else:
+    if facts.page_locking is not None:
         fact = f"CUDA refused to page-lock RAM: {facts.page_locking}"
         yield _found("page-locked RAM", fact, _UNLIMITED, problem=True)
     fact, fix = "gloo and NCCL" if facts.nccl else "gloo", ""

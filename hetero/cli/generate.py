@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
@@ -87,33 +86,15 @@ def _load(folder: Path) -> tuple[Any, Any]:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    adapter = folder / "adapter_config.json"
-    if adapter.is_file():
-        base = json.loads(adapter.read_text(encoding="utf-8")).get("base_model_name_or_path")
-        if not base or not _is_here(base):
-            raise ValueError(
-                f"{folder} is an adapter of the model in {base}, which is not there; name that "
-                f"model's folder as base_model_name_or_path in {adapter}"
-            )
     try:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", local_files_only=True)
         if any(folder.glob("tokenizer*")) or (folder / "vocab.json").is_file():
             return model.eval(), AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, KeyError) as error:
-        raise ValueError(f"{folder}: {error}") from error
+        adapter = folder / "adapter_config.json"
+        of = f" is an adapter of the base_model_name_or_path in {adapter}" * adapter.is_file()
+        raise ValueError(f"{folder}{of}: {' '.join(str(error).split())}") from error
     return model.eval(), _Bytes(model.generation_config.eos_token_id)
-
-
-def _is_here(base: str) -> bool:
-    """Whether an adapter's base is a folder, or a model of the Hub that was downloaded before."""
-    from huggingface_hub import try_to_load_from_cache
-
-    if Path(base).is_dir():
-        return True
-    try:
-        return isinstance(try_to_load_from_cache(base, "config.json"), str)
-    except ValueError:  # no name of the Hub's
-        return False
 
 
 def _model_folder(path: Path | None) -> Path:

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 
 import hetero
 from hetero.cli.commands import COMMANDS
-from hetero.cli.extras import missing_extra
 from hetero.cli.outcome import (
     EXIT_BROKEN_PIPE,
     EXIT_FAILED,
     EXIT_INTERRUPTED,
     EXIT_USAGE,
+    missing_extra,
     print_error,
 )
 from hetero.cli.parser import Parser, examples
@@ -76,8 +76,8 @@ def make_parser() -> Parser:
         )
         if command.training is not None:
             one.take_job_file()
-            add_train_arguments(one, *command.training)
+            add_train_arguments(one, options=command.training)
         for flags, about in command.options:
             one.add_argument(*flags, **about)
-        one.set_defaults(run=command.run, **command.defaults)
+        one.set_defaults(run=command.run)
     return parser

@@ -4,7 +4,7 @@ and speed if asked for; elsewhere lines."""
 from __future__ import annotations
 
 import sys
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from typing import TextIO
 
@@ -12,15 +12,11 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.progress_bar import ProgressBar
 from rich.table import Table
-from rich.text import Text
 
 from hetero.job.loop import Observer
 from hetero.job.ranks import ALONE, Ranks
-from hetero.job.result import Setting
-from hetero.reporting.palette import LINK_WORDS, TIER_WORDS
-from hetero.reporting.run_record import StepPoint
+from hetero.reporting.run_record import LINK_WORDS, TIER_WORDS, RunFacts, StepPoint
 from offload.memory.sizes import format_bytes
 from offload.memory.tiers import Tier
 
@@ -38,7 +34,7 @@ def make_observer(log_every: int, ranks: Ranks = ALONE, live: bool = False) -> O
     return ScreenObserver(console, live and not console.is_dumb_terminal)
 
 
-def opening_lines(setting: Setting) -> list[str]:
+def opening_lines(setting: RunFacts) -> list[str]:
     """What a reader wants to know before the first step."""
     host = setting.budget_bytes["host"]
     budget = "no limit" if host is None else f"at most {format_bytes(host)}"
@@ -62,7 +58,7 @@ class LineObserver(Observer):
         self._log_every = log_every
         self._steps: int | None = None
 
-    def begin(self, setting: Setting) -> None:
+    def begin(self, setting: RunFacts) -> None:
         self._steps = setting.planned_steps
         for line in opening_lines(setting):
             print(line, file=self._stream, flush=True)
@@ -90,8 +86,7 @@ def _tiers(point: StepPoint) -> str:
 
 _BAR_AND_TIME = 40  # columns for steps, a bar and the time that is left
 _BARS = "▁▂▃▄▅▆▇█"
-_BAR_WIDTHS = 10, 40  # columns, by those of the terminal
-_WORDS_WIDTH = 60  # of all but the bars
+_SHOWN = 40  # newest steps, of the loss
 
 
 class ScreenObserver(Observer):
@@ -110,14 +105,10 @@ class ScreenObserver(Observer):
             expand=True,
         )
         self._live = Live(self._progress, console=console)
-        self._peak = dict.fromkeys(Tier, 0)
-        self._peak_rss = 0
-        least, most = _BAR_WIDTHS
-        self._width = min(most, max(least, console.width - _WORDS_WIDTH))
-        self._losses: deque[float] = deque(maxlen=self._width)
-        self._speeds: deque[float] = deque(maxlen=self._width)
+        self._peaks: Counter[str] = Counter()  # by label of a line
+        self._losses: deque[float] = deque(maxlen=_SHOWN)
 
-    def begin(self, setting: Setting) -> None:
+    def begin(self, setting: RunFacts) -> None:
         """Says what is trained."""
         for line in opening_lines(setting):
             self._console.print(line, highlight=False, markup=False)
@@ -144,42 +135,28 @@ class ScreenObserver(Observer):
 
     def _details(self, point: StepPoint) -> Panel:
         setting, now = self._setting, point.samples[-1]
-        for tier in Tier:
-            held = (sample.total(tier) for sample in point.samples)
-            self._peak[tier] = max(self._peak[tier], *held)
-        self._peak_rss = max(self._peak_rss, *(sample.rss_bytes for sample in point.samples))
+        held = [(TIER_WORDS[tier], now.budget_bytes[tier], now.total(tier)) for tier in Tier]
+        for sample in point.samples:
+            self._peaks |= Counter({TIER_WORDS[tier]: sample.total(tier) for tier in Tier})
+            self._peaks |= Counter({"process": sample.rss_bytes})
         self._losses.append(point.loss or 0.0)
-        self._speeds.append(point.tokens_per_s)
         grid = Table.grid(padding=(0, 2))
         grid.add_column(style="bold", no_wrap=True)
-        grid.add_column(no_wrap=True)
         grid.add_column(overflow="fold")
-        rows = [
-            (TIER_WORDS[tier], now.total(tier), now.budget_bytes[tier], peak)
-            for tier, peak in self._peak.items()
-            if peak
-        ]
-        rows.append(("process", now.rss_bytes, setting.process_bytes, self._peak_rss))
-        for name, nbytes, budget, peak in rows:
-            limit = "no limit" if budget is None else f"of {format_bytes(budget)}"
-            bar = ProgressBar(
-                total=budget or peak,
-                completed=nbytes,
-                width=self._width,
-                complete_style="default",
-                finished_style="default",
-            )
-            grid.add_row(name, bar, f"{format_bytes(nbytes)} {limit}, at most {format_bytes(peak)}")
-        grid.add_row("loss", Text(sparkline(self._losses)), f"{point.loss:.4f}")
+        for name, budget, nbytes in (*held, ("process", setting.process_bytes, now.rss_bytes)):
+            if peak := self._peaks[name]:
+                limit = "no limit" if budget is None else f"of {format_bytes(budget)}"
+                grid.add_row(name, f"{format_bytes(nbytes)} {limit}, at most {format_bytes(peak)}")
+        grid.add_row("loss", f"{sparkline(self._losses)} {point.loss:.4f}")
         speed = f"{point.tokens_per_s:,.0f} tokens/s, {point.seconds:.3f} s per step"
-        grid.add_row("speed", Text(sparkline(self._speeds)), speed)
+        grid.add_row("speed", speed)
         moved = [
             f"{LINK_WORDS[link]} {format_bytes(nbytes)}"
             for link, nbytes in point.traffic_bytes.items()
             if nbytes
         ]
-        last = Text(f"moved in the step: {', '.join(moved) or 'nothing'}", style="dim")
-        return Panel(Group(grid, last), title=f"hetero train {setting.title}", title_align="left")
+        grid.add_row("moved", ", ".join(moved) or "nothing")
+        return Panel(grid, title=f"hetero train {setting.title}", title_align="left")
 
 
 def sparkline(values: Sequence[float]) -> str:

@@ -12,8 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from hetero.cli.extras import missing_extra
-from hetero.cli.outcome import EXIT_USAGE
+from hetero.cli.outcome import EXIT_USAGE, missing_extra
 
 _EXAMPLES = "examples:\n"
 _RUN_MARK = "metrics.jsonl"  # of a run folder, whose config.json has more than options

@@ -5,29 +5,29 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from hetero.cli.options import PlanOptions
 from hetero.cli.outcome import EXIT_OK, EXIT_USAGE
-from hetero.cli.what_if import Case, explain_cases, other_budgets, other_disks
 from hetero.config import Config
 from hetero.job.job import arrange_shape
 from hetero.job.models import build_shape, model_config, model_label, wanted_vocab_size
-from hetero.job.options import DEFAULT_DISK_SHARE, DEFAULT_SHARE, TrainOptions
+from hetero.job.options import DEFAULT_DISK_SHARE, DEFAULT_SHARE
 from hetero.job.ranks import Ranks
 from hetero.planning.candidates import SmallestBudgets, smallest_budgets
 from hetero.planning.group_plans import Arrangement, ChunkGroupPlan
 from hetero.planning.network import Network
+from hetero.planning.placement import PlacementError
 from hetero.planning.profiles import find_profile, listing, shipped_profiles
-from hetero.planning.report import as_dict, explain, state_by_tier
+from hetero.planning.report import as_dict, explain, seconds_text, state_by_tier
 from hetero.planning.step_cost import Plan, StepCost, Work, predict, whole_step
-from hetero.text_table import terminal_width, wrapped
+from hetero.text_table import table, terminal_width, wrapped
 from offload.disk.directories import check_directories, total_free_bytes
 from offload.memory.process_memory import resident_bytes
 from offload.memory.sizes import format_bytes, parse_bytes
@@ -39,17 +39,17 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.profile == "list":
         print("\n".join(listing()))
         return EXIT_OK
-    given = TrainOptions.from_namespace(arguments)
+    given = PlanOptions.from_namespace(arguments)
     vocab_size = wanted_vocab_size(given.model, given.config, given.vocab_size)
     options = replace(given, vocab_size=vocab_size)
-    machine = _Machine.of(arguments)
+    machine = _Machine.of(options)
     # Under --json nothing else may reach stdout, whatever a library prints.
     with contextlib.redirect_stdout(sys.stderr):
-        planner = _Planner(options, machine, arguments.lora_rank)
+        planner = _Planner(options, machine)
         groups = planner.arrange_within(planner.host_bytes, machine.device_bytes).chunk_groups
         plans = planner.predict(groups)
         least = smallest_budgets(planner.arrange_within, machine.device_bytes)
-        cases = _what_if(planner, plans, least) if arguments.what_if else []
+        cases = _what_if(planner, plans, least) if options.what_if else []
     facts = {"model": model_label(options), **_facts(planner, groups)}
     excess = planner.excess(groups, least)
     if options.json:
@@ -79,23 +79,91 @@ def _activation_words(estimate: ActivationEstimate) -> str:
     )
 
 
+# What if
+
+RAM, DEVICE, NVME_RATE = "RAM", "DEVICE", "NVMe bandwidth"  # bytes, bytes, bytes per second
+_POINTS = 8  # budgets that are tried, beside the one that there is
+_ROOM = 1.1  # times all state: with as much everything that can be there is
+_DISK_FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
+
+
+class Case(NamedTuple):
+    """A budget that is another one, all else being equal.
+
+    Attributes:
+        of: RAM, DEVICE or NVME_RATE.
+        value: bytes, or bytes per second that the disk reads.
+        is_given: this is what there is.
+        step: the step that is predicted; None: nothing fits.
+    """
+
+    of: str
+    value: float
+    is_given: bool
+    step: StepCost | None
+
+    def as_dict(self) -> dict[str, object]:
+        """For programs."""
+        found = dict.fromkeys(("step_s", "bound", "nvme_read_bytes", "nvme_written_bytes"))
+        if (step := self.step) is not None:
+            moved = step.traffic["nvme_read"], step.traffic["nvme_written"]
+            found = dict(zip(found, (step.seconds, step.bound, *moved), strict=True))
+        return {"of": self.of, "value": self.value, "is_given": self.is_given, **found}
+
+
 def _what_if(planner: _Planner, plans: list[Plan], least: SmallestBudgets) -> list[Case]:
-    machine, groups = planner.machine, [plan.group for plan in plans]
+    """Cases of RAM, and of DEVICE where that is not RAM, from the least to enough for all state;
+    and of NVMe that is faster or slower, if it is used."""
+    groups, profile = [plan.group for plan in plans], planner.machine.rank_profile
     state_bytes = sum(sum(kinds.values()) for kinds in state_by_tier(groups).values())
-
-    def step_with(host_bytes: int, device_bytes: int | None) -> StepCost:
-        return whole_step(
-            planner.predict(planner.arrange_within(host_bytes, device_bytes).chunk_groups)
-        )
-
-    given = planner.host_bytes, machine.device_bytes
-    found = other_budgets(step_with, given, least, state_bytes)
+    given, found = (planner.host_bytes, planner.machine.device_bytes), []
+    for place, of in enumerate((RAM, DEVICE)):
+        now = given[place]
+        for nbytes in (
+            []
+            if now is None
+            else _ladder(least["host" if of == RAM else "device"] or 0, state_bytes, now)
+        ):
+            host, device = (nbytes, given[1]) if of == RAM else (given[0], nbytes)
+            try:
+                arranged = planner.arrange_within(host, device).chunk_groups
+            except PlacementError:
+                found.append(Case(of, nbytes, nbytes == now, None))
+            else:
+                step = whole_step(planner.predict(arranged))
+                found.append(Case(of, nbytes, nbytes == now, step))
     traffic = whole_step(plans).traffic
-    if traffic["nvme_read"] or traffic["nvme_written"]:
-        found += other_disks(
-            lambda profile: whole_step(planner.predict(groups, profile)), machine.rank_profile
-        )
+    for factor in _DISK_FACTORS if traffic["nvme_read"] or traffic["nvme_written"] else ():
+        other = profile.with_disk(factor)
+        step = whole_step(planner.predict(groups, other))
+        found.append(Case(NVME_RATE, other.nvme_read_bytes_per_s or 0.0, factor == 1.0, step))
     return found
+
+
+def _ladder(least: int, most: int, given: int) -> list[int]:
+    """Budgets in ascending order, as far from one another, and the given one."""
+    low, high = max(1, least), max(int(most * _ROOM), least + 1)
+    steps = (low + (high - low) * i // (_POINTS - 1) for i in range(_POINTS))
+    return sorted({*steps, given})
+
+
+def explain_cases(cases: Sequence[Case], width: int | None = None) -> str:
+    """A table for people; the steps are compared with the given one."""
+    rows: list[tuple[str, ...]] = [
+        ("what if there were", "", "expected step", "compared", "bound by", "NVMe read", "written")
+    ]
+    now_s = next(case.step.seconds for case in cases if case.is_given and case.step is not None)
+    for case in cases:
+        value = format_bytes(case.value)
+        name = f"NVMe of {value}/s" if case.of == NVME_RATE else f"{value} of {case.of}"
+        cells = ["nothing fits", "", "", "", ""]
+        if (step := case.step) is not None:
+            compared = f"{step.seconds / now_s:.0%}" if now_s else "-"
+            moved = (step.traffic["nvme_read"], step.traffic["nvme_written"])
+            cells = [f"{seconds_text(step.seconds)} s", compared, step.bound]
+            cells += [format_bytes(n) if n else "-" for n in moved]
+        rows.append((name, "given" if case.is_given else "", *cells))
+    return table(rows, width)
 
 
 # Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022),
@@ -131,89 +199,83 @@ class _Machine:
 
     profile: Profile
     rank_profile: Profile
-    ranks: int
-    shard_ranks: int
-    nodes: int
-    policy: str
     host_bytes: int
     device_bytes: int | None
     disk_bytes: int
 
     @classmethod
-    def of(cls, arguments: argparse.Namespace) -> _Machine:
+    def of(cls, options: PlanOptions) -> _Machine:
         """Raises ValueError or StoreError for what cannot be."""
-        ranks, nodes, policy = arguments.ranks, arguments.nodes, arguments.policy
-        for name, count in (("ranks", ranks), ("nodes", nodes)):
-            if count < 1:
-                raise ValueError(f"--{name} must be at least 1, got {count}")
+        ranks, nodes, shard_ranks = (
+            options.ranks,
+            options.nodes,
+            options.shard_ranks or options.ranks,
+        )
         if ranks % nodes:
             raise ValueError(
                 f"--ranks {ranks} cannot be spread evenly over --nodes {nodes}; choose a multiple"
             )
-        shard_ranks = ranks if arguments.shard_ranks is None else arguments.shard_ranks
         local = ranks // nodes
-        if shard_ranks < 1 or ranks % shard_ranks or (local % shard_ranks and shard_ranks % local):
+        if ranks % shard_ranks or (local % shard_ranks and shard_ranks % local):
             raise ValueError(
                 f"--shard-ranks {shard_ranks}: parts of a machine's {local} ranks or whole machines"
                 f" share a chunk, and all of {ranks} ranks must be in such a group"
             )
-        profile = _profile(arguments.profile)
-        if profile.separate and local > profile.devices and not arguments.share_gpu:
+        profile = _profile(options.profile)
+        name, mine = repr(profile.name), profile.share(local)
+        if profile.separate and local > profile.devices and not options.share_gpu:
             raise ValueError(
                 f"--ranks {ranks}: {local} ranks on each machine, and those of the profile "
-                f"{profile.name!r} have {profile.devices} GPUs; use fewer ranks, or more --nodes, "
+                f"{name} have {profile.devices} GPUs; use fewer ranks, or more --nodes, "
                 f"or --share-gpu if ranks are to share one"
             )
         if nodes > 1 and profile.node_bytes_per_s is None:
-            connected = [name for name in shipped_profiles() if find_profile(name).node_bytes_per_s]
+            connected = [each for each in shipped_profiles() if find_profile(each).node_bytes_per_s]
             raise ValueError(
-                f"--nodes {nodes}: the profile {profile.name!r} says nothing about a network "
+                f"--nodes {nodes}: the profile {name} says nothing about a network "
                 f"between machines; use one that does: --machine {' or '.join(connected)}"
             )
-        if arguments.lora_rank < 0:
-            raise ValueError(f"--lora-rank must be 0 or more, got {arguments.lora_rank}")
-        if arguments.process_memory is not None and profile.separate:
+        if options.process_memory is not None and profile.separate:
             raise ValueError(
-                f"--process-memory: on the machine of the profile {profile.name!r} activations are "
+                f"--process-memory: on the machine of the profile {name} activations are "
                 f"on devices; use --device-memory and --host-memory"
             )
-        mine = profile.share(ranks // nodes)
-        automatic = arguments.process_memory == "auto"
-        process = None if automatic else _size(arguments.process_memory, "--process-memory")
+        process = None
+        if options.process_memory != "auto":
+            process = _size(options.process_memory, "--process-memory")
         if process is not None and process > mine.host_bytes:
             raise ValueError(
                 f"--process-memory {format_bytes(process)}: a rank on the machine of the profile "
-                f"{profile.name!r} has {format_bytes(mine.host_bytes)} of RAM; use less, or a "
+                f"{name} has {format_bytes(mine.host_bytes)} of RAM; use less, or a "
                 f"profile of a machine with more"
             )
-        host = _size(arguments.host_memory, "--host-memory")
-        device = _size(arguments.device_memory, "--device-memory")
+        host = _size(options.host_memory, "--host-memory")
+        device = _size(options.device_memory, "--device-memory")
         if device is not None and not profile.separate:
             raise ValueError(
-                f"--device-memory: on the machine of the profile {profile.name!r} devices have no "
+                f"--device-memory: on the machine of the profile {name} devices have no "
                 f"memory of their own; use --host-memory, or another --profile"
             )
         if profile.separate and device is None:
             device = int((mine.device_bytes or 0) * DEFAULT_SHARE)
-        elif policy == "cuda" and not profile.separate:
+        elif options.policy == "cuda" and not profile.separate:
             raise ValueError(
-                f"--policy cuda: the profile {profile.name!r} has no device with memory of its own"
+                f"--policy cuda: the profile {name} has no device with memory of its own"
             )
         if host is None:
             host = int(mine.host_bytes * DEFAULT_SHARE)
-        disk = _disk_bytes(arguments, mine, ranks // nodes)
-        return cls(profile, mine, ranks, shard_ranks, nodes, policy, host, device, disk)
+        return cls(profile, mine, host, device, _disk_bytes(options, mine))
 
 
 class _Planner:
     """Arranges and predicts what was asked for, within budgets and by profiles that may change."""
 
-    def __init__(self, options: TrainOptions, machine: _Machine, lora_rank: int) -> None:
+    def __init__(self, options: PlanOptions, machine: _Machine) -> None:
         """Nothing is placed yet. Raises ValueError for what cannot be."""
-        if machine.policy == "nvme" and not machine.disk_bytes:
+        if options.policy == "nvme" and not machine.disk_bytes:
             raise ValueError("--policy nvme needs --nvme-path, a folder on the NVMe disk")
         self.machine = machine
-        self._options = options
+        self.options = options
         self._config = Config.make(
             host_memory=machine.host_bytes,
             process_memory=options.process_memory,
@@ -224,8 +286,8 @@ class _Planner:
             overlap_updates=options.overlap_updates,
         )
         self.shape = build_shape(model_config(options))
-        if lora_rank:
-            self.shape = _with_adapter(self.shape, lora_rank)
+        if options.lora_rank:
+            self.shape = _with_adapter(self.shape, options.lora_rank)
         tokens = options.batch_size * options.seq_len
         self._work = Work(tokens, options.accumulate, options.gradient_checkpointing)
         shape = getattr(self.shape, "config", None)
@@ -282,22 +344,16 @@ class _Planner:
 
     def arrange_within(self, host_bytes: int, device_bytes: int | None) -> Arrangement:
         """Raises PlacementError if nothing fits so many bytes of RAM and of DEVICE."""
-        machine = self.machine
-        ranks, replicas = Ranks(0, machine.shard_ranks), machine.ranks // machine.shard_ranks
-        budgets = host_bytes, machine.disk_bytes, device_bytes
-        options, policy = self._options, machine.policy
-        return arrange_shape(
-            self.shape, options, self._config, ranks, *budgets, policy=policy, replicas=replicas
-        )
+        ranks, budgets = Ranks(0, self.options.ranks), (host_bytes, self.machine.disk_bytes)
+        return arrange_shape(self.shape, self.options, self._config, ranks, *budgets, device_bytes)
 
     def predict(
         self, groups: Sequence[ChunkGroupPlan], profile: Profile | None = None
     ) -> list[Plan]:
         """Steps by one rank's share of the machine; `profile`: of another one."""
-        rates, machine = profile or self.machine.rank_profile, self.machine
-        network = Network.of(rates, machine.ranks // machine.nodes, machine.nodes)
-        overlap = self._options.overlap
-        return predict(groups, rates, self._work, overlap=overlap, network=network)
+        rates, options = profile or self.machine.rank_profile, self.options
+        network = Network.of(rates, options.ranks // options.nodes, options.nodes)
+        return predict(groups, rates, self._work, overlap=options.overlap, network=network)
 
 
 def _with_adapter(shape: torch.nn.Module, rank: int) -> torch.nn.Module:
@@ -313,16 +369,15 @@ def _with_adapter(shape: torch.nn.Module, rank: int) -> torch.nn.Module:
 
 def _facts(planner: _Planner, groups: Sequence[ChunkGroupPlan]) -> dict[str, Any]:
     """What was asked for, and what came of it."""
-    machine = planner.machine
-    estimate = planner.activations
+    machine, options, estimate = planner.machine, planner.options, planner.activations
     return {
         "activation_bytes": None if estimate is None else asdict(estimate),
         "params": sum(param.numel() for param in planner.shape.parameters()),
-        "policy": machine.policy,
+        "policy": options.policy,
         "profile": machine.profile.name,
-        "ranks": machine.ranks,
-        "shard_ranks": machine.shard_ranks,
-        "nodes": machine.nodes,
+        "ranks": options.ranks,
+        "shard_ranks": options.shard_ranks or options.ranks,
+        "nodes": options.nodes,
         "budget_bytes": {
             "device": machine.device_bytes,
             "host": planner.host_bytes,
@@ -368,23 +423,19 @@ def _size(text: str | None, option: str) -> int | None:
         raise ValueError(f"{option}: {error}") from None
 
 
-def _disk_bytes(arguments: argparse.Namespace, profile: Profile, local_ranks: int) -> int:
+def _disk_bytes(options: PlanOptions, mine: Profile) -> int:
     """File space of one rank; 0 without a directory."""
-    capacity = _size(arguments.nvme_capacity, "--nvme-capacity")
-    paths = arguments.nvme_path or []
+    capacity, paths = _size(options.nvme_capacity, "--nvme-capacity"), options.nvme_path
     if not paths:
         if capacity is not None:
             raise ValueError("--nvme-capacity is of no use without --nvme-path; give it too")
         return 0
-    if profile.nvme_read_bytes_per_s is None:
+    if mine.nvme_read_bytes_per_s is None:
         raise ValueError(
-            f"the profile {profile.name!r} says nothing about NVMe; measure it: hetero profile "
-            f"--nvme-path {os.fspath(paths[0])}"
+            f"the profile {mine.name!r} says nothing about NVMe; measure it: hetero profile "
+            f"--nvme-path {paths[0]}"
         )
-    if arguments.profile is not None:
-        free = profile.nvme_bytes or 0
-    else:
-        free = total_free_bytes(check_directories(paths)) // local_ranks
-    if capacity is not None:
-        return capacity
-    return int(free * DEFAULT_DISK_SHARE)
+    free = mine.nvme_bytes or 0
+    if options.profile is None:
+        free = total_free_bytes(check_directories(paths)) // (options.ranks // options.nodes)
+    return int(free * DEFAULT_DISK_SHARE) if capacity is None else capacity

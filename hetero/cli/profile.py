@@ -10,8 +10,7 @@ from pathlib import Path
 
 import torch
 
-from hetero.cli.folders import make_writable
-from hetero.cli.outcome import EXIT_OK
+from hetero.cli.outcome import EXIT_OK, make_writable
 from hetero.cpu_threads import set_threads
 from hetero.text_table import columns, terminal_width
 from offload.memory.sizes import format_bytes

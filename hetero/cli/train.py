@@ -19,16 +19,16 @@ from hetero.cli.outcome import (
     print_error,
 )
 from hetero.job.checkpoints import run_folder_to_resume
-from hetero.job.loop import PICTURED_STEPS, Observer, train
+from hetero.job.loop import Observer, train
 from hetero.job.options import TrainOptions
 from hetero.job.ranks import Ranks, joined_ranks
-from hetero.job.result import TrainResult
 from hetero.job.run_folder import RunFolder
-from hetero.reporting import charts, page, table
+from hetero.reporting import charts, page, run_record
 from hetero.reporting.drawing import check_picture
+from hetero.reporting.report import SHOWN_STEPS
+from hetero.reporting.run_record import RunRecord
 from hetero.reporting.timeline_chart import draw_timeline, trace_path
 from hetero.text_table import columns, terminal_width
-from offload.memory.sizes import format_bytes
 
 _EXITS = {"interrupted": EXIT_INTERRUPTED, "terminated": EXIT_TERMINATED}
 
@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
 def run_training(
     command: str,
     options: TrainOptions,
-    train: Callable[[RunFolder, Observer, Ranks], TrainResult],
+    train: Callable[[RunFolder, Observer, Ranks], RunRecord],
     backend: str = "gloo",
 ) -> int:
     """Trains, prints a report, and returns the exit code.
@@ -70,7 +70,7 @@ def run_training(
             page.write_page(result, folder.path / "report.html")
             if picture is not None and result.timeline is not None:
                 last = result.every_step[-1].last
-                steps = f"steps {max(1, last - PICTURED_STEPS + 1)} to {last}"
+                steps = f"steps {max(1, last - SHOWN_STEPS + 1)} to {last}"
                 title = f"{result.facts.title}, policy {result.facts.policy}, {steps}"
                 draw_timeline(result.timeline, picture, title)
     if result.failure is not None:
@@ -81,27 +81,6 @@ def run_training(
     elif options.json:
         print(json.dumps(summary))
     elif result.every_step:
-        lines = columns(rows(result), terminal_width())
+        lines = columns(run_record.rows(result), terminal_width())
         print("\n".join([f"hetero {command}", *lines]))
     return _EXITS.get(result.status, EXIT_OK)
-
-
-def rows(result: TrainResult) -> list[tuple[str, str]]:
-    """Label and value of every line of the table, in order. The result has at least one step."""
-    facts = result.facts
-    lines = table.rows(result)
-    if facts.ranks > 1:
-        rss = result.rss_by_rank_bytes
-        words = f"{format_bytes(sum(rss))}, at most {format_bytes(max(rss))} each"
-        lines.append(("peak RSS of all ranks", words))
-    if result.eval_losses:
-        step, best = min(result.eval_losses, key=lambda each: each[1])
-        last = f"{result.eval_losses[-1][1]:.3f} at last"
-        lines.append(("evaluation loss", f"{best:.3f} at best, after step {step}, {last}"))
-    left = {
-        "report": f"{facts.run_dir}/report.html, for a browser",
-        "checkpoint": result.checkpoint,
-        "trained weights": result.model_folder,
-        "timeline": ", ".join(result.timeline_paths),
-    }
-    return lines + [(label, path) for label, path in left.items() if path]

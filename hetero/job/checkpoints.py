@@ -73,16 +73,8 @@ class Lineage:
     def begun_from(self, extra: Mapping[str, Any], source: Path) -> Lineage:
         """A new branch of the checkpoint `source` with this `extra`."""
         *older, (name, _) = _branches_of(extra)
-        new = os.urandom(4).hex()
-        branches = (*older, (name, int(extra["step"])), (new, None))
+        branches = (*older, (name, int(extra["step"])), (os.urandom(4).hex(), None))
         return Lineage(branches, str(source.resolve()), this_launch())
-
-    def was_begun_by(self, source: Path) -> bool:
-        """Whether this launch has gone back to the checkpoint before, and is started again."""
-        return bool(self.launch) and (self.source, self.launch) == (
-            str(source.resolve()),
-            this_launch(),
-        )
 
     @property
     def as_extra(self) -> dict[str, Any]:
@@ -115,49 +107,6 @@ class Lineage:
         new.replace(run_folder / _LINEAGE_NAME)
 
 
-class Branch:
-    """The branch that a run is on, and what it goes on from as --resume says.
-
-    The run folder is told of a new branch before anything of it is kept.
-
-    Attributes:
-        lineage: the run's.
-        path: the checkpoint to go on from; None if the run begins anew, or has commits alone.
-        goes_back: the checkpoint was given by name: later ones, and commits, are left behind.
-    """
-
-    def __init__(
-        self,
-        lineage: Lineage,
-        run_folder: Path,
-        ranks: Ranks,
-        path: Path | None = None,
-        goes_back: bool = False,
-    ) -> None:
-        """`lineage` is the run's before this start."""
-        self.lineage = lineage
-        self.path = path
-        self.goes_back = goes_back
-        self._run_folder = run_folder
-        self._ranks = ranks
-        self._is_new = False
-
-    def go_on_from(self, extra: Mapping[str, Any], source: Path) -> None:
-        """The run goes on from the checkpoint or commit `source` with this `extra`; on a new branch
-        if it goes back, or has left that one's."""
-        if self.goes_back or not self.lineage.has(extra):
-            self.lineage = self.lineage.begun_from(extra, source)
-            self._is_new = True
-
-    def note(self) -> None:
-        """Tells the run folder of a new branch. All ranks call it."""
-        if self._is_new:
-            self._is_new = False
-            self.lineage = self._ranks.from_first(lambda: self.lineage)
-            if self._ranks.leads:
-                self.lineage.write(self._run_folder)
-
-
 def _branches_of(extra: Mapping[str, Any]) -> list[tuple[str, int | None]]:
     """Those of a checkpoint; before there were branches all was on the first one."""
     return [(name, last) for name, last in extra.get(_LINEAGE_KEY, [(_FIRST, None)])]
@@ -172,13 +121,49 @@ def this_launch() -> str:
     return f"{run} {agent.pid} {agent.create_time()}"
 
 
-def agreed_branch(options: TrainOptions, folder: RunFolder, ranks: Ranks) -> Branch:
-    """What --resume means, as the first rank sees it.
+@dataclass
+class Branch:
+    """The branch that a run is on, and what it goes on from as --resume says.
 
-    Raises ValueError, on all ranks, if a path was given and has no checkpoint.
+    Attributes:
+        lineage: the run's.
+        run_folder: is told of a new branch when the first step of it was made, before anything is
+            kept; a start that fails before leaves nothing behind.
+        ranks: of the run.
+        path: the checkpoint to go on from; None if the run begins anew, or has commits alone.
+        goes_back: the checkpoint was given by name: later ones, and commits, are left behind.
     """
-    lineage, path, goes_back = ranks.from_first(lambda: _resumption(options, folder.path))
-    return Branch(lineage, folder.path, ranks, path, goes_back)
+
+    lineage: Lineage
+    run_folder: Path
+    ranks: Ranks
+    path: Path | None = None
+    goes_back: bool = False
+    _is_new: bool = False
+
+    @classmethod
+    def agreed(cls, options: TrainOptions, folder: RunFolder, ranks: Ranks) -> Branch:
+        """What --resume means, as the first rank sees it.
+
+        Raises ValueError, on all ranks, if a path was given and has no checkpoint.
+        """
+        found = ranks.from_first(lambda: _resumption(options, folder.path))
+        return cls(found[0], folder.path, ranks, *found[1:])
+
+    def go_on_from(self, extra: Mapping[str, Any], source: Path) -> None:
+        """The run goes on from the checkpoint or commit `source` with this `extra`; on a new branch
+        if it goes back, or has left that one's."""
+        if self.goes_back or not self.lineage.has(extra):
+            self.lineage = self.lineage.begun_from(extra, source)
+            self._is_new = True
+
+    def note(self) -> None:
+        """Tells the run folder of a new branch. All ranks call it."""
+        if self._is_new:
+            self._is_new = False
+            self.lineage = self.ranks.from_first(lambda: self.lineage)
+            if self.ranks.leads:
+                self.lineage.write(self.run_folder)
 
 
 def _resumption(options: TrainOptions, run_folder: Path) -> tuple[Lineage, Path | None, bool]:
@@ -193,7 +178,8 @@ def _resumption(options: TrainOptions, run_folder: Path) -> tuple[Lineage, Path 
         # (A damaged file must not keep a run from going back: it is replaced.)
         with contextlib.suppress(ValueError):
             lineage = Lineage.read(run_folder)
-            if lineage.was_begun_by(path):
+            begun = str(path.resolve()), this_launch()
+            if lineage.launch and (lineage.source, lineage.launch) == begun:  # and started again
                 return lineage, _latest(mine, run_folder), False
         return Lineage(), path, True
     for parent in (path, path / CHECKPOINTS_NAME):
@@ -309,38 +295,28 @@ class Checkpoints:
 
         All ranks call it.
         """
-        options = self._job.options
+        job, options = self._job, self._job.options
         if not self.keeps_state:
             return False
         # One rank alone may have got the signal, and all end with it.
-        self.terminated = any(self._job.ranks.gather(self._signalled))
+        self.terminated = any(job.ranks.gather(self._signalled))
         self._branch.note()
         is_last = self.terminated or step == options.steps
+        extra = {**self._objects, "step": step, **self._branch.lineage.as_extra}
         if options.commit_every is not None and (step % options.commit_every == 0 or is_last):
-            self._commit = hetero.commit(self._job.model, extra=self._extra(step))
+            self._commit = hetero.commit(job.model, extra=extra)
         if options.save_every is not None and (step % options.save_every == 0 or is_last):
-            self._save(step)
+            path, keep = self._folder / f"step-{step:06}", options.keep
+            self._last = hetero.save(
+                path, job.model, job.optimizer, extra=extra, blocking=False, keep=keep
+            )
         return self.terminated
-
-    def _extra(self, step: int) -> dict[str, Any]:
-        return {**self._objects, "step": step, **self._branch.lineage.as_extra}
 
     @property
     def keeps_state(self) -> bool:
         """Whether the run saves or commits."""
         options = self._job.options
         return options.save_every is not None or options.commit_every is not None
-
-    def _save(self, step: int) -> None:
-        job = self._job
-        self._last = hetero.save(
-            self._folder / f"step-{step:06}",
-            job.model,
-            job.optimizer,
-            extra=self._extra(step),
-            blocking=False,
-            keep=job.options.keep,
-        )
 
     def finish(self) -> None:
         """Waits until the last ones are there. Raises what hetero.save() and commit() do."""

@@ -18,10 +18,10 @@ from hetero.job.models import BytesTask
 from hetero.job.optimization import make_optimizer, make_scheduler
 from hetero.job.options import TrainOptions
 from hetero.job.ranks import ALONE, Ranks
-from hetero.job.result import Setting, TrainResult, usual_state_bytes
 from hetero.job.run_folder import RunFolder
 from hetero.planning.group_plans import Arrangement, arrange
 from hetero.reporting.recorder import Recorder, facts_of
+from hetero.reporting.run_record import RunFacts, RunRecord
 from offload import _native
 from offload.memory.process_memory import peak_resident_bytes
 from offload.memory.sizes import format_bytes
@@ -30,6 +30,12 @@ from offload.memory.sizes import format_bytes
 LEAST_DEFAULT_HOST_BYTES = 256 << 20
 # What cross-entropy has of each whole logit: in the compute dtype, in fp32, and a gradient of each.
 _LOGIT_BYTES = 16
+
+
+def usual_state_bytes(params: int, trained: int) -> int:
+    """What the state of a model takes where nothing is split: of `params`, `trained` have an fp32
+    master, exp_avg, exp_avg_sq and gradient, and the others 2 bytes in bf16."""
+    return 16 * trained + 2 * (params - trained)
 
 
 class ModelSource(Protocol):
@@ -76,7 +82,7 @@ class Job:
 
     options: TrainOptions
     engine: hetero.Engine
-    setting: Setting
+    setting: RunFacts
     recorder: Recorder
     task: BytesTask
     model: torch.nn.Module
@@ -131,10 +137,7 @@ def build_in_budgets(
         config = replace(config, recompute="all")
     # A budget that cannot work is refused with the one that can, before anything is built.
     bytes_of = config.host_bytes(), config.disk_bytes(), config.device_bytes
-    shard_ranks = options.shard_ranks or ranks.count
-    group = replace(ranks, rank=ranks.rank % shard_ranks, count=shard_ranks)
-    replicas = ranks.count // shard_ranks
-    arrange_shape(shape, options, config, group, *bytes_of, replicas=replicas)
+    arrange_shape(shape, options, config, ranks, *bytes_of)
     torch.manual_seed(options.seed)
     with hetero.ZeroInitContext(config, mesh=_mesh(options, ranks)):
         model: Any = source.build()
@@ -155,7 +158,7 @@ def make_setting(
     data: str,
     engine: hetero.Engine,
     steps: int | None = None,
-) -> Setting:
+) -> RunFacts:
     """What is known of a run before its first step.
 
     `data` says what it is trained on, and `steps` how many there will be; None: those of options.
@@ -166,12 +169,13 @@ def make_setting(
     if engine.io_engine is not None:
         rows.append(("state file", f"in {nvme_path}, by {engine.io_engine}"))
     rows.append(("run folder", str(folder.path)))
-    chance = math.log(built.source.vocab_size)
-    facts = facts_of(engine, built.source.label, tuple(rows), True, chance)
-    planned, trained = steps or options.steps, built.trained_numel
-    facts = replace(facts, planned_steps=planned, trained_params=trained)
-    return Setting(
-        **vars(facts),
+    return replace(
+        facts_of(engine, built.source.label),
+        rows=tuple(rows),
+        losses_are_means=True,
+        chance_loss=math.log(built.source.vocab_size),
+        planned_steps=steps or options.steps,
+        trained_params=built.trained_numel,
         threads=threads,
         engine=engine.io_engine,
         isa=isa,
@@ -184,7 +188,7 @@ def make_setting(
     )
 
 
-def complete(result: TrainResult, engine: hetero.Engine, ranks: Ranks) -> None:
+def complete(result: RunRecord, engine: hetero.Engine, ranks: Ranks) -> None:
     """Adds to the result of a run that has not failed what is noted of it in the end, and what each
     rank's process held at most; all of them call it."""
     notes = (*result.notes, *engine.notes, engine.watch.words())
@@ -244,24 +248,23 @@ def arrange_shape(
     host_bytes: int,
     disk_bytes: int,
     device_bytes: int | None,
-    policy: str | None = None,
-    replicas: int = 1,
 ) -> Arrangement:
-    """What goes where of a model on the meta device; budgets and `policy` as arrange() has them.
+    """What goes where of a model on the meta device; budgets as arrange() has them.
 
-    Chunks are shared by `ranks`, and by as many in each of the `replicas`. Raises PlacementError.
+    Chunks are shared as the options say of all `ranks`. Raises PlacementError.
     """
-    stage = config.zero_stage
+    stage, shared_by = config.zero_stage, options.shard_ranks or ranks.count
     sharded = {"grads": stage >= 2, "params": stage >= 3}
+    replicas = ranks.count // shared_by
     return arrange(
         shape,
         config,
         make_optimizer(options, shape).dtypes(config),
         host_bytes,
         disk_bytes,
-        shard=Shard(ranks.rank, ranks.count, replicas=replicas, **sharded),
+        shard=Shard(ranks.rank % shared_by, shared_by, replicas=replicas, **sharded),
         device_bytes=device_bytes,
-        policy=policy,
+        policy=options.policy,
     )
 
 

@@ -5,30 +5,27 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 
 import torch
 
 import hetero
-from hetero.job.checkpoints import Checkpoints, agreed_branch, sigterm_calls
+from hetero.job.checkpoints import Branch, Checkpoints, sigterm_calls
 from hetero.job.job import Job, complete, open_job
 from hetero.job.options import TrainOptions
 from hetero.job.ranks import ALONE, Ranks
-from hetero.job.result import Setting, TrainResult
 from hetero.job.run_folder import RunFolder
-from hetero.reporting.run_record import PARTS, StepPoint
+from hetero.reporting.report import SHOWN_STEPS, StepsRecording
+from hetero.reporting.run_record import PARTS, RunFacts, RunRecord, StepPoint
 from offload import timeline
-
-PICTURED_STEPS = 2  # one step's writes go on during the next one's forward
 
 
 class Observer:
     """Is told of a run as it goes on, to show it; this one shows nothing."""
 
-    def begin(self, setting: Setting) -> None: ...
+    def begin(self, setting: RunFacts) -> None: ...
     def step(self, point: StepPoint) -> None: ...
     def end(self) -> None: ...
 
@@ -46,7 +43,7 @@ def train(
     folder: RunFolder,
     observer: Observer,
     ranks: Ranks = ALONE,
-) -> TrainResult:
+) -> RunRecord:
     """Trains as the options say; all ranks must call it with the same options.
 
     Metrics are written to `folder` step by step, and the run is shown by `observer`.
@@ -61,7 +58,7 @@ def train(
         folder.require_shared("--save-every")
     elif options.save_model:
         folder.require_shared("the trained model (without it: --no-save-model)")
-    branch = agreed_branch(options, folder, ranks)
+    branch = Branch.agreed(options, folder, ranks)
     with open_job(options, folder, ranks) as job:
         checkpoints = Checkpoints(job, folder, branch)
         made, found = checkpoints.resume()
@@ -72,7 +69,7 @@ def train(
                 notes.append("--resume found no checkpoint, so the run began anew")
             else:
                 notes += [f"resumed after step {made} from {found.path}", *found.notes]
-        result = TrainResult(job.setting, notes=tuple(notes))
+        result = RunRecord(job.setting, notes=tuple(notes))
         observer.begin(job.setting)
         try:
             with sigterm_calls(checkpoints.note_sigterm, checkpoints.keeps_state):
@@ -94,7 +91,7 @@ def train(
     return result
 
 
-def note_end(result: TrainResult, error: BaseException) -> None:
+def note_end(result: RunRecord, error: BaseException) -> None:
     """Notes which of END_A_RUN has ended the run."""
     if isinstance(error, Exception):
         result.status, result.failure, result.error = "failed", error, str(error)
@@ -116,42 +113,24 @@ def _run_steps(
     job: Job,
     folder: RunFolder,
     observer: Observer,
-    result: TrainResult,
+    result: RunRecord,
     checkpoints: Checkpoints,
     made: int,
 ) -> None:
+    """Makes the steps after those that were `made`; of the last ones there is a timeline."""
     job.recorder.begin()
-
-    def make(steps: range) -> None:
-        for step in steps:
+    first = max(1, job.options.steps - made - SHOWN_STEPS + 1)
+    with closing(StepsRecording(job.engine, first if job.ranks.leads else None)) as recording:
+        for step in range(made + 1, job.options.steps + 1):
             point = one_step(job, step)
             result.add(point)
             folder.append_metrics(point.as_dict(job.recorder.begin_s))
             observer.step(point)
+            recording.end_step(step - made)
             if checkpoints.after_step(step):
-                return
-
-    end = job.options.steps + 1
-    pictured = max(made + 1, end - PICTURED_STEPS)
-    make(range(made + 1, pictured))
-    if checkpoints.terminated:
-        return
-    if not job.ranks.leads:
-        make(range(pictured, end))
-    else:
-        result.timeline = record_steps(job.engine, partial(make, range(pictured, end)))
-
-
-def record_steps(engine: hetero.Engine, make_steps: Callable[[], None]) -> timeline.Timeline:
-    """The timeline of the process while `make_steps` runs."""
-    with timeline.record() as recording:
-        engine.ledger.sample()
-        make_steps()
-        end_s = time.perf_counter()
-        # An interval is known when it ends.
-        engine.synchronize()
-    # What the last step's writes still do afterwards would be seen again in the step after it.
-    return recording.timeline.between(recording.timeline.begin_s, end_s)
+                break
+        job.engine.synchronize()  # an interval is known when it ends
+    result.timeline = recording.timeline
 
 
 class _Stopwatch:

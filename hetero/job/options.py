@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from hetero.overlap import OverlapUpdates
 
@@ -38,6 +38,7 @@ _FLAGS = {
     "steps": "--max-steps",
     "accumulate": "--grad-accum",
     "clip": "--max-grad-norm",
+    "profile": "--machine",
 }
 # Flags that TrainingArguments have, and that are understood, too; the help does not show them.
 _TRAINER_FLAGS = {
@@ -62,7 +63,7 @@ GROUPS: dict[str, tuple[str, str | None]] = {
 }
 
 
-def _option(
+def option(
     help: str,
     default: Any = None,
     *,
@@ -87,58 +88,62 @@ def _option(
 class TrainOptions:
     """The options of `hetero train`; raises ValueError for values that make no sense.
 
-    Byte amounts stay as the user wrote them ("4GiB" or a number); hetero.Config parses them.
+    Byte amounts stay as the user wrote them ("4GiB" or a number); hetero.Config parses them. A
+    command of more options is a class of its own, which may replace helps and defaults. LEFT_OUT
+    names those of its base that it does not take.
     """
 
-    model: str = _option(
+    LEFT_OUT: ClassVar[str] = ""
+
+    model: str = option(
         "built-in shape: gpt2-100m, gpt2, gpt2-medium, gpt2-large, gpt2-xl, gpt2-1.3b, opt-1.3b to"
         " opt-66b, llama-3-8b, llama-7b, llama-13b or llama-70b; or the config.json of a causal"
         " language model of Hugging Face, or its folder. Weights start at random",
         DEFAULT_MODEL,
     )
     # Another flag for the path of --model; it was the only one in 0.1, and goes with 0.2.
-    config: str | None = _option(argparse.SUPPRESS, metavar="FILE")
-    vocab_size: int | None = _option(
+    config: str | None = option(argparse.SUPPRESS, metavar="FILE")
+    vocab_size: int | None = option(
         "vocabulary of a built-in shape, at least 256 (default: 256, one token per byte value)"
     )
-    data: str | None = _option(
+    data: str | None = option(
         "text file, or folder of text files (default: the source of Python's standard library)",
         metavar="PATH",
     )
 
-    policy: str = _option(
+    policy: str = option(
         "tiers that may hold the model state: auto, the fastest that the budgets allow; cuda (or"
         " gpu), all on the GPU; cpu, all in RAM; nvme, RAM and then NVMe",
         "auto",
         choices=POLICIES,
         other_words={"gpu": "cuda"},
     )
-    host_memory: str | None = _option(
+    host_memory: str | None = option(
         "RAM budget for model state, of each rank, like 600MiB (default: 80 %% of what is free;"
         " with --policy nvme a third of 16 bytes per parameter of the rank, but at least 256MiB)",
         metavar="BYTES",
     )
-    device_memory: str | None = _option(
+    device_memory: str | None = option(
         "device memory budget for model state; leave room for activations (default: 70 %% of what"
         " is free on a GPU)",
         metavar="BYTES",
     )
-    process_memory: str | None = _option(
+    process_memory: str | None = option(
         "RAM budget of the whole process, like 3GiB: model state gives way to activations and"
         " whatever else it holds; auto: what cgroups and limits allow (default: no limit)",
         metavar="BYTES",
     )
-    activation_memory: str | None = _option(
+    activation_memory: str | None = option(
         "part of the RAM budget for what autograd saves, like 1GiB or auto (a quarter); the rest"
         " goes to NVMe and comes back (default: autograd keeps all, outside of the budget)",
         metavar="BYTES",
     )
-    gradient_checkpointing: bool = _option(
+    gradient_checkpointing: bool = option(
         "compute the forward of all layers again in backward, so that only their inputs are kept;"
         " --process-memory and --activation-memory do that as far as they need it",
         False,
     )
-    recompute: str = _option(
+    recompute: str = option(
         "which layers compute their forward again in backward, where --activation-memory or"
         " --process-memory limits what is kept: auto (as many as the rest needs to fit), none or"
         " all. The same bits in all cases",
@@ -146,70 +151,70 @@ class TrainOptions:
         choices=RECOMPUTE,
         advanced=True,
     )
-    nvme_path: tuple[str, ...] = _option(
+    nvme_path: tuple[str, ...] = option(
         "existing folder on NVMe for the state file, once per disk (default: the run folder)",
         (),
         metavar="DIR",
     )
-    nvme_capacity: str | None = _option(
+    nvme_capacity: str | None = option(
         "budget of the state file (default: no limit)", metavar="BYTES", advanced=True
     )
-    allow_ram_filesystem: bool = _option(
+    allow_ram_filesystem: bool = option(
         "for trials, --nvme-path may be on a filesystem whose files are RAM, like /dev/shm; the"
         " file's budget (default: half) is then taken from --host-memory",
         False,
         advanced=True,
     )
-    dtype: str | None = _option(
+    dtype: str | None = option(
         "dtype of parameters and gradients: bf16, fp16 or fp32; the optimizer's master weights"
         " are fp32 in any case (default: bf16 where the hardware has it, else fp32)",
         choices=DTYPES,
     )
-    state_dtype: str = _option(
+    state_dtype: str = option(
         "dtype of the optimizer's moments; bf16 halves them, 8bit quarters them, both rounded"
         " stochastically",
         "fp32",
         choices=STATE_DTYPES,
     )
-    zero_stage: int = _option(
+    zero_stage: int = option(
         "what several ranks (started by torchrun) shard: 1 optimizer states; 2 gradients, too;"
         " 3 parameters, too, which takes least memory and most traffic",
         3,
     )
-    shard_ranks: int | None = _option(
+    shard_ranks: int | None = option(
         "so many neighbouring ranks share the model state, and further ones have copies of it, so"
         " that gradients alone go between machines (default: all)",
         least=1,
     )
-    tiled_loss: bool | None = _option(
+    tiled_loss: bool | None = option(
         "compute the loss from a part of the logits at a time: much less memory with a large"
         " vocabulary, a third more products in the head, and other last bits (default: where whole"
         " logits would take a quarter of --process-memory)"
     )
 
-    backend: str = _option(
+    backend: str = option(
         "where forward and backward run: auto, the GPU if there is one; cpu; or cuda (or gpu)",
         "auto",
         metavar="{auto,cpu,cuda}",
         choices=BACKENDS,
         other_words={"gpu": "cuda"},
     )
-    threads: int | None = _option(
+    threads: int | None = option(
         "CPU threads of torch and of the optimizer (default: torch's own number, and all CPUs)",
         least=1,
     )
-    prefetch: bool = _option(
+    prefetch: bool = option(
         "fetch parameters and optimizer states before they are needed (default: on)",
         True,
         advanced=True,
     )
-    verify_reads: bool = _option(
+    verify_reads: bool = option(
         "compare what is read from NVMe with checksums of what was written there; always so with"
         " --commit-every",
         False,
         advanced=True,
     )
-    overlap_updates: str = _option(
+    overlap_updates: str = option(
         "what optimizer updates overlap with: none; forward (the next one waits for each module's"
         " parameters); backward (a chunk is updated when its gradients are complete, and again if"
         " the step is clipped otherwise than steps before); both; auto (both, while steps are"
@@ -218,95 +223,95 @@ class TrainOptions:
         choices=OVERLAPS,
         advanced=True,
     )
-    chunk_numel: int | None = _option(
+    chunk_numel: int | None = option(
         "elements per chunk, the unit that moves between tiers; larger ones transfer faster and"
         " need larger budgets (default: the size that wastes least)",
         least=1,
         advanced=True,
     )
-    io_engine: str = _option(
+    io_engine: str = option(
         "how files are read and written: io_uring; threads; or auto",
         "auto",
         choices=IO_ENGINES,
         advanced=True,
     )
-    link_gbps: float | None = _option(
+    link_gbps: float | None = option(
         "with --backend emulated, for trials without a GPU: GB/s in each direction between RAM and"
         " a --device-memory of its own (default: 16)",
         advanced=True,
     )
 
-    steps: int = _option("optimizer steps", 40, least=1)
+    steps: int = option("optimizer steps", 40, least=1)
     # A causal model predicts the next token, so a sequence of one token has no loss.
-    seq_len: int = _option("tokens per sequence", 128, least=2)
-    batch_size: int = _option("sequences per micro-batch, on each rank", 4, least=1)
-    accumulate: int = _option("micro-batches per step, on each rank", 1, least=1)
-    optimizer: str = _option(
+    seq_len: int = option("tokens per sequence", 128, least=2)
+    batch_size: int = option("sequences per micro-batch, on each rank", 4, least=1)
+    accumulate: int = option("micro-batches per step, on each rank", 1, least=1)
+    optimizer: str = option(
         "lion keeps one moment instead of two, adagrad a sum, sgd a momentum of 0.9",
         "adamw",
         choices=OPTIMIZERS,
     )
-    lr: float = _option("peak learning rate", 3e-4)
-    warmup: int = _option("steps in which the learning rate rises to its peak", 10)
-    schedule: str = _option("learning rate after the warm-up", "cosine", choices=SCHEDULES)
-    weight_decay: float = _option(
+    lr: float = option("peak learning rate", 3e-4)
+    warmup: int = option("steps in which the learning rate rises to its peak", 10)
+    schedule: str = option("learning rate after the warm-up", "cosine", choices=SCHEDULES)
+    weight_decay: float = option(
         "of matrices, not of biases and norms; decoupled, but for adagrad and sgd", 0.1
     )
-    clip: float = _option("gradient norm to clip to; 0: no clipping", 1.0)
-    seed: int = _option("of the initial weights and of the data order", 0)
+    clip: float = option("gradient norm to clip to; 0: no clipping", 1.0)
+    seed: int = option("of the initial weights and of the data order", 0)
 
-    run_dir: str | None = _option(
+    run_dir: str | None = option(
         "folder for options, metrics, figure.png and report.html (default: runs/TIME)",
         metavar="DIR",
     )
-    save_every: int | None = _option(
+    save_every: int | None = option(
         "steps between checkpoints, in the folder `checkpoints` of the run folder; training goes on"
         " meanwhile. The last step is saved, too, and SIGTERM saves and ends (default: none)",
         least=1,
     )
-    save_model: bool = _option(
+    save_model: bool = option(
         "write the trained weights to the folder `model` of the run folder, which hetero generate"
         " and transformers read (default: on)",
         True,
     )
-    commit_every: int | None = _option(
+    commit_every: int | None = option(
         "steps between commits: the state stays in files in --nvme-path, and after a crash --resume"
         " goes on from the last one; costs less than checkpoints that often (default: none)",
         least=1,
         advanced=True,
     )
-    discard_state: bool = _option(
+    discard_state: bool = option(
         "with --commit-every: a state in --nvme-path that cannot be gone on from is removed, and"
         " the run begins anew; without it that is an error",
         False,
         advanced=True,
     )
-    keep: int = _option("so many last checkpoints of the run stay", 2, least=1, advanced=True)
-    resume: str | None = _option(
+    keep: int = option("so many last checkpoints of the run stay", 2, least=1, advanced=True)
+    resume: str | None = option(
         "go on from a checkpoint, or from the last one in a run folder, with any number of ranks"
         " and any memory; without PATH from the last checkpoint or commit of --run-dir, or else of"
         " the newest run, and from the beginning if there is none",
         metavar="PATH",
         alone="",
     )
-    timeline: str | None = _option(
+    timeline: str | None = option(
         "also draw what computed, waited and moved in the last two steps, as .png, .svg or .pdf,"
         " with a trace (.trace.json) for ui.perfetto.dev beside it",
         metavar="FILE",
     )
-    json: bool = _option("print one JSON object on stdout instead of a table", False)
-    live: bool = _option("on a terminal show memory beside its budgets, loss and speed", False)
-    log_every: int = _option(
+    json: bool = option("print one JSON object on stdout instead of a table", False)
+    live: bool = option("on a terminal show memory beside its budgets, loss and speed", False)
+    log_every: int = option(
         "steps between lines of progress where there is no terminal", 10, least=1, advanced=True
     )
 
     def __post_init__(self) -> None:
-        for option in dataclasses.fields(self):
-            value, (least, choices) = getattr(self, option.name), option.metadata["limits"]
+        for field_ in dataclasses.fields(self):
+            value, (least, choices) = getattr(self, field_.name), field_.metadata["limits"]
             if least is not None and value is not None:
-                self._require(option.name, value >= least, f"at least {least}")
+                self._require(field_.name, value >= least, f"at least {least}")
             if choices is not None and value is not None:
-                self._require(option.name, value in choices, f"one of {', '.join(choices)}")
+                self._require(field_.name, value in choices, f"one of {', '.join(choices)}")
         for name in ("lr", "weight_decay", "clip"):
             value = getattr(self, name)
             self._require(name, math.isfinite(value) and value >= 0, "a finite number, 0 or more")
@@ -344,7 +349,7 @@ class TrainOptions:
     @classmethod
     def from_namespace(cls: type[Options], namespace: argparse.Namespace) -> Options:
         """What was parsed; options that the parser does not have keep their defaults."""
-        names = {option.name for option in dataclasses.fields(cls)}
+        names = {each.name for each in dataclasses.fields(cls)}
         values = {name: value for name, value in vars(namespace).items() if name in names}
         # argparse has None for an option that was not given, and a list otherwise.
         return cls(**values | {"nvme_path": tuple(values["nvme_path"] or ())})
@@ -391,59 +396,49 @@ def to_arguments(options: TrainOptions) -> list[str]:
 def add_train_arguments(
     parser: argparse.ArgumentParser,
     defaults: Mapping[str, object] | None = None,
-    helps: Mapping[str, str | None] | None = None,
     options: type[TrainOptions] = TrainOptions,
 ) -> None:
-    """Adds options of TrainOptions, or of a class of more.
-
-    Args:
-        parser: gets them, in groups.
-        defaults: replace some of their defaults.
-        helps: the options to add; None: all. A text replaces an option's help.
-        options: the class that has them as fields.
-    """
+    """Adds the options of a class to `parser`, in groups; `defaults` replace some of theirs."""
     groups: dict[str, argparse._ArgumentGroup] = {}
     title, description = "", None
-    for option in dataclasses.fields(options):
-        title, description = GROUPS.get(option.name, (title, description))
-        if helps is not None and option.name not in helps:
+    for each in dataclasses.fields(options):
+        title, description = GROUPS.get(each.name, (title, description))
+        if each.name in options.LEFT_OUT.split():
             continue
         if title not in groups:
             groups[title] = parser.add_argument_group(title, description)
-        kind = str(option.type).removesuffix(" | None")
-        default: Any = (defaults or {}).get(option.name, option.default)
-        text = (helps or {}).get(option.name) or option.metadata["help"]
-        arguments: dict[str, Any] = {"default": default}
-        names = [flag(option.name)]
+        about, kind = each.metadata, str(each.type).removesuffix(" | None")
+        default: Any = (defaults or {}).get(each.name, each.default)
+        text, arguments = about["help"], {"default": default}
         if kind == "bool":
             arguments["action"] = argparse.BooleanOptionalAction
         else:
-            _, choices = option.metadata["limits"]
+            _, choices = about["limits"]
             metavar = {"int": "N", "float": "X"}.get(kind, "NAME") if choices is None else None
-            arguments["metavar"] = option.metadata["metavar"] or metavar
-            if option.metadata["alone"] is not None:
-                arguments |= {"nargs": "?", "const": option.metadata["alone"]}
-            words = option.metadata["other_words"]
+            arguments["metavar"] = about["metavar"] or metavar
+            if about["alone"] is not None:
+                arguments |= {"nargs": "?", "const": about["alone"]}
             kinds = {"int": int, "float": float}
-            arguments |= {"choices": choices, "type": kinds.get(kind, _reader(words))}
-            if option.name == "nvme_path":
+            arguments |= {
+                "choices": choices,
+                "type": kinds.get(kind, _reader(about["other_words"])),
+            }
+            if each.name == "nvme_path":
                 # argparse appends to a list, or to a new one in place of None.
                 arguments |= {"action": "append", "default": list(default) or None}
             # Options whose default is computed explain it in words.
-            if default not in (None, ()) and text != argparse.SUPPRESS:
+            if default not in (None, (), "") and text != argparse.SUPPRESS:
                 text += " (default: %(default)s)"
-        if option.name == "config" and "--config" not in parser._option_string_actions:
+        names = [flag(each.name)]
+        if each.name == "config" and "--config" not in parser._option_string_actions:
             names.append("--config")  # of a benchmark, which takes no job file
-        added = groups[title].add_argument(*names, dest=option.name, **arguments)
+        added = groups[title].add_argument(*names, dest=each.name, **arguments)
         added.help = text  # here, because argparse adds to that of a switch
-        added.advanced = option.metadata["advanced"]  # type: ignore[attr-defined]
-        others = [f"--{option.name}"] if option.name in _FLAGS and option.name != "config" else []
-        if option.name in _TRAINER_FLAGS:
-            others.append(_TRAINER_FLAGS[option.name])
+        added.advanced = about["advanced"]  # type: ignore[attr-defined]
+        others = [f"--{each.name}"] if each.name in _FLAGS and each.name != "config" else []
+        if each.name in _TRAINER_FLAGS:
+            others.append(_TRAINER_FLAGS[each.name])
         if others:
-            hidden: dict[str, Any] = {
-                "type": added.type,
-                "help": argparse.SUPPRESS,
-                "default": argparse.SUPPRESS,
-            }
-            groups[title].add_argument(*others, dest=option.name, **hidden)
+            hidden: dict[str, Any] = dict.fromkeys(("help", "default"), argparse.SUPPRESS)
+            hidden["type"] = added.type
+            groups[title].add_argument(*others, dest=each.name, **hidden)

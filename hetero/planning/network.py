@@ -116,8 +116,8 @@ class Network:
             replace(self, local_ranks=others[0], nodes=others[1]),
         )
 
-    def all_gather(self, nbytes: float) -> CollectiveCost:
-        """Every rank gets the whole of `nbytes`, of which each has an equal part.
+    def all_gather(self, nbytes: float, times: int = 1) -> CollectiveCost:
+        """Every rank gets the whole of `nbytes`, of which each has an equal part, in `times` turns.
 
         A ring of n ranks makes n - 1 steps, nodes - 1 of them between nodes (NCCL: tuning.cc,
         nsteps and nInterSteps), and a rank passes on n - 1 parts. As many rings as a node has ranks
@@ -131,10 +131,11 @@ class Network:
             bandwidths.append(self.local_ranks * self.node_bytes_per_s)
         latency_s = inside * self.rank_latency_s + between * self.node_latency_s
         transfer_s = sent / min(bandwidths, default=math.inf)
-        return CollectiveCost(latency_s, transfer_s, sent, between > 0)
+        return CollectiveCost(times * latency_s, transfer_s, sent, between > 0)
 
-    def all_to_all(self, nbytes: float) -> CollectiveCost:
-        """Every rank sends each other one its part of `nbytes`: the mean of a chunk's gradients.
+    def all_to_all(self, nbytes: float, times: int = 1) -> CollectiveCost:
+        """Every rank sends each other one its part of `nbytes`, in `times` turns: the means of
+        chunks' gradients.
 
         Pairwise: n - 1 messages, one after the other. Nothing is added up on the way, so each
         rank's adapter carries all that goes to other nodes; links inside a node work meanwhile.
@@ -143,7 +144,7 @@ class Network:
         near, far = self.local_ranks - 1, self.ranks - self.local_ranks
         part = nbytes / self.ranks
         return CollectiveCost(
-            near * self.rank_latency_s + far * self.node_latency_s,
+            times * (near * self.rank_latency_s + far * self.node_latency_s),
             max(near * part / self.rank_bytes_per_s, far * part / self.node_bytes_per_s),
             (self.ranks - 1) * part,
             far > 0,

@@ -8,7 +8,7 @@ from dataclasses import replace
 from hetero.planning.candidates import SmallestBudgets, place, smallest_budgets
 from hetero.planning.group_plans import ChunkGroupPlan
 from hetero.planning.placement import Placement, PlacementError
-from hetero.planning.step_cost import TRAFFIC, CostModel, Plan, StepCost, whole_step
+from hetero.planning.step_cost import TRAFFIC, Plan, StepCost, whole_step
 from hetero.text_table import table, wrapped
 from offload.memory.sizes import format_bytes
 from offload.memory.tiers import Tier
@@ -81,7 +81,6 @@ def gains(plans: Sequence[Plan]) -> dict[str, float]:
     main = plans[0]
     spec = main.group.spec
     budgets = spec.budgets
-    model = CostModel(main.problem)
     found: dict[str, float] = {}
     for name, field in (("DEVICE", "device"), ("RAM", "host"), ("NVMe", "disk")):
         limit = getattr(budgets, field)
@@ -89,7 +88,7 @@ def gains(plans: Sequence[Plan]) -> dict[str, float]:
             continue
         more = replace(budgets, **{field: limit + _MORE_BYTES})
         try:
-            seconds = model.cost(place(spec.within(more))).seconds
+            seconds = main.problem.cost(place(spec.within(more))).seconds
         except (PlacementError, ValueError):
             # Construction may need more of one budget when there is more of another, and the
             # profile may say nothing about what a larger budget would use.

@@ -5,15 +5,14 @@ resources that work at once, each on one thing after the other: bytes over a rat
 messages. A phase takes as long as its busiest resource, or as compute and what nothing hides:
 
 - A gathered chunk's way is from the file, from other ranks, over the link, as far as it must. It is
-  hidden behind what is computed between the use that its room is free after (`belady.py`), or the
-  one PREFETCH_CHUNKS before, and its own; compute waits for the rest.
-- Where buckets for gradients have room for one chunk alone, compute waits for each mean.
-- At one end of a phase the busiest resource waits for the computing of one chunk; when backward
-  ends, all wait for the last gradient.
+  waited for if its room is free only when the use before it is over (`belady.py`), as it is with
+  the first of a step, and always without prefetch.
+- Where buckets for gradients have room for one chunk alone, compute waits for each mean; when
+  backward ends, for the last gradient. The busiest resource waits for the computing of one chunk.
 - The update begins when all gradients are there, and all ranks have agreed on the step. It goes
   through tiles, with a disk that reads and writes at once. Of T tiles whose optimizer state or
   parameter is in the file, B buffers save min(B, T) reads and writes of optimizer states, and reads
-  of parameters. What is on DEVICE is updated there meanwhile.
+  of parameters. One buffer hides nothing, two hide half.
 - overlap_updates says which phases and the update are one. The order is the same in every step
   then, so all buffers but STREAMING_BUFFERS save reads and writes. What backward updates, it writes
   with the old parameters, if these are in RAM; all such guesses are right.
@@ -26,15 +25,15 @@ from __future__ import annotations
 import enum
 import math
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
+from functools import cached_property, reduce
 from typing import Any
 
 from hetero.chunks.dtypes import Dtypes
-from hetero.chunks.layout import Layout
+from hetero.chunks.layout import Chunk, Layout
 from hetero.overlap import STREAMING_BUFFERS, OverlapUpdates
-from hetero.planning.belady import PREFETCH_CHUNKS, step_fetches
+from hetero.planning.belady import step_fetches
 from hetero.planning.group_plans import ChunkGroupPlan
 from hetero.planning.network import CollectiveCost, Network
 from hetero.planning.placement import Placement, SlotBytes
@@ -51,6 +50,8 @@ RESOURCES = (
     *(CPU_UPDATE, DEVICE_UPDATE),
 )
 TRAFFIC = ("h2d", "d2h", "nvme_read", "nvme_written", "sent")  # the last one: to other ranks
+# By the number of buffers, the share of an update's shorter part that the longer does not hide.
+_EXPOSED = {1: 1.0, 2: 0.5}
 
 
 class Phase(enum.Enum):
@@ -93,37 +94,6 @@ def expected_computing(layout: Layout, work: Work, flop_per_s: float) -> Computi
     return Computing(once_s * layout.numel, inputs_s + once_s * trained, expected=True)
 
 
-@dataclass(frozen=True)
-class Problem:
-    """A chunk group's step whose seconds are to be predicted, whatever its placement.
-
-    Chunks are used in the order of registration, in backward in the reverse.
-    """
-
-    computing: Computing
-    micro_batches: int
-    layout: Layout
-    dtypes: Dtypes
-    profile: Rates  # of one rank's share of its machine
-    prefetch: bool = True  # parameters are fetched ahead of their use
-    overlap: OverlapUpdates = OverlapUpdates.NONE  # what updates overlap with
-    network: Network | None = None  # of all ranks; None: not known, and its time not counted
-
-    def __post_init__(self) -> None:
-        shard = self.layout.shard
-        if self.network is not None and self.network.ranks != shard.ranks * shard.replicas:
-            raise ValueError(
-                f"the network is of {self.network.ranks} ranks, and the layout of"
-                f" {shard.ranks} times {shard.replicas}"
-            )
-
-    @property
-    def between_devices(self) -> bool:
-        """Whether the ranks' devices gather and average by themselves, and RAM does not."""
-        known = self.network is not None and self.network.between_devices
-        return known or self.layout.shard.between_devices
-
-
 @dataclass
 class PhaseCost:
     """Seconds that a phase takes, for which each resource is busy, and bytes by TRAFFIC."""
@@ -133,13 +103,13 @@ class PhaseCost:
     busy_s: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     traffic: Counter[str] = field(default_factory=Counter)
 
-    def move(self, resource: str, kind: str, nbytes: int, bytes_per_s: float | None) -> float:
-        """Adds bytes that a resource moves, and returns its seconds; None: it is not there."""
-        if bytes_per_s is None:
-            return 0.0
-        self.traffic[kind] += nbytes
-        self.busy_s[resource] += nbytes / bytes_per_s
-        return nbytes / bytes_per_s
+    def plus(self, other: PhaseCost) -> PhaseCost:
+        """Both, under this one's name."""
+        made = PhaseCost(self.name, self.seconds + other.seconds, self.busy_s.copy())
+        for name, seconds in other.busy_s.items():
+            made.busy_s[name] += seconds
+        made.traffic = self.traffic + other.traffic
+        return made
 
     def communicate(self, stream: str, costs: Sequence[CollectiveCost]) -> float:
         """Adds collectives of a stream, one after the other, and returns their seconds."""
@@ -149,15 +119,6 @@ class PhaseCost:
             self.busy_s[stream] += cost.seconds
         return sum(cost.seconds for cost in costs)
 
-    def plus(self, other: PhaseCost, times: int = 1) -> PhaseCost:
-        """This phase plus `times` x `other`, under this one's name."""
-        busy_s, traffic = self.busy_s.copy(), self.traffic.copy()
-        for name, seconds in other.busy_s.items():
-            busy_s[name] += times * seconds
-        for name, nbytes in other.traffic.items():
-            traffic[name] += times * nbytes
-        return PhaseCost(self.name, self.seconds + times * other.seconds, busy_s, traffic)
-
 
 @dataclass(frozen=True)
 class StepCost:
@@ -165,7 +126,7 @@ class StepCost:
 
     phases: tuple[PhaseCost, ...]
 
-    @property
+    @cached_property
     def _total(self) -> PhaseCost:
         return reduce(PhaseCost.plus, self.phases, PhaseCost("step"))
 
@@ -192,22 +153,29 @@ class StepCost:
         return max(busy, key=busy.__getitem__, default=COMPUTE)
 
 
-class CostModel:
-    """Predicts the steps of one problem under any placement."""
+@dataclass(frozen=True)
+class Problem:
+    """A chunk group's step, which cost() predicts under any placement.
 
-    def __init__(self, problem: Problem) -> None:
-        """Nothing is predicted yet."""
-        self.problem = problem
-        self.slot = SlotBytes.of(problem.layout, problem.dtypes)
-        chunks, shard = problem.layout.chunks, problem.layout.shard
-        self.slots = {chunk.id: chunk.slots for chunk in chunks}
-        self.numel = {chunk.id: sum(s.param.numel for s in chunk.slices) for chunk in chunks}
-        self.trained = [chunk.id for chunk in chunks if chunk.trainable]
-        by_registration = sorted(chunks, key=lambda c: min(s.param.index for s in c.slices))
-        self.order = [chunk.id for chunk in by_registration]
-        # Without a known network collectives have bytes and no seconds.
-        network = problem.network or Network.flat(shard.ranks * shard.replicas, math.inf)
-        self._sharing, self._replicas = network.groups(shard.ranks)
+    Chunks are used in the order of registration, in backward in the reverse.
+    """
+
+    computing: Computing
+    micro_batches: int
+    layout: Layout
+    dtypes: Dtypes
+    profile: Rates  # of one rank's share of its machine
+    prefetch: bool = True  # parameters are fetched ahead of their use
+    overlap: OverlapUpdates = OverlapUpdates.NONE  # what updates overlap with
+    network: Network | None = None  # of all ranks; None: not known, and its time not counted
+
+    def __post_init__(self) -> None:
+        shard = self.layout.shard
+        if self.network is not None and self.network.ranks != shard.ranks * shard.replicas:
+            raise ValueError(
+                f"the network is of {self.network.ranks} ranks, and the layout of"
+                f" {shard.ranks} times {shard.replicas}"
+            )
 
     def cost(self, made: Placement) -> StepCost:
         """What a step takes under the placement `made`.
@@ -215,214 +183,237 @@ class CostModel:
         Raises:
             ValueError: the profile says nothing about updates in these dtypes, or about a disk.
         """
-        profile, overlap = self.problem.profile, self.problem.overlap
         uses_disk = Tier.DISK in (*made.param, *made.grad, *made.optim_state)
-        if uses_disk and profile.nvme_read_bytes_per_s is None:
+        if uses_disk and self.profile.nvme_read_bytes_per_s is None:
             raise ValueError(
-                f"the profile {profile.name!r} says nothing about NVMe; measure it again"
+                f"the profile {self.profile.name!r} says nothing about NVMe; measure it again"
             )
         phases, update = self._computing_phases(made), self._update(made)
         # Updates of what is on NVMe may begin in backward; and go on after step(), by default not
         # if all is where compute uses it. Forward comes first, and backward last.
-        late = overlap.in_forward
-        if overlap is OverlapUpdates.AUTO and not self.gathered(made):
+        late = self.overlap.in_forward
+        if self.overlap is OverlapUpdates.AUTO and not self._gathered(made):
             late = Tier.DISK in made.optim_state
-        early = overlap.in_backward and Tier.DISK in made.optim_state
+        early = self.overlap.in_backward and Tier.DISK in made.optim_state
         begin, end = 0 if late else len(phases) - 1, len(phases) if early else 1
         if phases and begin < end:
-            phases[begin:end] = [self._together(phases[begin:end], update, made)]
+            phases[begin:end] = [self._together(phases[begin:end], update)]
         else:
             phases.append(update)
         return StepCost(tuple(phases))
 
-    def gathered(self, made: Placement) -> set[int]:
-        """Ids of the chunks that compute finds in gathered slots only, under `made`."""
-        shard = self.problem.layout.shard
-        if shard.ranks > 1 and shard.params:
-            return set(self.slots)
-        here = Tier.DEVICE if self.problem.profile.separate else Tier.HOST
-        return {chunk for chunk in self.slots if made.param[chunk] is not here}
+    @cached_property
+    def _slot(self) -> SlotBytes:
+        return SlotBytes.of(self.layout, self.dtypes)
+
+    @cached_property
+    def order(self) -> list[int]:
+        """Ids of chunks as forward uses them."""
+        first = {c.id: min(s.param.index for s in c.slices) for c in self.layout.chunks}
+        return sorted(first, key=first.__getitem__)
+
+    @cached_property
+    def _trained(self) -> list[Chunk]:
+        return [chunk for chunk in self.layout.chunks if chunk.trainable]
+
+    def _slots(self, homes: Sequence[Tier | None], *tiers: Tier) -> int:
+        """Of trained chunks whose home is on one of `tiers`."""
+        return sum(chunk.slots for chunk in self._trained if homes[chunk.id] in tiers)
+
+    @cached_property
+    def _networks(self) -> tuple[Network, Network]:
+        """Of the ranks that share chunks, and of replicas; if none is known, collectives have bytes
+        and no seconds."""
+        shard = self.layout.shard
+        network = self.network or Network.flat(shard.ranks * shard.replicas, math.inf)
+        return network.groups(shard.ranks)
+
+    @property
+    def _between_devices(self) -> bool:
+        """Whether the ranks' devices gather and average by themselves, and RAM does not."""
+        known = self.network is not None and self.network.between_devices
+        return known or self.layout.shard.between_devices
+
+    def _gathered(self, made: Placement) -> set[int]:
+        """Ids of the chunks that compute finds in gathered slots only."""
+        shard = self.layout.shard
+        everything = shard.ranks > 1 and shard.params
+        here = Tier.DEVICE if self.profile.separate else Tier.HOST
+        return {chunk for chunk in self.order if everything or made.param[chunk] is not here}
+
+    def _move(self, work: PhaseCost, kind: str, nbytes: int, mixes: bool = False) -> float:
+        """Adds bytes of TRAFFIC and returns their seconds; 0 over a link that there is not.
+
+        `mixes`: the disk does the other thing meanwhile.
+        """
+        profile = self.profile
+        resource, rate = {
+            "h2d": (H2D, profile.h2d_bytes_per_s),
+            "d2h": (D2H, profile.d2h_bytes_per_s),
+            "nvme_read": (NVME, profile.nvme_read_bytes_per_s),
+            "nvme_written": (NVME, profile.nvme_write_bytes_per_s),
+        }[kind]
+        if mixes:
+            rate = profile.nvme_mixed_bytes_per_s
+        if rate is None or not nbytes:
+            return 0.0
+        work.traffic[kind] += nbytes
+        work.busy_s[resource] += nbytes / rate
+        return nbytes / rate
+
+    def _gather(self, work: PhaseCost, nbytes: int, times: int) -> float:
+        """Adds all-gathers, of so many bytes in all, and returns their seconds."""
+        return work.communicate(ALL_GATHERS, [self._networks[0].all_gather(nbytes, times)])
+
+    def _average(self, work: PhaseCost, micro_batches: int) -> float:
+        """Adds the means of all chunks' gradients, and returns their seconds.
+
+        Of the ranks that share a chunk, then of the replicas, of which each sends every other its
+        part, and then the part of which it made the mean.
+        """
+        shard, (sharing, replicas) = self.layout.shard, self._networks
+        nbytes = micro_batches * sum(c.slots for c in self._trained) * self._slot.bucket
+        times, mine = micro_batches * len(self._trained), nbytes / shard.ranks
+        costs = [sharing.all_to_all(nbytes, times)] if shard.ranks > 1 else []
+        if shard.replicas > 1:
+            costs += [replicas.all_to_all(mine, times), replicas.all_gather(mine, times)]
+        return work.communicate(MEANS, costs)
 
     def _computing_phases(self, made: Placement) -> list[PhaseCost]:
         """Forward and backward of all micro-batches; of many, which are alike, three stand for
         all."""
-        problem, count = self.problem, self.problem.micro_batches
+        count = self.micro_batches
         times = [1, count - 2, 1] if count > 3 else [1] * count
-        gathered = self.gathered(made)
         passes = {Phase.FORWARD: self.order, Phase.BACKWARD: self.order[::-1]}
-        uses = [c for _ in times for chunks in passes.values() for c in chunks if c in gathered]
-        fetches = step_fetches(uses, problem.layout, made.gathered_slots)
-        room_after = {fetch.use: fetch.after for fetch in fetches}
-        found = {phase: PhaseCost(phase.value) for phase in passes if count}
-        ends_s, now_s = [0.0], 0.0  # of computing, after each use of a gathered chunk, and now
-        for number, weight in enumerate(times):
-            for phase, chunks in passes.items():
-                backward = phase is Phase.BACKWARD
-                one, waited_s, last_s = PhaseCost(phase.value), 0.0, 0.0
-                computing = problem.computing
-                compute_s = (computing.backward_s if backward else computing.forward_s) / count
-                mixes = backward and Tier.DISK in made.grad
-                for chunk in chunks:
-                    use = len(ends_s) - 1
-                    if chunk in gathered and use in room_after:
-                        way_s = self._fetch(one, made, chunk, mixes)
-                        ahead = min(PREFETCH_CHUNKS, use - 1 - room_after[use])
-                        if ahead and problem.prefetch:  # as many others are on their way
-                            way_s = (way_s - now_s + ends_s[use - ahead]) / ahead
-                        waited_s += max(0.0, way_s)
-                    now_s += compute_s * self.numel[chunk] / problem.layout.numel
-                    if chunk in gathered:
-                        ends_s.append(now_s)
-                    if backward and made.grad[chunk] is not None:
-                        means_s, last_s = self._gradient(one, made, chunk, adds=number > 0)
-                        if 2 * self.slots[chunk] > made.bucket_slots:  # no bucket for another
-                            waited_s += means_s
-                        else:
-                            last_s += means_s
-                if backward and number == len(times) - 1:
-                    waited_s += last_s
-                busiest_s = max(one.busy_s.values(), default=0.0)
-                if busiest_s:
-                    busiest_s += compute_s / len(chunks)
-                one.busy_s[COMPUTE] = compute_s
-                one.seconds = max(compute_s + waited_s, busiest_s)
-                found[phase] = found[phase].plus(one, weight)
-        return list(found.values())
+        gathered = self._gathered(made)
+        uses = [
+            (phase, chunk, weight)
+            for weight in times
+            for phase, chunks in passes.items()
+            for chunk in chunks
+            if chunk in gathered
+        ]
+        fetched: dict[Phase, Counter[int]] = {phase: Counter() for phase in passes}
+        waits: Counter[Phase] = Counter()
+        chunks_used = [chunk for _, chunk, _ in uses]
+        for fetch in step_fetches(chunks_used, self.layout, made.gathered_slots):
+            phase, chunk, weight = uses[fetch.use]
+            fetched[phase][chunk] += weight
+            if not self.prefetch or fetch.after == fetch.use - 1:
+                waits[phase] += weight
+        found = []
+        for phase in passes if count else ():
+            work, backward = PhaseCost(phase.value), phase is Phase.BACKWARD
+            compute_s = self.computing.backward_s if backward else self.computing.forward_s
+            ways_s = self._fetch(work, made, fetched[phase], backward and Tier.DISK in made.grad)
+            waited_s = ways_s * waits[phase] / max(1, fetched[phase].total())
+            if backward and self._trained:
+                waited_s += self._gradients(work, made)
+            busiest_s = max(work.busy_s.values(), default=0.0)
+            busiest_s += compute_s / len(self.order) if busiest_s else 0.0
+            work.busy_s[COMPUTE] = compute_s
+            work.seconds = max(compute_s + waited_s, busiest_s)
+            found.append(work)
+        return found
 
-    def _fetch(self, work: PhaseCost, made: Placement, chunk: int, mixes: bool) -> float:
-        """The chunk comes into a gathered slot; returns the seconds of its way.
-
-        `mixes`: the disk writes meanwhile.
-        """
-        shard, profile = self.problem.layout.shard, self.problem.profile
-        home, slots = made.param[chunk], self.slots[chunk]
+    def _fetch(
+        self, work: PhaseCost, made: Placement, fetched: Mapping[int, int], mixes: bool
+    ) -> float:
+        """Chunks come into gathered slots, each so often; returns the seconds of all ways."""
+        shard, slot = self.layout.shard, self._slot
+        slots: Counter[Tier] = Counter()
+        for chunk, times in fetched.items():
+            slots[made.param[chunk]] += times * self.layout.chunks[chunk].slots
+        seconds = self._move(work, "nvme_read", slots[Tier.DISK] * slot.param, mixes)
         elsewhere = shard.ranks > 1 and shard.params
-        seconds = 0.0
-        if home is Tier.DISK:
-            reading, _ = disk_rates(profile, mixes)
-            seconds += work.move(NVME, "nvme_read", slots * self.slot.param, reading)
         if elsewhere:
-            gather = self._sharing.all_gather(slots * self.slot.gathered)
-            seconds += work.communicate(ALL_GATHERS, [gather])
-        if home is not Tier.DEVICE:
-            shared = elsewhere and self.problem.between_devices
-            nbytes = slots * (self.slot.param if shared else self.slot.gathered)
-            seconds += work.move(H2D, "h2d", nbytes, profile.h2d_bytes_per_s)
-        return seconds
+            nbytes = sum(slots.values()) * slot.gathered
+            seconds += self._gather(work, nbytes, sum(fetched.values()))
+        crossing = slot.param if elsewhere and self._between_devices else slot.gathered
+        return seconds + self._move(work, "h2d", (slots[Tier.HOST] + slots[Tier.DISK]) * crossing)
 
-    def _gradient(
-        self, work: PhaseCost, made: Placement, chunk: int, adds: bool
-    ) -> tuple[float, float]:
-        """The chunk's gradient goes home; returns seconds of its means, and of the rest of its way.
-
-        `adds`: to what is there.
-        """
-        profile, home, slots = self.problem.profile, made.grad[chunk], self.slots[chunk]
-        means = self._means(slots) if self.problem.layout.shard.grads else []
-        means_s, seconds = work.communicate(MEANS, means), 0.0
-        if home is not Tier.DEVICE:
-            nbytes = self.numel[chunk] * self.problem.dtypes.param_bytes
-            if means and self.problem.between_devices:  # the mean of this rank's shard alone
-                nbytes = slots * self.slot.grad
-            seconds += work.move(D2H, "d2h", nbytes, profile.d2h_bytes_per_s)
-        if home is Tier.DISK:
-            reading, writing = disk_rates(profile, True)
-            seconds += work.move(NVME, "nvme_written", slots * self.slot.grad, writing)
-            if adds:
-                seconds += work.move(NVME, "nvme_read", slots * self.slot.grad, reading)
-        return means_s, seconds
-
-    def _means(self, slots: int) -> list[CollectiveCost]:
-        """The mean of a chunk's gradients: of the ranks that share it, then of the replicas, of
-        which each sends every other its part, and then the part of which it made the mean."""
-        shard, bucket = self.problem.layout.shard, slots * self.slot.bucket
-        made = [self._sharing.all_to_all(bucket)] if shard.ranks > 1 else []
-        if shard.replicas > 1:
-            mine = bucket / shard.ranks
-            made += [self._replicas.all_to_all(mine), self._replicas.all_gather(mine)]
-        return made
+    def _gradients(self, work: PhaseCost, made: Placement) -> float:
+        """Gradients of all micro-batches go home; returns the seconds that compute waits."""
+        count, shard, slot = self.micro_batches, self.layout.shard, self._slot
+        means_s = self._average(work, count) if shard.grads else 0.0
+        on_disk = self._slots(made.grad, Tier.DISK) * slot.grad
+        if shard.grads and shard.ranks * shard.replicas > 1 and self._between_devices:
+            down = self._slots(made.grad, Tier.HOST, Tier.DISK) * slot.grad  # means of shards alone
+        else:
+            away = [c for c in self._trained if made.grad[c.id] is not Tier.DEVICE]
+            down = sum(s.param.numel for c in away for s in c.slices) * self.dtypes.param_bytes
+        ways_s = self._move(work, "d2h", count * down)
+        ways_s += self._move(work, "nvme_written", count * on_disk, mixes=True)
+        ways_s += self._move(work, "nvme_read", (count - 1) * on_disk, mixes=True)  # to add to
+        chunks = count * len(self._trained)
+        # While these are averaged there is no bucket for another.
+        crowded = sum(c.slots for c in self._trained if 2 * c.slots > made.bucket_slots)
+        waited_s = means_s * crowded / sum(c.slots for c in self._trained)
+        return waited_s + (means_s - waited_s + ways_s) / chunks
 
     def _update(self, made: Placement) -> PhaseCost:
         """The update, and what ranks do around it."""
-        problem, profile, slot = self.problem, self.problem.profile, self.slot
-        per_element = problem.dtypes.update_bytes / problem.layout.shard.ranks
-        dtype = problem.dtypes.compute
-        numel = sum(self.numel[c] for c in self.trained)
-        on_device = sum(self.numel[c] for c in self.trained if made.optim_state[c] is Tier.DEVICE)
+        profile, slot, dtype = self.profile, self._slot, self.dtypes.compute
+        per_element = self.dtypes.update_bytes / self.layout.shard.ranks
+        numel: Counter[bool] = Counter()  # by whether it is updated on DEVICE
+        for chunk in self._trained:
+            on_device = made.optim_state[chunk.id] is Tier.DEVICE
+            numel[on_device] += sum(s.param.numel for s in chunk.slices)
         host_s = device_s = 0.0
-        if numel > on_device:
-            host_s = (numel - on_device) * per_element / profile.rate("update_bytes_per_s", dtype)
-        if on_device:
-            device_s = on_device * per_element / profile.rate("device_update_bytes_per_s", dtype)
-
-        def slots(homes: Sequence[Tier | None]) -> int:
-            return sum(self.slots[c] for c in self.trained if homes[c] is Tier.DISK)
-
-        optim_states, params, grads = slots(made.optim_state), slots(made.param), slots(made.grad)
-        cached, kept = self._kept(made)
-        missed = (cached - kept) / cached if cached else 0.0
-        if problem.overlap is OverlapUpdates.BACKWARD:
+        if numel[False]:
+            host_s = numel[False] * per_element / profile.rate("update_bytes_per_s", dtype)
+        if numel[True]:
+            device_s = numel[True] * per_element / profile.rate("device_update_bytes_per_s", dtype)
+        optim_states, params, grads = (
+            self._slots(homes, Tier.DISK) for homes in (made.optim_state, made.param, made.grad)
+        )
+        pairs = {c.id: (made.optim_state[c.id], made.param[c.id]) for c in self._trained}
+        streamed = sum(c.slots for c in self._trained if Tier.DISK in pairs[c.id])
+        missed = max(0, streamed - made.buffers)  # tiles that no buffer has kept
+        if self.overlap.repeats:
+            missed = min(streamed, missed + min(STREAMING_BUFFERS, missed))
+        share = missed / streamed if streamed else 0.0
+        if self.overlap is OverlapUpdates.BACKWARD:
             grads = 0  # gradients are used where they arrive
-        read = round((optim_states * slot.optim_state + params * slot.param) * missed)
+        read = round((optim_states * slot.optim_state + params * slot.param) * share)
         read += grads * slot.grad
-        written = round(optim_states * slot.optim_state * missed) + params * slot.param
-        if problem.overlap.in_backward:
-            both = zip(made.optim_state, made.param, strict=True)
-            old = {c for c, homes in enumerate(both) if homes == (Tier.DISK, Tier.HOST)}
-            written += round(sum(self.slots[c] for c in old) * slot.param * missed)
-        nvme_s = _nvme_seconds(profile, read, written)
-        seconds = max(host_s, nvme_s)
+        written = round(optim_states * slot.optim_state * share) + params * slot.param
+        if self.overlap.in_backward:
+            old = (c.slots for c in self._trained if pairs[c.id] == (Tier.DISK, Tier.HOST))
+            written += round(sum(old) * slot.param * share)
+        work, nvme_s, both = PhaseCost("update"), 0.0, min(read, written)
+        for way, nbytes in (("nvme_read", read), ("nvme_written", written)):
+            nvme_s += self._move(work, way, both, mixes=True)
+            nvme_s += self._move(work, way, nbytes - both)
         # Beside forward and backward the CPU takes twice as long, which few buffers do not hide.
-        alone_s = 2 * host_s if problem.overlap.repeats else host_s
-        if made.buffers == 1:
-            seconds = alone_s + nvme_s
-        elif made.buffers == 2:
-            seconds += min(alone_s, nvme_s) / 2
+        alone_s = 2 * host_s if self.overlap.repeats else host_s
+        seconds = max(alone_s if made.buffers == 1 else host_s, nvme_s)
+        seconds += _EXPOSED.get(made.buffers, 0.0) * min(alone_s, nvme_s)
         if read:
             # At the ends one waits for the other: for the first gradient, or the first free buffer,
             # and for the last read.
-            tiles = math.ceil(max(cached - kept, grads))
-            seconds += nvme_s * read / (read + written) / max(1, tiles)
-        work = PhaseCost("update")
-        work.seconds = self._communicate_at_end(work, made)
-        work.seconds += max(min(seconds, alone_s + nvme_s), device_s)
-        work.busy_s.update({CPU_UPDATE: host_s, NVME: nvme_s, DEVICE_UPDATE: device_s})
-        work.traffic.update(nvme_read=read, nvme_written=written)
+            seconds += nvme_s * read / (read + written) / max(1, missed, grads)
+        work.busy_s[CPU_UPDATE], work.busy_s[DEVICE_UPDATE] = host_s, device_s
+        work.seconds = max(min(seconds, alone_s + nvme_s), device_s)
+        work.seconds += self._communicate_at_end(work, made)
         return work
 
-    def _kept(self, made: Placement) -> tuple[int, int]:
-        """Tiles whose updates take a buffer, and how many of them stay there for the next step."""
-        homes = zip(made.optim_state, made.param, strict=True)
-        in_file = [c for c, tiers in enumerate(homes) if Tier.DISK in tiers]
-        cached = sum(self.slots[c] for c in in_file if made.optim_state[c] is not None)
-        lacking = max(0, cached - made.buffers)
-        if self.problem.overlap.repeats:
-            lacking = min(cached, lacking + min(STREAMING_BUFFERS, lacking))
-        return cached, cached - lacking
-
-    def _together(
-        self, phases: Sequence[PhaseCost], update: PhaseCost, made: Placement
-    ) -> PhaseCost:
+    def _together(self, phases: Sequence[PhaseCost], update: PhaseCost) -> PhaseCost:
         """Phases and the updates that go on in them: the busiest resource of all says how long.
 
         If the CPU computes, its updates take its time. Those of the chunk that backward comes to
-        last, and forward first, go on alone. If there is a choice, gradients that have a home in
-        RAM are those that wait for forward, the others hold slots that backward needs.
+        last, and forward first, go on alone.
         """
         both = reduce(PhaseCost.plus, [*phases, update])
         busiest_s = max(both.busy_s.values())
-        if not self.problem.profile.separate:
+        if not self.profile.separate:
             busiest_s = max(busiest_s, both.busy_s[COMPUTE] + both.busy_s[CPU_UPDATE])
-        trained = sum(self.numel[c] for c in self.trained)
-        first = next((self.numel[c] for c in self.order if c in self.trained), 0)
-        alone_s = sum(each.seconds for each in phases)
-        alone_s += max(update.busy_s[CPU_UPDATE], update.busy_s[NVME]) * first / max(1, trained)
-        if len(phases) > 1:
-            early = sum(self.slots[c] for c in self.trained if made.grad[c] is Tier.DISK)
-            share = early / max(1, sum(self.slots[c] for c in self.trained))
-            alone_s += max(0.0, share * update.seconds - phases[-1].seconds)
-        *names, last = [each.name for each in (*phases, update)]
-        both.name = f"{', '.join(names)} and {last}"
+        slots = {chunk.id: chunk.slots for chunk in self._trained}
+        first = next((slots[chunk] for chunk in self.order if chunk in slots), 0)
+        share = first / max(1, sum(slots.values()))
+        alone_s = max(update.busy_s[CPU_UPDATE], update.busy_s[NVME]) * share
+        alone_s += sum(each.seconds for each in phases)
+        both.name = f"{', '.join(each.name for each in phases)} and {update.name}"
         both.seconds = max(alone_s, update.seconds, busiest_s)
         return both
 
@@ -432,39 +423,21 @@ class CostModel:
         They agree on the step, and average gradients (stage 1) and gather parameters (stages 1 and
         2) that they have whole. Between devices what is at home in RAM crosses the link for that.
         """
-        problem, shard, profile = self.problem, self.problem.layout.shard, self.problem.profile
-        total_s = 0.0 if problem.network is None else problem.network.agreement_s()
-        for chunk in self.trained:
-            slots, up, down = self.slots[chunk], 0, 0
-            means = [] if shard.grads else self._means(slots)
-            total_s += work.communicate(MEANS, means)
-            if means and made.grad[chunk] is not Tier.DEVICE:
-                up, down = slots * self.slot.bucket, slots * self.slot.bucket // shard.ranks
-            if shard.ranks > 1 and not shard.params:
-                whole = slots * self.slot.gathered
-                total_s += work.communicate(ALL_GATHERS, [self._sharing.all_gather(whole)])
-                if made.param[chunk] is not Tier.DEVICE:
-                    up += whole // shard.ranks
-                    down += whole - whole // shard.ranks
-            if problem.between_devices:
-                total_s += work.move(H2D, "h2d", up, profile.h2d_bytes_per_s)
-                total_s += work.move(D2H, "d2h", down, profile.d2h_bytes_per_s)
+        shard, slot, up, down = self.layout.shard, self._slot, 0, 0
+        total_s = 0.0 if self.network is None else self.network.agreement_s()
+        if not shard.grads:
+            total_s += self._average(work, 1)
+            if shard.ranks * shard.replicas > 1:
+                up = self._slots(made.grad, Tier.HOST, Tier.DISK) * slot.bucket
+                down = up // shard.ranks
+        if shard.ranks > 1 and not shard.params:
+            whole = sum(c.slots for c in self._trained) * slot.gathered
+            total_s += self._gather(work, whole, len(self._trained))
+            in_ram = self._slots(made.param, Tier.HOST, Tier.DISK) * slot.gathered
+            up, down = up + in_ram // shard.ranks, down + in_ram - in_ram // shard.ranks
+        if self._between_devices:
+            total_s += self._move(work, "h2d", up) + self._move(work, "d2h", down)
         return total_s
-
-
-def disk_rates(profile: Rates, both: bool) -> tuple[float, float]:
-    """Of reads and of writes; without a disk nothing is ever divided by them."""
-    if both and profile.nvme_mixed_bytes_per_s:
-        return profile.nvme_mixed_bytes_per_s, profile.nvme_mixed_bytes_per_s
-    return profile.nvme_read_bytes_per_s or 1.0, profile.nvme_write_bytes_per_s or 1.0
-
-
-def _nvme_seconds(profile: Rates, read: int, written: int) -> float:
-    """As much of both as there is goes at the mixed rate, the rest alone."""
-    reading, writing = disk_rates(profile, False)
-    mixed, _ = disk_rates(profile, True)
-    both = min(read, written)
-    return 2 * both / mixed + (read - both) / reading + (written - both) / writing
 
 
 @dataclass(frozen=True)
@@ -474,11 +447,6 @@ class Plan:
     group: ChunkGroupPlan
     problem: Problem
     cost: StepCost
-
-    @property
-    def placement(self) -> Placement:
-        """Where the chunk group's state is."""
-        return self.group.placement
 
 
 def predict(
@@ -519,7 +487,7 @@ def predict(
         problem = Problem(
             own, work.micro_batches, layout, dtypes, rates, prefetch, overlap, network
         )
-        plans.append(Plan(group, problem, CostModel(problem).cost(group.placement)))
+        plans.append(Plan(group, problem, problem.cost(group.placement)))
     return plans
 
 

@@ -20,15 +20,15 @@ from hetero.reporting.palette import (
     INK,
     KIND_COLOURS,
     LINK_LINES,
-    LINK_WORDS,
     PHASE_COLOURS,
     QUIET,
     REST_COLOUR,
-    TIER_PLACES,
 )
 from hetero.reporting.run_record import (
+    LINK_WORDS,
     PARTS,
     REST,
+    TIER_PLACES,
     MemoryKind,
     RunRecord,
     StepPoint,
@@ -189,51 +189,49 @@ def _draw_tier(record: RunRecord, tier: Tier, axes: Axes) -> Sequence[Artist]:
     shown = [shown[0]._replace(at=record.points[0].last - 0.5), *shown]
     at = [m.at for m in shown]
     plain = record.facts.plain_bytes if tier is record.facts.plain_tier else 0
-    size, unit = byte_unit(max(plain, *(m.held for m in shown)))
+    top = max(plain, *(m.held for m in shown))
+    size, unit = byte_unit(top)
     entries: list[tuple[float, Artist]] = []  # of the key, with their heights at the end
-
-    def line(heights: Sequence[float], words: str, colour: str, style: str) -> None:
-        made = axes.plot(at, heights, color=colour, linestyle=style, linewidth=1.5, label=words)[0]
-        entries.append((heights[-1], made))
-
-    def level(nbytes: int, words: str, colour: str, style: str) -> None:
-        line([nbytes / size] * len(at), f"{words}: {format_bytes(nbytes)}", colour, style)
 
     kinds = [kind for kind in MemoryKind if any(kind in m.kinds for m in shown)]
     stacked = [[m.kinds.get(kind, 0) / size for m in shown] for kind in kinds]
     axes.stackplot(at, stacked, colors=[KIND_COLOURS[kind] for kind in kinds], linewidth=0)
     base = 0.0
     for kind, heights in zip(kinds, stacked, strict=True):
-        most = max(m.kinds.get(kind, 0) for m in shown)
-        words = f"{kind.value}: {format_bytes(most)}"
+        words = f"{kind.value}: {format_bytes(max(m.kinds.get(kind, 0) for m in shown))}"
         entries.append((base + heights[-1] / 2, Patch(color=KIND_COLOURS[kind], label=words)))
         base += heights[-1]
-    top = max(m.held for m in shown) / size
-    budget, limit = record.budget_bytes[tier], record.facts.process_bytes
-    if tier is Tier.HOST:
-        rss, peak = [m.beside / size for m in shown], record.peak_rss_bytes
-        if max(rss) <= _FAR * max(top, (budget or 0) / size, plain / size):
-            line(rss, f"whole process (RSS): at most {format_bytes(peak)}", QUIET, "-")
-            top = max(top, *rss, peak / size)
-        if limit is not None and limit / size <= _FAR * top:
-            level(limit, "process_memory", QUIET, "-.")
-            top = max(top, limit / size)
-    elif any(m.beside for m in shown):
-        most = max(m.held + m.beside for m in shown)
-        whole = [(m.held + m.beside) / size for m in shown]
-        line(whole, f"with torch's own: at most {format_bytes(most)}", QUIET, "-")
-        top = max(top, *whole)
-    if budget is not None and budget / size <= _FAR * top:
-        # It moves with homes, where the whole process has a budget.
-        heights = [math.nan if m.budget is None else m.budget / size for m in shown]
-        line([*heights[:-1], budget / size], f"budget: {format_bytes(budget)}", INK, "--")
-        axes.lines[-1].set_drawstyle("steps-post")
-        top = max([top, *(height for height in heights if not math.isnan(height))])
+
+    lines: list[tuple[list[float], str, str, str]] = []  # of bytes, with words, colour and style
+
+    def level(nbytes: int, words: str, colour: str, style: str) -> None:
+        lines.append(([nbytes] * len(at), f"{words}: {format_bytes(nbytes)}", colour, style))
+
     if plain:
         level(plain, "plain PyTorch's model state", INK, ":")
-        top = max(top, plain / size)
+    if (budget := record.budget_bytes[tier]) is not None:
+        # It moves with homes, where the whole process has a budget.
+        moved = [math.nan if m.budget is None else m.budget for m in shown[:-1]]
+        lines.append(([*moved, budget], f"budget: {format_bytes(budget)}", INK, "--"))
+    if tier is Tier.HOST:
+        words = f"whole process (RSS): at most {format_bytes(record.peak_rss_bytes)}"
+        lines.append(([m.beside for m in shown], words, QUIET, "-"))
+        if record.facts.process_bytes is not None:
+            level(record.facts.process_bytes, "process_memory", QUIET, "-.")
+    elif any(m.beside for m in shown):
+        whole: list[float] = [m.held + m.beside for m in shown]
+        lines.append((whole, f"with torch's own: at most {format_bytes(max(whole))}", QUIET, "-"))
+    for nbytes, words, colour, style in lines:
+        most = max(n for n in nbytes if not math.isnan(n))
+        if most <= _FAR * top:
+            top = max(top, int(most))
+            made = axes.plot(at, [n / size for n in nbytes], color=colour, linestyle=style)[0]
+            made.set(
+                label=words, linewidth=1.5, drawstyle=("steps-post" if style == "--" else "default")
+            )
+            entries.append((nbytes[-1] / size, made))
     axes.set_ylabel(f"held ({unit})")
-    axes.set_ylim(0, 1.08 * top)
+    axes.set_ylim(0, 1.08 * top / size)
     return [handle for _, handle in sorted(entries, key=lambda e: e[0], reverse=True)]
 
 

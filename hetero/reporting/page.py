@@ -11,12 +11,10 @@ from matplotlib.figure import Figure
 
 from hetero.reporting.charts import draw_run
 from hetero.reporting.drawing import as_svg, styled
-from hetero.reporting.palette import FAINT, GROUND, INK, QUIET, TIER_PLACES
-from hetero.reporting.run_record import RunRecord
-from hetero.reporting.table import rows
+from hetero.reporting.palette import FAINT, GROUND, INK, QUIET
+from hetero.reporting.run_record import TIER_PLACES, RunRecord, rows
 from hetero.reporting.timeline_chart import hidden_finding, make_figure
 from offload.memory.sizes import format_bytes
-from offload.memory.tiers import Tier
 from offload.timeline import Timeline
 
 _WIDTH, _LANE_HEIGHT = 9.0, 0.42  # inches of a timeline, and of a row of it
@@ -48,7 +46,6 @@ def make_page(record: RunRecord) -> str:
 def _body(record: RunRecord) -> Iterator[str]:
     title, summary = html.escape(record.facts.title), html.escape(_summary(record))
     yield f"<header>\n<h1>{title}</h1>\n<p>{summary}</p>\n</header>"
-    yield f'<div class="cards">{"".join(_cards(record))}</div>'
     escaped = [(html.escape(label), html.escape(value)) for label, value in rows(record)]
     lines = "".join(f'<tr><th scope="row">{label}</th><td>{v}</td></tr>' for label, v in escaped)
     yield f'<table id="facts"><tbody>{lines}</tbody></table>'
@@ -77,47 +74,17 @@ def _body(record: RunRecord) -> Iterator[str]:
     )
 
 
-def _cards(record: RunRecord) -> Iterator[str]:
-    """The figures that are seen first: memory by tier, then speed and loss."""
-
-    def card(label: str, value: str, beside: str, share: float | None = None) -> str:
-        """`beside` says what to compare the value with; `share`: how much of a budget it is."""
-        bar = ""
-        if share is not None:
-            bar = f'<div class="bar"><i style="width:{min(1.0, share):.1%}"></i></div>'
-        return (
-            f'<div class="card"><span>{html.escape(label)}</span><b>{html.escape(value)}</b>'
-            f"<span>{html.escape(beside)}</span>{bar}</div>"
-        )
-
-    for tier in record.used_tiers:
-        peak, budget = record.peak_bytes[tier], record.largest_budget(tier)
-        share = peak / budget if budget else None
-        label = f"Model state {TIER_PLACES[tier]}"
-        yield card(label, format_bytes(peak), record.limit_words(tier), share)
-    peak, process = record.peak_rss_bytes, record.facts.process_bytes
-    limit = f"of {format_bytes(process)}" if process else "RAM, no limit"
-    share = peak / process if process else None
-    yield card("Whole process (RSS)", format_bytes(peak), limit, share)
-    rate, unit = record.speed
-    yield card("Speed", rate, f"{unit} per second, {record.step_s:.3g} s per step")
-    losses = [point.loss for point in record.points if point.loss is not None]
-    if losses:
-        yield card("Loss, last step", f"{losses[-1]:.4g}", record.loss_words)
-
-
 def _summary(record: RunRecord) -> str:
     """The page in one sentence."""
     facts = record.facts
     held = ", ".join(
         f"{format_bytes(record.peak_bytes[tier])} {TIER_PLACES[tier]}" for tier in record.used_tiers
     )
-    has_budget = any(record.largest_budget(tier) is not None for tier in Tier)
-    within = "within its budgets" if has_budget else "without a budget"
-    kept = "a budget was passed" if record.passed_budgets else within
+    rate, unit = record.speed
     return (
-        f"Model state took at most {held}, {kept}; plain PyTorch would hold"
+        f"Model state took at most {held}; plain PyTorch would hold"
         f" {format_bytes(facts.plain_bytes)} of it {TIER_PLACES[facts.plain_tier]}."
+        f" {rate} {unit} per second."
     )
 
 
@@ -161,12 +128,6 @@ body {
 h1 { font-size: 26px; line-height: 1.25; margin: 0 0 4px; }
 h2 { font-size: 18px; line-height: 1.35; margin: 0 0 4px; break-after: avoid; }
 .quiet, figcaption { color: QUIET; font-size: 13.5px; }
-.cards { display: flex; flex-wrap: wrap; gap: 14px; margin: 20px 0; }
-.card { flex: 1 1 170px; border: 1px solid FAINT; border-radius: 6px; padding: 12px 16px; }
-.card b { display: block; font-size: 24px; line-height: 1.3; white-space: nowrap; }
-.card span { display: block; font-size: 13.5px; }
-.bar { height: 8px; border: 1px solid QUIET; border-radius: 2px; margin-top: 8px; }
-.bar i { display: block; height: 100%; background: QUIET; print-color-adjust: exact; }
 table { border-collapse: collapse; width: 100%; font-size: 14px; }
 td, th { padding: 5px 12px 5px 0; border-bottom: 1px solid FAINT; vertical-align: top;
   text-align: left; overflow-wrap: anywhere; }
@@ -183,10 +144,9 @@ figure svg { display: block; width: 100%; height: auto; }
 @page { size: A4; margin: 14mm; }
 @media print {
   body { max-width: none; padding: 0; font-size: 10pt; }
-  .card b { font-size: 15pt; }
-  .card span, .quiet, figcaption, table { font-size: 9pt; }
+  .quiet, figcaption, table { font-size: 9pt; }
   td, th { padding: 2px 12px 2px 0; }
-  figure, .card, tr { break-inside: avoid; }
+  figure, tr { break-inside: avoid; }
 }
 """.replace("GROUND", GROUND)
     .replace("INK", INK)

@@ -1,4 +1,4 @@
-"""Colours and words of all pictures: of runs, of plans, of benchmarks and of the documents.
+"""Colours of all pictures: of runs, of plans, of benchmarks and of the documents.
 
 A hue means a kind of state, a violet or yellow a phase of a step, a grey a tier or the link to it.
 Colours that one picture shows together can be told apart by people who see fewer colours:
@@ -26,8 +26,6 @@ PHASE_COLOURS = {"forward": "#BB8FEF", "backward": "#553B7A", "optimizer": "#F9D
 REST_COLOUR = FAINT
 
 TIER_COLOURS = {Tier.DEVICE: "#C4C4C4", Tier.HOST: "#8C8C8C", Tier.DISK: "#4A4A4A"}
-TIER_WORDS = {Tier.DEVICE: "device", Tier.HOST: "RAM", Tier.DISK: "NVMe"}
-TIER_PLACES = {Tier.DEVICE: "on the device", Tier.HOST: "in RAM", Tier.DISK: "on NVMe"}
 
 # Colour and line of a link: the grey is that of the far tier, and dashes go away from compute.
 LINK_LINES = {
@@ -37,14 +35,6 @@ LINK_LINES = {
     "d2h": (TIER_COLOURS[Tier.HOST], "--"),
     "sent": (TIER_COLOURS[Tier.HOST], "--"),
     "received": (TIER_COLOURS[Tier.HOST], "-"),
-}
-LINK_WORDS = {
-    "disk_read": "NVMe read",
-    "disk_write": "NVMe written",
-    "h2d": "to the device",
-    "d2h": "from the device",
-    "sent": "sent to other ranks",
-    "received": "received from other ranks",
 }
 # Lanes of a timeline; the training loop's has the phases.
 LANE_COLOURS = {

@@ -209,14 +209,8 @@ def _by_tier(by_name: Mapping[str, _Bytes]) -> dict[Tier, _Bytes]:
     return {tier: by_name[tier.value] for tier in Tier}
 
 
-def facts_of(
-    engine: Engine,
-    title: str,
-    rows: tuple[tuple[str, str], ...] = (),
-    losses_are_means: bool = False,
-    chance_loss: float | None = None,
-) -> RunFacts:
-    """What an engine says of its model; the other arguments are as RunFacts has them."""
+def facts_of(engine: Engine, title: str) -> RunFacts:
+    """What an engine says of its model."""
     plain = params = 0
     frozen_bytes = 4 if engine.config.dtypes.compute == "fp32" else 2
     for group in engine.chunk_groups:
@@ -233,9 +227,6 @@ def facts_of(
         dtype=engine.config.dtypes.compute,
         policy=engine.config.placement_policy,
         ranks=engine.world.size,
-        rows=rows,
-        losses_are_means=losses_are_means,
-        chance_loss=chance_loss,
         process_bytes=engine.config.process_bytes(engine.world.local_ranks),
     )
 

@@ -105,45 +105,48 @@ class Report:
 
 
 class StepsRecording:
-    """Records timelines of a few steps: early, and again when the run has become much longer."""
+    """Records timelines of a few steps: early, and again when the run has become much longer.
 
-    def __init__(self, engine: Engine) -> None:
+    Attributes:
+        timeline: the last one that is whole; None before.
+    """
+
+    def __init__(self, engine: Engine, first: int | None = _FIRST) -> None:
+        """`first`: the number of the first step that is recorded, from 1; None: none is."""
+        self.timeline: Timeline | None = None
         self._engine = engine
-        self._next = _FIRST
+        self._next = first
         self._stack = ExitStack()
         self._recording: Recording | None = None
         self._ends_s: list[float] = []  # of the steps that are recorded
-        self.timeline: Timeline | None = None  # the last that is whole
+        self._begin_before(1)
 
     def end_step(self, made: int) -> None:
         """So many steps were made."""
         if self._recording is not None:
-            self._end_recorded_step()
-        if made + 1 == self._next and self._recording is None:
-            self._next *= _TIMES
-            try:
-                self._recording = self._stack.enter_context(record())
-            except RuntimeError:  # somebody else's goes on
-                return
-            self._engine.ledger.sample()
+            self._ends_s.append(time.perf_counter())
+            if len(self._ends_s) > SHOWN_STEPS:
+                self.close()
+        self._begin_before(made + 1)
 
-    def _end_recorded_step(self) -> None:
-        self._ends_s.append(time.perf_counter())
-        if len(self._ends_s) > SHOWN_STEPS:
-            self._stop()
+    def _begin_before(self, step: int) -> None:
+        if step != self._next or self._recording is not None:
+            return
+        self._next = step * _TIMES
+        try:
+            self._recording = self._stack.enter_context(record())
+        except RuntimeError:  # somebody else's goes on
+            return
+        self._engine.ledger.sample()
 
-    def _stop(self) -> None:
+    def close(self) -> None:
+        """Ends a recording that goes on, which becomes the timeline; idempotent."""
         recording, self._recording = self._recording, None
         self._stack.close()
         ends_s, self._ends_s = self._ends_s[:SHOWN_STEPS], []
         if recording is not None and ends_s:
             whole = recording.timeline
             self.timeline = whole.between(whole.begin_s, ends_s[-1])
-
-    def close(self) -> None:
-        """Ends a recording that goes on; what it has is shown if there is nothing else."""
-        if self._recording is not None:
-            self._stop()
 
 
 def report(

@@ -13,7 +13,7 @@ import enum
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from offload.memory.sizes import format_bytes
@@ -22,6 +22,16 @@ from offload.timeline import Timeline
 
 LINKS = ("h2d", "d2h", "disk_read", "disk_write", "sent", "received")  # the last two: other ranks
 PARTS = ("forward", "backward", "optimizer")
+TIER_WORDS = {Tier.DEVICE: "device", Tier.HOST: "RAM", Tier.DISK: "NVMe"}
+TIER_PLACES = {Tier.DEVICE: "on the device", Tier.HOST: "in RAM", Tier.DISK: "on NVMe"}
+LINK_WORDS = {
+    "disk_read": "NVMe read",
+    "disk_write": "NVMe written",
+    "h2d": "to the device",
+    "d2h": "from the device",
+    "sent": "sent to other ranks",
+    "received": "received from other ranks",
+}
 REST = "rest"  # of a step: data, the scheduler, what the loop logs and saves
 
 
@@ -221,6 +231,11 @@ class RunFacts:
         losses_are_means: over all ranks; else they are the first one's.
         process_bytes: limit of the whole process; None: it has none.
         chance_loss: of guessing, in the unit of the losses; None: unknown.
+        budget_bytes: by the name of a tier, at the beginning; None: no limit.
+        notes: fallbacks worth knowing.
+
+    The others are of the commands' trainings: `engine` is that of disk transfers, None when nothing
+    is on disk; `tokens_per_step` are those of all ranks; `nvme_path` may be several with commas.
     """
 
     title: str
@@ -236,6 +251,15 @@ class RunFacts:
     chance_loss: float | None = None
     planned_steps: int | None = None
     trained_params: int | None = None
+    budget_bytes: Mapping[str, int | None] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    threads: int = 0
+    engine: str | None = None
+    isa: str = ""
+    tokens_per_step: int = 0
+    data: str = ""
+    nvme_path: str | None = None
+    run_dir: str = ""
 
 
 def _no_budgets() -> dict[Tier, int | None]:
@@ -254,9 +278,17 @@ class RunRecord:
         changes: of homes: after which step, and why.
         predicted: figures() of a step, and by what; None: nothing says how fast anything is.
         timeline: of a step or two near the end; None: none was recorded.
-        status: how the run ended, in a few words.
+        status: how the run ended, in a few words; of the commands' trainings "finished",
+            "interrupted", "terminated" or "failed".
         error: what ended it early; None: nothing did.
         notes: what is worth knowing beside.
+        every_step: all of them, without samples of memory; of the commands' trainings, as is what
+            follows.
+        peak_rss_by_rank_bytes: of all ranks of a run that finished. Other bytes are this rank's.
+        checkpoint, model_folder: the last one that was saved, and that of the trained weights.
+        eval_losses: after which step, and the loss.
+        failure: what raised `error`.
+        timeline_paths: picture and trace.
     """
 
     facts: RunFacts
@@ -272,6 +304,17 @@ class RunRecord:
     error: str | None = None
     notes: tuple[str, ...] = ()
     largest_budget_bytes: Mapping[Tier, int | None] = field(default_factory=dict)
+    every_step: list[StepPoint] = field(default_factory=list)
+    peak_rss_by_rank_bytes: list[int] = field(default_factory=list)
+    checkpoint: str | None = None
+    model_folder: str | None = None
+    eval_losses: list[tuple[int, float]] = field(default_factory=list)
+    failure: Exception | None = None
+    timeline_paths: list[str] = field(default_factory=list)
+
+    def add(self, step: StepPoint) -> None:
+        """Takes the next step; its samples of memory are in `points`, as far as they are kept."""
+        self.every_step.append(replace(step, samples=()))
 
     def largest_budget(self, tier: Tier) -> int | None:
         """What the tier's peak is compared with; None: there was no budget, or not always."""
@@ -367,3 +410,146 @@ class RunRecord:
     def used_tiers(self) -> list[Tier]:
         """Those that held anything."""
         return [tier for tier in Tier if self.peak_bytes[tier]]
+
+    @property
+    def bytes_per_step(self) -> dict[str, int]:
+        """Mean traffic of the steady steps."""
+        return {link: round(self.mean(link)) for link in LINKS}
+
+    @property
+    def total_bytes(self) -> dict[str, int]:
+        """What all steps moved."""
+        return {link: sum(step.traffic_bytes[link] for step in self.every_step) for link in LINKS}
+
+    @property
+    def placement_words(self) -> str:
+        """Where each kind of state is at the end, in bytes; "" if that is not known."""
+        parts = []
+        for kind in (MemoryKind.PARAM, MemoryKind.GRAD, MemoryKind.OPTIM_STATE):
+            places = [
+                f"{format_bytes(kinds[kind.name])} {TIER_PLACES[tier]}"
+                for tier, kinds in self.homes.items()
+                if kinds[kind.name]
+            ]
+            if places:
+                parts.append(f"{kind.value} {' and '.join(places)}")
+        return "; ".join(parts)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The object that `--json` prints and summary.json holds."""
+        facts, steps, moved = self.facts, self.every_step, self.bytes_per_step
+        names = (
+            *("params", "dtype", "policy", "threads", "engine", "isa", "budget_bytes", "data"),
+            *("nvme_path", "run_dir", "ranks", "trained_params", "process_bytes"),
+        )
+        return {
+            "model": facts.title,
+            "state_bytes": facts.plain_bytes,
+            **{name: getattr(facts, name) for name in names},
+            "status": self.status,
+            "checkpoint": self.checkpoint,
+            "model_folder": self.model_folder,
+            "error": self.error,
+            "steps": len(steps),
+            "losses": [step.loss for step in steps],
+            "eval_losses": [list(each) for each in self.eval_losses],
+            "grad_norms": [step.grad_norm for step in steps],
+            "step_s": [step.seconds for step in steps],
+            **{f"{part}_s": [step.parts_s[part] for step in steps] for part in PARTS},
+            "tokens_per_s": self.tokens_per_s or 0.0,
+            "peak_managed_bytes": {tier.value: self.peak_bytes[tier] for tier in Tier},
+            "peak_rss_bytes": self.peak_rss_bytes,
+            "peak_rss_by_rank_bytes": self.peak_rss_by_rank_bytes or [self.peak_rss_bytes],
+            "bytes_per_step": moved,
+            "sent_bytes_per_step": moved["sent"],
+            "received_bytes_per_step": moved["received"],
+            **{
+                f"{name}_per_step": self.mean(name)
+                for name in ("gather_wait_s", "update_s", "update_wait_s")
+            },
+            "total_bytes": self.total_bytes,
+            "placement": self.placement_words or None,
+            "changes": [why for _, why in self.changes],
+            "predicted": self.predicted,
+            "measured_over_predicted": self.measured_over_predicted,
+            "notes": list(self.notes),
+            "timeline": self.timeline_paths,
+        }
+
+
+def rows(record: RunRecord) -> list[tuple[str, str]]:
+    """The table of a run, on its page and in the terminal: label and value of every line, in order.
+
+    The record has at least one step.
+    """
+    facts = record.facts
+    trained = "" if facts.trained_params is None else f", {facts.trained_params:,} trained"
+    params = f"{facts.params:,} parameters{trained if facts.trained_params != facts.params else ''}"
+    plain = f"{format_bytes(facts.plain_bytes)} {TIER_PLACES[facts.plain_tier]}"
+    each = f"{facts.plain_bytes / facts.params:.3g} bytes per parameter"
+    table = [
+        ("model", f"{facts.title}, {params}"),
+        ("plain PyTorch's model state", f"{plain} ({each})"),
+        ("policy, compute", f"{facts.policy}, {facts.dtype}"),
+        *facts.rows,
+    ]
+    if facts.ranks > 1:
+        table.append(("ranks", f"{facts.ranks}; bytes are of rank 0"))
+    for tier in record.used_tiers:
+        peak = f"at most {format_bytes(record.peak_bytes[tier])}, {record.limit_words(tier)}"
+        table.append((f"model state {TIER_PLACES[tier]}", peak))
+    limit = facts.process_bytes
+    of_limit = "" if limit is None else f", of process_memory {format_bytes(limit)}"
+    peak = f"at most {format_bytes(record.peak_rss_bytes)}{of_limit}"
+    planned = "" if facts.planned_steps is None else f" of {facts.planned_steps:,}"
+    error = "" if record.error is None else f": {record.error}"
+    split = ", ".join(f"{name} {seconds:.3f}" for name, seconds in record.part_s.items())
+    update_s, waited_s = record.mean("update_s"), record.mean("update_wait_s")
+    saved = f"overlap saved {max(0.0, update_s - waited_s):.3f} s per step"
+    table += [
+        ("whole process (RSS)", peak),
+        ("steps", f"{record.steps:,}{planned}, {record.status}{error}"),
+        ("step time, median", f"{record.step_s:.3f} s: {split}"),
+        ("updates", f"{update_s:.3f} s per step, {waited_s:.3f} of them waited for: {saved}"),
+    ]
+    if placed := record.placement_words:
+        table.append(("placement", placed))
+    changes = [why for _, why in record.changes]
+    table += [("placed again", why) for why in changes]
+    table += [("note", note) for note in record.notes if note not in changes]
+    if record.predicted is not None and record.predicted["step_s"]:
+        predicted_s, ratio = record.predicted["step_s"], record.measured_over_predicted
+        split = "; ".join(f"{name} {s:.3f}" for name, s in record.predicted["phases_s"].items())
+        words = f"{predicted_s:.3f} s: {split}; bound by {record.predicted['bound']}; measured is"
+        ways = [format_bytes(record.predicted[f"nvme_{way}_bytes"]) for way in ("read", "written")]
+        nvme = f"NVMe read {ways[0]} and written {ways[1]}, of model state alone"
+        table += [
+            ("predicted", f"{words} {ratio:.2f} times as much"),
+            ("predicted per step", nvme),
+        ]
+    rate, unit = record.speed
+    table.append(("speed", f"{rate} {unit} per second"))
+    if links := record.used_links():
+        moved = (f"{LINK_WORDS[link]} {format_bytes(record.mean(link))}" for link in links)
+        table.append(("moved per step", ", ".join(moved)))
+    if facts.ranks > 1:
+        waited = f"{record.mean('gather_wait_s'):.3f} s per step"
+        table.append(("waited for other ranks' parameters", waited))
+    if record.loss_words:
+        whose = " (of rank 0)" if facts.ranks > 1 and not facts.losses_are_means else ""
+        table.append(("loss", f"{record.loss_words}{whose}"))
+    if facts.ranks > 1 and record.peak_rss_by_rank_bytes:
+        rss = record.peak_rss_by_rank_bytes
+        words = f"{format_bytes(sum(rss))}, at most {format_bytes(max(rss))} each"
+        table.append(("peak RSS of all ranks", words))
+    if record.eval_losses:
+        step, best = min(record.eval_losses, key=lambda each: each[1])
+        last = f"{record.eval_losses[-1][1]:.3f} at last"
+        table.append(("evaluation loss", f"{best:.3f} at best, after step {step}, {last}"))
+    left = {
+        "report": facts.run_dir and f"{facts.run_dir}/report.html, for a browser",
+        "checkpoint": record.checkpoint,
+        "trained weights": record.model_folder,
+        "timeline": ", ".join(record.timeline_paths),
+    }
+    return table + [(label, path) for label, path in left.items() if path]

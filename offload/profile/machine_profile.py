@@ -15,6 +15,7 @@ FORMAT = 2
 _TEXTS = ("name", "date", "source")
 _COUNTS = ("devices", "threads")
 _TABLES = ("update_bytes_per_s", "device_update_bytes_per_s", "matmul_flop_per_s")
+_OF_A_DISK = ("nvme_read_bytes_per_s", "nvme_write_bytes_per_s", "nvme_mixed_bytes_per_s")
 # What ranks share only if they share a device.
 _OF_A_DEVICE = (
     *("h2d_bytes_per_s", "d2h_bytes_per_s", "rank_bytes_per_s", "node_bytes_per_s"),
@@ -22,7 +23,7 @@ _OF_A_DEVICE = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Rates:
     """What predicting a step needs to know of a machine. Bytes per second; None: there is none.
 
@@ -41,13 +42,13 @@ class Rates:
 
     name: str
     dram_bytes_per_s: float
-    nvme_read_bytes_per_s: float | None
-    nvme_write_bytes_per_s: float | None
-    nvme_mixed_bytes_per_s: float | None
-    h2d_bytes_per_s: float | None
-    d2h_bytes_per_s: float | None
+    nvme_read_bytes_per_s: float | None = None
+    nvme_write_bytes_per_s: float | None = None
+    nvme_mixed_bytes_per_s: float | None = None
+    h2d_bytes_per_s: float | None = None
+    d2h_bytes_per_s: float | None = None
     update_bytes_per_s: Mapping[str, float]
-    device_update_bytes_per_s: Mapping[str, float] | None
+    device_update_bytes_per_s: Mapping[str, float] | None = None
 
     @property
     def separate(self) -> bool:
@@ -68,7 +69,7 @@ class Rates:
         return float(rates[dtype])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Profile(Rates):
     """One machine: its rates, per second, and its sizes in bytes; None: there is none.
 
@@ -80,7 +81,7 @@ class Profile(Rates):
         rank_bytes_per_s, node_bytes_per_s: what one device sends to others of its machine, and to
             other machines while all devices do.
         rank_latency_s, node_latency_s: of a message between devices of the machine, and to other
-            machines. Files need not have them.
+            machines.
         matmul_flop_per_s: FLOP/s of one device (2 per multiply-add) by dtype, at a transformer's
             shapes, forward and backward.
         host_bytes, device_bytes, nvme_bytes: sizes of RAM, of one device's memory, and of the free
@@ -91,12 +92,12 @@ class Profile(Rates):
     source: str
     devices: int
     threads: int
-    rank_bytes_per_s: float | None
-    node_bytes_per_s: float | None
+    rank_bytes_per_s: float | None = None
+    node_bytes_per_s: float | None = None
     matmul_flop_per_s: Mapping[str, float]
     host_bytes: int
-    device_bytes: int | None
-    nvme_bytes: int | None
+    device_bytes: int | None = None
+    nvme_bytes: int | None = None
     rank_latency_s: float | None = None
     node_latency_s: float | None = None
 
@@ -104,7 +105,7 @@ class Profile(Rates):
         for field in dataclasses.fields(self):
             self._check(field.name, getattr(self, field.name), "None" in str(field.type))
         for names in (
-            ("nvme_read_bytes_per_s", "nvme_write_bytes_per_s", "nvme_mixed_bytes_per_s"),
+            _OF_A_DISK,
             ("h2d_bytes_per_s", "d2h_bytes_per_s", "device_bytes", "device_update_bytes_per_s"),
         ):
             given = [name for name in names if getattr(self, name) is not None]
@@ -134,6 +135,11 @@ class Profile(Rates):
             device_bytes=device_bytes,
             device_update_bytes_per_s=self.update_bytes_per_s,
         )
+
+    def with_disk(self, factor: float) -> Profile:
+        """This machine with a disk so many times as fast, reading and writing alike."""
+        rates: Any = {name: factor * (getattr(self, name) or 0.0) for name in _OF_A_DISK}
+        return dataclasses.replace(self, **rates)
 
     def share(self, ranks: int) -> Profile:
         """What one of `ranks` on this machine has when all are busy.

@@ -12,24 +12,25 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from datetime import date
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
 
 from offload import _native
 from offload._native import Arena, Hyper, IoOp, UpdateKind
-from offload.device.cuda_backend import cuda_available
+from offload.device.cuda_backend import CudaBackend, cuda_available
+from offload.device.cuda_runtime import CudaRuntime
+from offload.device.updater import DeviceTask
 from offload.disk.directories import check_directories, total_free_bytes
 from offload.disk.scratch_file import ScratchFile, Transfers, make_io_engine
 from offload.memory.ledger import Ledger
 from offload.memory.sizes import round_up
 from offload.memory.tiers import Account
 from offload.profile.machine_profile import Profile
-from offload.profile.measure_cuda import TORCH_DTYPES, linear_products, measure_cuda
 
 if TYPE_CHECKING:
     from offload._native import DtypeName
@@ -45,6 +46,19 @@ NUMEL = 16 << 20  # of the arrays of an update: far more than caches hold
 SHAPES = ((1024, 1024, 1024), (1024, 4096, 1024))
 _TRIAL_SHAPE = (256, 256, 256)
 _MOST_PRODUCT_S = 0.5  # a larger product is not worth waiting for: the small one's rate is taken
+
+# Of a CUDA device.
+_CUDA_ROUNDS = 5
+COPY_BYTES = 64 << 20  # of one copy; several follow each other
+COPIES = 4
+CUDA_NUMEL = 64 << 20  # of an update
+# A transformer's, with as many tokens as a device is given.
+CUDA_SHAPES = ((4096, 4096, 4096), (4096, 4096, 16384))
+TORCH_DTYPES: dict[DtypeName, torch.dtype] = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+}
 
 # Of the bytes moved, those read.
 READ_SHARES = {"read": 1.0, "write": 0.0, "mixed": 0.5}
@@ -92,15 +106,9 @@ def measure_profile(
         nvme_read_bytes_per_s=nvme.get("read"),
         nvme_write_bytes_per_s=nvme.get("write"),
         nvme_mixed_bytes_per_s=nvme.get("mixed"),
-        h2d_bytes_per_s=None,
-        d2h_bytes_per_s=None,
-        rank_bytes_per_s=None,
-        node_bytes_per_s=None,
         update_bytes_per_s={dtype: rates[f"update {dtype}"] for dtype in TORCH_DTYPES},
-        device_update_bytes_per_s=None,
         matmul_flop_per_s={dtype: rates[f"matmul {dtype}"] for dtype in TORCH_DTYPES},
         host_bytes=psutil.virtual_memory().total,
-        device_bytes=None,
         nvme_bytes=nvme_bytes,
     )
     if cuda_available():
@@ -275,3 +283,110 @@ def transfer(ops: Iterable[IoOp], nbytes: int, depth: int) -> float:
     for op in flying:
         op.wait()
     return moved / (time.perf_counter() - begin)
+
+
+# CUDA devices, by the copies and the kernels that training uses
+
+
+def measure_cuda(
+    runtime: CudaRuntime | None = None,
+    *,
+    copy_bytes: int = COPY_BYTES,
+    numel: int = CUDA_NUMEL,
+    shapes: tuple[tuple[int, int, int], ...] = CUDA_SHAPES,
+    devices: int | None = None,
+) -> dict[str, Any]:
+    """Fields of a Profile: medians on torch's current device; takes a few seconds.
+
+    Takes some 2 GiB of the device's memory. Raises BudgetError if it has no room, HeteroError if
+    its kernels cannot be compiled. What is not given is for training's sizes.
+    """
+    backend = CudaBackend(runtime)
+    try:
+        h2d, d2h = _link(backend, copy_bytes)
+        return {
+            "devices": torch.cuda.device_count() if devices is None else devices,
+            "h2d_bytes_per_s": h2d,
+            "d2h_bytes_per_s": d2h,
+            "device_update_bytes_per_s": {d: _update(backend, d, numel) for d in TORCH_DTYPES},
+            "matmul_flop_per_s": {d: _products(backend, d, shapes) for d in TORCH_DTYPES},
+            "device_bytes": backend.runtime.memory()[1],
+        }
+    finally:
+        backend.close()
+
+
+def _median_s(backend: CudaBackend, run: Callable[[], object]) -> float:
+    """Seconds until the device is done with what `run` gives it."""
+    times_s = []
+    for _ in range(_CUDA_ROUNDS + 1):  # the first prepares
+        backend.runtime.synchronize_all()
+        begin_s = time.perf_counter()
+        run()
+        backend.runtime.synchronize_all()
+        times_s.append(time.perf_counter() - begin_s)
+    return statistics.median(times_s[1:])
+
+
+def _link(backend: CudaBackend, copy_bytes: int) -> tuple[float, float]:
+    """Bytes per second to the device, and from it."""
+    ledger = Ledger({})
+    with (
+        closing(backend.arena(COPIES, copy_bytes, ledger, Account.GATHERED)) as there,
+        closing(backend.host_arena(COPIES, copy_bytes, ledger, Account.PARAM)) as ram,
+    ):
+        ram.commit(0, COPIES)
+        sides = [
+            (there.view(slot, 1, torch.uint8), ram.view(slot, 1, torch.uint8))
+            for slot in range(COPIES)
+        ]
+        h2d_s = _median_s(backend, lambda: [backend.fetch(to, source) for to, source in sides])
+        d2h_s = _median_s(backend, lambda: [backend.to_ram(to, source) for source, to in sides])
+        return COPIES * copy_bytes / h2d_s, COPIES * copy_bytes / d2h_s
+
+
+def _update(backend: CudaBackend, dtype: DtypeName, numel: int) -> float:
+    """Bytes per second, as UpdateKind.bytes_moved counts them, of AdamW's update."""
+    kind = UpdateKind(dtype, dtype)
+    itemsize = TORCH_DTYPES[dtype].itemsize
+    sizes = (itemsize * numel, itemsize * numel, kind.optim_state_bytes(numel))
+    # Zeros are numbers in every dtype.
+    param, grad, optim_state = (backend.runtime.empty(size).zero_() for size in sizes)
+    task = DeviceTask(param.data_ptr(), grad.data_ptr(), optim_state.data_ptr(), [(0, numel, 0, 0)])
+    hyper = Hyper(lr=1e-4, weight_decay=0.01, decoupled=True, step=10)
+    updater = backend.updater(kind, numel)
+    seconds = _median_s(backend, lambda: updater.update([task], [hyper]))
+    return kind.bytes_moved(numel) / seconds
+
+
+def _products(
+    backend: CudaBackend, dtype: DtypeName, shapes: tuple[tuple[int, int, int], ...]
+) -> float:
+    """FLOP/s of a linear layer's three products."""
+    rates = []
+    for shape in shapes:
+        flop, run = linear_products(shape, TORCH_DTYPES[dtype], backend.device)
+        rates.append(flop / _median_s(backend, run))
+    return statistics.harmonic_mean(rates)
+
+
+def linear_products(
+    shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device
+) -> tuple[int, Callable[[], None]]:
+    """The FLOP of a linear layer's three products, of its forward and two of backward, and they.
+
+    `shape` is rows, inner dimension and columns.
+    """
+    rows, inner, columns = shape
+    generator = torch.Generator(device).manual_seed(0)
+    inputs, weight, grad = (
+        torch.randn(size, generator=generator, device=device).to(dtype)
+        for size in ((rows, inner), (columns, inner), (rows, columns))
+    )
+
+    def run() -> None:
+        inputs @ weight.t()
+        grad @ weight
+        grad.t() @ inputs
+
+    return 6 * rows * inner * columns, run

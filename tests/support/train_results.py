@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hetero.job.result import Setting, TrainResult
+from hetero.reporting.run_record import RunFacts, RunRecord
 from offload.memory.tiers import Account, Tier
 from tests.support.run_records import make_record, point, sample
 
 MIB = 1 << 20
 
 
-def make_result(steps: int, host_budget: int | None = 300 * MIB, ranks: int = 1) -> TrainResult:
-    setting = Setting(
+def make_result(steps: int, host_budget: int | None = 300 * MIB, ranks: int = 1) -> RunRecord:
+    setting = RunFacts(
         title="tiny",
         params=10_000_000,
         plain_bytes=160_000_000,
@@ -64,7 +64,7 @@ def make_result(steps: int, host_budget: int | None = 300 * MIB, ranks: int = 1)
         )
         for number in range(1, steps + 1)
     ]
-    result = TrainResult(
+    result = RunRecord(
         setting,
         points=points,
         budget_bytes=budgets,

@@ -18,19 +18,19 @@ from transformers.utils import logging
 
 from hetero.checkpoint.folder import TRAINER_STATE_NAME
 from hetero.cli.finetune.data import read_data
-from hetero.cli.finetune.options import FinetuneOptions
 from hetero.cli.finetune.pretrained import FolderModel
 from hetero.cli.finetune.trainer import FinetuneTrainer, RunCallback, make_trainer
-from hetero.cli.folders import make_writable
+from hetero.cli.options import FinetuneOptions
+from hetero.cli.outcome import make_writable
 from hetero.cli.train import run_training
 from hetero.integrations.adapters import adapter_state, merged
 from hetero.integrations.exports import export_into, moved_into
-from hetero.job.checkpoints import DATA_KEY, agreed_branch, extra_of, sigterm_calls
+from hetero.job.checkpoints import DATA_KEY, Branch, extra_of, sigterm_calls
 from hetero.job.job import build_in_budgets, complete, make_setting
 from hetero.job.loop import END_A_RUN, Observer, failing_of_the_run, note_end
 from hetero.job.ranks import Ranks
-from hetero.job.result import TrainResult
 from hetero.job.run_folder import RunFolder
+from hetero.reporting.run_record import RunRecord
 
 # What from_pretrained() would read of an earlier result, before or beside a new one of another
 # kind or number of files. Other files in the folder are not ours to remove.
@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def fine_tune(
     options: FinetuneOptions, folder: RunFolder, observer: Observer, ranks: Ranks
-) -> TrainResult:
+) -> RunRecord:
     """Fine-tunes and exports as the options say; all ranks must call it with the same ones.
 
     Returns:
@@ -88,7 +88,7 @@ def fine_tune(
 
     data = read(options.data), read(options.eval_data)
     ranks.from_first(lambda: _check_output(options))
-    branch = agreed_branch(options, folder, ranks)
+    branch = Branch.agreed(options, folder, ranks)
     path = branch.path
     per_step = options.batch_size * options.accumulate * ranks.count
     run = {"seed": options.seed, "sequences": len(data[0]), "sequences_per_step": per_step}
@@ -119,7 +119,7 @@ def _run(
     checkpoint: str | None,
     ranks: Ranks,
     observer: Observer,
-) -> TrainResult:
+) -> RunRecord:
     try:
         with sigterm_calls(callback.note_sigterm, options.save_every is not None):
             trainer.train(resume_from_checkpoint=checkpoint)

@@ -15,17 +15,17 @@ from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
 import hetero
-from hetero.cli.finetune.options import FinetuneOptions
+from hetero.cli.options import FinetuneOptions
 from hetero.integrations.trainer import HeteroTrainerMixin
 from hetero.job.checkpoints import Branch
 from hetero.job.job import BuiltModel
 from hetero.job.loop import Observer, require_number
 from hetero.job.optimization import make_optimizer
 from hetero.job.ranks import Ranks
-from hetero.job.result import Setting, TrainResult
 from hetero.job.run_folder import CHECKPOINTS_NAME, RunFolder
 from hetero.reporting.recorder import Recorder
 from hetero.reporting.report import StepsRecording
+from hetero.reporting.run_record import RunFacts, RunRecord
 
 if TYPE_CHECKING:
     _Base = transformers.Trainer
@@ -99,7 +99,7 @@ class RunCallback(TrainerCallback):
         self,
         trainer: FinetuneTrainer,
         options: FinetuneOptions,
-        begin: Callable[[hetero.Engine, int], Setting],
+        begin: Callable[[hetero.Engine, int], RunFacts],
         branch: Branch,
         folder: RunFolder,
         observer: Observer,
@@ -107,7 +107,7 @@ class RunCallback(TrainerCallback):
     ) -> None:
         """`begin` makes what is known of the run of its engine and of so many steps."""
         self.recorder: Recorder
-        self.result: TrainResult | None = None
+        self.result: RunRecord | None = None
         self.terminated = False
         self._signalled = False  # this rank
         self._trainer = trainer
@@ -125,7 +125,7 @@ class RunCallback(TrainerCallback):
         self._recording = StepsRecording(engine)
         self.recorder = Recorder(engine, notes_compute=True)
         setting = self._begin(engine, state.max_steps)
-        self.result = TrainResult(setting, notes=setting.notes)
+        self.result = RunRecord(setting, notes=setting.notes)
         self._folder.go_on_after(state.global_step)
         self._observer.begin(setting)
 

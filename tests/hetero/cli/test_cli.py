@@ -113,7 +113,7 @@ def test_json_is_one_object_and_the_run_folder_is_whole(
     assert [line["loss"] for line in lines] == summary["losses"]
     assert [line["step"] for line in lines] == [1, 2, 3]
     page = Page.of((run / "report.html").read_text())
-    assert f"{summary['losses'][-1]:.4g}" in page.text[""]
+    assert f"{summary['losses'][-1]:.4g}" in page.text["facts"]
     assert "3 of 3, finished" in page.text["facts"]
     assert {"run", "timeline"} <= set(page.ids)
     # The learning rate warms up through the scheduler and falls in the last step.

@@ -191,8 +191,6 @@ CASES: list[tuple[dict[str, Any], str, Level, str, str]] = [
     ({**NO_GPU, "driver": True}, "GPU", NOTE, "built without CUDA", "build of torch for CUDA"),
     (UNSEEN, "GPU", PROBLEM, "sees no device", "docker run --gpus all"),
     ({**UNSEEN, "hidden": True}, "GPU", NOTE, "CUDA_VISIBLE_DEVICES hides", "unset"),
-    (NO_GPU, "page-locked RAM", OK, "not needed", ""),
-    ({}, "page-locked RAM", OK, "page-locks RAM", ""),
     ({"page_locking": "no memory"}, "page-locked RAM", PROBLEM, "no memory", "ulimit -l unl"),
     (NO_GPU, "collectives", OK, "gloo", ""),
     ({}, "collectives", OK, "gloo and NCCL", ""),

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 from pathlib import Path
 
-import huggingface_hub
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
-from hetero.cli.generate import _is_here
 from hetero.cli.main import main
 from tests.support.cli_runs import draw_nothing
 
@@ -124,7 +121,10 @@ class TestFolders:
         (["--temperature", "nan"], "--temperature must be 0 or more"),
         (["--top-k", "-1"], "--top-k must be 0 or more"),
         (["nowhere"], "nowhere is neither a model folder"),
-        (["adapter"], "adapter is an adapter of the model in gone, which is not there"),
+        (
+            ["adapter"],
+            "adapter is an adapter of the base_model_name_or_path in adapter/adapter_conf",
+        ),
         ([], "no run in the folder runs has left a model"),
     ],
 )
@@ -157,20 +157,3 @@ def test_a_prompt_without_or_with_too_many_tokens_is_refused(
 def test_the_folder_is_one_of_transformers(run: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(run / "model")
     assert model.config.n_layer == 1
-
-
-def test_a_base_of_the_hub_that_was_downloaded_is_here(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    revision = tmp_path / "models--org--base" / "snapshots" / "1"
-    revision.mkdir(parents=True)
-    (revision / "config.json").write_text("{}")
-    refs = tmp_path / "models--org--base" / "refs"
-    refs.mkdir()
-    (refs / "main").write_text("1")
-    load = huggingface_hub.try_to_load_from_cache
-    monkeypatch.setattr(
-        huggingface_hub, "try_to_load_from_cache", partial(load, cache_dir=tmp_path)
-    )
-    found = [_is_here(base) for base in ("org/base", str(tmp_path), "org/other", "/gone/away/far")]
-    assert found == [True, True, False, False]

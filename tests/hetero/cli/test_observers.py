@@ -35,7 +35,7 @@ def test_memory_is_beside_its_budgets_and_loss_and_speed_are_there() -> None:
         "200.0 MiB of 300.0 MiB, at most 200.0 MiB",
         "95.0 MiB of 1.0 TiB",
         "800.0 MiB no limit, at most 800.0 MiB",
-        "1.0000",
+        "▁ 1.0000",
         "50 tokens/s, 2.000 s per step",
         "NVMe read 35 B, NVMe written 9 B",
     ):

@@ -13,8 +13,10 @@ import torch
 
 import hetero
 from hetero.cli.main import main
+from hetero.cli.plan import Case, explain_cases
 from hetero.job.models import MODEL_NAMES, count_parameters, model_config
 from hetero.job.options import TrainOptions
+from hetero.planning.step_cost import PhaseCost, StepCost
 from offload.memory.process_memory import resident_bytes
 from offload.profile import measure
 from offload.profile.machine_profile import Profile
@@ -316,6 +318,40 @@ class TestWhatIf:
         other = planned(capsys, "--host-memory", str(ram[1]["value"]), *disk)
         assert ram[1]["step_s"] == other["step_s"]
         assert "what_if" not in other
+        disks = [case for case in found["what_if"] if case["of"] == "NVMe bandwidth"]
+        assert [case["value"] for case in disks] == [5e8, 1e9, 2e9, 4e9, 8e9]
+        assert [case["is_given"] for case in disks] == [False, False, True, False, False]
+        assert disks[2]["step_s"] == found["step_s"] <= disks[0]["step_s"]
+
+    def test_a_budget_of_more_than_all_state_is_there_too(
+        self, here: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        found = planned(capsys, "--host-memory", "1GiB", "--what-if")["what_if"]
+        assert (found[-1]["is_given"], found[-1]["value"]) == (True, 1 << 30)
+        assert {case["of"] for case in found} == {"RAM"}
+        values = [case["value"] for case in found]
+        assert values == sorted(set(values))
+
+    def test_with_a_device_one_budget_changes_at_a_time(
+        self, here: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        host = ("--host-memory", "1GiB")
+        found = planned(capsys, *host, "--what-if", profile="rtx4090-nvme")
+        cases = found["what_if"]
+        assert [case["of"] for case in cases if case["is_given"]] == ["RAM", "DEVICE"]
+        device = [case for case in cases if case["of"] == "DEVICE"]
+        assert device[0]["value"] == found["smallest_budgets"]["device"]
+        arguments = ("--device-memory", str(device[1]["value"]))
+        other = planned(capsys, *host, *arguments, profile="rtx4090-nvme")
+        assert device[1]["step_s"] == other["step_s"]
+
+    def test_what_does_not_fit_is_said_and_not_left_out(self) -> None:
+        step = StepCost((PhaseCost("forward", 2.0),))
+        cases = [Case("RAM", 1 << 20, False, None), Case("RAM", 2 << 20, True, step)]
+        assert cases[0].as_dict()["step_s"] is None
+        text = explain_cases(cases)
+        assert "nothing fits" in text
+        assert "2.0 MiB of RAM" in text
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,8 @@ from hetero.job.job import memory_config
 from hetero.job.loop import Observer, train
 from hetero.job.options import TrainOptions, add_train_arguments
 from hetero.job.ranks import ALONE, Ranks, joined_ranks
-from hetero.job.result import TrainResult
 from hetero.job.run_folder import RunFolder
+from hetero.reporting.run_record import RunRecord
 from offload.errors import BudgetError
 from tests.support.training.loops import SMALLEST_MODEL
 
@@ -41,7 +41,7 @@ def script(tmp_path: Path, body: str) -> tuple[str, str]:
     prelude = f"""\
 import pathlib, sys
 from hetero.job.ranks import joined_ranks
-from hetero.job.result import TrainResult
+from hetero.reporting.run_record import RunRecord
 from hetero.job.run_folder import RunFolder
 from offload.errors import BudgetError
 path = {str(tmp_path / "run")!r}
@@ -229,7 +229,7 @@ def test_one_process_alone_is_refused_the_budget_of_a_share(
         train_options(options[3:], RunFolder(str(tmp_path / "alone")))
 
 
-def train_options(arguments: list[str], folder: RunFolder, ranks: Ranks = ALONE) -> TrainResult:
+def train_options(arguments: list[str], folder: RunFolder, ranks: Ranks = ALONE) -> RunRecord:
     """`hetero train` with these arguments, its result."""
     parser = argparse.ArgumentParser()
     add_train_arguments(parser)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from hetero.cli.train import rows
 from hetero.reporting.charts import draw_picture
 from hetero.reporting.page import make_page
+from hetero.reporting.run_record import rows
 from hetero.text_table import columns
 from tests.support.run_records import Page
 from tests.support.train_results import MIB, make_result

@@ -17,7 +17,6 @@ from hetero.planning.placement import (
     PlacementError,
     SlotBytes,
 )
-from hetero.planning.step_cost import CostModel
 from offload.memory.tiers import Tier
 from tests.support.training.planning import (
     AMPLE,
@@ -99,7 +98,7 @@ def test_all_is_on_the_device_where_it_fits():
     made = place(make_spec(layout, budgets))
     assert set(made.optim_state) == {Tier.DEVICE}
     assert made.gathered_slots == made.grad_offload_bytes == 0
-    cost = CostModel(make_problem(layout, separate_profile())).cost(made)
+    cost = make_problem(layout, separate_profile()).cost(made)
     assert cost.traffic["h2d"] == cost.traffic["d2h"] == 0
 
 

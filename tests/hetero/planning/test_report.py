@@ -8,7 +8,7 @@ from hetero.planning.candidates import place
 from hetero.planning.group_plans import ChunkGroupPlan
 from hetero.planning.placement import Budgets
 from hetero.planning.report import as_dict, explain
-from hetero.planning.step_cost import CostModel, Plan
+from hetero.planning.step_cost import Plan
 from offload.memory.sizes import format_bytes
 from tests.support.training.planning import (
     AMPLE,
@@ -29,21 +29,21 @@ def planned(**budgets) -> Plan:
     profile = None if given.device is None else separate_profile()
     spec = make_spec(LAYOUT, given)
     group, problem = ChunkGroupPlan(spec, place(spec)), make_problem(LAYOUT, profile, tokens=1e-4)
-    return Plan(group, problem, CostModel(problem).cost(group.placement))
+    return Plan(group, problem, problem.cost(group.placement))
 
 
 def test_bytes_and_seconds_are_the_plan_s():
     made = planned()
     facts = as_dict([made])
-    assert sum(facts["bytes"]["disk"].values()) == made.placement.disk_bytes
-    assert sum(facts["bytes"]["host"].values()) <= made.placement.host_bytes
+    assert sum(facts["bytes"]["disk"].values()) == made.group.placement.disk_bytes
+    assert sum(facts["bytes"]["host"].values()) <= made.group.placement.host_bytes
     assert facts["step_s"] == made.cost.seconds
     written = facts["nvme_bytes_written_per_1000_steps"]
     assert written == 1000 * made.cost.traffic["nvme_written"] > 0
     assert facts["bound"] == "NVMe"
     text = explain([made])
     for part in (
-        format_bytes(made.placement.disk_bytes),
+        format_bytes(made.group.placement.disk_bytes),
         "bound by: NVMe",
         f"written per 1000 steps: {format_bytes(written)}",
         "Computing is estimated",
@@ -55,7 +55,7 @@ def test_bytes_and_seconds_are_the_plan_s():
 def test_with_a_device_its_bytes_add_up():
     made = planned(device=TOTAL // 3)
     facts = as_dict([made])
-    assert sum(facts["bytes"]["device"].values()) == made.placement.device_bytes > 0
+    assert sum(facts["bytes"]["device"].values()) == made.group.placement.device_bytes > 0
     assert "DEVICE" in explain([made])
 
 
@@ -63,7 +63,7 @@ def test_one_more_gib_buys_what_its_placement_says():
     made = planned()
     spec = made.group.spec
     more = replace(spec.budgets, host=spec.budgets.host + (1 << 30))
-    ample = CostModel(made.problem).cost(place(spec.within(more)))
+    ample = made.problem.cost(place(spec.within(more)))
     gains = as_dict([made])["one_more_gib_saves_s"]
     assert gains["RAM"] == pytest.approx(made.cost.seconds - ample.seconds)
     assert gains["RAM"] > 0
@@ -89,5 +89,5 @@ def test_the_smallest_budgets_are_quoted():
 
 def test_a_file_without_room_for_more_is_explained():
     """With less RAM it would have to hold more, so no smaller budget of RAM works beside it."""
-    made = planned(disk=planned().placement.disk_bytes)
+    made = planned(disk=planned().group.placement.disk_bytes)
     assert "Smallest budgets that work" in explain([made])

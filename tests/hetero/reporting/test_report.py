@@ -60,9 +60,9 @@ def test_any_loop_gets_a_page_and_the_same_bits(tmp_path: Path) -> None:
     peak = format_bytes(optimizer.engine.ledger.peak_bytes["host"])
     optimizer.engine.close()
     page = Page.of((tmp_path / "out" / "run.html").read_text())
-    assert f"at first {losses[0]:.4g}" in page.text[""]
-    assert "tokens per second" in page.text[""]
-    assert "of a budget of 1.0 MiB" in page.text[""]
+    assert f"at first {losses[0]:.4g}" in page.text["facts"]
+    assert "tokens per second" in page.text["facts"]
+    assert "of a budget of 1.0 MiB" in page.text["facts"]
     assert f"RAM: at most {peak} of a budget of 1.0 MiB" in page.text["run"]
     assert "GPT2LMHeadModel" in page.text[""]
     assert "on NVMe" in page.text["facts"]

@@ -247,7 +247,7 @@ def test_an_engine_counts_what_its_steps_move_and_update(tmp_path: Path) -> None
     assert moved.nvme_s > 0
     assert moved.update_s > 0
     (made,) = engine.plans
-    assert made.placement == engine.placement
+    assert made.group.placement == engine.placement
     assert "bound by" in engine.explain()
     engine.set_budget("2MiB")
     assert engine.plans == [], "other rates come with other homes"

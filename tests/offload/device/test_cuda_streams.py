@@ -16,7 +16,7 @@ from offload.device.device_arena import DeviceArena, PageLockedArena
 from offload.errors import BudgetError, HeteroError
 from offload.memory.ledger import Ledger
 from offload.memory.tiers import Account, Tier
-from offload.profile.measure_cuda import measure_cuda
+from offload.profile.measure import measure_cuda
 from tests.support.native.fake_cuda import FakeRuntime
 from tests.support.training.planning import make_profile
 
