@@ -57,14 +57,14 @@ def test_one_rank(name: str, column: str) -> None:
 
 
 def of_section(number: int, every: bool) -> list[str]:
-    """Names of a section's touches: of `every` one, or else of each third, and of those of which
+    """Names of a section's touches: of `every` one, or else of each tenth, and of those of which
     the page says something else than in the column "nvme"."""
     numbers = {name: number for number, name in enumerate(TOUCHES)}
     return [
         name
         for name in (touch.name for touch in SECTIONS[number].touches)
         if every
-        or numbers[name] % 3 == 0
+        or numbers[name] % 10 == 0
         or CELLS.get((name, TWO_RANKS)) != CELLS.get((name, "nvme"))
     ]
 

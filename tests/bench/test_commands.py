@@ -220,13 +220,14 @@ extra, slow = pytest.mark.extra, pytest.mark.slow
             marks=slow,
         ),
         *(
-            (
+            pytest.param(
                 "checkpoint",
                 f"{SAVES} --of commits --steps 4 --every 1,4 --policy {policy}",
                 check_commits,
                 f"model {policy}|a commit every 4",
+                marks=marks,
             )
-            for policy in ("nvme", "cpu")
+            for policy, marks in (("cpu", ()), ("nvme", extra))
         ),
         ("bound", f"{BOUND} --clipped 50", check_bound, "50 % clipped|compute|NVMe|DRAM|bound"),
         (

@@ -121,8 +121,8 @@ def test_without_optimizer():
 @pytest.mark.parametrize(
     ("peer", "module", "tests"),
     [
-        ("accelerate", "accelerate", ACCELERATE),
         ("pytorch", "torch", FULLY_SHARD),
+        pytest.param("accelerate", "accelerate", ACCELERATE, marks=pytest.mark.extra),
         pytest.param("colossalai", "torch", COLOSSALAI, marks=pytest.mark.extra),
         pytest.param("transformers", "transformers", TRAINER, marks=pytest.mark.extra),
     ],

@@ -63,7 +63,9 @@ def test_arm_has_the_same_digests(here: dict[str, dict[str, str]]) -> None:
         assert found == here["scalar"], isa
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize(
+    "dtype", ["bf16", *(pytest.param(other, marks=pytest.mark.extra) for other in ("fp16", "fp32"))]
+)
 def test_training_has_the_same_bits_with_every_instruction_set(dtype: str, tmp_path: Path) -> None:
     """On disk, under a small budget."""
     options = {"placement_policy": "nvme", "nvme_path": str(tmp_path), "host_memory": "400KiB"}

@@ -33,10 +33,8 @@ SMALL, LARGE = "300KiB", "64MiB"
 SETTINGS = [
     pytest.param({"placement_policy": "cpu"}, id="cpu"),
     pytest.param({"placement_policy": "cpu", "prefetch": False}, id="cpu-no-prefetch"),
-    pytest.param({"placement_policy": "cpu", "device_memory": LARGE}, id="cpu-all-gathered"),
     pytest.param({"placement_policy": "nvme"}, id="nvme"),
     pytest.param({"placement_policy": "nvme", "host_memory": "500KiB"}, id="nvme-all-on-disk"),
-    pytest.param({"placement_policy": "auto", "device_memory": "1200KiB"}, id="auto-three-tiers"),
     pytest.param(
         {"placement_policy": "auto", "device_memory": "1200KiB", "host_memory": "1500KiB"},
         id="auto-all-tiers",
@@ -272,6 +270,7 @@ def test_what_compute_takes_beside_the_arenas(runtime: FakeRuntime, tmp_path: Pa
 # Homes that move
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("policy", ["auto", "nvme"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_homes_and_slots_move_and_bits_are_the_same(

@@ -29,14 +29,9 @@ SETTINGS = [
     pytest.param({"placement_policy": "cpu"}, id="cpu"),
     pytest.param({"placement_policy": "cpu", "prefetch": False}, id="cpu-no-prefetch"),
     pytest.param({"placement_policy": "cpu", "device_memory": LARGE}, id="cpu-all-gathered"),
-    pytest.param({"placement_policy": "cpu", "link_gbps": 0.02}, id="cpu-slow-link"),
     pytest.param({"placement_policy": "nvme"}, id="nvme"),
     pytest.param({"placement_policy": "nvme", "host_memory": "1400KiB"}, id="nvme-grads-on-disk"),
     pytest.param({"placement_policy": "nvme", "host_memory": "500KiB"}, id="nvme-all-on-disk"),
-    pytest.param(
-        {"placement_policy": "nvme", "host_memory": "500KiB", "prefetch": False},
-        id="nvme-all-on-disk-no-prefetch",
-    ),
     pytest.param(
         {"placement_policy": "nvme", "host_memory": "500KiB", "io_engine": "threads"},
         id="nvme-all-on-disk-threads",
@@ -377,7 +372,7 @@ RANK_PLACES: dict[str, dict[str, Any]] = {
     ("stage", "place", "dtype", "accumulate", "more"),
     [
         (3, "cpu", "bf16", 1, {}),
-        (3, "nvme", "fp32", 3, {}),
+        pytest.param(3, "nvme", "fp32", 3, {}, marks=pytest.mark.extra),
         (2, "nvme", "bf16", 1, {}),
         (1, "cpu", "fp32", 3, {}),
         pytest.param(3, "cpu", "fp16", 3, {"prefetch": False}, marks=pytest.mark.extra),

@@ -47,16 +47,12 @@ def reference(pool: RankPool, dtype: str, accumulate: int, sync_each: bool) -> A
     ("stage", "place", "dtype", "accumulate", "sync_each", "more"),
     [
         (1, "nvme", "bf16", 1, True, {}),
-        (2, "auto", "fp32", 1, True, {}),
         (3, "cpu", "fp32", 1, True, {"shard_strategy": "tensor"}),
         (3, "cpu", "fp32", 1, True, {"shard_strategy": "bucket", "prefetch": False}),
-        (3, "tight", "bf16", 3, True, {}),
         (3, "auto", "fp16", 1, True, {}),
         (3, "cpu", "fp32", 3, False, {}),
-        (1, "nvme", "bf16", 1, True, {"overlap_updates": "forward"}),
         (2, "auto", "fp32", 1, True, {"overlap_updates": "forward"}),
         (3, "tight", "bf16", 3, True, {"overlap_updates": "forward"}),
-        (3, "auto", "fp16", 1, True, {"overlap_updates": "forward"}),
         sweep(1, "cpu", "fp32", 1, True, {}),
         sweep(1, "nvme", "fp16", 3, False, {}),
         sweep(2, "nvme", "bf16", 3, True, {}),
@@ -87,7 +83,7 @@ def test_stage_and_placement_change_no_bit(
     assert all(one["disk"] == (place in ("nvme", "tight")) or place == "auto" for one in found)
 
 
-@pytest.mark.parametrize(("stage", "place"), [(1, "nvme"), (3, "tight"), (3, "auto")])
+@pytest.mark.parametrize(("stage", "place"), [(1, "nvme"), (3, "tight")])
 def test_shards_of_states_in_8_bits_change_no_bit(
     ranks2: RankPool, tmp_path: Path, stage: int, place: str
 ) -> None:
@@ -139,7 +135,7 @@ class TestBytes:
                 once = found["capacity"] * 4 // 2  # fp32, (n - 1) / n of it
                 assert found["last"] == (2 * once, 2 * once), stage
 
-    @pytest.mark.parametrize("prefetch", [True, False])
+    @pytest.mark.parametrize("prefetch", [True, sweep(False)])
     def test_stage_3_sends_half_as_much_again(self, ranks4: RankPool, prefetch: bool) -> None:
         for found in ranks4.run(rank_training.traffic, {"zero_stage": 3, "prefetch": prefetch}):
             once = found["capacity"] * 4 // 4 * 3
@@ -158,21 +154,21 @@ class TestBytes:
     def test_memory_is_as_the_formula_says(
         self, ranks2: RankPool, ranks4: RankPool, stage: int, dtype: str
     ) -> None:
-        for pool in (ranks2, ranks4):
-            n = pool.world
-            chosen = {"zero_stage": stage, "dtype": dtype}
-            for found in pool.run(rank_training.traffic, chosen):
-                capacity, used = found["capacity"], found["used"]
-                param, optim_state = (2, 10) if dtype == "bf16" else (4, 8)
-                assert used["param"] == capacity * param // (n if stage == 3 else 1)
-                assert used["grad"] == capacity * param // (n if stage >= 2 else 1)
-                assert used["optim_state"] == capacity * optim_state // n
-                assert (used["gathered"] > 0) == (stage == 3)
+        pool = ranks4 if stage == 3 else ranks2
+        n = pool.world
+        chosen = {"zero_stage": stage, "dtype": dtype}
+        for found in pool.run(rank_training.traffic, chosen):
+            capacity, used = found["capacity"], found["used"]
+            param, optim_state = (2, 10) if dtype == "bf16" else (4, 8)
+            assert used["param"] == capacity * param // (n if stage == 3 else 1)
+            assert used["grad"] == capacity * param // (n if stage >= 2 else 1)
+            assert used["optim_state"] == capacity * optim_state // n
+            assert (used["gathered"] > 0) == (stage == 3)
 
 
 @pytest.mark.parametrize(
     ("stage", "shape"),
-    [(3, (2, 2)), (2, (4, 1)), sweep(1, (2, 2)), sweep(2, (2, 2))]
+    [(3, (2, 2)), sweep(2, (4, 1)), sweep(1, (2, 2)), sweep(2, (2, 2))]
     + [sweep(stage, shape) for stage in (1, 3) for shape in ((4, 1), (1, 4), (4,))],
 )
 def test_hybrid_sharding(ranks4: RankPool, stage: int, shape: tuple[int, ...]) -> None:

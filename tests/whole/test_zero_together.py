@@ -94,7 +94,7 @@ def test_experts_that_differ_per_step_and_rank(ranks2: RankPool, stage: int) -> 
     optimizer.engine.close()
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.extra), 3])
 def test_one_rank_alone_reads_and_generates(ranks2: RankPool, tmp_path: Path, stage: int) -> None:
     where = TIGHT | {"nvme_path": str(tmp_path)} if stage == 3 else {}
     found = ranks2.run(rank_training.one_sided, {"zero_stage": stage, **where})
@@ -140,7 +140,7 @@ def test_two_models_and_a_part_of_the_ranks(ranks4: RankPool) -> None:
     assert len(found[2]) == 2
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [1, 3])
 def test_the_smallest_budget_is_enough_in_any_order_of_use(ranks2: RankPool, stage: int) -> None:
     found = ranks2.run(rank_training.tight_use_order, {"zero_stage": stage})
     assert same(found[0]["masters"], found[1]["masters"])

@@ -55,7 +55,8 @@ def losses(policy: str, backend: str, tmp_path: Path) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.extra)])
+@pytest.mark.extra
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compilers_that_keep_operators_have_the_same_bits_in_all_placements(
     backend: str, tmp_path: Path
 ) -> None:
@@ -71,8 +72,14 @@ def test_a_compiler_that_fuses_has_the_same_bits_each_time(tmp_path: Path) -> No
     assert losses("cpu", "inductor", tmp_path) == pytest.approx(on_disk, rel=1e-5)
 
 
-@pytest.mark.parametrize("how", ["blocks", "model"])
-@pytest.mark.parametrize("policy", ["cpu", "nvme"])
+@pytest.mark.parametrize(
+    ("policy", "how"),
+    [
+        *(("cpu", "blocks"), ("nvme", "model")),
+        pytest.param("cpu", "model", marks=pytest.mark.extra),
+        pytest.param("nvme", "blocks", marks=pytest.mark.extra),
+    ],
+)
 def test_compiled_models_train_as_plain_ones(policy: str, how: str, tmp_path: Path) -> None:
     """The back end is eager's: what can go wrong is what is traced, and that is quick."""
     torch._dynamo.reset()

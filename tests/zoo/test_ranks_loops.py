@@ -22,10 +22,8 @@ _UNDISTURBED: dict[str, list[Run]] = {}
 @pytest.mark.parametrize(
     ("how", "where"),
     [
-        # The compiler takes seconds to load.
-        pytest.param(
-            how, where, marks=pytest.mark.extra if (how, where) == ("compiled", "stage-1") else ()
-        )
+        # (What is compiled on ranks is also tests/whole/test_inductor.py's.)
+        pytest.param(how, where, marks=pytest.mark.extra if how == "compiled" else ())
         for how in DISTURBANCES
         for where in SETTINGS
         if how != "nothing"

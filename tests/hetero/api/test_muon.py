@@ -157,6 +157,7 @@ def trained(path: Path, steps: int = 3, **settings: Any) -> list[torch.Tensor]:
     return found
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("state_dtype", ["fp32", "bf16", "8bit"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_the_bits_are_the_same_in_every_place(dtype: str, state_dtype: str, tmp_path: Path) -> None:

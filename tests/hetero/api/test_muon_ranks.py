@@ -59,7 +59,7 @@ def check(pool: RankPool, settings: dict[str, Any], path: Path) -> None:
         assert all(map(torch.equal, found, wanted))
 
 
-@pytest.mark.parametrize("settings", MODES, ids=str)
+@pytest.mark.parametrize("settings", [MODES[0], *MODES[2:5]], ids=str)
 def test_two_ranks_have_the_bits_of_one(
     settings: dict[str, Any], ranks2: RankPool, tmp_path: Path
 ) -> None:
@@ -67,7 +67,7 @@ def test_two_ranks_have_the_bits_of_one(
     check(ranks2, settings, tmp_path)
 
 
-@pytest.mark.parametrize("settings", MODES[2:4], ids=str)
+@pytest.mark.parametrize("settings", MODES[3:4], ids=str)
 def test_four_ranks_have_the_bits_of_one(
     settings: dict[str, Any], ranks4: RankPool, tmp_path: Path
 ) -> None:

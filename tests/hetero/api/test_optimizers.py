@@ -45,6 +45,13 @@ CASES = [
     ("lion", "bf16", "8bit"),
     ("sgd", "bf16", "8bit"),
 ]
+# One of each rule, in which every dtype occurs: of what does not depend on which of them meet.
+FEW = [
+    ("adam", "bf16", "8bit"),
+    ("lion", "bf16", "bf16"),
+    ("adagrad", "fp16", "bf16"),
+    ("sgd", "fp32", "fp32"),
+]
 REFERENCES: dict[tuple[str, str, str], Run] = {}
 
 
@@ -61,7 +68,7 @@ def build(
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize(("rule", "dtype", "state_dtype"), CASES)
+@pytest.mark.parametrize(("rule", "dtype", "state_dtype"), FEW)
 @pytest.mark.parametrize(
     "settings",
     [
@@ -130,7 +137,7 @@ def test_masters_and_states_equal_the_documented_rule_exactly(
 
 # (The loss scale of fp16 is not part of the optimizer's state_dict.)
 @pytest.mark.parametrize(
-    ("rule", "dtype", "state_dtype"), [case for case in CASES if case[1] != "fp16"]
+    ("rule", "dtype", "state_dtype"), [case for case in FEW if case[1] != "fp16"]
 )
 def test_state_dict_round_trip_continues_bit_for_bit(
     rule: str, dtype: str, state_dtype: str, tmp_path: Path

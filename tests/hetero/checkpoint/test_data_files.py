@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import safetensors
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hetero.checkpoint import data_writer, hetero_checkpoint, piece_reader
@@ -166,16 +166,8 @@ def run_sample(folder: Path, sample: Sample, data: Any) -> None:
         reader.close()
 
 
-@settings(max_examples=25)
 @given(samples(), st.data())
 def test_what_is_written_is_read(tmp_path: Path, sample: Sample, data: Any) -> None:
-    run_sample(tmp_path / "files", sample, data)
-
-
-@pytest.mark.extra
-@settings(max_examples=600)
-@given(samples(), st.data())
-def test_what_is_written_is_read_more(tmp_path: Path, sample: Sample, data: Any) -> None:
     run_sample(tmp_path / "files", sample, data)
 
 

@@ -112,6 +112,7 @@ def test_this_system_exchanges(tmp_path: Path) -> None:
     assert (names(tmp_path / "a"), names(tmp_path / "b")) == (["b"], ["a"])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("old", [True, False])
 def test_a_crash_before_each_call(old: bool, exchanging: bool, tmp_path: Path) -> None:
     """What is found then is the old one or the new one, whole, and the next save cleans up."""
@@ -141,6 +142,7 @@ def test_a_crash_before_each_call(old: bool, exchanging: bool, tmp_path: Path) -
     assert found_new > 1 + 3 * old
 
 
+@pytest.mark.covering(0)
 def test_a_crash_before_each_call_of_keep(exchanging: bool, tmp_path: Path) -> None:
     number, died = 0, True
     while died:

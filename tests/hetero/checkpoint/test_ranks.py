@@ -29,7 +29,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, Any
     return path, {n: run_ranks(n, checkpointing.save, str(path)) for n in counts}
 
 
-@pytest.mark.parametrize("ranks", checkpointing.OPTIONS)
+@pytest.mark.parametrize(
+    "ranks", [3, 4, *(pytest.param(ranks, marks=pytest.mark.extra) for ranks in (1, 2))]
+)
 def test_any_number_of_ranks_loads_any_other(
     ranks: int, saved: tuple[Path, dict[int, Any]]
 ) -> None:

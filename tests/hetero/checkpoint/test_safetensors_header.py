@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -18,7 +18,6 @@ from safetensors.torch import load_file, save_file
 import hetero
 from hetero.checkpoint.safetensors_header import DTYPES, MAX_HEADER_BYTES, encode, read
 
-QUICK = settings(max_examples=60, deadline=None)
 NAMES = st.text(st.characters(exclude_categories=["Cs"]), max_size=12).filter(
     lambda name: name != "__metadata__"
 )
@@ -65,7 +64,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("headers")
 
 
-@QUICK
 @given(tensors=TENSORS, metadata=st.none() | st.dictionaries(NAMES, NAMES, max_size=2))
 def test_reads_what_the_package_writes(
     folder: Path,
@@ -87,7 +85,6 @@ def test_reads_what_the_package_writes(
     )
 
 
-@QUICK
 @given(
     tensors=TENSORS,
     metadata=st.none() | st.dictionaries(NAMES, NAMES, max_size=2),

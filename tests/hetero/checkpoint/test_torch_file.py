@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hetero.checkpoint.torch_file import check_memory, load_plain
@@ -82,7 +82,6 @@ def test_elements_over_the_same_memory() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
-@settings(deadline=None, max_examples=60)
 @given(data=st.data())
 def test_changed_files(data: st.DataObject) -> None:
     """A file that was changed anywhere is read, or is an error of hetero's."""

@@ -332,25 +332,18 @@ def test_a_loss_that_is_no_number_ends_the_run(
 
 
 def test_two_ranks_are_one_with_two_micro_batches(arguments: list[str]) -> None:
-    """The whole model, and an adapter that is merged; and they go on where one has ended."""
-    whole = [*arguments, "--save-every", "9", "--policy", "nvme"]
-    adapter = [*whole, "--lora-rank", "4", "--merge"]
-    runs = [(whole, "w1", "w2"), (adapter, "a1", "a2")]
-    for options, one, _ in runs:
-        more = ["--grad-accum", "2", "--output", f"{one}.out", "--run-dir", one]
-        assert main([*options, *more, "--max-steps", "2"]) == 0
-    shutil.copytree("w1", "w3")
-    more = [
-        [*o, "--output", f"{two}.out", "--run-dir", two, "--max-steps", "2"] for o, _, two in runs
-    ]
-    more.append([*whole, "--output", "w3.out", "--run-dir", "w3", "--max-steps", "3", "--resume"])
-    run_ranks(2, run_all, str(Path.cwd()), more, timeout_s=300)
-    for _, one, two in runs:
-        assert logged(two) == pytest.approx(logged(one), rel=1e-4)
-        close(*(AutoModelForCausalLM.from_pretrained(f"{name}.out") for name in (one, two)))
-    more = ["--grad-accum", "2", "--output", "w1.out", "--run-dir", "w1", "--max-steps", "3"]
-    assert main([*whole, *more, "--resume"]) == 0
-    assert logged("w3") == pytest.approx(logged("w1"), rel=1e-4)
+    """An adapter that is merged; and they go on where one has ended."""
+    common = [*arguments, "--save-every", "9", "--policy", "nvme", "--lora-rank", "4", "--merge"]
+    alone = [*common, "--grad-accum", "2", "--output", "one.out", "--run-dir", "one"]
+    assert main([*alone, "--max-steps", "2"]) == 0
+    shutil.copytree("one", "more")
+    two = [*common, "--output", "two.out", "--run-dir", "two", "--max-steps", "2"]
+    more = [*common, "--output", "more.out", "--run-dir", "more", "--max-steps", "3", "--resume"]
+    run_ranks(2, run_all, str(Path.cwd()), [two, more], timeout_s=300)
+    assert logged("two") == pytest.approx(logged("one"), rel=1e-4)
+    close(*(AutoModelForCausalLM.from_pretrained(f"{name}.out") for name in ("one", "two")))
+    assert main([*alone, "--max-steps", "3", "--resume"]) == 0
+    assert logged("more") == pytest.approx(logged("one"), rel=1e-4)
 
 
 @pytest.mark.parametrize(

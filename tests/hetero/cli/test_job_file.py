@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hetero.cli.main import main, make_parser
@@ -188,7 +188,6 @@ OPTIONS = {option.name: option for option in dataclasses.fields(TrainOptions)}
 UNLIKE = ("config", "model", "vocab_size", "recompute")  # which exclude each other
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_a_file_says_what_the_dataclass_says(data: st.DataObject) -> None:
     names = data.draw(st.sets(st.sampled_from(sorted(set(OPTIONS) - set(UNLIKE))), max_size=6))

@@ -80,7 +80,7 @@ def state_of(place: str, path: Path) -> tuple[int, list[torch.Tensor]]:
     return 0 if last is None else last.step, found
 
 
-@pytest.mark.parametrize("place", ["cpu", "disk"])
+@pytest.mark.parametrize("place", [pytest.param("cpu", marks=pytest.mark.extra), "disk"])
 def test_a_crash_before_every_call(
     place: str, tmp_path: Path, wanted: list[list[torch.Tensor]]
 ) -> None:
@@ -104,8 +104,16 @@ def test_a_crash_before_every_call(
     assert made == set(range(STEPS + 1))
 
 
-@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.extra)])
-@pytest.mark.parametrize("place", ["cpu", "disk"])
+@pytest.mark.parametrize(
+    ("place", "every"),
+    [
+        ("cpu", False),
+        *(
+            pytest.param(*case, marks=pytest.mark.extra)
+            for case in (("disk", False), ("cpu", True), ("disk", True))
+        ),
+    ],
+)
 def test_an_error_of_every_call(
     place: str, every: bool, tmp_path: Path, wanted: list[list[torch.Tensor]]
 ) -> None:

@@ -40,6 +40,7 @@ def folder(path: Path, name: str) -> Path:
     return made
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("overlap", ["none", "forward", "backward", "both"])
 @pytest.mark.parametrize("place", PLACES)
 def test_every_placement_and_overlap_goes_on(place: str, overlap: str, tmp_path: Path) -> None:
@@ -74,6 +75,7 @@ def test_every_placement_and_overlap_goes_on(place: str, overlap: str, tmp_path:
         optimizer.engine.close()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("rule", "dtype", "state_dtype"), RULES_AND_DTYPES)
 @pytest.mark.parametrize("place", ["cpu", "disk"])
 def test_every_rule_and_dtype_goes_on(

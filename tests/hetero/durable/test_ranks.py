@@ -25,7 +25,9 @@ def committed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int,
     return path, {n: run_ranks(n, committing.commit, str(path)) for n in counts}
 
 
-@pytest.mark.parametrize("ranks", checkpointing.OPTIONS)
+@pytest.mark.parametrize(
+    "ranks", [1, 3, *(pytest.param(ranks, marks=pytest.mark.extra) for ranks in (2, 4))]
+)
 def test_any_number_of_ranks_goes_on_from_any_other(
     ranks: int, committed: tuple[Path, dict[int, Any]]
 ) -> None:

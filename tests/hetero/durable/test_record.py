@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hetero.durable import record as format_
@@ -141,26 +141,22 @@ def test_every_member_with_odd_values() -> None:
             decoded(resealed(1, content))
 
 
-@settings(max_examples=80)
 @given(mutations(SECTIONS[1]))
 def test_changed_groups_with_right_checksums(content: Any) -> None:
     decoded(resealed(1, content))
 
 
-@settings(max_examples=50)
 @given(mutations(SECTIONS[0]))
 def test_a_changed_manifest_with_right_checksums(content: Any) -> None:
     decoded(resealed(0, content))
 
 
-@settings(max_examples=60)
 @given(st.integers(0, 3), st.binary(max_size=64))
 def test_any_section_with_right_checksums(section: int, content: bytes) -> None:
     sections = [content if i == section else s for i, s in enumerate(SECTIONS)]
     decoded(sealed(NUMBERS, sections))
 
 
-@settings(max_examples=60)
 @given(st.lists(st.integers(0, 2**64 - 1), min_size=8, max_size=8))
 def test_any_numbers_with_right_checksums(numbers: list[int]) -> None:
     """Sizes that no memory could hold are refused before anything is allocated."""

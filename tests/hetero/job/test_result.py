@@ -81,6 +81,7 @@ def test_table_of_several_ranks_tells_what_they_exchanged() -> None:
     assert table["peak RSS of all ranks"] == "1.8 GiB, at most 901.0 MiB each"
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("steps", [1, 2, 40])
 @pytest.mark.parametrize("budget", [None, 300 * MIB])
 def test_figure_is_a_picture_of_some_size(tmp_path: Path, steps: int, budget: int | None) -> None:

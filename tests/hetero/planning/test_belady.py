@@ -2,7 +2,7 @@
 
 from functools import cache
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hetero.planning.belady import PREFETCH_CHUNKS, ahead_slots, fetches
@@ -40,7 +40,6 @@ def test_no_way_to_give_slots_up_fetches_less(uses, capacity):
     assert len(fetches(uses, ONE, capacity)) == fewest(uses, capacity)
 
 
-@settings(max_examples=50, deadline=None)
 @given(sequences, st.integers(1, 3))
 def test_copies_that_last_from_step_to_step_are_found_again(uses, capacity):
     found = len(fetches(uses, ONE, capacity, kept=set(uses)))

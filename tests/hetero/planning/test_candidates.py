@@ -4,7 +4,7 @@ from dataclasses import replace
 from math import ceil
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from hetero.chunks.layout import Layout, ParamSpec, Shard, pack
@@ -37,7 +37,6 @@ def smallest_budgets_of(spec: GroupSpec) -> SmallestBudgets:
     return smallest_budgets(place_within, spec.budgets.device)
 
 
-@settings(max_examples=300, deadline=None)
 @given(placed_problems(policies=("cpu", "nvme", "auto", "cuda")))
 def test_a_placement_fits_and_names_every_chunk_once(placed_problem):
     spec, problem = placed_problem
@@ -113,7 +112,6 @@ def test_a_device_that_is_too_small_is_refused_to_the_byte(policy):
         place(make_spec(layout, replace(ample, device=device - 1), policy))
 
 
-@settings(max_examples=200, deadline=None)
 @given(placed_problems())
 def test_the_smallest_budgets_are_true_to_the_byte(placed_problem):
     spec, _ = placed_problem
@@ -155,7 +153,6 @@ def building_peak(layout: Layout, made: Placement, slot: SlotBytes, rank: int, d
     return peak
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     numels=st.lists(st.integers(1, 2 * SLOT), min_size=1, max_size=8),
     frozen=st.sets(st.integers(0, 7)),

@@ -6,7 +6,7 @@ import time
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hetero.chunks.dtypes import Dtypes
@@ -103,7 +103,6 @@ def construction_peak(layout: Layout, d: Dtypes, disk: int) -> int:
     return peak
 
 
-@settings(max_examples=400, deadline=None)
 @given(problems())
 def test_what_is_placed_fits_and_is_counted_right(problem):
     layout, d, policy, budgets, min_gathered = problem
@@ -121,7 +120,6 @@ def test_what_is_placed_fits_and_is_counted_right(problem):
     assert p.host_bytes == max(at_rest, construction_peak(layout, d, budgets.disk))
 
 
-@settings(max_examples=400, deadline=None)
 @given(problems())
 def test_homes_and_pools_follow_the_policy(problem):
     layout, d, policy, budgets, min_gathered = problem
@@ -155,7 +153,6 @@ def test_homes_and_pools_follow_the_policy(problem):
         assert p.buffers <= 4
 
 
-@settings(max_examples=200, deadline=None)
 @given(problems())
 def test_placement_is_a_function_of_its_arguments(problem):
     def outcome():
@@ -184,7 +181,6 @@ def refusal_of(problem) -> BudgetError | None:
     return None
 
 
-@settings(max_examples=300, deadline=None)
 @given(problems(), st.sampled_from([0, AMPLE]))
 def test_the_smallest_host_memory_quoted_is_true_to_the_byte(problem, disk):
     layout, d, policy, budgets, min_gathered = problem
@@ -200,7 +196,6 @@ def test_the_smallest_host_memory_quoted_is_true_to_the_byte(problem, disk):
             placed(layout, d, policy, replace(budgets, host=nbytes - 1), min_gathered)
 
 
-@settings(max_examples=300, deadline=None)
 @given(problems(), st.floats(0, 1))
 def test_with_little_disk_the_two_numbers_quoted_work_together(problem, share):
     layout, d, policy, budgets, min_gathered = problem
@@ -220,7 +215,6 @@ def test_with_little_disk_the_two_numbers_quoted_work_together(problem, share):
                 placed(layout, d, policy, replace(budgets, disk=disk - 1), min_gathered)
 
 
-@settings(max_examples=200, deadline=None)
 @given(problems())
 def test_a_host_budget_refused_alone_is_quoted(problem):
     layout, d, policy, budgets, min_gathered = problem
@@ -235,7 +229,6 @@ def test_a_host_budget_refused_alone_is_quoted(problem):
 more_bytes = st.integers(1, 400).map(lambda n: n * SLOT * 2)
 
 
-@settings(max_examples=300, deadline=None)
 @given(problems(), more_bytes)
 def test_what_fits_fits_with_more_host_memory_too(problem, more):
     layout, d, policy, budgets, min_gathered = problem
@@ -247,7 +240,6 @@ def test_what_fits_fits_with_more_host_memory_too(problem, more):
         placed(layout, d, policy, larger, min_gathered)
 
 
-@settings(max_examples=300, deadline=None)
 @given(problems(), more_bytes)
 def test_what_fits_fits_in_the_same_way_with_a_larger_file(problem, more):
     layout, d, policy, budgets, min_gathered = problem
@@ -257,7 +249,6 @@ def test_what_fits_fits_in_the_same_way_with_a_larger_file(problem, more):
         assert placed(layout, d, policy, larger, min_gathered).disk_bytes >= fits.disk_bytes
 
 
-@settings(max_examples=300, deadline=None)
 @given(problems(), more_bytes)
 def test_more_host_memory_goes_to_homes_up_to_the_pools_and_a_chunk(problem, more):
     layout, d, policy, budgets, min_gathered = problem
@@ -275,7 +266,6 @@ def test_more_host_memory_goes_to_homes_up_to_the_pools_and_a_chunk(problem, mor
     assert now.disk_bytes <= less.disk_bytes + pools + one_chunk
 
 
-@settings(max_examples=200, deadline=None)
 @given(problems())
 def test_auto_uses_no_disk_where_ram_is_enough_for_all(problem):
     layout, d, _, budgets, min_gathered = problem

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from hetero.chunks.layout import ParamSpec, Shard, pack
 from hetero.overlap import OverlapUpdates
@@ -353,7 +353,6 @@ def test_a_step_without_micro_batches_is_its_update():
     assert cost.seconds == pytest.approx(UPDATE_S)
 
 
-@settings(max_examples=100, deadline=None)
 @given(placed_problems())
 def test_no_resource_is_busy_longer_than_the_step(placed_problem):
     spec, described = placed_problem

@@ -101,7 +101,6 @@ class TestBeforeStart:
     @pytest.mark.parametrize(
         ("how", "status", "told"),
         [
-            ("die", 3, "rank 1 is gone"),
             ("die in the block", 3, "rank 1 is gone"),
             ("directory", 1, "no such directory"),
             ("block", 1, "the bad rank's own error"),
@@ -158,15 +157,14 @@ class TestWhileConnecting:
             check_told(script.end(0), "rank 1", "KeyboardInterrupt")
 
 
-@pytest.mark.parametrize("status", [0, 7])
-def test_a_rank_that_leaves_early_without_close(server: ScriptServer, status: int) -> None:
-    script = server.run(2, ending.end_without_close, status)
+def test_a_rank_that_leaves_early_without_close(server: ScriptServer) -> None:
+    script = server.run(2, ending.end_without_close, 7)
     check_told(script.end(0), "rank 1", "its program ended")
-    assert script.end(1) == Ended(status, "")
+    assert script.end(1) == Ended(7, "")
 
 
 @pytest.mark.parametrize(
-    "times", [pytest.param(2), pytest.param(30, marks=[pytest.mark.extra, pytest.mark.slow])]
+    "times", [pytest.param(1), pytest.param(30, marks=[pytest.mark.extra, pytest.mark.slow])]
 )
 def test_ranks_that_differ_end_by_exceptions(server: ScriptServer, times: int) -> None:
     """(Threads that waited in gloo while the interpreter ended ended the process by SIGABRT.)"""

@@ -12,9 +12,9 @@ from tests.support.gathering import peer_memory
 from tests.support.ranks.processes import RankPool
 
 
-@pytest.fixture(scope="module", params=[2, 3])
-def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
-    with RankPool(request.param) as made:
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(3) as made:
         yield made
 
 

@@ -31,10 +31,10 @@ RECORDS = {
     "unknown": lambda: make_record(
         points=[point(n, loss=None, tokens=None) for n in (1, 2)], predicted=None, timeline=None
     ),
-    "no budget": lambda: make_record(budget_bytes=dict.fromkeys(Tier)),
-    "one sample": lambda: make_record(points=[point(1, samples=(sample(1.0),))]),
-    "one tier": lambda: make_record(
-        peak_bytes={Tier.DEVICE: 0, Tier.HOST: 160 * MIB, Tier.DISK: 0}
+    "one sample, no budget, one tier": lambda: make_record(
+        points=[point(1, samples=(sample(1.0),))],
+        budget_bytes=dict.fromkeys(Tier),
+        peak_bytes={Tier.DEVICE: 0, Tier.HOST: 160 * MIB, Tier.DISK: 0},
     ),
 }
 

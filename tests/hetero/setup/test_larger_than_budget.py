@@ -149,7 +149,7 @@ def test_a_budget_below_one_tile_is_refused(tmp_path: Path) -> None:
         plain_embedding()
 
 
-@pytest.mark.parametrize("host_memory", ["5MiB", "9MiB"])
+@pytest.mark.parametrize("host_memory", ["5MiB", pytest.param("9MiB", marks=pytest.mark.extra)])
 def test_ranks_keep_parts(ranks2: RankPool, tmp_path: Path, host_memory: str) -> None:
     """Their parts are in the file, or in RAM; all draw the first rank's numbers."""
     options = {

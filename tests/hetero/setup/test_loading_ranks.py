@@ -60,7 +60,7 @@ def one_thread() -> Iterator[None]:
         ("gpt2-tied", "nvme", "600KiB", "all"),
         ("llama-untied", "cpu", "1400KiB", "vectors"),
         pytest.param("llama-untied", "nvme", "600KiB", "all", marks=pytest.mark.extra),
-        ("bert-new-head", "nvme", "600KiB", "all"),
+        pytest.param("bert-new-head", "nvme", "600KiB", "all", marks=pytest.mark.extra),
     ],
 )
 def test_ranks_load_what_plain_pytorch_loads(

@@ -73,7 +73,7 @@ if sys.argv[2] == "refused":
 """
 
 
-@pytest.mark.parametrize("how", ["left", "refused"])
+@pytest.mark.parametrize("how", ["refused", pytest.param("left", marks=pytest.mark.extra)])
 def test_the_program_ends_without_a_word_of_its_own(how: str, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", ENDS, str(tmp_path), how],

@@ -205,6 +205,7 @@ def kept(folder: Path, *shape: int) -> bool:
     return bool(above <= 0)
 
 
+@pytest.mark.extra
 def test_a_process_keeps_its_limit(tmp_path: Path) -> None:
     assert kept(tmp_path, 128, 4, 512, 160)
 

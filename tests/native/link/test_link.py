@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from offload import _native
@@ -54,7 +54,6 @@ def outcome(op) -> int:
 
 
 @pytest.mark.parametrize("way", WAYS)
-@settings(max_examples=30, deadline=None)
 @given(
     # Copies of less than a cache line, too, and to any place in one.
     sizes=st.lists(st.integers(0, 200) | st.integers(0, 3 * MIB), min_size=1, max_size=6),

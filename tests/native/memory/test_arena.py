@@ -264,7 +264,7 @@ print("to the end", flush=True)
 """
 
 
-@pytest.mark.parametrize("memory", ["own", "another's"])
+@pytest.mark.parametrize("memory", ["own", pytest.param("another's", marks=pytest.mark.extra)])
 def test_a_tensor_may_die_after_python(memory):
     done = subprocess.run(
         [sys.executable, "-c", AFTER_PYTHON, memory], capture_output=True, text=True, timeout=120

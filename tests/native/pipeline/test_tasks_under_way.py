@@ -121,7 +121,7 @@ def test_an_update_that_fails_ends_after_those_before_it(nth: int) -> None:
 
 def test_close_ends_what_is_under_way_and_begins_no_more() -> None:
     pause = random.Random(0)
-    for _ in range(20):
+    for _ in range(8):
         tiles, wanted = Tiles(COUNT, "bf16", "bf16"), Tiles(COUNT, "bf16", "bf16")
         pipeline = pipeline_in_ram()
         for step in range(1, 21):

@@ -134,6 +134,7 @@ def mean(sources: list[torch.Tensor], target: torch.Tensor, dtype: DtypeName) ->
     return target
 
 
+@pytest.mark.covering(9)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
 def test_means_are_torchs_and_have_the_separate_sum(count: int, dtype: DtypeName) -> None:

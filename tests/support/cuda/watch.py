@@ -8,6 +8,7 @@ operator's arguments are read, or written, and its results written, in the curre
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,6 +18,19 @@ from hetero.stand_ins.offloaded_tensor import OffloadedTensor
 from tests.support.native.fake_cuda import FakeRuntime
 
 Ranges = list[tuple[int, int]]  # addresses and bytes
+
+
+@cache
+def _makes_a_view(func: Any) -> bool:
+    returns = func._schema.returns
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
+
+@cache
+def _arguments(func: Any) -> list[tuple[str, bool]]:
+    """Names, and whether the operator writes to them."""
+    aliases = ((each.name, each.alias_info) for each in func._schema.arguments)
+    return [(name, alias is not None and alias.is_write) for name, alias in aliases]
 
 
 class Watch(TorchDispatchMode):
@@ -36,18 +50,15 @@ class Watch(TorchDispatchMode):
     ) -> Any:
         given = dict(kwargs or {})
         runtime = self._runtime
-        if runtime.is_on_device:
+        if runtime.is_on_device or _makes_a_view(func):
             return func(*args, **given)
-        schema = func._schema  # type: ignore[attr-defined]
         reads: Ranges = []
         writes: Ranges = []
-        named = [given.get(argument.name) for argument in schema.arguments[len(args) :]]
-        for argument, value in zip(schema.arguments, [*args, *named], strict=True):
-            alias = argument.alias_info
-            (writes if alias is not None and alias.is_write else reads).extend(self._ranges(value))
+        arguments = _arguments(func)
+        named = [given.get(name) for name, _ in arguments[len(args) :]]
+        for (_, is_written), value in zip(arguments, [*args, *named], strict=True):
+            (writes if is_written else reads).extend(self._ranges(value))
         found = func(*args, **given)
-        if any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns):
-            return found  # a view
         writes += self._ranges(found)
         with runtime.lock:
             stream = runtime.current_stream()
@@ -67,9 +78,11 @@ class Watch(TorchDispatchMode):
                 return []
             begin = value.data_ptr()
             span = sum((n - 1) * abs(s) for n, s in zip(value.shape, value.stride(), strict=True))
-            page_locked = self._runtime.page_locked.items()
-            if begin == 0 or any(a <= begin < a + n for a, n in page_locked):
+            if begin == 0:
                 return []
+            for address, nbytes in self._runtime.page_locked.items():
+                if address <= begin < address + nbytes:
+                    return []
             return [(begin, (span + 1) * value.element_size())]
         # (A storage can be iterated over too, byte by byte.)
         if isinstance(value, (list, tuple)):

@@ -44,7 +44,7 @@ def train(
     stall_s = 0.3 if how == "waits elsewhere" else 600.0
     with counted_reads() as found, patch.object(all_gather, "STALL_S", stall_s):
         for step in range(STEPS):
-            count = {"accumulating": 2, "uneven": 3 - rank, "in turns": 1 + (step + rank) % 2}
+            count = {"uneven": 3 - rank, "in turns": 1 + (step + rank) % 2}
             for micro_batch in range(count.get(how, 1)):
                 x = inputs(rank, 10 * step + micro_batch, 128)
                 model(x.requires_grad_()).square().mean().backward()

@@ -75,6 +75,26 @@ def plain_of_rank(rank: int, world: int) -> dict[str, Any]:
     return plain()
 
 
+def until_lost(folder: str) -> str:
+    """A short training, then, after a file `go` is there, a long one: the error that ends it."""
+    rank = os.environ["RANK"]
+    new = Path(folder, f"new-{rank}")
+    new.write_text(json.dumps(plain()))
+    new.rename(Path(folder, f"plain-{rank}"))
+    while not Path(folder, "go").exists():
+        time.sleep(0.05)
+    model, optimizer = _initialize(rank_timeout_s=5.0)
+
+    def train() -> None:
+        for step in range(1000):
+            _train(model, optimizer, step, step + 1)
+            Path(folder, f"{rank}-{step}").touch()
+
+    told = _error(train)
+    Path(folder, f"until_lost-{rank}.json").write_text(json.dumps(told))
+    os._exit(0)  # the group of the ranks cannot end
+
+
 def without_interface() -> dict[str, Any]:
     """The same, if nobody says which network interface it is to be."""
     del os.environ["GLOO_SOCKET_IFNAME"]

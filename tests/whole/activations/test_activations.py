@@ -233,7 +233,7 @@ def test_evaluation_saves_nothing(tmp_path: Path) -> None:
     optimizer.engine.close()
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.extra), 3])
 def test_two_ranks(ranks2: RankPool, stage: int, tmp_path: Path) -> None:
     """Each rank's activations are its own, and so is its share."""
     options = {"zero_stage": stage, "placement_policy": "nvme", "nvme_path": str(tmp_path)}

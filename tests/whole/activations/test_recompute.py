@@ -155,7 +155,7 @@ def test_written_bytes(tmp_path: Path) -> None:
     assert 0 < written["all"] < written["none"] / 2
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.extra), 3])
 def test_two_ranks(ranks2: RankPool, stage: int, tmp_path: Path) -> None:
     """They compute the same calls again, and in stage 3 all uses come to be as the agreed order
     has them."""

@@ -16,27 +16,20 @@ CHUNK_BYTES = 16384 * 2  # in bf16
 ON_DEVICE = {"backend": "cuda", "device_memory": "64MiB"}
 
 
-def gathered_to_ram(found: dict[str, Any], stage: int) -> int:
-    """Bytes of the other of two ranks' shards that all gathers to homes in RAM brought there: of
-    every step, and of the first values."""
-    return 0 if stage == 3 else (ranks.STEPS + 1) * int(found["chunks"]) * CHUNK_BYTES // 2
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_of_a_mean_one_shard_crosses_the_link(ranks2: RankPool, stage: int) -> None:
+def test_of_a_mean_one_shard_crosses_the_link(ranks2: RankPool) -> None:
     options = {"placement_policy": "cpu", "device_memory": "2MiB", "dtype": "bf16"}
-    options |= {"zero_stage": stage, "overlap_updates": "none"}
-    in_ram = ranks2.run(ranks.train, options, 2)
-    for mine, other in zip(ranks2.run(ranks.train, options, 2, 1, True), in_ram, strict=True):
-        assert mine["d2h"] - gathered_to_ram(mine, stage) == other["d2h"] // 2
+    options |= {"zero_stage": 3, "overlap_updates": "none"}
+    in_ram = ranks2.run(ranks.train, options)
+    for mine, other in zip(ranks2.run(ranks.train, options, 1, 1, True), in_ram, strict=True):
+        assert mine["d2h"] == other["d2h"] // 2
         assert same(mine["masters"], other["masters"])
 
 
 def test_of_a_mean_over_replicas_one_shard_crosses_the_link(ranks4: RankPool) -> None:
     options = {"placement_policy": "cpu", "device_memory": "2MiB", "dtype": "bf16"}
     options["host_memory"] = "8MiB"
-    in_ram = ranks4.run(ranks.train, options, 2, 2)
-    for mine, other in zip(ranks4.run(ranks.train, options, 2, 2, True), in_ram, strict=True):
+    in_ram = ranks4.run(ranks.train, options, 1, 2)
+    for mine, other in zip(ranks4.run(ranks.train, options, 1, 2, True), in_ram, strict=True):
         assert mine["d2h"] == other["d2h"] // 2
         assert same(mine["masters"], other["masters"])
 
@@ -49,17 +42,12 @@ def test_in_stage_1_the_whole_goes_up_and_a_shard_of_the_mean_comes_back(
     options |= {"zero_stage": 1, "overlap_updates": "none"}
     in_ram = ranks2.run(ranks.train, options)
     for mine, other in zip(ranks2.run(ranks.train, options, 1, 1, True), in_ram, strict=True):
-        gathered = gathered_to_ram(mine, 1)
+        # Of the other rank's shards, in every step and of the first values.
+        gathered = (ranks.STEPS + 1) * mine["chunks"] * CHUNK_BYTES // 2
         means = mine["chunks"] * CHUNK_BYTES * ranks.STEPS
         assert mine["h2d"] - other["h2d"] == means + gathered
         assert mine["d2h"] - other["d2h"] == means // 2 + gathered
         assert same(mine["masters"], other["masters"])
-
-
-def test_in_stage_1_what_is_on_the_device_stays_there(ranks2: RankPool) -> None:
-    options = {"placement_policy": "cuda", "device_memory": "64MiB", "dtype": "bf16"}
-    for mine in ranks2.run(ranks.train, options | {"zero_stage": 1}, 2, 1, True):
-        assert mine["h2d"] == mine["d2h"] == 0
 
 
 def test_a_budget_without_room_for_what_replicas_send_is_refused(ranks2: RankPool) -> None:
@@ -76,26 +64,20 @@ def test_a_budget_without_room_for_what_replicas_send_is_refused(ranks2: RankPoo
 @pytest.mark.parametrize(
     "more",
     [
-        {"dtype": "bf16"},
-        {"dtype": "fp16"},
         {"dtype": "bf16", "grad_dtype": "fp32", "reduce_dtype": "bf16"},
-        {"dtype": "bf16", "keep_fp32": ["*ln_*"]},
         {"dtype": "bf16", "zero_stage": 2, "placement_policy": "cuda"},
         {"dtype": "fp16", "zero_stage": 1, "placement_policy": "cuda"},
         {"dtype": "bf16", "zero_stage": 1, "placement_policy": "cpu", "keep_fp32": ["*ln_*"]},
     ],
-    ids=[
-        *("bf16", "fp16", "grads-in-fp32", "two-chunk-groups", "all-on-device"),
-        *("stage-1-on-device", "stage-1-in-ram"),
-    ],
+    ids=["grads-in-fp32", "all-on-device", "stage-1-on-device", "stage-1-in-ram"],
 )
 @pytest.mark.parametrize("sync_each", [True, False])
 def test_accumulation_with_and_without_no_sync(
     ranks2: RankPool, more: dict[str, Any], sync_each: bool
 ) -> None:
     on_cpu = more | {"placement_policy": "cpu"}
-    wanted = ranks2.run(rank_training.train, on_cpu, 3, 2, sync_each)
-    found = ranks2.run(ranks.with_nccl, rank_training.train, ON_DEVICE | more, 3, 2, sync_each)
+    wanted = ranks2.run(rank_training.train, on_cpu, 2, 2, sync_each)
+    found = ranks2.run(ranks.with_nccl, rank_training.train, ON_DEVICE | more, 2, 2, sync_each)
     for mine, right in zip(found, wanted, strict=True):
         assert mine["losses"] == right["losses"]
         assert mine["norms"] == right["norms"]
@@ -103,7 +85,7 @@ def test_accumulation_with_and_without_no_sync(
         assert same(mine["masters"], right["masters"])
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [1, 3])
 def test_ranks_that_have_gradients_of_different_experts(ranks2: RankPool, stage: int) -> None:
     wanted = ranks2.run(ranks.train_experts, {"zero_stage": stage})
     options = ON_DEVICE | {"zero_stage": stage}

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint import metadata as torch_metadata
@@ -324,7 +324,6 @@ def test_one_list_of_chunks_for_many_tensors(tmp_path: Path) -> None:
         read_metadata(tmp_path)
 
 
-@settings(deadline=None, max_examples=100)
 @given(data=st.data())
 def test_changed_pickles(data: st.DataObject) -> None:
     """A file that was changed anywhere is read, or is a CheckpointError."""

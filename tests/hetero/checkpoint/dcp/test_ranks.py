@@ -31,7 +31,9 @@ def same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> boo
     return keys <= set(found) and all(torch.equal(found[key], wanted[key]) for key in keys)
 
 
-@pytest.mark.parametrize("ranks", COUNTS)
+@pytest.mark.parametrize(
+    "ranks", [4, *(pytest.param(ranks, marks=pytest.mark.extra) for ranks in (1, 2))]
+)
 def test_any_number_of_ranks_loads_any_other(
     ranks: int, saved: tuple[Path, dict[str, list[Any]]]
 ) -> None:

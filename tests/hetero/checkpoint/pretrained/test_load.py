@@ -77,6 +77,7 @@ def train(model: nn.Module, optimizer: hetero.HybridAdam) -> None:
     optimizer.step()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.usefixtures("small_parts")
 @pytest.mark.parametrize("settings", [*SETTINGS, EMULATED])
 @pytest.mark.parametrize("compute", ["fp32", "bf16", "fp16"])

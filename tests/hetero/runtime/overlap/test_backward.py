@@ -67,6 +67,7 @@ def test_same_bits(tmp_path: Path, place: str, kind: str) -> None:
     assert_same_bits(tmp_path, place, ["backward", "both"], loop, lambda: Net(kind=kind))
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("place", PLACES)
 def test_what_gets_no_gradient_is_left_to_step(tmp_path: Path, place: str) -> None:
     def make() -> Net:
@@ -87,11 +88,9 @@ def test_what_gets_no_gradient_is_left_to_step(tmp_path: Path, place: str) -> No
     assert_same_bits(tmp_path, place, ["backward"], loop, make)
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", ["ram", "optim_states"])
 def test_two_chunk_groups(tmp_path: Path, place: str) -> None:
     """Parameters that are kept in fp32 beside those in bf16."""
-    if place in ("disk", "emulated"):
-        pytest.skip("more than the least memory")
 
     def loop(model: nn.Module, optimizer: Any, overlap: str) -> Seen:
         assert len(optimizer.engine.chunk_groups) == 2
@@ -220,6 +219,7 @@ class Reused(nn.Module):
         return self.last(x)
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("place", ["ram", "optim_states", "disk"])
 def test_several_gradients_in_one_backward(tmp_path: Path, place: str) -> None:
     def loop(model: nn.Module, optimizer: Any, overlap: str) -> Seen:
@@ -234,6 +234,7 @@ def test_several_gradients_in_one_backward(tmp_path: Path, place: str) -> None:
     assert_same_bits(tmp_path, place, ["backward"], loop, Reused)
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("place", ["optim_states", "disk"])
 def test_more_gradients_than_ever(tmp_path: Path, place: str) -> None:
     """A gradient that comes after its chunk was updated takes the update back."""
@@ -259,6 +260,7 @@ class Fails(torch.autograd.Function):
         raise ArithmeticError("on purpose")
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("clear", [True, False])
 @pytest.mark.parametrize("place", ["optim_states", "disk"])
 def test_an_exception_in_backward(tmp_path: Path, place: str, clear: bool) -> None:

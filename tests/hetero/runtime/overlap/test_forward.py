@@ -36,7 +36,7 @@ from tests.support.waiting import until
 Seen = Iterable[torch.Tensor]
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("place", EVERYWHERE)
 @pytest.mark.parametrize("kind", ["plain", "reentrant", "non-reentrant"])
 @pytest.mark.parametrize("overlap", ["forward", "both"])
@@ -80,6 +80,7 @@ def test_clipping_and_scaling(tmp_path: Path, place: str, clip: str) -> None:
     assert_same_bits(tmp_path, place, ["forward"], loop)
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("place", EVERYWHERE)
 def test_modules_that_a_step_leaves_out(tmp_path: Path, place: str) -> None:
     """Their updates are waited for by the next step()."""
@@ -111,6 +112,7 @@ def pair(request: Any, tmp_path: Path) -> Iterator[Callable[[], Any]]:
         optimizer.engine.close()
 
 
+@pytest.mark.covering(0)
 def test_what_hetero_gives_waits(pair: Any) -> None:
     def looks(model: nn.Module, optimizer: hetero.HybridAdam) -> Iterator[list[torch.Tensor]]:
         params = list(model.parameters())
@@ -134,6 +136,7 @@ def test_what_hetero_gives_waits(pair: Any) -> None:
         assert torch.equal(*(loss_of(model, 6) for model, _ in pair))
 
 
+@pytest.mark.covering(0)
 def test_values_are_changed_and_loaded(pair: Any) -> None:
     for model, optimizer in pair:
         weight = model.blocks[1].up.weight
@@ -150,6 +153,7 @@ def test_values_are_changed_and_loaded(pair: Any) -> None:
     assert same(*(result(*each) for each in pair))
 
 
+@pytest.mark.covering(0)
 def test_a_graph_of_before_step_is_refused(pair: Any) -> None:
     for model, optimizer in pair:
         loss = loss_of(model, 5)
@@ -243,6 +247,7 @@ class Bare(nn.Module):
         return y
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("place", EVERYWHERE)
 def test_a_use_outside_of_the_owner(tmp_path: Path, place: str) -> None:
     assert_same_bits(tmp_path, place, ["forward"], make=Bare)
@@ -339,6 +344,7 @@ def test_homes_move_while_updates_go_on(tmp_path: Path) -> None:
     assert_same_bits(tmp_path, "optim_states", ["forward"], loop)
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("place", EVERYWHERE)
 def test_unfreezing_while_updates_go_on(tmp_path: Path, place: str) -> None:
     def make() -> Net:

@@ -158,7 +158,7 @@ LATE_MEAN = (
 )
 
 
-@settings(max_examples=6)
+@settings(max_examples=3)
 @example(CLEARED)
 @example(LATE_MEAN)
 @given(training=trainings())

@@ -172,6 +172,7 @@ def test_what_a_loop_does_between(tmp_path: Path, place: str, action: str) -> No
     assert_same_bits(tmp_path, place, ["both"], loop, **options)
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("place", PLACES)
 def test_a_budget_that_changes_between(tmp_path: Path, place: str) -> None:
     def loop(model: nn.Module, optimizer: Any, overlap: str) -> Seen:
@@ -188,9 +189,14 @@ def test_a_budget_that_changes_between(tmp_path: Path, place: str) -> None:
     assert_same_bits(tmp_path, place, ["both"], loop)
 
 
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("overlap", ["auto", "both", "backward"])
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    ("place", "overlap"),
+    [
+        ("disk", "auto"),
+        ("optim_states", "backward"),
+        pytest.param("emulated", "both", marks=pytest.mark.extra),
+    ],
+)
 def test_shares_of_clipped_steps(tmp_path: Path, place: str, overlap: str) -> None:
     """None, some and all are clipped; "auto" stops to guess when it has been wrong too often."""
     clips = [1e6] * 4 + [1e6, 1e-2] * 4 + [1e-2] * 8 + [1e6] * 8
@@ -217,6 +223,7 @@ def test_shares_of_clipped_steps(tmp_path: Path, place: str, overlap: str) -> No
         assert all(counts[1:])
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("place", PLACES)
 def test_a_grad_scaler(tmp_path: Path, place: str) -> None:
     """Its scale is guessed; steps that overflow are left out, and the scale changes then."""
@@ -257,6 +264,7 @@ def test_the_loss_scale_of_fp16(tmp_path: Path, place: str, overlap: str) -> Non
     assert_same_bits(tmp_path, place, [overlap], loop, **fp16)
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("place", PLACES)
 def test_a_step_with_a_norm_that_is_nan(tmp_path: Path, place: str) -> None:
     def loop(model: nn.Module, optimizer: Any, overlap: str) -> Seen:

@@ -17,6 +17,7 @@ from tests.support.ranks.processes import RankPool
 
 # So long after the last step: before the others' next gather begins, during it, and after it.
 PAUSES_S = [0.0, 0.003, 0.02]
+WHOLE: dict[tuple[int, int], list[Any]] = {}  # by ranks and stage, of ranks that all go on
 
 
 @pytest.mark.covering(1)
@@ -31,26 +32,22 @@ def test_shards_on_nvme(ranks2: RankPool, tmp_path: Path) -> None:
     check(ranks2, options, [0], 0.003)
 
 
-@pytest.mark.parametrize("quits", [[2], [0, 3], [1, 2, 3]])
+@pytest.mark.parametrize("quits", [[0, 3], [1, 2, 3]])
 def test_four_ranks(ranks4: RankPool, quits: list[int]) -> None:
     check(ranks4, {"zero_stage": 3}, quits, 0.003)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_an_error_of_the_program_inside_forward(
-    ranks: int, ranks2: RankPool, ranks4: RankPool
-) -> None:
+def test_an_error_of_the_program_inside_forward(ranks2: RankPool) -> None:
     """All-gathers are under way when the rank closes; what it answers comes all the same."""
-    pool = ranks2 if ranks == 2 else ranks4
-    whole = pool.run(close_early, {"zero_stage": 3}, [], 0.0)
-    for _ in range(3):
-        found = pool.run(close_inside_forward, {"zero_stage": 3})
+    whole = ranks2.run(close_early, {"zero_stage": 3}, [], 0.0)
+    for _ in range(2):
+        found = ranks2.run(close_inside_forward, {"zero_stage": 3})
         for (outputs, failed), (right, _) in list(zip(found, whole, strict=True))[:-1]:
             assert all(map(torch.equal, outputs, right))
             assert not failed
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [1, 3])
 def test_devices_that_gather_by_themselves(ranks2: RankPool, stage: int) -> None:
     """What comes through RAM can be read; the link to the device is an emulated one."""
     options = {"backend": "emulated", "device_memory": "600KiB", "link_gbps": 1.0}
@@ -62,7 +59,10 @@ def test_an_end_of_one_connection_leaves_no_other_open(ranks4: RankPool) -> None
 
 
 def check(ranks: RankPool, options: dict[str, Any], quits: list[int], pause_s: float) -> None:
-    whole = ranks.run(close_early, options, [], 0.0)
+    key = ranks.world, options["zero_stage"]  # (placements change no bit)
+    if key not in WHOLE:
+        WHOLE[key] = ranks.run(close_early, {"zero_stage": options["zero_stage"]}, [], 0.0)
+    whole = WHOLE[key]
     found = ranks.run(close_early, options, quits, pause_s)
     for rank, ((outputs, told), (right, _)) in enumerate(zip(found, whole, strict=True)):
         if rank in quits:

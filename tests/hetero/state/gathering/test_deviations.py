@@ -16,20 +16,20 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     return all(map(torch.equal, one, other))
 
 
-@pytest.mark.parametrize("how", ["alike", "accumulating", "uneven", "in turns", *ALONE])
+@pytest.mark.parametrize("how", ["uneven", "in turns", *ALONE])
 def test_masters_are_those_of_ranks_that_gather_nothing(ranks2: RankPool, how: str) -> None:
     whole = ranks2.run(deviating.train, {"zero_stage": 2}, how)
     found = ranks2.run(deviating.train, {"zero_stage": 3, **TIGHT}, how)
     for (masters, reads), (right, no_reads) in zip(found, whole, strict=True):
         assert same(masters, right)
         assert not any(no_reads)
-        if how in ("alike", "accumulating", "uneven"):
+        if how == "uneven":
             assert not any(reads), reads
     if how in ALONE and how != "forward alone":  # (for which the others, in step(), help)
         assert any(any(reads) for _, reads in found)
 
 
-@pytest.mark.parametrize("how", ["alike", "uneven", "in turns", *ALONE])
+@pytest.mark.parametrize("how", ["in turns", "forward alone", "looks at weights"])
 def test_gathers_that_pass_through_little_ram_to_a_device(ranks2: RankPool, how: str) -> None:
     """Some wait for room in RAM, while others are made that a rank does not keep."""
     whole = ranks2.run(deviating.train, {"zero_stage": 2}, how)
