@@ -94,8 +94,7 @@ class CudaRuntime:
         self._index = torch.cuda.current_device()
         self.device = torch.device("cuda", self._index)
         self.dlpack_device = (2, self._index)  # kDLCUDA
-        # Streams of new_stream() that somebody has.
-        self.streams: weakref.WeakSet[Stream] = weakref.WeakSet()
+        self._streams: weakref.WeakValueDictionary[int, Stream] = weakref.WeakValueDictionary()
         self._events = EventPool(lambda: torch.cuda.Event(blocking=True))  # who waits sleeps
 
     def new_stream(self) -> Stream:
@@ -112,8 +111,15 @@ class CudaRuntime:
         stream = torch.cuda.ExternalStream(handle, self.device)
         # It is dealt out again and never destroyed: torch's allocators may remember it.
         weakref.finalize(stream, unused.append, handle).atexit = False
-        self.streams.add(stream)
+        self._streams[handle] = stream
         return stream
+
+    @property
+    def streams(self) -> list[Stream]:
+        """Streams of new_stream() that somebody has; other threads may make more meanwhile."""
+        # (A copy of the references at once: who goes through a weak set must keep others from it.)
+        found = (reference() for reference in self._streams.valuerefs())
+        return [stream for stream in found if stream is not None]
 
     def current_stream(self) -> Stream:
         """The stream that gets the calling thread's work."""
