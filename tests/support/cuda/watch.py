@@ -20,7 +20,10 @@ Ranges = list[tuple[int, int]]  # addresses and bytes
 
 
 class Watch(TorchDispatchMode):
-    """Inside, torch's operators in this thread are uses of memory, page-locked RAM excepted."""
+    """Inside, torch's operators in this thread are uses of the device's memory.
+
+    Where that is RAM, all of it is meant but what is page-locked.
+    """
 
     def __init__(self, runtime: FakeRuntime) -> None:
         super().__init__()
@@ -48,6 +51,8 @@ class Watch(TorchDispatchMode):
         found = func(*args, **given)
         if any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns):
             return found  # a view
+        if schema.name == "aten::set_":  # which makes the tensor a view
+            return found
         writes += self._ranges(found)
         with runtime.lock:
             stream = runtime.current_stream()
@@ -60,7 +65,7 @@ class Watch(TorchDispatchMode):
         """The memory of the tensors in `value`, without gaps where they are dense."""
         if isinstance(value, torch.Tensor):
             if (
-                value.device.type != "cpu"
+                value.device.type != self._runtime.device.type
                 or value.numel() == 0
                 or isinstance(value, OffloadedTensor)
             ):
