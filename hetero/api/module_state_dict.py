@@ -126,7 +126,8 @@ class StateDictHooks(ModelHooks):
             # (In no variable, which would pin the gathered copy for the next one's time.)
             entry = managed.part_of(self._engine.params.flat(managed.chunk)).to("cpu", copy=True)
         else:
-            entry = from_dlpack(found)  # over the same bytes
+            # Over the same bytes.
+            entry = from_dlpack(torch.to_dlpack(found))  # type: ignore[attr-defined]
         self._last_entry[managed] = entry
         return entry
 

@@ -145,8 +145,9 @@ def _random_state() -> dict[str, Any]:
         "python": random.getstate(),
         "numpy": np.random.get_state(),
     }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state_all()
+    device = torch.get_device_module()
+    if torch.accelerator.is_available() and device.is_initialized():
+        state["cuda"] = device.get_rng_state_all()  # of whatever kind it is
     return state
 
 
@@ -192,8 +193,8 @@ def set_random(state: Mapping[str, Any]) -> None:
         random.setstate(state["python"])
         np.random.set_state(state["numpy"])
         cuda = state.get("cuda", [])
-        if torch.cuda.is_available() and len(cuda) == torch.cuda.device_count():
-            torch.cuda.set_rng_state_all(cuda)
+        if torch.accelerator.is_available() and len(cuda) == torch.accelerator.device_count():
+            torch.get_device_module().set_rng_state_all(cuda)
     except Exception as error:
         raise _no_random_state(error) from error
 

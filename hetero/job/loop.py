@@ -152,8 +152,7 @@ class _Stopwatch:
         timeline.note("compute", start_s, end_s, name=name)
 
     def _now_s(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        torch.get_device_module(self._device).synchronize(self._device)
         return time.perf_counter()
 
 

@@ -88,15 +88,18 @@ def choose_gpu() -> None:
 class CudaRuntime:
     """torch.cuda's current device. Any thread may use it."""
 
-    def __init__(self) -> None:
-        torch.cuda.init()
+    def __init__(self, kind: str = "cuda") -> None:
+        """`kind` is of the device's type; tests have another one."""
+        self._torch: Any = torch.get_device_module(kind)
+        self._torch.init()
         choose_gpu()
-        self._index = torch.cuda.current_device()
-        self.device = torch.device("cuda", self._index)
+        self._index = self._torch.current_device()
+        self.device = torch.device(kind, self._index)
         self.dlpack_device = (2, self._index)  # kDLCUDA
-        # Streams of new_stream() that somebody has.
-        self.streams: weakref.WeakSet[Stream] = weakref.WeakSet()
-        self._events = EventPool(lambda: torch.cuda.Event(blocking=True))  # who waits sleeps
+        # Inside on(stream) it is the calling thread's current one.
+        self.on: Callable[[Stream], AbstractContextManager[object]] = self._torch.stream
+        self._streams: weakref.WeakValueDictionary[int, Stream] = weakref.WeakValueDictionary()
+        self._events = EventPool(lambda: self._torch.Event(blocking=True))  # who waits sleeps
 
     def new_stream(self) -> Stream:
         """A stream of its own, as long as somebody has it.
@@ -112,20 +115,23 @@ class CudaRuntime:
         stream = torch.cuda.ExternalStream(handle, self.device)
         # It is dealt out again and never destroyed: torch's allocators may remember it.
         weakref.finalize(stream, unused.append, handle).atexit = False
-        self.streams.add(stream)
+        self._streams[handle] = stream
         return stream
+
+    @property
+    def streams(self) -> list[Stream]:
+        """Streams of new_stream() that somebody has; other threads may make more meanwhile."""
+        # (A copy of the references at once: who goes through a weak set must keep others from it.)
+        found = (reference() for reference in self._streams.valuerefs())
+        return [stream for stream in found if stream is not None]
 
     def current_stream(self) -> Stream:
         """The stream that gets the calling thread's work."""
-        return torch.cuda.current_stream(self.device)
-
-    def on(self, stream: Stream) -> AbstractContextManager[object]:
-        """Inside the block `stream` is the calling thread's current one."""
-        return torch.cuda.stream(stream)
+        return self._torch.current_stream(self.device)
 
     def capturing(self) -> bool:
         """Whether what this thread gives the current stream is captured in a CUDA graph."""
-        return bool(torch.cuda.is_current_stream_capturing())
+        return bool(self._torch.is_current_stream_capturing())
 
     def record(self, stream: Stream) -> Event:
         """An event that comes when all work that `stream` was given so far is done."""
@@ -156,11 +162,11 @@ class CudaRuntime:
 
     def synchronize_all(self) -> None:
         """The host waits for all work on the device. Raises RuntimeError as done()."""
-        torch.cuda.synchronize(self.device)
+        self._torch.synchronize(self.device)
 
     def copy(self, to: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
         """Gives `stream` a copy between RAM and the device, of flat tensors of one dtype."""
-        with torch.no_grad(), torch.cuda.stream(stream):
+        with torch.no_grad(), self.on(stream):
             to.copy_(source, non_blocking=True)
 
     def handle(self, event: Event) -> int:
@@ -223,24 +229,24 @@ class CudaRuntime:
 
     def memory(self) -> tuple[int, int]:
         """(free, all) bytes of the device."""
-        free, total = torch.cuda.mem_get_info(self.device)
+        free, total = self._torch.mem_get_info(self.device)
         return int(free), int(total)
 
     def torch_bytes(self) -> tuple[int, int, int]:
         """Torch's: (in use by tensors, taken from CUDA, the most taken since reset_peak())."""
         return (
-            torch.cuda.memory_allocated(self.device),
-            torch.cuda.memory_reserved(self.device),
-            torch.cuda.max_memory_reserved(self.device),
+            self._torch.memory_allocated(self.device),
+            self._torch.memory_reserved(self.device),
+            self._torch.max_memory_reserved(self.device),
         )
 
     def reset_peak(self) -> None:
         """Restarts the peak that torch_bytes() returns."""
-        torch.cuda.reset_peak_memory_stats(self.device)
+        self._torch.reset_peak_memory_stats(self.device)
 
     def empty_cache(self) -> None:
         """Gives memory back to CUDA that torch has reserved and no tensor uses."""
-        torch.cuda.empty_cache()
+        self._torch.empty_cache()
 
     def kernels(self, kind: UpdateKind | None) -> CudaModule:
         """The kernels of one kind of update; None: of means.

@@ -186,9 +186,9 @@ def _version(param: torch.Tensor, find: FindsManaged) -> _Version:
 
 def _random_states() -> list[Callable[[], object]]:
     """What puts back the states that the process's generators of random numbers have now."""
-    generators = [torch.default_generator]
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        generators += torch.cuda.default_generators
+    # (Of a device's module: none until the device is used.)
+    of_devices = getattr(torch.get_device_module(), "default_generators", ())
+    generators = [torch.default_generator, *of_devices]
     states: list[Callable[[], object]]
     states = [partial(each.set_state, each.get_state()) for each in generators]
     states.append(partial(random.setstate, random.getstate()))
@@ -204,7 +204,9 @@ class Surroundings:
     def __init__(self, block: torch.nn.Module) -> None:
         """`block`: whose call begins now."""
         self._training = [each.training for each in block.modules()]
-        self._autocast = [_autocast(kind) for kind in ("cpu", "cuda")]
+        device = torch.accelerator.current_accelerator()
+        kinds = ["cpu"] if device is None else ["cpu", device.type]
+        self._autocast = [_autocast(kind) for kind in kinds]
         self._random = _random_states()
 
     @contextmanager

@@ -22,8 +22,10 @@ Ranges = list[tuple[int, int]]  # addresses and bytes
 
 @cache
 def _makes_a_view(func: Any) -> bool:
-    returns = func._schema.returns
-    return any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+    schema = func._schema
+    if schema.name == "aten::set_":  # which makes the tensor one
+        return True
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
 
 
 @cache
@@ -34,7 +36,10 @@ def _arguments(func: Any) -> list[tuple[str, bool]]:
 
 
 class Watch(TorchDispatchMode):
-    """Inside, torch's operators in this thread are uses of memory, page-locked RAM excepted."""
+    """Inside, torch's operators in this thread are uses of the device's memory.
+
+    Where that is RAM, all of it is meant but what is page-locked.
+    """
 
     def __init__(self, runtime: FakeRuntime) -> None:
         super().__init__()
@@ -71,7 +76,7 @@ class Watch(TorchDispatchMode):
         """The memory of the tensors in `value`, without gaps where they are dense."""
         if isinstance(value, torch.Tensor):
             if (
-                value.device.type != "cpu"
+                value.device.type != self._runtime.device.type
                 or value.numel() == 0
                 or isinstance(value, OffloadedTensor)
             ):

@@ -53,7 +53,7 @@ class Recording:
 class FakeRuntime:
     """As offload.device.cuda_runtime.CudaRuntime says."""
 
-    device = torch.device("cpu")
+    device = torch.device("cpu")  # subclasses have others, whose memory is RAM, too
     dlpack_device = (1, 0)  # kDLCPU
 
     def __init__(
@@ -325,7 +325,7 @@ class FakeRuntime:
             stream = self.current_stream()
             raw = self.freed.pop((stream, nbytes), None)
             if raw is None:
-                raw = torch.full((nbytes + PAGE,), 0xFF, dtype=torch.uint8)
+                raw = torch.full((nbytes + PAGE,), 0xFF, dtype=torch.uint8, device=self.device)
             begin = -raw.data_ptr() % PAGE  # page by page, as arenas want it
             block = raw[begin : begin + nbytes]
             self.taken[block.data_ptr()] = nbytes
@@ -418,7 +418,8 @@ class FakeRuntime:
 class HostKernels:
     """The kernels of one kind, or of means, on the host."""
 
-    def __init__(self, runtime: FakeRuntime, kind: UpdateKind | None) -> None:
+    def __init__(self, runtime: Any, kind: UpdateKind | None) -> None:
+        """`runtime` has give() and counts in `launched`."""
         self._runtime = runtime
         self._kind = kind
 

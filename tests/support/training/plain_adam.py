@@ -22,21 +22,21 @@ class Master:
 
     def __init__(self, value: torch.Tensor) -> None:
         self._shape = value.shape
-        self._weight = value.detach().float().numpy().reshape(-1).copy()
+        self._weight = value.detach().float().cpu().numpy().reshape(-1).copy()
         self._moments = (np.zeros_like(self._weight), np.zeros_like(self._weight))
         self.steps = 0
 
     def update(self, grad: torch.Tensor, **hyper: Any) -> None:
         """One step; `hyper` is what Hyper takes, but for the step, which is counted here."""
         self.steps += 1
-        flat = grad.float().numpy().reshape(-1)
+        flat = grad.float().cpu().numpy().reshape(-1)
         self._weight, self._moments = update(
             "adam", self._weight, self._moments, flat, Hyper(step=self.steps, **hyper)
         )
 
     def write(self, value: torch.Tensor) -> None:
         """It becomes `value`; the moments stay."""
-        self._weight = value.detach().float().numpy().reshape(-1).copy()
+        self._weight = value.detach().float().cpu().numpy().reshape(-1).copy()
 
     @property
     def weight(self) -> torch.Tensor:
@@ -70,8 +70,8 @@ class PlainAdam:
         return math.sqrt(sum(g.double().square().sum().item() for g in grads))
 
     @torch.no_grad()
-    def step(self) -> None:
-        """Updates the parameters that have gradients."""
+    def step(self, grad_scale: float = 1.0) -> None:
+        """Updates the parameters that have gradients, which are multiplied by `grad_scale`."""
         for param, master in self.masters.items():
             if param.grad is None:
                 continue
@@ -83,6 +83,7 @@ class PlainAdam:
                 beta1=OPTIONS["betas"][0],
                 beta2=OPTIONS["betas"][1],
                 eps=OPTIONS["eps"],
+                grad_scale=grad_scale,
             )
             param.copy_(master.weight)
 
