@@ -71,7 +71,8 @@ void OffloadQueue::close() {
 
 void OffloadQueue::cancel_held(OffloadOp& op) {
   op.cancelled_ = true;
-  for (std::size_t i = 0; i < count_; ++i) {
+  // The last part first: after the one under way the copier would begin the next one, and so on.
+  for (std::size_t i = count_; i-- > 0;) {
     if (ahead(i).op.get() == &op && ahead(i).copy) ahead(i).copy->cancel();
   }
 }
