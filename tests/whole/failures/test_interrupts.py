@@ -35,6 +35,7 @@ from tests.support.training.small_net import (
     train,
 )
 
+_HYPOTHESIS = f"{os.sep}hypothesis{os.sep}"
 _WITHOUT_PLACES = (weakref.__file__, grad_mode.__file__, profiler.__file__)
 
 
@@ -42,8 +43,9 @@ class LineInterrupt:
     """Sends SIGINT to this process at place number `at` (from 1) of those that a call executes.
 
     A place is a line of Python code: hetero's, torch's, contextlib's. All lines of an uninterrupted
-    function are one place, because the signal is delivered at its end, wherever it came. Three
-    files have none: what callbacks of weak references raise Python ignores, torch's own grad mode
+    function are one place, because the signal is delivered at its end, wherever it came. Hypothesis
+    has none, because Python ignores what callbacks of the garbage collector raise, nor have three
+    files: what callbacks of weak references raise is ignored, too, torch's own grad mode
     stays off if no_grad() is interrupted at its end, and torch functions stay off if a profiler's
     range is, which a signal, unlike this, cannot do. For the same reason a line that switches torch
     functions off is none: the end of that block is one call of a function in C.
@@ -65,7 +67,8 @@ class LineInterrupt:
             sys.settrace(None)
 
     def _trace(self, frame: FrameType, event: str, arg: Any) -> Any:
-        if frame.f_code.co_filename in _WITHOUT_PLACES:
+        file = frame.f_code.co_filename
+        if file in _WITHOUT_PLACES or _HYPOTHESIS in file:
             return None
         if event == "line" and "DisableTorchFunction" not in _source(frame):
             held_back = interrupts._block.depth > 0
