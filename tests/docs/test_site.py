@@ -67,7 +67,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Links]:
 
 
 def test_the_navigation_has_all_pages() -> None:
-    files = {str(page.relative_to(ROOT / "docs")) for page in PAGES if "docs" in page.parts}
+    docs = ROOT / "docs"
+    files = {str(page.relative_to(docs)) for page in PAGES if docs in page.parents}
     assert len(NAV) == len(set(NAV))
     assert files <= set(NAV), "write the page into mkdocs.yml, under nav"
     assert set(NAV) - files == FROM_ROOT
