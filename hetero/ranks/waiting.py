@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
 import threading
 import time
 import weakref
@@ -99,6 +100,7 @@ def name_error(error: BaseException) -> str:
 LOOK_S = 0.1  # how often a wait looks whether it is in vain
 SOON_S = 0.002  # the same where other ranks were in need of this one a moment ago
 _HELPED_S = 1.0  # so long that moment is
+_IDLE_S = 1.0  # after which the thread that waits ends; the next wait starts another
 _END_S = 5.0  # for a thread whose connections are broken off to end
 
 
@@ -162,6 +164,18 @@ class WaitingJob:
         return self.has_ended
 
 
+# Waits for the main thread, which would start a thread for each wait without it (0.12 ms).
+_waiter = Worker("waiting", _IDLE_S)
+
+
+def _make_waiter() -> None:
+    global _waiter
+    _waiter = Worker("waiting", _IDLE_S)
+
+
+os.register_at_fork(after_in_child=_make_waiter)
+
+
 def wait_for_job(
     job: WaitingJob,
     look: Callable[[], object],
@@ -202,5 +216,9 @@ def wait_interruptibly(
     if threading.current_thread() is not threading.main_thread():
         wait()
         return
-    job, waiter = WaitingJob(wait), Worker("waiting", idle_s=0.0)
-    wait_for_job(job, look, end, look_s, lambda: waiter.do(job.run))
+    job = WaitingJob(wait)
+    try:
+        wait_for_job(job, look, end, look_s, lambda: _waiter.do(job.run))
+    finally:
+        if not job.has_ended:
+            _make_waiter()  # no other wait must come after this one
