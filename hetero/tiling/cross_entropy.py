@@ -397,12 +397,13 @@ class _Link(torch.autograd.Function):
         for part in tile_parts(numel, tile.options.rows(hidden.shape[0], tile.vocabulary)):
             at = slice(tile.rows.start + part.start, tile.rows.start + part.stop)
             rows = values[part]
-            given = linear(hidden, rows, None if bias is None else bias[part])
-            grad = _probs(given, tile.options.elementwise, sums[:, width:])
-            if not tile.options.elementwise:  # its values are not needed any more
-                given = given.new_empty(0)
-            grad = _logit_grads(grad, given, sums[:, width], labels, at, tile.options.elementwise)
-            del given
+            grad = _logit_grads(
+                linear(hidden, rows, None if bias is None else bias[part]),
+                sums[:, width:],
+                labels,
+                at,
+                tile.options.elementwise,
+            )
             if tile.needs_hidden:
                 sums[:, :width] += grad @ rows
             if weight_grad is not None:
@@ -473,9 +474,8 @@ def _note_log_probs(
 
 
 def _logit_grads(
-    grad: torch.Tensor,
     given: torch.Tensor,
-    found: torch.Tensor,
+    of_tokens: torch.Tensor,
     labels: torch.Tensor,
     part: slice,
     elementwise: tuple[Elementwise, ...],
@@ -483,55 +483,39 @@ def _logit_grads(
     """(T, rows), in the dtype of the head: gradients of what the head gives for some rows.
 
     Args:
-        grad: (T, rows) fp32, the probabilities; is written to.
-        given: (T, rows), what the head gives; empty if nothing is done to it.
-        found: (T,) fp32, the gradients of the labels' log-probabilities.
+        given: (T, rows), what the head gives; is written to.
+        of_tokens: (T, _COLUMNS) fp32, the gradients of the labels' log-probabilities, the largest
+            logits, and the logarithms of the sums of exponentials.
         labels: (T,) int64.
         part: the rows' numbers in the whole weight.
         elementwise: what is done to logits.
     """
-    grad.mul_(-found.unsqueeze(1))
+    found, largest, log_sums = of_tokens.split(1, 1)
+    dtype = given.dtype
+    before = given.requires_grad_() if elementwise else None
+    with torch.set_grad_enabled(bool(elementwise)):
+        logits = given
+        for function in elementwise:
+            logits = function(logits)
+        logits = logits.float()
+    del given
+    # Probabilities, in the order of operations that torch.log_softmax() has.
+    grad = logits.detach().clone() if elementwise else logits
+    grad.sub_(largest).sub_(log_sums).exp_().mul_(-found)
     # The label's, if it is in this part of the vocabulary.
     inside = (labels >= part.start) & (labels < part.stop)
     at = torch.where(inside, labels - part.start, 0).unsqueeze(1)
-    grad.scatter_add_(1, at, torch.where(inside, found, 0.0).unsqueeze(1))
-    return _through(elementwise, given, grad)
+    grad.scatter_add_(1, at, torch.where(inside.unsqueeze(1), found, 0.0))
+    if before is None:
+        return grad.to(dtype)
+    (made,) = torch.autograd.grad(logits, before, grad)
+    return made
 
 
 def tile_parts(length: int, size: int) -> Iterator[slice]:
     """Parts of at most `size`, of tokens or of rows."""
     for begin in range(0, length, size):
         yield slice(begin, min(begin + size, length))
-
-
-def _probs(
-    given: torch.Tensor, elementwise: tuple[Elementwise, ...], of_tokens: torch.Tensor
-) -> torch.Tensor:
-    """Probabilities in fp32, in the order of operations that torch.log_softmax() has."""
-    logits = given
-    for function in elementwise:
-        logits = function(logits)
-    if logits.dtype is not torch.float32:
-        logits = logits.float()
-    elif elementwise:  # `given` is needed once more
-        logits = logits.clone() if logits is given else logits
-    return logits.sub_(of_tokens[:, -2:-1]).sub_(of_tokens[:, -1:]).exp_()
-
-
-def _through(
-    elementwise: tuple[Elementwise, ...], given: torch.Tensor, grad: torch.Tensor
-) -> torch.Tensor:
-    """The gradient of what the head gives, in its dtype, from that of logits in fp32."""
-    if not elementwise:
-        return grad.to(given.dtype)
-    with torch.enable_grad():
-        before = given.detach().requires_grad_()
-        logits = before
-        for function in elementwise:
-            logits = function(logits)
-        logits = logits.float()
-    (made,) = torch.autograd.grad(logits, before, grad)
-    return made
 
 
 # Gradients that a parameter gets at once, in the middle of a backward.

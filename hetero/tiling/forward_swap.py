@@ -56,17 +56,28 @@ class ForwardSwap:
         self.remove()
 
 
-def _swap(module: torch.nn.Module, forward: Callable[..., Any]) -> type[torch.nn.Module]:
-    """Gives a module a class with this forward, and returns it."""
-    plain = type(module)
+def swapped_class(plain: type, name: str, bases: tuple[type, ...], **members: Any) -> Any:
+    """A class for a module of the class `plain`, whose copies stay plain, as pickles do.
+
+    Args:
+        plain: is the last base of the class.
+        name: of the class.
+        bases: those before `plain`.
+        members: what the class itself has.
+    """
 
     def reduce_ex(module: torch.nn.Module, protocol: Any) -> Any:
         made: Any = object.__reduce_ex__(module, 2)
         return (_new, (plain,), *made[2:])
 
-    members: dict[str, Any] = {"forward": forward, "__reduce_ex__": reduce_ex}
-    members |= {"__doc__": plain.__doc__, "__module__": plain.__module__}
-    swapped = type(plain.__name__, (plain,), members)
+    members |= {"__reduce_ex__": reduce_ex, "__module__": plain.__module__}
+    return type(name, (*bases, plain), {"__doc__": plain.__doc__, **members})
+
+
+def _swap(module: torch.nn.Module, forward: Callable[..., Any]) -> type[torch.nn.Module]:
+    """Gives a module a class with this forward, and returns it."""
+    plain = type(module)
+    swapped: type[torch.nn.Module] = swapped_class(plain, plain.__name__, (), forward=forward)
     module.__class__ = swapped
     return swapped
 

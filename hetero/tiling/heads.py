@@ -203,7 +203,7 @@ class DeferredLogits(OffloadedTensor):
         if func is _aten._unsafe_view.default:
             func = _aten.view.default  # of a clone that reshape() has made, which nobody else has
         if _is_elementwise(func, args, kwargs or {}):
-            return _function_of(args[0], _Operator(func, args[1:], kwargs or {}))
+            return _function_of(args[0], func, args[1:], kwargs or {})
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
@@ -229,7 +229,9 @@ class _Head(torch.autograd.Function):
         ctx.tiles = [
             (alias, alias._version, ctx.ranges[index]) for index, alias in enumerate(aliases)
         ]
-        return _deferred(inputs)
+        shape = (*hidden.shape[:-1], inputs.weight.rows)
+        meta = torch.empty(shape, dtype=hidden.dtype, device="meta")
+        return DeferredLogits._make(_Logits(inputs, meta), meta, hidden.device)
 
     @staticmethod
     @once_differentiable
@@ -260,32 +262,12 @@ class _Head(torch.autograd.Function):
         )
 
 
-def _deferred(inputs: HeadInputs) -> DeferredLogits:
-    hidden = inputs.hidden
-    shape = (*hidden.shape[:-1], inputs.weight.rows)
-    meta = torch.empty(shape, dtype=hidden.dtype, device="meta")
-    return DeferredLogits._make(_Logits(inputs, meta), meta, hidden.device)
-
-
 _aten = torch.ops.aten
 _CASTS = {_aten._to_copy.default, _aten.clone.default}
 _SAME = {_aten.detach.default, _aten.alias.default}
 _RESHAPES = {_aten.view.default, _aten._unsafe_view.default, _aten._reshape_alias.default}
 _SLICES = {_aten.slice.Tensor, _aten.select.int}
 _SCALES = {_aten.mul.Tensor, _aten.div.Tensor, _aten.mul.Scalar, _aten.div.Scalar}
-
-
-@dataclass(frozen=True)
-class _Operator:
-    """A function of each logit alone."""
-
-    func: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-    def __call__(self, logits: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = self.func(logits, *self.args, **self.kwargs)
-        return made
 
 
 def _is_elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -299,10 +281,16 @@ def _is_elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return func is _aten.tanh.default
 
 
-def _function_of(logits: DeferredLogits, operator: _Operator) -> DeferredLogits:
-    on_meta = {name: value for name, value in operator.kwargs.items() if name != "device"}
-    meta = operator.func(logits._meta, *operator.args, **on_meta)
-    source = _Logits(logits._source.inputs, meta, logits, operator)
+def _function_of(
+    logits: DeferredLogits, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> DeferredLogits:
+    def by(values: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = func(values, *args, **kwargs)
+        return made
+
+    on_meta = {name: value for name, value in kwargs.items() if name != "device"}
+    meta = func(logits._meta, *args, **on_meta)
+    source = _Logits(logits._source.inputs, meta, logits, by)
     logits._source.functions.add(source)
     return DeferredLogits._make(source, meta, logits.device)
 
@@ -448,10 +436,8 @@ class _RowsAndRoute(torch.autograd.Function):
         # Not saved by autograd: the head of another call may have taken the route of this one, and
         # then backward comes here twice.
         ctx.ids = ids.clone() if ids.is_inference() else ids
-        ctx.vocabulary, ctx.padding_idx = (
-            weight.shape[0],
-            -1 if padding_idx is None else padding_idx,
-        )
+        ctx.vocabulary = weight.shape[0]
+        ctx.padding_idx = -1 if padding_idx is None else padding_idx
         ctx.set_materialize_grads(False)
         rows = torch.nn.functional.embedding(ids, weight, padding_idx)
         return rows, torch.zeros((), dtype=weight.dtype, device=rows.device).expand(weight.shape)
@@ -461,26 +447,16 @@ class _RowsAndRoute(torch.autograd.Function):
     def backward(
         ctx: Any, rows_grad: torch.Tensor | None, rest: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, None, None]:
-        if rows_grad is None or rest is None:
-            dense = (
-                None
-                if rows_grad is None
-                else _dense(rows_grad, ctx.ids, ctx.vocabulary, ctx.padding_idx)
-            )
-            return rest if dense is None else dense, None, None
+        dense = torch.ops.aten.embedding_dense_backward
+        if rows_grad is None:
+            return rest, None, None
+        if rest is None:
+            made = dense(rows_grad, ctx.ids, ctx.vocabulary, ctx.padding_idx, False)
+            return made, None, None
         used, places = ctx.ids.unique(return_inverse=True)
         padding = (used == ctx.padding_idx).nonzero()
         row_of_padding = int(padding) if padding.numel() else -1
-        by_row = _dense(rows_grad, places, used.numel(), row_of_padding)
+        by_row = dense(rows_grad, places, used.numel(), row_of_padding, False)
         # Nobody else has it: the head's backward has made it for this.
         rest.index_copy_(0, used, rest.index_select(0, used).add_(by_row))
         return rest, None, None
-
-
-def _dense(
-    grad: torch.Tensor, ids: torch.Tensor, vocabulary: int, padding_idx: int
-) -> torch.Tensor:
-    made: torch.Tensor = torch.ops.aten.embedding_dense_backward(
-        grad, ids, vocabulary, padding_idx, False
-    )
-    return made

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from hetero.stand_ins.construction_uses import rows_of
 from hetero.tiling.cross_entropy import RowTiles, check_tile_tokens, tile_parts
 from hetero.tiling.heads import DeferredLogits, HeadInputs
-from hetero.tiling.tiled_weight import TiledWeight, owners_of, real_parameters, replace
+from hetero.tiling.tiled_weight import TiledWeight, owners_of, replace
 
 _LEAST_ROWS = 64  # a tile's rows are a multiple: narrower matrix products have other bits
 
@@ -62,13 +63,12 @@ def tile_embeddings(
             continue  # tile_linears() is for those
         rows = max(_LEAST_ROWS, max_numel // weight.shape[1] // _LEAST_ROWS * _LEAST_ROWS)
         if embeddings:
-            tiled = TiledEmbedding.from_embedding(embeddings[0], rows)
+            tiled = TiledEmbedding(embeddings[0], rows)
             for embedding in embeddings:
                 made |= dict.fromkeys(replace(model, embedding, tiled), tiled)
             parts = tiled.tiles
         else:
-            cut = tile_parts(weight.shape[0], rows)
-            parts = torch.nn.ModuleList(_row_tile(weight, part) for part in cut)
+            parts = _row_tiles(lambda r, c: torch.nn.Linear(c, r, bias=False), weight, rows)
         for head in heads:
             new = TiledHead(parts, head.bias, bool(embeddings), tile_tokens).train(head.training)
             made |= dict.fromkeys(replace(model, head, new), new)
@@ -95,11 +95,15 @@ def _is_plain(module: Any, kind: Any) -> bool:
     return plain
 
 
-def _row_tile(weight: torch.Tensor, rows: slice) -> torch.nn.Linear:
-    with torch.device("meta"):
-        tile = torch.nn.Linear(weight.shape[1], rows.stop - rows.start, bias=False)
-    tile.weight = torch.nn.Parameter(rows_of(weight, rows), weight.requires_grad)
-    return tile
+def _row_tiles(make: Any, weight: torch.Tensor, tile_rows: int) -> torch.nn.ModuleList:
+    """Layers that `make` makes for some rows and columns, each with its rows of a weight."""
+    tiles = torch.nn.ModuleList()
+    for rows in tile_parts(len(weight), tile_rows):
+        with torch.device("meta"):  # no random numbers are drawn
+            tile = make(rows.stop - rows.start, weight.shape[1])
+        tile.weight = torch.nn.Parameter(rows_of(weight, rows), weight.requires_grad)
+        tiles.append(tile)
+    return tiles
 
 
 class TiledEmbedding(TiledWeight):
@@ -112,90 +116,30 @@ class TiledEmbedding(TiledWeight):
     The names in `state_dict()` are `tiles.I.weight`. A state of torch.nn.Embedding (`weight`) loads
     as well, and embedding_state_dict() gives one.
 
-    Initial weights have the bits of torch.nn.Embedding under the same seed, on the CPU; on other
-    devices they are of the same distribution. They are drawn in parts, so that inside
-    hetero.ZeroInitContext a tile has to fit the budget, and not the embedding.
-
     Args:
-        num_embeddings, embedding_dim: rows and columns of the weight.
+        embedding: a plain one, before hetero.initialize(); it stays as it is. It may be under
+            construction, not in memory, and larger than the budget.
         tile_rows: rows of a tile; the last one may have fewer.
-        padding_idx: as of torch.nn.Embedding.
-        scale_grad_by_freq: as of torch.nn.Embedding.
-        device, dtype: of the parameters.
 
     Raises:
-        ValueError: for sizes that cannot be.
+        ValueError: for a number that cannot be, and for options that tiles do not have.
     """
 
-    def __init__(
-        self,
-        num_embeddings: int,
-        embedding_dim: int,
-        tile_rows: int,
-        padding_idx: int | None = None,
-        scale_grad_by_freq: bool = False,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, embedding: torch.nn.Embedding, tile_rows: int) -> None:
         super().__init__()
-        if tile_rows < 1 or num_embeddings < 1 or embedding_dim < 1:
-            raise ValueError(
-                f"num_embeddings, embedding_dim and tile_rows must be 1 or more, got "
-                f"{num_embeddings}, {embedding_dim} and {tile_rows}"
-            )
-        if padding_idx is not None:
-            if not -num_embeddings <= padding_idx < num_embeddings:
-                raise ValueError(
-                    f"padding_idx must be a row of {num_embeddings}, got {padding_idx}"
-                )
-            padding_idx %= num_embeddings
-        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
-        self.tile_rows, self.padding_idx = tile_rows, padding_idx
-        self.ranges = list(tile_parts(num_embeddings, tile_rows))
-        self.tiles = torch.nn.ModuleList()
-        where = torch.empty(0, device=device).device
-
-        def add(rows: slice, columns: slice) -> None:
-            """Adds an embedding without values, for which no random numbers are drawn."""
-            padding = None if padding_idx is None else padding_idx - rows.start
-            if padding is not None and not 0 <= padding < rows.stop - rows.start:
-                padding = None
-            options: Any = {"scale_grad_by_freq": scale_grad_by_freq, "dtype": dtype}
-            with torch.device("meta"):
-                tile = torch.nn.Embedding(rows.stop - rows.start, embedding_dim, padding, **options)
-            real_parameters(tile, where)
-            self.tiles.append(tile)
-
-        self._draw(add, lambda piece: piece.normal_(), dtype, where)
-        for tile, _, _ in self._tiles():
-            if tile.padding_idx is not None and where.type != "meta":
-                with torch.no_grad():
-                    tile.weight[tile.padding_idx].fill_(0)
-
-    @classmethod
-    def from_embedding(cls, embedding: torch.nn.Embedding, tile_rows: int) -> TiledEmbedding:
-        """A tiled embedding with the values of a plain one, before hetero.initialize().
-
-        Args:
-            embedding: stays as it is. It may be under construction, and larger than the budget.
-            tile_rows: as of the class.
-
-        Raises:
-            ValueError: for a number that cannot be, and for options that tiles do not have.
-        """
+        if tile_rows < 1:
+            raise ValueError(f"tile_rows must be 1 or more, got {tile_rows}")
         if embedding.max_norm is not None or embedding.sparse:
             raise ValueError("an embedding with max_norm or sparse=True cannot be tiled")
-        with torch.device("meta"):
-            tiled = cls(
-                embedding.num_embeddings,
-                embedding.embedding_dim,
-                tile_rows,
-                embedding.padding_idx,
-                embedding.scale_grad_by_freq,
-                dtype=embedding.weight.dtype,
-            )
-        tiled._take(embedding.weight)
-        return tiled.train(embedding.training)
+        self.num_embeddings, self.embedding_dim = embedding.weight.shape
+        self.tile_rows, self.padding_idx = tile_rows, embedding.padding_idx
+        self.ranges = list(tile_parts(self.num_embeddings, tile_rows))
+        make = partial(torch.nn.Embedding, scale_grad_by_freq=embedding.scale_grad_by_freq)
+        self.tiles = _row_tiles(make, embedding.weight, tile_rows)
+        for tile, rows, _ in self._tiles():
+            if self.padding_idx is not None and rows.start <= self.padding_idx < rows.stop:
+                tile.padding_idx = self.padding_idx - rows.start
+        self.train(embedding.training)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Rows (..., embedding_dim) for ids (...), of an integer dtype."""

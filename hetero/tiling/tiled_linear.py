@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 
-from hetero.stand_ins.construction_uses import rows_of
-from hetero.tiling.tiled_weight import TiledWeight, owners_of, real_parameters, replace
+from hetero.stand_ins.tile_changes import tiles
+from hetero.tiling.tiled_weight import TiledWeight, owners_of, replace
+
+_PIECE_NUMEL = 1 << 20  # elements of the weight that are drawn at a time
 
 
 class TiledLinear(TiledWeight):
@@ -73,33 +75,47 @@ class TiledLinear(TiledWeight):
         self.in_splits, self.out_splits = in_splits, out_splits
         self.in_ranges = _split(in_features, in_splits)
         self.out_ranges = _split(out_features, out_splits)
-        self.linears = torch.nn.ModuleList()
+        self.linears = torch.nn.ModuleList(torch.nn.ModuleList() for _ in self.out_ranges)
         self.input_is_already_split = input_is_already_split
         self.combine_out_splits = combine_out_splits
-        where = torch.empty(0, device=device).device
+        self._draw(bias, dtype, torch.empty(0, device=device).device)
 
-        def add(rows: slice, columns: slice) -> None:
-            """Adds a layer without values, for which no random numbers are drawn."""
-            if columns.start == 0:
-                self.linears.append(torch.nn.ModuleList())
-            sizes = columns.stop - columns.start, rows.stop - rows.start
-            with torch.device("meta"):
-                last = columns.stop == in_features
-                linear = torch.nn.Linear(*sizes, bias and last, dtype=dtype)
-            real_parameters(linear, where)
-            self.linears[-1].append(linear)  # type: ignore[operator]
+    def _draw(self, bias: bool, dtype: torch.dtype | None, device: torch.device) -> None:
+        """Adds the tiles and draws their values, as torch.nn.Linear's reset_parameters() does.
 
-        # As reset_parameters() has it: kaiming_uniform_(a=sqrt(5)), and 1 / sqrt(fan_in).
-        gain = torch.nn.init.calculate_gain("leaky_relu", math.sqrt(5))
-        bound, bias_bound = (
-            math.sqrt(3.0) * (gain / math.sqrt(in_features)),
-            1 / math.sqrt(in_features),
-        )
-        self._draw(add, lambda piece: piece.uniform_(-bound, bound), dtype, where)
-        if bias and where.type != "meta":
-            for tile in self._last_tiles():
-                with torch.no_grad():
-                    tile.bias.uniform_(-bias_bound, bias_bound)
+        Random numbers are drawn for a piece of the weight at a time, whole rows. Inside
+        hetero.ZeroInitContext all tiles of some rows may not fit: each is filled before the next
+        one is made, so that their pieces are drawn once for each.
+        """
+        height, width = self.out_features, self.in_features
+        numel = max(1, _PIECE_NUMEL // width // 16) * 16 * width  # (whole rows, for tiles())
+        pieces = [slice(p.start // width, p.stop // width) for p in tiles(height * width, numel)]
+        gain = torch.nn.init.calculate_gain("leaky_relu", math.sqrt(5))  # kaiming_uniform_()
+        bound, bias_bound = math.sqrt(3.0) * (gain / math.sqrt(width)), 1 / math.sqrt(width)
+        begins: dict[int, torch.Tensor] = {}  # states of the generator, by a piece's first row
+        for band, rows in zip(self.linears, self.out_ranges, strict=True):
+            for columns in self.in_ranges:
+                sizes = columns.stop - columns.start, rows.stop - rows.start
+                with torch.device("meta"):  # it draws nothing
+                    tile = torch.nn.Linear(*sizes, bias and columns.stop == width, dtype=dtype)
+                for name, param in list(tile.named_parameters()):
+                    setattr(tile, name, torch.nn.Parameter(torch.empty_like(param, device=device)))
+                band.append(tile)  # type: ignore[operator]
+                if device.type not in ("cpu", "meta"):
+                    torch.nn.init.uniform_(tile.weight, -bound, bound)
+                for piece in pieces if device.type == "cpu" else ():
+                    first, last = max(rows.start, piece.start), min(rows.stop, piece.stop)
+                    if first >= last:
+                        continue
+                    torch.set_rng_state(begins.setdefault(piece.start, torch.get_rng_state()))
+                    values = torch.empty((piece.stop - piece.start, width), dtype=dtype)
+                    values.uniform_(-bound, bound)
+                    with torch.no_grad():
+                        tile.weight[first - rows.start : last - rows.start] = values[
+                            first - piece.start : last - piece.start, columns
+                        ]
+        for tile in self._last_tiles() if bias and device.type != "meta" else ():
+            torch.nn.init.uniform_(tile.bias, -bias_bound, bias_bound)
 
     @classmethod
     def from_linear(
@@ -134,20 +150,9 @@ class TiledLinear(TiledWeight):
                 tile.bias = torch.nn.Parameter(values, bias.requires_grad)
         return tiled.train(linear.training)
 
-    @torch.no_grad()
     def copy_params_from(self, linear: torch.nn.Linear) -> None:
-        """Takes the values of a plain layer of the same sizes. Raises ValueError for others."""
-        if linear.weight.shape != (self.out_features, self.in_features):
-            raise ValueError(
-                f"a weight of shape {tuple(linear.weight.shape)} does not fit a TiledLinear of "
-                f"{self.out_features} x {self.in_features}"
-            )
-        if (linear.bias is None) != (self._last_tiles()[0].bias is None):
-            raise ValueError("one of the two layers has a bias, and the other has none")
-        for tile, rows, columns in self._tiles():
-            tile.weight.copy_(rows_of(linear.weight, rows)[:, columns])
-            if tile.bias is not None:
-                tile.bias.copy_(linear.bias[rows])
+        """Takes the values of a plain layer of the same sizes. Raises as load_state_dict()."""
+        self.load_state_dict(linear.state_dict())
 
     def forward(self, input: Any) -> Any:
         """Outputs (..., out_features) for inputs (..., in_features); or lists of their splits."""
@@ -190,15 +195,6 @@ class TiledLinear(TiledWeight):
         found = {f"{prefix}weight": self.weight}
         bias = self.bias
         return found if bias is None else {**found, f"{prefix}bias": bias}
-
-    def to_linear(self) -> torch.nn.Linear:
-        """A plain layer with the same values."""
-        state = self.linear_state_dict()
-        with torch.device("meta"):
-            linear = torch.nn.Linear(self.in_features, self.out_features, "bias" in state)
-        for name, values in state.items():
-            setattr(linear, name, torch.nn.Parameter(values))
-        return linear.train(self.training)
 
     def _places(self) -> Iterator[tuple[str, slice, slice]]:
         for o, rows in enumerate(self.out_ranges):

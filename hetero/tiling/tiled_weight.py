@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from hetero.stand_ins.construction_uses import rows_of
-from hetero.stand_ins.tile_changes import tiles
-
-_PIECE_NUMEL = 1 << 20  # elements of the weight that are drawn at a time
 
 
 class TiledWeight(torch.nn.Module):
@@ -30,57 +27,20 @@ class TiledWeight(torch.nn.Module):
             yield self.get_submodule(name), rows, columns
 
     @property
+    def _sizes(self) -> tuple[int, int]:
+        """The rows and columns of the whole weight."""
+        _, rows, columns = list(self._places())[-1]
+        return rows.stop, columns.stop
+
+    @property
     def weight(self) -> torch.Tensor:
         """A copy of the whole weight, without gradient, in memory that no budget counts."""
-        tiles = list(self._tiles())
-        first, shape = tiles[0][0].weight, [part.stop for part in tiles[-1][1:]]
-        whole = torch.empty(shape, dtype=first.dtype, device=first.device)
+        first = next(self._tiles())[0].weight
+        whole = torch.empty(self._sizes, dtype=first.dtype, device=first.device)
         with torch.no_grad():
-            for tile, rows, columns in tiles:
+            for tile, rows, columns in self._tiles():
                 whole[rows, columns] = tile.weight
         return whole
-
-    def _draw(
-        self,
-        add: Callable[[slice, slice], None],
-        draw: Callable[[torch.Tensor], object],
-        dtype: torch.dtype | None,
-        device: torch.device,
-    ) -> None:
-        """Adds the tiles and draws their values, a piece of the weight after another.
-
-        Inside hetero.ZeroInitContext a tile has to fit the budget, and not the weight. Random
-        numbers are those of the plain module on the CPU; on other devices the distribution is.
-
-        Args:
-            add: adds the module of some rows and columns, without values.
-            draw: fills a piece of the weight, in order.
-            dtype, device: of the parameters.
-        """
-        places = list(self._places())
-        height, width = places[-1][1].stop, places[-1][2].stop
-        numel = max(1, _PIECE_NUMEL // width // 16) * 16 * width  # (whole rows, for tiles())
-        pieces = [slice(p.start // width, p.stop // width) for p in tiles(height * width, numel)]
-        begins: dict[int, torch.Tensor] = {}  # states of the generator, by a piece's first row
-        for name, rows, columns in places:
-            add(rows, columns)
-            weight: Any = self.get_submodule(name).weight
-            if device.type != "cpu":
-                if device.type != "meta":
-                    draw(weight)
-                continue
-            # One tile after another: all of a row of tiles may not fit. Its pieces come again.
-            for piece in pieces:
-                first, last = max(rows.start, piece.start), min(rows.stop, piece.stop)
-                if first >= last:
-                    continue
-                torch.set_rng_state(begins.setdefault(piece.start, torch.get_rng_state()))
-                values = torch.empty((piece.stop - piece.start, width), dtype=dtype)
-                draw(values)
-                with torch.no_grad():
-                    weight[first - rows.start : last - rows.start] = values[
-                        first - piece.start : last - piece.start, columns
-                    ]
 
     def _take(self, weight: torch.Tensor) -> None:
         """Gives the tiles the values of a whole weight, which may be larger than the budget."""
@@ -95,18 +55,19 @@ class TiledWeight(torch.nn.Module):
         biased = [tile for tile, _, _ in tiles if getattr(tile, "bias", None) is not None]
         weight = state_dict.pop(f"{prefix}weight", None)
         bias = state_dict.pop(f"{prefix}bias", None) if biased else None
+        if weight is not None and tuple(weight.shape) != self._sizes:
+            error_messages: list[str] = args[-1]
+            error_messages.append(
+                f"size mismatch for {prefix}weight: its shape is {tuple(weight.shape)} in the "
+                f"state, and {self._sizes} in the model"
+            )
+            return
         for name, rows, columns in self._places():
             if weight is not None:
                 state_dict[f"{prefix}{name}.weight"] = weight[rows, columns]
             if bias is not None and self.get_submodule(name) in biased:
                 state_dict[f"{prefix}{name}.bias"] = bias[rows]
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-
-
-def real_parameters(module: torch.nn.Module, device: torch.device) -> None:
-    """Gives the parameters of a module on the meta device memory, without values."""
-    for name, param in list(module.named_parameters(recurse=False)):
-        setattr(module, name, torch.nn.Parameter(torch.empty_like(param, device=device)))
 
 
 def owners_of(model: torch.nn.Module) -> dict[int, tuple[torch.Tensor, list[Any]]]:

@@ -17,9 +17,10 @@ from torch.utils.checkpoint import checkpoint
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import hetero
+from hetero import TiledEmbedding, TiledHead
 from hetero.tiling.heads import DeferredLogits
 from tests.support.tiling.live_bytes import LiveBytes
-from tests.support.tiling.tiled_models import TOKENS, qwen2_plain, step
+from tests.support.tiling.tiled_models import TOKENS, joined, qwen2_plain, step
 from tests.zoo import pretrained
 
 MODELS: dict[str, Callable[[], Any]] = {
@@ -37,23 +38,41 @@ MODELS: dict[str, Callable[[], Any]] = {
 pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_the_loss_of_every_model_is_tiled(name: str) -> None:
+def heads(model: Any) -> Any:
+    return hetero.tile_heads(model, tile_tokens=20)
+
+
+def embeddings(model: Any) -> None:
+    """Cuts embedding and head into parts, where they are plain ones."""
+    made = hetero.tile_embeddings(model, 1, tile_tokens=20)
+    assert model.get_output_embeddings() in made.values()
+    assert isinstance(model.get_input_embeddings(), TiledEmbedding)
+    assert isinstance(model.get_output_embeddings(), TiledHead)
+
+
+@pytest.mark.parametrize(
+    ("tile", "name"),
+    [(heads, name) for name in MODELS]
+    + [(embeddings, name) for name in MODELS if name not in ("mixtral", "lora")],
+)
+def test_the_loss_of_every_model_is_tiled(tile: Any, name: str) -> None:
     torch.manual_seed(0)
     model = MODELS[name]()
     plain, plain_grads = step(model)
-    handle = hetero.tile_heads(model, tile_tokens=20)
+    handle = tile(model)
     output, grads = step(model)
     assert isinstance(output.logits, DeferredLogits)
     assert output.logits._source.whole is None
     assert torch.equal(output.loss, plain.loss)
-    assert list(grads) == list(plain_grads)
-    largest = max(grad.abs().max() for grad in plain_grads.values())
-    for key, grad in grads.items():
-        torch.testing.assert_close(grad, plain_grads[key], rtol=1e-4, atol=1e-6 * float(largest))
+    found = joined(grads)
+    assert found.keys() == plain_grads.keys()
+    largest = float(max(grad.abs().max() for grad in plain_grads.values()))
+    for key, grad in found.items():
+        torch.testing.assert_close(grad, plain_grads[key], rtol=1e-4, atol=1e-6 * largest)
     assert torch.equal(output.logits, plain.logits)
-    handle.remove()
-    assert not isinstance(step(model)[0].logits, DeferredLogits)
+    if handle is not None:
+        handle.remove()
+        assert not isinstance(step(model)[0].logits, DeferredLogits)
 
 
 def test_the_number_of_items_of_a_trainer() -> None:
@@ -133,13 +152,14 @@ def test_threads_have_routes_of_their_own(tmp_path: Path) -> None:
     optimizer.engine.close()
 
 
-def test_generation_is_as_before() -> None:
+@pytest.mark.parametrize("tile", [heads, embeddings])
+def test_generation_is_as_before(tile: Any) -> None:
     torch.manual_seed(0)
     model: Any = pretrained.gpt2().eval()
     options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
     plain = model.generate(TOKENS, **options)
-    with hetero.tile_heads(model):
-        assert torch.equal(model.generate(TOKENS, **options), plain)
+    tile(model)
+    assert torch.equal(model.generate(TOKENS, **options), plain)
 
 
 def test_copies_are_plain_and_names_stay() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,53 +13,11 @@ from torch.utils.checkpoint import checkpoint
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import hetero
-from hetero import TiledEmbedding, TiledHead
-from hetero.tiling.heads import DeferredLogits
 from tests.support.tiling.live_bytes import LiveBytes
-from tests.support.tiling.tiled_models import TOKENS, qwen2_plain, step
+from tests.support.tiling.tiled_models import TOKENS, joined, step
 from tests.zoo import pretrained
 
-MODELS: dict[str, Callable[[], Any]] = {
-    "gpt2": pretrained.gpt2,
-    "gpt2-checkpointed": pretrained.gpt2_checkpointed,
-    "llama": pretrained.llama,
-    "qwen2": qwen2_plain,
-    "opt": pretrained.opt,
-    "mamba": pretrained.mamba,
-    "t5": pretrained.t5,
-    "bert": pretrained.bert,
-}
 pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
-
-
-def whole(grads: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """With tiles' gradients joined, under the names that weights have without tiles."""
-    joined: dict[str, torch.Tensor] = {}
-    for name, grad in grads.items():
-        plain = name.split(".tiles.")[0] + ".weight" if ".tiles." in name else name
-        joined[plain] = torch.cat([joined[plain], grad]) if plain in joined else grad
-    return joined
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_every_model_trains_as_before(name: str) -> None:
-    torch.manual_seed(0)
-    model = MODELS[name]()
-    plain, plain_grads = step(model)
-    made = hetero.tile_embeddings(model, 1, tile_tokens=20)
-    assert isinstance(model.get_input_embeddings(), TiledEmbedding)
-    assert isinstance(model.get_output_embeddings(), TiledHead)
-    assert model.get_output_embeddings() in made.values()
-    output, grads = step(model)
-    assert isinstance(output.logits, DeferredLogits)
-    assert output.logits._source.whole is None
-    assert torch.equal(output.loss, plain.loss)
-    found = whole(grads)
-    assert found.keys() == plain_grads.keys()
-    largest = float(max(grad.abs().max() for grad in plain_grads.values()))
-    for key, grad in found.items():
-        torch.testing.assert_close(grad, plain_grads[key], rtol=1e-4, atol=1e-6 * largest)
-    assert torch.equal(output.logits, plain.logits)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -73,7 +30,7 @@ def test_logits_that_somebody_needs_in_a_graph(tied: bool, dtype: torch.dtype) -
         if tiled:
             hetero.tile_embeddings(model, 1)
         model(input_ids=TOKENS).logits.float().logsumexp(-1).mean().backward()
-        return whole({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+        return joined({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
 
     plain, found = grads(False), grads(True)
     assert found.keys() == plain.keys()
@@ -81,15 +38,6 @@ def test_logits_that_somebody_needs_in_a_graph(tied: bool, dtype: torch.dtype) -
     for key, grad in found.items():
         largest = float(plain[key].abs().max())
         torch.testing.assert_close(grad, plain[key], rtol=tolerance, atol=tolerance * largest)
-
-
-def test_generation_is_as_before() -> None:
-    torch.manual_seed(0)
-    model: Any = pretrained.gpt2().eval()
-    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
-    plain = model.generate(TOKENS, **options)
-    hetero.tile_embeddings(model, 1)
-    assert torch.equal(model.generate(TOKENS, **options), plain)
 
 
 def test_plain_states_load_and_copies_are_tied() -> None:

@@ -88,3 +88,12 @@ def step(model: Any, **options: Any) -> tuple[Any, dict[str, torch.Tensor]]:
     output = model(input_ids=TOKENS, labels=TOKENS, **options)
     output.loss.backward()
     return output, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def joined(grads: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """With tiles' gradients joined, under the names that weights have without tiles."""
+    found: dict[str, torch.Tensor] = {}
+    for name, grad in grads.items():
+        plain = name.split(".tiles.")[0] + ".weight" if ".tiles." in name else name
+        found[plain] = torch.cat([found[plain], grad]) if plain in found else grad
+    return found
