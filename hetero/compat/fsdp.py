@@ -15,7 +15,7 @@ import dataclasses
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -26,13 +26,14 @@ from hetero.api.access import masters, no_sync
 from hetero.api.optimizer import HybridOptimizer, unmanaged
 from hetero.compat import optimizers as optim
 from hetero.compat.dtypes import NAMES, cast
-from hetero.compat.key_table import KeyTable, log_not_needed, refuse_unknown
+from hetero.compat.key_table import KeyTable, log_not_needed
 from hetero.compat.late_start import start
 from hetero.compat.ranks import ranks
-from hetero.config import Config, option_names
+from hetero.config import Config
 from hetero.runtime.engine import Engine
 from hetero.runtime.modules.module_hooks import ModelHook
 from hetero.state.managed_param import ManagedParam
+from hetero.tiling.forward_swap import swapped_class
 from offload.errors import HeteroError
 
 __all__ = [
@@ -88,19 +89,24 @@ METHODS = KeyTable(
             set_reduce_scatter_unused_params""",
     },
 )
-# Attributes of a fully sharded module, which copies have not.
-_OWN = ("_fsdp_policy", "_unsynced", "_sync_later", "_divide_factor", "_divides")
 
 
-@dataclasses.dataclass(frozen=True)
-class _Policy:
-    """What fully_shard() was told of a module."""
+@dataclasses.dataclass
+class _Sharding:
+    """What fully_shard() and the methods of a module were told of it; `options` are hetero's."""
 
     mesh: DeviceMesh | None
     stage: int
     precision: MixedPrecisionPolicy
     placement: str
-    options: tuple[tuple[str, Any], ...]
+    options: dict[str, Any]
+    divide_factor: float | None = None  # of gradients; None: the number of ranks
+    is_divided: bool = False  # hooks follow the factor
+    syncs: bool = True
+    unsynced: ExitStack = dataclasses.field(default_factory=ExitStack)  # the open no_sync()
+
+
+_sharded: weakref.WeakKeyDictionary[torch.nn.Module, _Sharding] = weakref.WeakKeyDictionary()
 
 
 class UnshardHandle:
@@ -126,7 +132,7 @@ class FSDPModule:
         module: Any = self
         if torch.is_grad_enabled() and not _is_managed(module):
             _initialize(_outermost(module))
-        precision = module._fsdp_policy.precision
+        precision = _sharded[module].precision
         if _is_managed(module):  # before that parameters are as they were made
             args, kwargs = cast((args, kwargs), precision.param_dtype)
         output = function(*args, **kwargs)
@@ -148,12 +154,12 @@ class FSDPModule:
         if not recurse:
             raise ValueError("set_requires_gradient_sync(recurse=False): it is for whole models")
         module: Any = self
-        if not _is_managed(module):
-            module._sync_later = requires_gradient_sync
-            return
-        module.__dict__.setdefault("_unsynced", ExitStack()).close()
-        if not requires_gradient_sync:
-            module._unsynced.enter_context(no_sync(module))
+        own = _sharded[module]
+        own.syncs = requires_gradient_sync
+        if _is_managed(module):
+            own.unsynced.close()
+            if not own.syncs:
+                own.unsynced.enter_context(no_sync(module))
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Gradients are the ranks' sum divided by `factor`, instead of by the number of ranks.
@@ -161,7 +167,7 @@ class FSDPModule:
         This is for the parameters whose nearest fully sharded module this one is.
         """
         module: Any = self
-        module._divide_factor = float(factor)
+        _sharded[module].divide_factor = float(factor)
         if _is_managed(module):
             _divide_gradients(module)
 
@@ -230,9 +236,7 @@ def fully_shard(
     Raises:
         ValueError: for arguments that are refused, and for unknown ones, with the nearest name.
     """
-    refuse_unknown("fully_shard", options, [*ARGUMENTS.keys, *option_names()])
-    others = {name: options.pop(name) for name in ARGUMENTS.keys if name in options}
-    ARGUMENTS.read({name: value for name, value in others.items() if value is not None})
+    _, own = ARGUMENTS.read_call(options)
     if isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool):
         log_not_needed(
             "fully_shard: a number as reshard_after_forward",
@@ -243,47 +247,27 @@ def fully_shard(
         raise ValueError(
             "mp_policy: cast_forward_inputs=False: hetero casts a model's inputs always"
         )
-    policy = _Policy(
-        mesh,
-        2 if reshard_after_forward is False else 3,
-        precision,
-        "cpu" if isinstance(offload_policy, CPUOffloadPolicy) else "auto",
-        tuple(options.items()),
-    )
     for each in module if isinstance(module, (list, tuple)) else [module]:
         if isinstance(each, FSDPModule):
             raise ValueError(f"fully_shard() was called on this {type(each).__name__} before")
-        each.__class__ = _sharded_class(type(each))
-        each._fsdp_policy = policy
-        _sharded.add(each)
+        plain: type = type(each)
+        each.__class__ = _sharded_class(plain)
+        stage = 2 if reshard_after_forward is False else 3
+        placement = "cpu" if isinstance(offload_policy, CPUOffloadPolicy) else "auto"
+        _sharded[each] = _Sharding(mesh, stage, precision, placement, own)
     return module
 
 
-_classes: dict[type, type] = {}
-_sharded: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # all of fully_shard()
-
-
+@cache
 def _sharded_class(plain: type) -> type:
     """The class of a fully sharded module; one for each plain class."""
-    if plain not in _classes:
 
-        def reduce_ex(module: torch.nn.Module, protocol: Any) -> Any:
-            """Copies, and what is unpickled, are of the plain class."""
-            made: Any = object.__reduce_ex__(module, 2)
-            state = {k: v for k, v in made[2].items() if k not in _OWN}
-            return (_new, (plain,), state, *made[3:])
+    def new(kind: type, *args: Any, **kwargs: Any) -> Any:
+        """What a module makes of its own class, as slices of a Sequential, is plain."""
+        return plain(*args, **kwargs)
 
-        def new(kind: type, *args: Any, **kwargs: Any) -> Any:
-            """What a module makes of its own class, as slices of a Sequential, is plain."""
-            return plain(*args, **kwargs)
-
-        members = {"__module__": plain.__module__, "__new__": new, "__reduce_ex__": reduce_ex}
-        _classes[plain] = type(f"FSDP{plain.__name__}", (FSDPModule, plain), members)
-    return _classes[plain]
-
-
-def _new(plain: Any) -> Any:
-    return plain.__new__(plain)
+    made: type = swapped_class(plain, f"FSDP{plain.__name__}", (FSDPModule,), __new__=new)
+    return made
 
 
 def _is_managed(module: torch.nn.Module) -> bool:
@@ -321,7 +305,7 @@ def _initialize(root: Any) -> None:
                 f"evaluate under torch.no_grad()"
             )
         return
-    policy = root._fsdp_policy
+    policy = _sharded[root]
     # In the order in which they were made of the model's parameters.
     order = {id(param): number for number, param in enumerate(root.parameters())}
     optimizers.sort(key=lambda each: min(order.get(key, len(order)) for key in _ids(each)))
@@ -331,24 +315,21 @@ def _initialize(root: Any) -> None:
     if config.dtype != "fp32":
         _Masters(root, optimizers[0].engine)
     for module in root.modules():
-        if "_divide_factor" in module.__dict__:
+        if module in _sharded:
             _divide_gradients(module)
-    if "_sync_later" in root.__dict__:
-        root.set_requires_gradient_sync(root._sync_later)
+    root.set_requires_gradient_sync(policy.syncs)
 
 
-def _divide_gradients(module: Any) -> None:
+def _divide_gradients(module: torch.nn.Module) -> None:
     """Makes gradients of the module's own parameters follow its factor, from the next one on."""
-    if module.__dict__.get("_divides"):
+    own = _sharded[module]
+    if own.is_divided or own.divide_factor is None:
         return
-    module._divides = True
-    this = weakref.ref(module)
+    own.is_divided = True
 
     def divided(grad: torch.Tensor) -> torch.Tensor:
-        owner: Any = this()
-        mesh = owner._fsdp_policy.mesh
-        factor: float = (ranks() if mesh is None else mesh.size()) / owner._divide_factor
-        return grad * factor
+        assert own.divide_factor is not None
+        return grad * ((ranks() if own.mesh is None else own.mesh.size()) / own.divide_factor)
 
     inner = [m for m in module.modules() if isinstance(m, FSDPModule) and m is not module]
     others = {id(param) for m in inner for param in m.parameters()}
@@ -390,22 +371,20 @@ def _ids(optimizer: HybridOptimizer) -> Iterable[int]:
     return [id(param) for group in optimizer.param_groups for param in group["params"]]
 
 
-def _config(root: torch.nn.Module, policy: _Policy) -> Config:
+def _config(root: torch.nn.Module, policy: _Sharding) -> Config:
     """hetero's options, from the policies of the root and of the modules inside it.
 
     Raises ValueError if two policies say different things that one engine cannot do.
     """
-    parts: list[tuple[str, Any]] = [
-        (name, m) for name, m in root.named_modules() if isinstance(m, FSDPModule)
-    ]
+    parts = {name: _sharded[m] for name, m in root.named_modules() if m in _sharded}
     dtypes = {
-        name: _dtype("param_dtype", m._fsdp_policy.precision.param_dtype) or "fp32"
-        for name, m in parts
+        name: _dtype("param_dtype", part.precision.param_dtype) or "fp32"
+        for name, part in parts.items()
     }
     compute = dtypes[""]
     for what, value_of in _SAME_IN_ALL.items():
-        for name, module in parts:
-            if value_of(module._fsdp_policy) != value_of(policy):
+        for name, part in parts.items():
+            if value_of(part) != value_of(policy):
                 raise ValueError(
                     f"{what} differs between the whole model and {name}, which have one engine; "
                     f"give both the same"
@@ -427,12 +406,12 @@ def _config(root: torch.nn.Module, policy: _Policy) -> Config:
             "placement_policy": policy.placement,
             "initial_loss_scale": None,  # as FSDP2's, which leave it to a GradScaler
         },
-        **dict(policy.options),
+        **policy.options,
     )
 
 
 # What policies of all modules must say alike.
-_SAME_IN_ALL: dict[str, Callable[[_Policy], Any]] = {
+_SAME_IN_ALL: dict[str, Callable[[_Sharding], Any]] = {
     "reshard_after_forward": lambda policy: policy.stage,
     "mesh": lambda policy: policy.mesh,
     "offload_policy": lambda policy: policy.placement,

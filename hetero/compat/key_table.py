@@ -17,6 +17,8 @@ from inspect import Parameter, Signature, signature
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from hetero.config import option_names
+
 logger = logging.getLogger("hetero.compat")
 _logged: set[tuple[str, str]] = set()
 
@@ -67,25 +69,24 @@ class KeyTable:
                 self.keys |= dict.fromkeys(names.split(), Key(kind, reason))
         self.keys |= others
 
-    def read(self, given: object) -> dict[str, Any]:
-        """The values of honoured and mapped keys, under their usual names.
+    def read(self, given: object, known: Sequence[str] = ()) -> dict[str, Any]:
+        """The values of honoured and mapped keys, under their usual names; None is no value.
 
-        Logs once, in the logger "hetero.compat", each key that is not needed.
+        Logs once, in the logger "hetero.compat", each key that is not needed. The error about an
+        unknown key tells of the `known` ones, too.
 
         Raises:
             ValueError: `given` is no mapping; a key is unknown, refused, or given under two names.
         """
         if not isinstance(given, Mapping):
             raise ValueError(f"{self.name} must be a mapping of keys to values, not {given!r}")
+        refuse_unknown(self.name, given, [*self.keys, *self.aliases, *known])
         values: dict[str, Any] = {}
         for spelling, value in given.items():
             name = self.aliases.get(spelling, spelling)
-            key = self.keys.get(name)
-            if key is None:
-                raise ValueError(
-                    f"unknown key {spelling!r} in {self.name}; "
-                    f"{nearest(str(spelling), [*self.keys, *self.aliases])}"
-                )
+            key = self.keys[name]
+            if value is None:
+                continue
             if key.treatment is Treatment.REFUSED:
                 if not _is_off(value):
                     said = f"{spelling}={reprlib.repr(value)}"
@@ -98,6 +99,13 @@ class KeyTable:
                     f"{value!r}; give it once"
                 )
         return values
+
+    def read_call(self, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """As read(), for the arguments of a call; options of hetero among them come second."""
+        options = [name for name in option_names() if name not in self.keys]
+        own = {name: value for name, value in given.items() if name in options}
+        rest = {name: value for name, value in given.items() if name not in options}
+        return self.read(rest, options), own
 
 
 class DeclaresArguments:
@@ -153,7 +161,7 @@ def refuse_unknown(where: str, given: Mapping[str, Any], known: Sequence[str]) -
     """Raises ValueError for a name in `given` that is not `known`, with the nearest one."""
     for name in given:
         if name not in known:
-            raise ValueError(f"unknown key {name!r} in {where}; {nearest(name, known)}")
+            raise ValueError(f"unknown key {name!r} in {where}; {nearest(str(name), known)}")
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
@@ -169,5 +177,4 @@ def _is_off(value: object) -> bool:
     if isinstance(value, Mapping):
         return not value.get("enabled", False)
     named = isinstance(value, (str, int, float)) and value in (0, "none", "None")
-    empty = isinstance(value, (set, list, tuple)) and not value
-    return value is None or named or empty
+    return named or (isinstance(value, (set, list, tuple)) and not value)

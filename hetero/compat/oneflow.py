@@ -61,9 +61,8 @@ class _Global:
         """
         if placement is not None and sorted(placement) != list(range(ranks())):
             raise ValueError(f"the placement has the ranks {placement}, not all {ranks()} ranks")
-        allowed = (None,) if isinstance(self, torch.nn.Module) else (None, 0)
         for dim in sbp if isinstance(sbp, (list, tuple)) else [sbp]:
-            if dim not in allowed:
+            if dim is not None and (dim or isinstance(self, torch.nn.Module)):
                 raise ValueError(
                     f"sbp splits dimension {dim}: data may be split along dimension 0, and a model "
                     f"is broadcast (config.enable_zero() of its graph shares it out)"

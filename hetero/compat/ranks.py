@@ -7,6 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from hetero.ranks.process_groups import init_default_group, is_distributed
 
@@ -33,16 +34,28 @@ def join(backend: str | None = None, **where: Any) -> None:
     """Makes the default process group of torchrun's ranks, of one alone, too, unless there is one.
 
     `backend` is gloo by default, which hetero needs; with NCCL gloo is added. `where` has arguments
-    of torch.distributed.init_process_group(), if torchrun does not say all.
+    of torch.distributed.init_process_group(); without init_method one process that torchrun has
+    not started gets no group.
     """
-    is_alone = int(os.environ.get("WORLD_SIZE", "1")) < 2
-    if is_distributed() or (is_alone and _LAUNCHED - os.environ.keys() and not where):
+    is_launched = int(os.environ.get("WORLD_SIZE", "1")) > 1 or not _LAUNCHED - os.environ.keys()
+    if is_distributed() or not (is_launched or "init_method" in where):
         return
     if backend in (None, "gloo") and not where:
         init_default_group()
     else:
         both = "cpu:gloo,cuda:nccl" if backend == "nccl" else backend or "gloo"
         dist.init_process_group(both, **where)
+
+
+def loader(data: Dataset[Any], shuffle: bool, seed: int = 0, **options: Any) -> DataLoader[Any]:
+    """A loader of this rank's part of a dataset, which `seed` chooses alike on all ranks.
+
+    `options` are those of torch.utils.data.DataLoader.
+    """
+    sampler: Any = None
+    if ranks() > 1:
+        sampler = DistributedSampler(data, ranks(), rank(), shuffle, seed)
+    return DataLoader(data, shuffle=shuffle and sampler is None, sampler=sampler, **options)
 
 
 def shard_mesh(shard_size: int | None, process_group: Any = None) -> DeviceMesh | None:

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from hetero.compat.key_table import KeyTable
-from hetero.config import option_names
 
 _ENGINE = "the engine does it, or does without it, by itself"
 _FREE = "what a step leaves free on the device is found out and used (hetero: device_memory)"
@@ -134,14 +130,3 @@ TABLES = (
     *(INIT_CONTEXT, SHARDED_MODEL, SHARDED_OPTIMIZER),
     *(GEMINI, GEMINI_OPTIMIZER, PLUGIN, CONFIGURATION),
 )
-
-
-def read_arguments(
-    table: KeyTable, given: Mapping[str, Any]
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The values of a call's honoured and mapped arguments, and hetero's own options in it.
-
-    Raises ValueError for an unknown argument, with the nearest name, and for a refused one.
-    """
-    own = {name: given[name] for name in option_names() if name in given.keys() - table.keys}
-    return table.read({name: v for name, v in given.items() if name not in own}), own

@@ -12,12 +12,7 @@ import torch
 from hetero.api.access import no_sync
 from hetero.checkpoint.load import load
 from hetero.checkpoint.save import save
-from hetero.compat.colossalai.argument_keys import (
-    GEMINI,
-    GEMINI_OPTIMIZER,
-    PLUGIN,
-    read_arguments,
-)
+from hetero.compat.colossalai.argument_keys import GEMINI, GEMINI_OPTIMIZER, PLUGIN
 from hetero.compat.colossalai.older_route import get_dataloader
 from hetero.compat.colossalai.zero import (
     GeminiDDP,
@@ -40,7 +35,7 @@ class GeminiPlugin:
     """
 
     def __init__(self, **arguments: Any) -> None:
-        values, own = read_arguments(PLUGIN, arguments)
+        values, own = PLUGIN.read_call(arguments)
         self.precision = values.pop("precision", "fp16")
         if self.precision not in TORCH:
             raise ValueError(

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, Dataset
 
 from hetero.compat import ranks as places
 from hetero.compat.colossalai.argument_keys import CONFIGURATION
@@ -264,9 +264,7 @@ def get_dataloader(
 
     `seed` is that of the order, the same on all ranks; `options` as of torch.utils.data.DataLoader.
     """
-    sampler: Any = None
-    if add_sampler and places.ranks() > 1:
-        sampler = DistributedSampler(dataset, places.ranks(), places.rank(), shuffle, seed)
-        shuffle = False
-    order = torch.Generator().manual_seed(seed)
-    return DataLoader(dataset, shuffle=shuffle, sampler=sampler, generator=order, **options)
+    options["generator"] = torch.Generator().manual_seed(seed)
+    if add_sampler:
+        return places.loader(dataset, shuffle, seed, **options)
+    return DataLoader(dataset, shuffle=shuffle, **options)

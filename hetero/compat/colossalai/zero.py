@@ -16,7 +16,6 @@ import torch
 
 from hetero.api.optimizer import HybridOptimizer
 from hetero.compat.colossalai import argument_keys as keys
-from hetero.compat.colossalai.argument_keys import read_arguments
 from hetero.compat.dtypes import NAMES, cast
 from hetero.compat.grad_scale import ScaledSteps, ScalePolicy
 from hetero.compat.key_table import DeclaresArguments
@@ -49,7 +48,7 @@ class ColossalInitContext(EarlyContext):
         shard_param: bool = False,
         **arguments: Any,
     ) -> None:
-        values, own = read_arguments(keys.INIT_CONTEXT, arguments)
+        values, own = keys.INIT_CONTEXT.read_call(arguments)
         options = {
             **_BASE,
             "dtype": "fp16" if values.get("convert_fp16", True) else "fp32",
@@ -156,7 +155,7 @@ class ShardedModelV2(WrappedModel):
         process_group: Any = None,
         **arguments: Any,
     ) -> None:
-        values, own = read_arguments(keys.SHARDED_MODEL, arguments)
+        values, own = keys.SHARDED_MODEL.read_call(arguments)
         options = {"placement_policy": _placement(values.get("tensor_placement_policy", "cuda"))}
         if values.get("fp32_reduce_scatter"):
             options["reduce_dtype"] = "fp32"
@@ -187,8 +186,7 @@ class GeminiDDP(
     def __init__(self, *positional: Any, **arguments: Any) -> None:
         given = self._given(positional, arguments)
         module = given.pop("module")
-        given = {n: v for n, v in given.items() if v is not None or n in arguments}
-        values, own = read_arguments(keys.GEMINI, given)
+        values, own = keys.GEMINI.read_call(given)
         dtype = values.get("mixed_precision", torch.float16)
         policy = values.get("placement_policy", "static")
         if dtype not in NAMES:
@@ -394,7 +392,6 @@ class GeminiOptimizer(
     def __init__(self, *positional: Any, **arguments: Any) -> None:
         given = self._given(positional, arguments)
         optimizer, model = given.pop("optim"), given.pop("module")
-        given = {n: v for n, v in given.items() if v is not None or n in arguments}
         values = keys.GEMINI_OPTIMIZER.read(given)
         clipping = values.pop("max_norm", 0.0), values.pop("norm_type", 2.0)
         super().__init__(model, optimizer, values, *clipping)

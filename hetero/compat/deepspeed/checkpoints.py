@@ -132,10 +132,8 @@ def get_fp32_state_dict_from_zero_checkpoint(
             record = manifest.params.get(name)
             if exclude_frozen_parameters and record is not None and not record.trained:
                 continue
-            tensor = manifest.tensors[master_key(name)]
-            parts = list(stored.parts(master_key(name))) or [torch.empty(0, dtype=tensor.dtype)]
-            values = torch.cat(parts).view(tensor.shape)
-            found[name] = values if record is None else values.float()
+            values = stored.whole(master_key(name))
+            found[name] = values.to(values.dtype if record is None else torch.float32, copy=True)
             for alias in () if record is None else record.aliases:
                 found[alias] = found[name]
     return found

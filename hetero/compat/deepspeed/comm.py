@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from datetime import timedelta
 from typing import Any
 
@@ -41,8 +40,7 @@ def init_distributed(
         distributed_port=distributed_port != 29500,
         config=config,
     )
-    is_launched = not {"RANK", "WORLD_SIZE", "MASTER_ADDR"} - os.environ.keys()
-    if dist_init_required is False or (init_method is None and not is_launched):
+    if dist_init_required is False:
         return
     where: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
     if init_method is not None:

@@ -43,18 +43,19 @@ def _set_train_batch_size(engine: DeepSpeedEngine, train_batch_size: int) -> Non
 
     Raises ValueError if it is no multiple of the micro-batches of all ranks.
     """
-    of_all = engine.options.micro_batch_size * ranks()
+    of_all = engine.options.train_micro_batch_size_per_gpu * ranks()
     if train_batch_size < 1 or train_batch_size % of_all:
         raise ValueError(
             f"train_batch_size={train_batch_size} must be a multiple of {of_all}, the samples "
             f"of a micro-batch of all {ranks()} ranks"
         )
-    engine.options = replace(engine.options, accumulation_steps=train_batch_size // of_all)
+    steps = train_batch_size // of_all
+    engine.options = replace(engine.options, gradient_accumulation_steps=steps)
 
 
 def _set_train_micro_batch_size(engine: DeepSpeedEngine, micro_batch_size: int) -> None:
     """Says that a micro-batch of one rank has so many samples, for the counts."""
-    engine.options = replace(engine.options, micro_batch_size=micro_batch_size)
+    engine.options = replace(engine.options, train_micro_batch_size_per_gpu=micro_batch_size)
 
 
 def _module_state_dict(
@@ -68,18 +69,16 @@ def _module_state_dict(
 
 # Methods about the configuration, the optimizer and the last step.
 _ABOUT: Mapping[str, Callable[..., Any]] = {
-    "train_batch_size": lambda e: (
-        e.options.micro_batch_size * e.options.accumulation_steps * ranks()
-    ),
+    "train_batch_size": lambda e: e.options.train_batch_size,
     "set_train_batch_size": _set_train_batch_size,
     "set_train_micro_batch_size": _set_train_micro_batch_size,
     "module_state_dict": _module_state_dict,
-    "train_micro_batch_size_per_gpu": lambda e: e.options.micro_batch_size,
-    "gradient_accumulation_steps": lambda e: e.options.accumulation_steps,
-    "managed_gradient_accumulation": lambda e: e.options.is_managed,
+    "train_micro_batch_size_per_gpu": lambda e: e.options.train_micro_batch_size_per_gpu,
+    "gradient_accumulation_steps": lambda e: e.options.gradient_accumulation_steps,
+    "managed_gradient_accumulation": lambda e: e.options.managed_gradient_accumulation,
     "gradient_clipping": lambda e: e.options.gradient_clipping,
-    "zero_optimization": lambda e: e.options.stage > 0,
-    "zero_optimization_stage": lambda e: e.options.stage,
+    "zero_optimization": lambda e: e.options.zero_enabled,
+    "zero_optimization_stage": lambda e: e.options.zero_optimization_stage,
     "fp16_enabled": lambda e: e.options.config.dtype == "fp16",
     "bfloat16_enabled": lambda e: e.options.config.dtype == "bf16",
     "get_lr": lambda e: _of_groups(e, "lr"),
@@ -193,7 +192,7 @@ class DeepSpeedEngine(torch.nn.Module):
                 "engine.scale(loss).backward()"
             )
         self._scaled_steps.is_scaled = True
-        steps = self.options.accumulation_steps
+        steps = self.options.gradient_accumulation_steps
         return grad / steps if steps > 1 else None
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
@@ -223,8 +222,8 @@ class DeepSpeedEngine(torch.nn.Module):
         """
         global _running
         self._check_loss(loss)
-        if scale_wrt_gas and self.options.accumulation_steps > 1:
-            loss = loss / self.options.accumulation_steps
+        if scale_wrt_gas and self.options.gradient_accumulation_steps > 1:
+            loss = loss / self.options.gradient_accumulation_steps
         self._backwards += 1
         _running += 1
         try:
@@ -242,7 +241,7 @@ class DeepSpeedEngine(torch.nn.Module):
         """
         if self._unsynced or self.is_gradient_accumulation_boundary():
             return nullcontext()
-        if ranks() > 1 and self.options.stage >= 2:
+        if ranks() > 1 and self.options.zero_optimization_stage >= 2:
             return nullcontext()
         return no_sync(self.module)
 
@@ -255,7 +254,10 @@ class DeepSpeedEngine(torch.nn.Module):
         if self._unsynced:
             raise DeepSpeedUseError("It is illegal to call Engine.step() inside no_sync()")
         self._was_applied = False
-        if not self.options.is_managed or self.is_gradient_accumulation_boundary():
+        if (
+            not self.options.managed_gradient_accumulation
+            or self.is_gradient_accumulation_boundary()
+        ):
             self._update(dict(lr_kwargs or {}))
         self.micro_steps += 1
 
@@ -267,8 +269,9 @@ class DeepSpeedEngine(torch.nn.Module):
         self._was_applied = steps.step()
         steps.zero_grad()
         self.global_steps += 1
-        micro_batches = options.accumulation_steps if options.is_managed else self._backwards
-        self.global_samples += options.micro_batch_size * micro_batches * ranks()
+        is_managed = options.managed_gradient_accumulation
+        micro_batches = options.gradient_accumulation_steps if is_managed else self._backwards
+        self.global_samples += options.train_micro_batch_size_per_gpu * micro_batches * ranks()
         self._backwards = 0
         self.skipped_steps += int(not self._was_applied)
         if self.lr_scheduler is not None and self._was_applied:
@@ -281,9 +284,9 @@ class DeepSpeedEngine(torch.nn.Module):
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether this micro-batch is the last one of a step; nobody knows if it is not managed."""
-        if self._boundary is not None or not self.options.is_managed:
+        if self._boundary is not None or not self.options.managed_gradient_accumulation:
             return bool(self._boundary)
-        return (self.micro_steps + 1) % self.options.accumulation_steps == 0
+        return (self.micro_steps + 1) % self.options.gradient_accumulation_steps == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """From now on each micro-batch is the last one of its step, or none is.
@@ -294,7 +297,7 @@ class DeepSpeedEngine(torch.nn.Module):
         self._boundary = is_boundary
 
     def _check_managed(self, name: str) -> None:
-        if not self.options.is_managed:
+        if not self.options.managed_gradient_accumulation:
             raise DeepSpeedUseError(
                 f"{name}() is not for managed_gradient_accumulation=False: each step() is the end "
                 f"of a step there"

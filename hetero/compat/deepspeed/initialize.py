@@ -8,19 +8,18 @@ from os import PathLike
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import Dataset
 
 from hetero.api.optimizer import HybridOptimizer, ParamGroups
 from hetero.api.optimizers import HybridSGD
 from hetero.api.whole_state import write_parts
+from hetero.compat import ranks
 from hetero.compat.deepspeed.engine import DeepSpeedEngine
 from hetero.compat.deepspeed.lr_schedules import make_schedule
 from hetero.compat.deepspeed.options import DeepSpeedOptions, read_options
-from hetero.compat.deepspeed.utils import remember
 from hetero.compat.key_table import log_given, log_once
 from hetero.compat.late_start import start
 from hetero.compat.optimizers import hybrid_optimizer, named_optimizer
-from hetero.compat.ranks import join, rank, ranks, shard_mesh
 
 _OptimizerMaker = Callable[[Any], torch.optim.Optimizer]
 _SchedulerMaker = Callable[[torch.optim.Optimizer], Any]
@@ -77,8 +76,8 @@ def initialize(
         dist_init_required=dist_init_required is False,
     )
     log_given("initialize", "there is no sequence parallelism", mesh_param=mesh_param)
-    join()
-    options = read_options(_given(args, config, config_params), ranks())
+    ranks.join()
+    options = read_options(_given(args, config, config_params), ranks.ranks())
     made = _optimizer(model, optimizer, model_parameters, options)
     group = None if mpu is None else mpu.get_data_parallel_group()
     scheduler = None if made is None else _scheduler(lr_scheduler, made, options)
@@ -90,14 +89,21 @@ def initialize(
             if buffer.is_floating_point():
                 buffer.data = buffer.data.to(options.buffer_dtype)
     started = made or _no_updates(model)
-    mesh = shard_mesh(options.shard_size, group)
+    mesh = ranks.shard_mesh(options.shard_size, group)
     start(model, started, options.config, process_group=group, mesh=mesh)
-    remember(started)
     if options.config.dtype != "fp32" and not options.config.durable:
         # Masters begin as the parameters do, in fp16 or bf16, with which DeepSpeed begins.
         trained = [m for m in started.engine.params.in_order() if m.chunk.trainable]
         write_parts(started.engine, trained, lambda piece: piece.set_master(piece.values.float()))
-    loader = None if training_data is None else _loader(training_data, collate_fn, options)
+    loader = None
+    if training_data is not None:
+        loader = ranks.loader(
+            training_data,
+            shuffle=True,
+            batch_size=options.train_micro_batch_size_per_gpu,
+            collate_fn=collate_fn,
+            drop_last=options.drop_last,
+        )
     engine = DeepSpeedEngine(model, options, started.engine, made, scheduler, loader)
     return engine, made, loader, scheduler
 
@@ -156,23 +162,6 @@ def _scheduler(given: Any, optimizer: HybridOptimizer, options: DeepSpeedOptions
     if given is None:
         return None if options.scheduler is None else make_schedule(options.scheduler, optimizer)
     return given if hasattr(given, "step") else given(optimizer)
-
-
-def _loader(
-    data: Dataset[Any], collate_fn: Callable[..., Any] | None, options: DeepSpeedOptions
-) -> DataLoader[Any]:
-    """Micro-batches of this rank's part of the data, shuffled."""
-    sampler: Any = None
-    if ranks() > 1:
-        sampler = DistributedSampler(data, num_replicas=ranks(), rank=rank())
-    return DataLoader(
-        data,
-        options.micro_batch_size,
-        shuffle=sampler is None,
-        sampler=sampler,
-        collate_fn=collate_fn,
-        drop_last=options.drop_last,
-    )
 
 
 def _refused(name: str, said: str) -> Callable[..., Any]:

@@ -68,6 +68,11 @@ class RateSchedule(DeclaresArguments):
 
     def get_lr(self) -> list[Any]:
         """The learning rate of each param group at the iteration that was begun last."""
+        share, pairs = self._share(), zip(self.min_lrs, self.max_lrs, strict=True)
+        return [least + (most - least) * share for least, most in pairs]
+
+    def _share(self) -> float:
+        """Where between the least and the largest rates these are, from 0 to 1."""
         raise NotImplementedError
 
     def get_last_lr(self) -> list[Any]:
@@ -97,8 +102,8 @@ class RateSchedule(DeclaresArguments):
     def _warm(self) -> float:
         """The share of a warm-up that is over, from 0 to 1."""
         iteration, steps = self.last_batch_iteration, self.warmup_num_steps
-        if iteration >= steps:
-            return 1.0
+        if iteration < 0 or iteration >= steps:
+            return float(iteration >= 0)
         linear = self.warmup_type == "linear"
         share: float = iteration / steps if linear else math.log(iteration + 1) / math.log(steps)
         return share
@@ -144,13 +149,6 @@ class WarmupLR(
         most = self.org_lrs if self.warmup_max_lr is None else self.warmup_max_lr
         self.min_lrs, self.max_lrs = self._of_groups(self.warmup_min_lr), self._of_groups(most)
 
-    def get_lr(self) -> list[Any]:
-        if self.last_batch_iteration < 0:
-            return list(self.min_lrs)
-        share = self._share()
-        pairs = zip(self.min_lrs, self.max_lrs, strict=True)
-        return [least + (most - least) * share for least, most in pairs]
-
     def _share(self) -> float:
         return self._warm()
 
@@ -179,12 +177,10 @@ class WarmupCosineLR(
     It falls as a half cosine, to cos_min_ratio at step total_num_steps.
     """
 
-    def get_lr(self) -> list[Any]:
-        ratio = self.get_lr_ratio()
-        return [whole * ratio for whole in self.org_lrs]
+    def _begin(self) -> None:
+        self.min_lrs, self.max_lrs = self._of_groups(0.0), self.org_lrs
 
-    def get_lr_ratio(self) -> float:
-        """The factor at the iteration that was begun last; 0 before the first one."""
+    def _share(self) -> float:
         iteration, steps = self.last_batch_iteration, self.warmup_num_steps
         if iteration < 0:
             return 0.0
@@ -195,6 +191,8 @@ class WarmupCosineLR(
         cosine = (1 + math.cos(math.pi * min(1.0, passed))) / 2
         factor: float = self.cos_min_ratio + (1 - self.cos_min_ratio) * cosine
         return max(0.0, factor)
+
+    get_lr_ratio = _share  # as DeepSpeed names it
 
 
 class OneCycle(
@@ -231,8 +229,7 @@ class OneCycle(
             least = self._of_groups(self.cycle_min_mom)
             self._set_betas([(first, _SECOND_BETA) for first in least])
 
-    def _height(self) -> float:
-        """The height in the cycle, from 0 to 1."""
+    def _share(self) -> float:
         total = self.cycle_first_step_size + self.cycle_second_step_size
         left = (self.last_batch_iteration + 1) % total
         steps, stairs = self.cycle_first_step_size, self.cycle_first_stair_count
@@ -255,8 +252,7 @@ class OneCycle(
         decay = self._decayed(self.decay_lr_rate)
         if decay is not None:
             return [least / decay for least in self.min_lrs]
-        pairs = zip(self.min_lrs, self.max_lrs, strict=True)
-        return [least + (most - least) * self._height() for least, most in pairs]
+        return super().get_lr()
 
     def get_mom(self) -> list[tuple[float, float]] | None:
         """Each group's betas at the iteration that was begun last; None if they do not change."""
@@ -266,7 +262,7 @@ class OneCycle(
         decay = self._decayed(self.decay_mom_rate)
         if decay is not None:
             return [(high * decay, _SECOND_BETA) for high in most]
-        height, pairs = self._height(), zip(least, most, strict=True)
+        height, pairs = self._share(), zip(least, most, strict=True)
         return [(high - (high - low) * height, _SECOND_BETA) for low, high in pairs]
 
     def step(self, last_batch_iteration: int | None = None) -> None:

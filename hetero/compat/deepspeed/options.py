@@ -9,20 +9,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
-from hetero.compat.deepspeed import config_keys
+from hetero.compat.deepspeed import config_keys as keys
 from hetero.compat.dtypes import TORCH
 from hetero.compat.grad_scale import ScalePolicy
-from hetero.compat.key_table import (
-    KeyTable,
-    log_not_needed,
-    log_once,
-    logger,
-    refuse_unknown,
-)
+from hetero.compat.key_table import KeyTable, log_not_needed, log_once, logger, refuse_unknown
 from hetero.compat.ranks import ranks
 from hetero.config import Config
 from hetero.option_checks import check_choice, check_integer, is_number, options_from_file
@@ -70,13 +64,15 @@ class Named:
 
 @dataclass(frozen=True)
 class DeepSpeedOptions:
-    """What a DeepSpeed configuration says.
+    """What a DeepSpeed configuration says; the numbers that code asks for have DeepSpeed's names.
 
     Attributes:
         config: hetero's options.
-        accumulation_steps: micro-batches of a step.
-        micro_batch_size: samples of a micro-batch of one rank.
-        is_managed: gradient_accumulation_steps say which step() updates; else each does.
+        world: ranks of the training.
+        gradient_accumulation_steps: micro-batches of a step.
+        train_micro_batch_size_per_gpu: samples of a micro-batch of one rank.
+        managed_gradient_accumulation: gradient_accumulation_steps say which step() updates; else
+            each does.
         gradient_clipping: limit of the total norm; 0: none.
         optimizer, scheduler: None if the configuration has none.
         state_dtype: of an optimizer that the configuration names.
@@ -84,15 +80,16 @@ class DeepSpeedOptions:
             steps are made whatever gradients are.
         steps_per_print: steps between two lines in the log; None: none.
         drop_last: the loader leaves out the last, smaller batch.
-        stage: as it was given, 0 to 3.
+        zero_optimization_stage: as it was given, 0 to 3.
         shard_size: ranks that share one model (MiCS); None: all.
         buffer_dtype: that buffers are cast to; None: they keep theirs.
     """
 
     config: Config
-    accumulation_steps: int = 1
-    micro_batch_size: int = 1
-    is_managed: bool = True
+    world: int = 1
+    gradient_accumulation_steps: int = 1
+    train_micro_batch_size_per_gpu: int = 1
+    managed_gradient_accumulation: bool = True
     gradient_clipping: float = GRADIENT_CLIPPING
     optimizer: Named | None = None
     scheduler: Named | None = None
@@ -100,18 +97,26 @@ class DeepSpeedOptions:
     scale: ScalePolicy | None = None
     steps_per_print: int | None = None
     drop_last: bool = False
-    stage: int = 0
+    zero_optimization_stage: int = 0
     shard_size: int | None = None
     buffer_dtype: torch.dtype | None = None
 
+    gradient_allreduce_op: ClassVar[str] = "mean"
 
-class DeepSpeedConfig:
-    """The numbers of a configuration that code asks for before there is an engine.
+    @property
+    def train_batch_size(self) -> int:
+        """Samples of a step, of all ranks."""
+        of_a_rank = self.train_micro_batch_size_per_gpu * self.gradient_accumulation_steps
+        return of_a_rank * self.world
 
-    They have DeepSpeed's names; those that are missing in the configuration follow by its rules.
-    """
+    @property
+    def zero_enabled(self) -> bool:
+        """Whether optimizer state is sharded there; here it always is."""
+        return self.zero_optimization_stage > 0
 
-    gradient_allreduce_op = "mean"
+
+class DeepSpeedConfig(DeepSpeedOptions):
+    """The options of a configuration, for code that asks before there is an engine."""
 
     def __init__(
         self,
@@ -124,13 +129,7 @@ class DeepSpeedConfig:
         Raises as read_options().
         """
         world = ranks() if mpu is None else mpu.get_data_parallel_world_size()
-        options = read_options(config, world)
-        self.gradient_accumulation_steps = options.accumulation_steps
-        self.train_micro_batch_size_per_gpu = options.micro_batch_size
-        self.train_batch_size = options.micro_batch_size * options.accumulation_steps * world
-        self.gradient_clipping = options.gradient_clipping
-        self.zero_optimization_stage = options.stage
-        self.zero_enabled = options.stage > 0
+        vars(self).update(vars(read_options(config, world)))
 
 
 def read_options(
@@ -148,28 +147,40 @@ def read_options(
             each other.
         StoreError: nvme_path cannot be used.
     """
-    given = config if isinstance(config, Mapping) else options_from_file(config)
-    top = _read(config_keys.TOP, given)
+    top = _read(keys.TOP, config if isinstance(config, Mapping) else options_from_file(config))
     zero = top.get("zero_optimization", {})
     if isinstance(zero, bool):  # as of DeepSpeed's first versions
         zero = {"stage": int(zero)}
-    zero = _read(config_keys.ZERO, zero)
-    for table in (config_keys.AIO, config_keys.CHECKPOINT):
-        _read(table, top.get(table.name))
-    _read(config_keys.ZENFLOW, zero.get("zenflow"))
+    zero = _read(keys.ZERO, zero)
+    _read(keys.ZENFLOW, zero.get("zenflow", {}))
+    for table in (keys.AIO, keys.CHECKPOINT):
+        _read(table, top.get(table.name, {}))
+    fp16, bf16, types, activations = (
+        _read(table, top.get(table.name, {}))
+        for table in (keys.FP16, keys.BF16, keys.DATA_TYPES, keys.ACTIVATIONS)
+    )
     stage: int = zero.get("stage", 0)
     check_choice("zero_optimization: stage", stage, (0, 1, 2, 3))
     if stage == 0:
         log_not_needed(
             "zero_optimization: stage 0", "stage 1 gives the same numbers with less memory"
         )
-    dtype, scale, state_dtype = _precision(top)
-    grad_dtype, buffer_dtype = _data_types(top.get("data_types"), dtype)
+    dtype, scale = _precision(fp16, bf16)
     options: dict[str, Any] = {"backend": "auto", "zero_stage": max(stage, 1), "dtype": dtype}
     options |= defaults | _placement(zero)
     if scale is not None:
         options["initial_loss_scale"] = None  # the engine of the adapter scales losses
-    if top.get("log_level") is not None:
+    for given, key, option in (
+        (types, "grad_accum_dtype", "grad_dtype"),
+        (top, "communication_data_type", "reduce_dtype"),
+    ):
+        if key in given:
+            options[option] = _dtype(key, given[key])
+    if activations.get("cpu_checkpointing"):
+        options["activation_memory"] = "auto"
+    if zero.get("stage3_prefetch_bucket_size") == 0:
+        options["prefetch"] = False
+    if "log_level" in top:
         logger.setLevel(str(top["log_level"]).upper())
     op = str(top.get("gradient_allreduce_op", "mean")).lower()
     if op != "mean":
@@ -177,74 +188,56 @@ def read_options(
             f"gradient_allreduce_op={op!r} is refused: hetero averages over ranks; multiply the "
             f"loss by the number of ranks to have the sum"
         )
-    if grad_dtype is not None:
-        options["grad_dtype"] = grad_dtype
-    if top.get("communication_data_type") is not None:
-        options["reduce_dtype"] = _dtype("communication_data_type", top["communication_data_type"])
-    activations = _read(config_keys.ACTIVATIONS, top.get("activation_checkpointing"))
-    if activations.get("cpu_checkpointing"):
-        options["activation_memory"] = "auto"
-    if zero.get("stage3_prefetch_bucket_size") == 0:
-        options["prefetch"] = False
     own = top.get("hetero", {})
     if not isinstance(own, Mapping):
         raise ValueError(f"hetero must be a mapping of hetero's options, not {own!r}")
-    micro, accumulation = _batch_sizes(top, world)
-    shard_size = zero.get("mics_shard_size", -1)
+    shard_size, printed = zero.get("mics_shard_size", -1), top.get("steps_per_print")
     shard_size = None if shard_size == -1 else shard_size
-    printed = top.get("steps_per_print")
     for name, value in (("mics_shard_size", shard_size), ("steps_per_print", printed)):
         if value is not None:
             check_integer(name, value, 1)
+    if "gradient_clipping" not in top:
+        log_once("gradient_clipping is absent", _OLDER % (GRADIENT_CLIPPING, RELEASE, 0.0))
+    micro, accumulation = _batch_sizes(top, world)
     return DeepSpeedOptions(
         Config.make(options, **own),
+        world,
         accumulation,
         micro,
         bool(top.get("managed_gradient_accumulation", True)),
-        _clipping(top),
+        _number("gradient_clipping", top.get("gradient_clipping", GRADIENT_CLIPPING)),
         _named("optimizer", top.get("optimizer")),
         _named("scheduler", top.get("scheduler")),
-        state_dtype,
+        "bf16" if bf16.get("bf16_optimizer_states") else "fp32",
         scale,
         printed,
         bool(top.get("dataloader_drop_last", False)),
         stage,
         shard_size,
-        buffer_dtype,
+        _buffer_dtype(types, dtype),
     )
 
 
 def _read(table: KeyTable, given: object) -> dict[str, Any]:
     """The keys of a part of the configuration. Raises ValueError for "auto", too."""
-    values = table.read({} if given is None else given)
+    values = table.read(given)
     _refuse_auto(table.name, values)
     return values
 
 
-def _clipping(top: Mapping[str, Any]) -> float:
-    """The limit of the norm."""
-    if top.get("gradient_clipping") is None:
-        log_once("gradient_clipping is absent", _OLDER % (GRADIENT_CLIPPING, RELEASE, 0.0))
-        return GRADIENT_CLIPPING
-    return _number("gradient_clipping", top["gradient_clipping"])
-
-
-def _data_types(given: object, dtype: str) -> tuple[str | None, torch.dtype | None]:
-    """The dtypes of gradients and of buffers, where the configuration has them."""
-    found = config_keys.DATA_TYPES.read({} if given is None else given)
-    names = ("grad_accum_dtype", "param_dtype", "buffer_dtype")
-    grad, param, buffer = (
-        None if found.get(name) is None else _dtype(name, found[name]) for name in names
-    )
-    if param not in (None, dtype):
+def _buffer_dtype(types: Mapping[str, Any], dtype: str) -> torch.dtype | None:
+    """The dtype of buffers, where the configuration has one; checks the other keys beside it."""
+    param = _dtype("param_dtype", types.get("param_dtype", dtype))
+    if param != dtype:
         raise ValueError(f"data_types: param_dtype={param} conflicts with fp16 and bf16: {dtype}")
-    kept = found.get("keep_in_fp32_modules", "auto")
-    if kept not in ("auto", None, []):
+    kept = types.get("keep_in_fp32_modules", "auto")
+    if kept not in ("auto", []):
         raise ValueError(
             f"data_types: keep_in_fp32_modules={kept!r} is refused: buffers keep the dtype that "
             f"they were built with, unless buffer_dtype casts all"
         )
-    return grad, None if buffer is None else TORCH[buffer]
+    buffer = types.get("buffer_dtype")
+    return None if buffer is None else TORCH[_dtype("buffer_dtype", buffer)]
 
 
 def _placement(zero: Mapping[str, Any]) -> dict[str, Any]:
@@ -253,10 +246,10 @@ def _placement(zero: Mapping[str, Any]) -> dict[str, Any]:
     paths: list[str] = []
     ratio = 1.0
     for table, old in (
-        (config_keys.OFFLOAD_OPTIMIZER, "cpu_offload"),
-        (config_keys.OFFLOAD_PARAM, "cpu_offload_param"),
+        (keys.OFFLOAD_OPTIMIZER, "cpu_offload"),
+        (keys.OFFLOAD_PARAM, "cpu_offload_param"),
     ):
-        part = _read(table, zero.get(table.name))
+        part = _read(table, zero.get(table.name, {}))
         device = getattr(part.get("device"), "value", part.get("device")) or "none"
         if device not in ("none", "cpu", "nvme"):
             raise ValueError(f"{table.name}: device must be none, cpu or nvme, not {device!r}")
@@ -278,24 +271,21 @@ def _placement(zero: Mapping[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def _precision(top: Mapping[str, Any]) -> tuple[str, ScalePolicy | None, str]:
-    """The compute dtype, how losses are scaled, and the dtype of optimizer states."""
-    fp16, bf16 = _read(config_keys.FP16, top.get("fp16")), _read(config_keys.BF16, top.get("bf16"))
-    state_dtype = "bf16" if bf16.get("bf16_optimizer_states") else "fp32"
+def _precision(fp16: Mapping[str, Any], bf16: Mapping[str, Any]) -> tuple[str, ScalePolicy | None]:
+    """The compute dtype, and how losses are scaled."""
     if fp16.get("enabled") and bf16.get("enabled"):
         raise ValueError("fp16 and bf16 are both enabled; enable one of them")
     if bf16.get("enabled"):
-        checked = bf16.get("check_grad_overflow")
-        if checked is None:
-            checked = True
+        if "check_grad_overflow" not in bf16:
             log_once("bf16: check_grad_overflow is absent", _OLDER % (True, RELEASE, False))
-        return "bf16", ScalePolicy.fixed(1.0) if checked else None, state_dtype
+        checked = bf16.get("check_grad_overflow", True)
+        return "bf16", ScalePolicy.fixed(1.0) if checked else None
     if not fp16.get("enabled"):
-        return "fp32", None, state_dtype
+        return "fp32", None
     fixed = _number("fp16.loss_scale", fp16.get("loss_scale", 0))
     if fixed:
-        return "fp16", ScalePolicy.fixed(fixed), state_dtype
-    dynamic = ScalePolicy(
+        return "fp16", ScalePolicy.fixed(fixed)
+    return "fp16", ScalePolicy(
         initial=2.0 ** _number("initial_scale_power", fp16.get("initial_scale_power", 16)),
         growth_interval=_whole("loss_scale_window", fp16.get("loss_scale_window", 1000)),
         grows_late=True,
@@ -303,14 +293,13 @@ def _precision(top: Mapping[str, Any]) -> tuple[str, ScalePolicy | None, str]:
         refills_hysteresis=bool(fp16.get("consecutive_hysteresis", False)),
         least=_number("min_loss_scale", fp16.get("min_loss_scale", 1)),
     )
-    return "fp16", dynamic, state_dtype
 
 
 def _batch_sizes(top: Mapping[str, Any], world: int) -> tuple[int, int]:
     """The micro-batch's size and the number of micro-batches; what is missing follows."""
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     for name in names:
-        if top.get(name) is not None:
+        if name in top:
             _whole(name, top[name])
     whole, micro, accumulation = (top.get(name) for name in names)
     if whole is not None and micro is None:

@@ -8,7 +8,6 @@ rank, zeros at the end.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -17,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from hetero.api.access import grads, masters
-from hetero.api.optimizer import HybridOptimizer
 from hetero.api.whole_state import export_states, import_states, store_values
+from hetero.checkpoint.engine_checkpoint import STATE_NAMES
 from hetero.compat.key_table import log_not_needed
 from hetero.compat.key_table import logger as logger
 from hetero.compat.ranks import rank, ranks
@@ -26,14 +25,6 @@ from hetero.runtime.engine import Engine
 
 _MARK = "_z3_leaf"
 Found = torch.Tensor | None
-# hetero's engines know their optimizers' updates, and not the names of their states.
-_optimizers: weakref.WeakKeyDictionary[Engine, weakref.ref[HybridOptimizer]]
-_optimizers = weakref.WeakKeyDictionary()
-
-
-def remember(optimizer: HybridOptimizer) -> None:
-    """Called by deepspeed.initialize()."""
-    _optimizers[optimizer.engine] = weakref.ref(optimizer)
 
 
 def _engine(param: torch.Tensor) -> Engine | None:
@@ -57,10 +48,11 @@ def safe_set_full_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
 def _states(param: torch.Tensor) -> tuple[Sequence[str], dict[str, torch.Tensor]]:
     """The names of an optimizer's states, and a parameter's own; none if hetero has none."""
     engine = _engine(param)
-    optimizer = None if engine is None else _optimizers.get(engine, lambda: None)()
+    optimizer = None if engine is None else engine.steps.optimizer_of(param)
     if engine is None or optimizer is None:
         return (), {}
-    return optimizer.state_names, export_states(engine, [param], optimizer.state_names)[param]
+    names = STATE_NAMES[optimizer.dtypes.rule]
+    return names, export_states(engine, [param], names)[param]
 
 
 def safe_get_full_optimizer_state(param: torch.Tensor, optim_state_key: str) -> Found:

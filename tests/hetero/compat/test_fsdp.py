@@ -47,14 +47,17 @@ def loss_of(model: nn.Module, step: int = 0) -> torch.Tensor:
     return (model(data(0, step)).float() - 1).square().mean()
 
 
-def expected(steps: int = 2, **options: Any) -> Model:
+def steps(model: nn.Module, optimizer: Any) -> None:
+    for step in range(2):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.step()
+
+
+def expected(**options: Any) -> Model:
     torch.manual_seed(0)
     model = Model()
-    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2, **options)
-    for step in range(steps):
-        adamw.zero_grad()
-        loss_of(model, step).backward()
-        adamw.step()
+    steps(model, torch.optim.AdamW(model.parameters(), lr=1e-2, **options))
     return model
 
 
@@ -131,10 +134,7 @@ def test_the_first_forward_initializes(make: Callable[..., Any], nothing_left: N
         model(data(0, 0))  # as it was made
     with pytest.raises(hetero.UnmanagedParameterError):
         _ = optimizer.engine
-    for step in range(2):
-        optimizer.zero_grad()
-        loss_of(model, step).backward()
-        optimizer.step()
+    steps(model, optimizer)
     config = optimizer.engine.config
     assert (config.placement_policy, config.chunk_numel) == ("cpu", 4096)
     assert optimizer.engine.lifetime.is_of(model)
@@ -152,10 +152,7 @@ def test_a_model_on_the_meta_device(nothing_left: None) -> None:
     torch.manual_seed(0)
     model.load_state_dict(Model().state_dict())
     optimizer = fsdp.optim.AdamW(model.parameters(), lr=1e-2)
-    for step in range(2):
-        optimizer.zero_grad()
-        loss_of(model, step).backward()
-        optimizer.step()
+    steps(model, optimizer)
     assert_same(model, expected())
     optimizer.engine.close()
 
@@ -274,10 +271,7 @@ def test_two_optimizers() -> None:
 def test_state_on_nvme(tmp_path: Path, nothing_left: None) -> None:
     model = sharded(placement_policy="nvme", nvme_path=str(tmp_path))
     optimizer = fsdp.optim.AdamW(model.parameters(), lr=1e-2)
-    for step in range(2):
-        optimizer.zero_grad()
-        loss_of(model, step).backward()
-        optimizer.step()
+    steps(model, optimizer)
     assert_same(model, expected())
     assert optimizer.engine.traffic.disk_write > 0
     optimizer.engine.close()

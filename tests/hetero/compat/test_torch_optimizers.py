@@ -11,7 +11,6 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR, 
 
 import hetero
 from hetero.compat import deepspeed
-from hetero.compat import optimizers as torch_optimizers
 from hetero.compat.colossalai.booster import Booster
 from hetero.compat.colossalai.booster.plugin import GeminiPlugin
 from hetero.compat.colossalai.zero import (
@@ -44,27 +43,6 @@ def loss_of(model: torch.nn.Module, seed: int) -> torch.Tensor:
 
 def groups(model: torch.nn.Module) -> list[dict[str, Any]]:
     return [{"params": model[0].parameters()}, {"params": model[2].parameters(), "lr": 3e-3}]
-
-
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("ours", [False, True], ids=["from torch's", "by signature"])
-@pytest.mark.parametrize(("name", "options"), MAKERS)
-def test_updates_are_torchs(name: str, options: dict[str, Any], ours: bool) -> None:
-    plain, model = net(), net()
-    reference = getattr(torch.optim, name)(groups(plain), **options)
-    if ours:
-        optimizer = getattr(torch_optimizers, name)(groups(model), **options)
-    else:
-        optimizer = hybrid_optimizer(getattr(torch.optim, name)(groups(model), **options))
-    hetero.initialize(model, optimizer, dtype="fp32")
-    for seed in range(4):
-        for each, update in ((model, optimizer), (plain, reference)):
-            update.zero_grad()
-            loss_of(each, seed).backward()
-            update.step()
-    for found, weight in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(found.detach(), weight.detach(), rtol=1e-5, atol=1e-6)
-    optimizer.engine.close()
 
 
 SCHEDULERS: list[Any] = [

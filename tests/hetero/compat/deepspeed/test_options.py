@@ -28,11 +28,11 @@ def zero(**keys: Any) -> Any:
 @pytest.mark.parametrize(("given", "stage"), [(0, 1), (1, 1), (2, 2), (3, 3)])
 def test_stages(given: int, stage: int) -> None:
     assert zero(stage=given).zero_stage == stage
-    assert read_options({"zero_optimization": {"stage": given}}).stage == given
+    assert read_options({"zero_optimization": {"stage": given}}).zero_optimization_stage == given
 
 
 def test_the_oldest_form_of_zero_optimization() -> None:
-    assert read_options({"zero_optimization": True}).stage == 1
+    assert read_options({"zero_optimization": True}).zero_optimization_stage == 1
 
 
 @pytest.mark.parametrize("stage", [4, -1, "3", True])
@@ -116,7 +116,7 @@ def test_loss_scales() -> None:
 )
 def test_batch_sizes(given: dict[str, int], ranks: int, sizes: tuple[int, int]) -> None:
     made = read_options(given, ranks)
-    assert (made.micro_batch_size, made.accumulation_steps) == sizes
+    assert (made.train_micro_batch_size_per_gpu, made.gradient_accumulation_steps) == sizes
 
 
 def test_batch_sizes_that_contradict() -> None:
@@ -194,7 +194,7 @@ def test_files(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_text(json.dumps({"zero_optimization": {"stage": 2}}))
     assert read_options(path).config == read_options(str(path)).config
-    assert read_options(path).stage == 2
+    assert read_options(path).zero_optimization_stage == 2
     for content, message in (
         ("{", "is not JSON"),
         ("[]", "must be a JSON object"),
@@ -237,7 +237,7 @@ def test_data_types() -> None:
 
 
 def test_sums_over_ranks_are_refused() -> None:
-    assert read_options({"gradient_allreduce_op": "MEAN"}).is_managed
+    assert read_options({"gradient_allreduce_op": "MEAN"}).managed_gradient_accumulation
     with pytest.raises(ValueError, match="multiply the loss by the number of ranks"):
         read_options({"gradient_allreduce_op": "sum"})
 

@@ -18,6 +18,7 @@ from hetero.stand_ins.construction_uses import arena_of
 from tests.support.training.small_net import Net, assert_same, loss_of, plain
 
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.0}}
+CONFIG: dict[str, Any] = {"optimizer": ADAMW, "gradient_clipping": 0.0}
 
 
 def step(engine: deepspeed.DeepSpeedEngine) -> None:
@@ -40,11 +41,7 @@ def test_options_may_come_with_initialize(
     torch.manual_seed(0)
     with deepspeed.zero.Init(remote_device=remote):
         model = Net()
-    config: dict[str, Any] = {
-        "gradient_clipping": 0.0,
-        "optimizer": ADAMW,
-        "zero_optimization": {"stage": 2},
-    }
+    config: dict[str, Any] = {**CONFIG, "zero_optimization": {"stage": 2}}
     if remote == "nvme":
         on_disk = {"device": "nvme", "nvme_path": str(tmp_path)}
         config["zero_optimization"] = {"stage": 3, "offload_param": on_disk}
@@ -58,9 +55,8 @@ def test_options_may_come_with_initialize(
 def test_what_is_on_disk_already_keeps_its_budget(tmp_path: Path, nothing_left: None) -> None:
     on_disk = {"device": "nvme", "nvme_path": str(tmp_path)}
     config: dict[str, Any] = {
+        **CONFIG,
         "zero_optimization": {"stage": 3, "offload_param": on_disk},
-        "optimizer": ADAMW,
-        "gradient_clipping": 0.0,
         "hetero": {"host_memory": "192KiB", "chunk_numel": 4096},
     }
     torch.manual_seed(0)
@@ -83,16 +79,9 @@ def test_models_of_heteros_own_context(tmp_path: Path, nothing_left: None) -> No
     on_disk = {"device": "nvme", "nvme_path": str(tmp_path)}
     with pytest.raises(hetero.HeteroError, match="built with other values of nvme_path"):
         deepspeed.initialize(
-            model=model,
-            config={
-                "optimizer": ADAMW,
-                "gradient_clipping": 0.0,
-                "zero_optimization": {"offload_param": on_disk},
-            },
+            model=model, config={**CONFIG, "zero_optimization": {"offload_param": on_disk}}
         )
-    engine, _, _, _ = deepspeed.initialize(
-        model=model, config={"optimizer": ADAMW, "gradient_clipping": 0.0}
-    )
+    engine, _, _, _ = deepspeed.initialize(model=model, config=CONFIG)
     step(engine)
     assert_same(model, expected())
     engine.destroy()
@@ -103,9 +92,7 @@ def test_models_that_were_built_outside_and_plain_ones() -> None:
     model = Net()
     deepspeed.zero.Init(module=model)
     assert arena_of(model.first.weight) is not None
-    engine, _, _, _ = deepspeed.initialize(
-        model=model, config={"optimizer": ADAMW, "gradient_clipping": 0.0}
-    )
+    engine, _, _, _ = deepspeed.initialize(model=model, config=CONFIG)
     step(engine)
     assert_same(model, expected())
     engine.destroy()
@@ -128,9 +115,7 @@ def test_gathered_parameters() -> None:
         with deepspeed.zero.GatheredParameters(model.scale, modifier_rank=0), torch.no_grad():
             model.scale.fill_(5.0)
     assert model.scale.item() == 5.0
-    engine, _, _, _ = deepspeed.initialize(
-        model=model, config={"optimizer": ADAMW, "gradient_clipping": 0.0}
-    )
+    engine, _, _, _ = deepspeed.initialize(model=model, config=CONFIG)
     with deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
         nn.init.zeros_(model.last.weight)
     with deepspeed.zero.GatheredParameters(model.last.weight):
