@@ -10,6 +10,7 @@ import tempfile
 import time
 import zlib
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,9 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 # Tables are as wide as the documents show them.
 os.environ["COLUMNS"] = "120"
+
+# Arrow's own allocator reserves a GiB, which counts where a test limits a process.
+os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
 
 # All processes have one list of fonts, which matplotlib makes in a second.
 os.environ.setdefault("MPLCONFIGDIR", str(Path(__file__).parents[1] / "build" / "matplotlib"))
@@ -146,9 +150,11 @@ def own_threads() -> set[str]:
     return found
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     """What importing all tests has made stays for good: no collection need go through it again.
     With it, each of nothing_left()'s takes half a second."""
+    if session.config.getoption("--jobs") > 1:
+        import_module("tests.support.ranks.imported")  # once, and not in each worker
     gc.collect()
     gc.freeze()
 

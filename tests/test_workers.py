@@ -40,6 +40,7 @@ DIES = """
     import os, signal
     def test_passes(made): pass
     def test_dies(): os.kill(os.getpid(), signal.SIGKILL)
+    def test_is_lost(): pass
 """
 PASSES = "def test_passes(): pass"
 

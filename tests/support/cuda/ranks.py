@@ -58,7 +58,8 @@ def train(
     Returns losses, masters, what the device had at most, and the link's traffic.
     """
     options = {"backend": "cuda", "chunk_numel": 16384, "rank_timeout_s": 60.0} | options
-    with fake_device(nccl) as runtime:
+    is_on_device = options["backend"] == "cuda"
+    with fake_device(nccl) if is_on_device else contextlib.nullcontext() as runtime:
         model, optimizer = make("layers", options, **replicas_mesh(world, replicas))
         engine = optimizer.engine
         losses = []
@@ -87,7 +88,8 @@ def train(
             "d2h": crossed[1],
         }
         engine.close()
-        found["left"] = (dict(engine.ledger.in_use_bytes), dict(runtime.page_locked))
+        page_locked = {} if runtime is None else dict(runtime.page_locked)
+        found["left"] = (dict(engine.ledger.in_use_bytes), page_locked)
     return found
 
 

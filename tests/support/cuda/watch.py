@@ -46,6 +46,11 @@ class Watch(TorchDispatchMode):
         self._runtime = runtime
         self.seen = 0  # operators
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled, and torch's way around its compiler takes as long as the rest."""
+        return False
+
     def __torch_dispatch__(
         self,
         func: Callable[..., Any],
