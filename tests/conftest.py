@@ -61,7 +61,7 @@ os.environ["XDG_CACHE_HOME"] = "/dev/null/none"
 # By default hypothesis fails where an example takes 200 ms, or making up examples takes a second:
 # on a machine under load that is no finding.
 LOADED = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
-settings.register_profile("hetero", deadline=None, suppress_health_check=LOADED, max_examples=30)
+settings.register_profile("hetero", deadline=None, suppress_health_check=LOADED, max_examples=20)
 settings.load_profile("hetero")
 # Of make test-all.
 settings.register_profile("thorough", settings.get_profile("hetero"), max_examples=300)

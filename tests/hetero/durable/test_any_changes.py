@@ -100,7 +100,7 @@ class AnyChanges(RuleBasedStateMachine):
 def test_any_changes(place: str) -> None:
     machine = type("AnyChangesThere", (AnyChanges,), {"place": place})
     machine.TestCase.settings = settings(
-        max_examples=6,
+        max_examples=4,
         stateful_step_count=12,
         deadline=None,
         suppress_health_check=list(HealthCheck),
