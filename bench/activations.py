@@ -31,7 +31,7 @@ from typing import Any
 from bench.harness.program import Program, add_options, byte_size, list_of, tell, whole
 from bench.harness.rounds import Sample, run_rounds
 from bench.harness.tables import number, of_figures, size
-from bench.work.bandwidths import disk_alone
+from bench.io import disk_alone
 from bench.work.gpt import VOCABULARY, Shape
 from bench.work.gpt_training import Spec, try_to_train
 

@@ -1,6 +1,6 @@
 """Update kernels beside the limit of memory and torch's fused AdamW, in one run.
 
-usage: python -m bench.adam [--numel 64Mi] [--threads T] [--rounds N] [--peers torch|none] [--json]
+usage: python -m bench.adam [--numel N] [--threads T] [--rounds N] [--peers torch|none] [--json]
 
 One contender after the other takes a turn; a turn is one update of warm-up and a timed one. GB/s
 counts the bytes that an update has to read and write, once each; the stream is 4 reads and 3 writes
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import torch
 
-from bench.harness.program import Program, add_options, count, names_of, whole
+from bench.harness.program import Program, add_options, names_of, whole
 from bench.harness.rounds import Sample, run_rounds
 from bench.harness.tables import number, of_figures, ranged
 from offload import _native
@@ -49,7 +49,7 @@ TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 def options(parser: argparse.ArgumentParser) -> None:
     add_options(
         parser,
-        ("--numel", count, "64Mi", "elements of each array"),
+        ("--numel", whole(), str(64 << 20), "elements of each array"),
         ("--threads", whole(), None, "of every contender; else the usable CPUs"),
         ("--rounds", whole(), "5", "after one of warm-up"),
         ("--peers", names_of(("torch",)), "torch", "torch, or none"),

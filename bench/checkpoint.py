@@ -1,26 +1,21 @@
-"""Checkpoints and commits of a training: beside what the disk gives, and beside PyTorch's.
+"""Checkpoints of a training: beside what the disk gives, and beside PyTorch's.
 
-usage: python -m bench.checkpoint [--of saves|commits] [--model gpt2-medium] [--policy nvme|cpu]
-                                  [--path DIR] [--rounds N] [--peers torch,dcp|none]
-                                  [--every 1,8] [--json]
+usage: python -m bench.checkpoint [--model gpt2-medium] [--policy nvme|cpu] [--path DIR]
+                                  [--rounds N] [--peers torch,dcp|none] [--json]
 
-saves    hetero.save() and hetero.load() of a training job: seconds, and GB/s of the checkpoint's
-         bytes. "Of the disk" is the time that the disk needs for the same bytes, over that:
-         measured in the same turn in --path, with reads and writes in the same proportion. With
-         policy nvme a save reads the state that is on NVMe, and writes the checkpoint; a load does
-         the reverse. With policy cpu they only write, or read. "Memory" is the peak of the
-         process's resident memory less what it was before. Steps are measured alone and beside a
-         save with blocking=False: what the save costs of training, "lost", is the time until save()
-         returns, and what its steps take longer.
-         Peers train in a process of their own in each round. "torch" is torch.save() with fsync,
-         and torch.load(); "dcp" torch.distributed.checkpoint, save(), load() and async_save(): both
-         with fp32 weights and moments and bf16 autocast. All have 12 bytes a parameter. They write
-         new files, where hetero replaces a whole checkpoint by the next. All files' pages are
-         dropped from the page cache before loads.
-commits  in turns: steps of a plain job; of one that verifies what it reads (verify_reads=True); and
-         of a durable one, which does that too, with a commit after every k-th step: its time ends
-         when the last commit is durable. "Written" is what a step writes to NVMe, its commit
-         included.
+hetero.save() and hetero.load() of a training job: seconds, and GB/s of the checkpoint's bytes. "Of
+the disk" is the time that the disk needs for the same bytes, over that: measured in the same turn
+in --path, with reads and writes in the same proportion. With policy nvme a save reads the state
+that is on NVMe, and writes the checkpoint; a load does the reverse. With policy cpu they only
+write, or read. "Memory" is the peak of the process's resident memory less what it was before. Steps
+are measured alone and beside a save with blocking=False: what the save costs of training, "lost",
+is the time until save() returns, and what its steps take longer.
+
+Peers train in a process of their own in each round. "torch" is torch.save() with fsync, and
+torch.load(); "dcp" torch.distributed.checkpoint, save(), load() and async_save(): both with fp32
+weights and moments and bf16 autocast. All have 12 bytes a parameter. They write new files, where
+hetero replaces a whole checkpoint by the next. All files' pages are dropped from the page cache
+before loads. (What commits cost bench.train measures: --variants "nvme,nvme --commit-every 1".)
 """
 
 from __future__ import annotations
@@ -31,45 +26,37 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import hetero
-from bench.harness.program import (
-    Program,
-    add_options,
-    byte_size,
-    left_out,
-    list_of,
-    names_of,
-    whole,
-)
+from bench.harness.program import Program, add_options, byte_size, left_out, names_of, whole
 from bench.harness.rounds import ContenderError, Rounds, Sample, run_rounds
 from bench.harness.tables import number, of_figures, ranged, size
 from bench.harness.trial import run_trial
+from bench.io import disk_alone
 from bench.peers.timing import drop_pages, steps_beside, timed, with_rate
 from bench.train import write_workload
-from bench.work.bandwidths import disk_alone
-from bench.work.job_steps import JobSteps
 from hetero.job.job import Job, open_job
+from hetero.job.loop import one_step
 from hetero.job.models import model_label, wanted_vocab_size
 from hetero.job.options import TrainOptions
 from hetero.job.run_folder import RunFolder
 
 PEERS = ("torch", "dcp")
 TIMEOUT_S = 1800.0
+QUIET_S = 0.2
+# Until updates during backward have followed a change of the share (hetero's FactorPrediction).
+WARM_UP_STEPS = 8
 
 
 def options(parser: argparse.ArgumentParser) -> None:
     add_options(
         parser,
-        ("--of", ("saves", "commits"), "saves", "what is measured"),
         ("--path", str, ".", "directory on NVMe; all is removed in the end"),
         ("--rounds", whole(), "3", "after one of warm-up"),
         ("--steps", whole(), "3", "in a row"),
-        ("--every", list_of(whole()), "1,8", "steps of a commit"),
         ("--io-size", byte_size, "1GiB", "of the file on which the disk alone is measured"),
         ("--model", str, "gpt2-medium", "as of hetero train, with its published vocabulary"),
         ("--config", str, None, "JSON file with a model's configuration, instead"),
@@ -96,17 +83,13 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         schedule="constant",
         clip=0.0,
     )
-    measure = measure_saves if arguments.of == "saves" else measure_commits
     if not Path(arguments.path).is_dir():
         raise ValueError(f"--path {arguments.path} is not a directory; make it first")
     with tempfile.TemporaryDirectory(prefix="hetero-bench-", dir=arguments.path) as folder:
         rounds, found = measure(options, arguments, Path(folder).absolute())
-    given = {name: getattr(arguments, name) for name in ("of", "policy", "steps", "rounds")}
+    given = {name: getattr(arguments, name) for name in ("policy", "steps", "rounds")}
     named = {"model": model_label(options), "contenders": rounds.figures()}
     return {**given, **named, **found, "notes": left_out(rounds.failed)}
-
-
-# Saves and loads
 
 
 class HeteroCheckpoints:
@@ -114,7 +97,7 @@ class HeteroCheckpoints:
 
     def __init__(self, job: Job, folder: Path, disk: Callable[[float], Sample]) -> None:
         self._job, self._disk = job, disk
-        self._steps = JobSteps(job)
+        self._made = 0  # steps
         self._path = folder / "hetero"
 
     def sample(self, steps: int) -> Sample:
@@ -127,20 +110,41 @@ class HeteroCheckpoints:
             self._job.engine.synchronize()  # what it gives to NVMe is there
 
         found |= self._moved("load", load)
-        alone = self._steps.sample(steps)
+        self.step()
+        begin_s = time.perf_counter()
+        for _ in range(steps):
+            self.step()
+        found["alone_step_s"] = (time.perf_counter() - begin_s) / steps
+        self._wait_until_quiet()
 
         def begin() -> Callable[[], object]:
             return hetero.save(self._path, *self._state(), blocking=False).wait
 
-        self._steps.one()
-        found |= steps_beside(begin, self._steps.one)
-        self._steps.wait_until_quiet()
-        return {**found, "alone_step_s": alone["step_s"]}
+        self.step()
+        found |= steps_beside(begin, self.step)
+        self._wait_until_quiet()
+        return found
 
     def warm_up(self) -> None:
         """Makes steps until those that follow are like those of a long training."""
-        self._steps.warm_up()
-        self._steps.wait_until_quiet()
+        for _ in range(WARM_UP_STEPS):
+            self.step()
+        self._wait_until_quiet()
+
+    def step(self) -> None:
+        """Makes one."""
+        self._made += 1
+        one_step(self._job, self._made)
+
+    def _wait_until_quiet(self) -> None:
+        """Waits until the engine moves nothing in the background, which would slow down what is
+        measured next."""
+        engine = self._job.engine
+        engine.synchronize()
+        before = None
+        while before != engine.traffic:  # of what is read ahead
+            before = engine.traffic
+            time.sleep(QUIET_S)
 
     def _state(self) -> tuple[Any, hetero.HybridOptimizer]:
         return self._job.model, self._job.optimizer
@@ -152,7 +156,7 @@ class HeteroCheckpoints:
         before = engine.traffic
         figures = timed(body)
         after = engine.traffic
-        self._steps.wait_until_quiet()
+        self._wait_until_quiet()
         figures = with_rate(figures, self._path)
         own = figures["bytes"]
         read = after.disk_read - before.disk_read + (own if what == "load" else 0)
@@ -163,7 +167,7 @@ class HeteroCheckpoints:
         return {f"{what}_{name}": figure for name, figure in figures.items()}
 
 
-def measure_saves(
+def measure(
     options: TrainOptions, arguments: argparse.Namespace, folder: Path
 ) -> tuple[Rounds, dict[str, Any]]:
     """Saves and loads of a job, and of peers."""
@@ -208,76 +212,6 @@ def _beside_hetero(name: str, made: Mapping[str, Sample]) -> Sample:
     return {f"hetero_{rate}": made["hetero"][rate] / made[name][rate] for rate in rates}
 
 
-# Commits
-
-
-class DurableSteps:
-    """Steps of a durable job, with commits."""
-
-    def __init__(self, job: Job) -> None:
-        self._job, self.steps = job, JobSteps(job)
-        self._step = 0
-
-    def commit(self) -> hetero.Save:
-        """As the loop of hetero train makes it."""
-        self._step += 1
-        objects = {"scheduler": self._job.scheduler, "data": self._job.task.data}
-        return hetero.commit(self._job.model, extra={**objects, "step": self._step})
-
-    def sample(self, steps: int, every: int) -> Sample:
-        """{"step_s", "disk_write"} of a step, after one that is not counted, until the last commit
-        is durable."""
-        self.steps.one()
-        commit = self.commit()
-        commit.wait()
-        before, began_s = self._job.engine.traffic.disk_write, time.perf_counter()
-        for step in range(1, steps + 1):
-            self.steps.one()
-            if step % every == 0 or step == steps:
-                commit = self.commit()
-        commit.wait()
-        seconds = time.perf_counter() - began_s
-        written = self._job.engine.traffic.disk_write - before
-        return {"step_s": seconds / steps, "disk_write": written / steps}
-
-
-def measure_commits(
-    options: TrainOptions, arguments: argparse.Namespace, folder: Path
-) -> tuple[Rounds, dict[str, Any]]:
-    """Steps of all jobs."""
-    kinds = {
-        "plain": options,
-        "verified reads": replace(options, verify_reads=True),
-        "durable": replace(options, commit_every=1),
-    }
-    with contextlib.ExitStack() as jobs:
-        opened = {
-            name: jobs.enter_context(_opened(kind, folder / name)) for name, kind in kinds.items()
-        }
-        own = DurableSteps(opened["durable"])
-        steps = {name: JobSteps(job) for name, job in opened.items() if name != "durable"}
-        for each in (*steps.values(), own.steps):
-            each.warm_up()
-        turns: dict[str, Callable[[], Sample]] = {
-            name: partial(each.sample, arguments.steps) for name, each in steps.items()
-        }
-        for every in arguments.every:
-            turns[f"a commit every {every}"] = partial(own.sample, arguments.steps, every)
-        rounds = run_rounds(turns, arguments.rounds)
-        setting = opened["plain"].setting
-    rounds.compare("plain", "step_s", "slower_by")
-    return rounds, {"params": setting.params, "budget_bytes": setting.budget_bytes}
-
-
-@contextlib.contextmanager
-def _opened(options: TrainOptions, path: Path) -> Iterator[Job]:
-    """A job whose files are in `path`."""
-    path.mkdir()
-    options = replace(options, nvme_path=(str(path),))
-    with RunFolder(str(path / "run")) as run_folder, open_job(options, run_folder) as job:
-        yield job
-
-
 SAVES = tuple(
     (f"{what} {head}", f"{what}_{key}", shown)
     for what in ("save", "load")
@@ -297,13 +231,12 @@ COLUMNS = (
     ("step s", "step_s", ranged(3)),
     ("slower by", "slower_by", number()),
     ("lost s", "lost_s", number()),
-    ("written a step", "disk_write", size),
 )
 
 
 def show(result: dict[str, Any]) -> Iterator[str]:
-    """A row for each contender; steps are those beside a save, or those with commits."""
-    title = f"bench.checkpoint, {result['of']}: {result['model']} {result['policy']},"
+    """A row for each contender; steps are those beside a save."""
+    title = f"bench.checkpoint: {result['model']} {result['policy']},"
     title += f" {result['params'] / 1e6:.0f}M parameters, median of {result['rounds']} rounds"
     yield of_figures(title, result["contenders"], COLUMNS)
     yield from result["notes"]

@@ -3,10 +3,9 @@
 usage: python -m bench.cuda_check [--save DIR] [--nvme DIR] [--minutes 8.75] [--parts LIST]
                                   [--models LIST] [--contenders LIST] [PYTEST OPTION ...]
 
-It needs torch with CUDA, numpy, psutil, pytest and a C++ compiler, and downloads nothing. All that
-is missing is said first. No part's failure stops another, and what is known is in a file of --save
-at once: one JSON line for each test and for each row of the benchmark. Without a GPU all of it is
-skipped.
+It needs torch with CUDA, numpy, psutil, pytest and a C++ compiler, and downloads nothing. No part's
+failure stops another, and what is known is in a file of --save at once: one JSON line for each test
+and for each row of the benchmark. Without a GPU all of it is skipped.
 
     build      the extension
     tests      tests/cuda in three processes side by side: training, kernels and copies, ranks
@@ -19,7 +18,6 @@ import argparse
 import importlib.util
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -37,13 +35,6 @@ TEST_GROUPS = {
     "training": ["test_training.py"],
     "kernels": ["test_kernels.py", "test_copies.py"],
     "ranks": ["test_ranks.py"],
-}
-_NEEDED = ("numpy", "torch")
-# What is skipped without the module or program.
-_WANTED = {
-    "pytest": "no test",
-    "psutil": "no test and no benchmark",
-    os.environ.get("CXX", "c++"): "no build",
 }
 
 
@@ -100,15 +91,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _no_device() -> str | None:
-    """Why nothing can be checked; it also says all modules that are missing."""
-    lacking = [name for name in (*_NEEDED, *_WANTED) if not _has(name)]
-    if lacking:
-        uses = [f"{name} ({_WANTED.get(name, 'nothing goes')})" for name in lacking]
-        print(f"cuda-check: {sys.executable} lacks {', '.join(uses)}", flush=True)
-    if "torch" in lacking:
-        return f"{sys.executable} has no torch"
-    import torch
-
+    """Why nothing can be checked."""
+    try:
+        import torch
+    except ImportError as error:
+        return f"{sys.executable} has no torch: {error}"
     if torch.version.cuda is None:
         return f"torch {torch.__version__} of {sys.executable} is built without CUDA"
     if not torch.cuda.is_available():
@@ -117,26 +104,11 @@ def _no_device() -> str | None:
     return None
 
 
-def _has(name: str) -> bool:
-    return importlib.util.find_spec(name) is not None or shutil.which(name) is not None
-
-
 def _facts(save: Path) -> None:
-    """Why the rest behaves as it does: what `hetero doctor` finds, and the GPU's driver and link.
-
-    What they say beside it, as why a tree cannot be built, is in a log of the same name.
-    """
-    smi = ["nvidia-smi", "--query-gpu=driver_version,pcie.link.gen.max,pcie.link.width.max"]
-    for name, command in {
-        "facts.json": [sys.executable, "-m", "hetero.cli", "doctor", "--json", "--no-disk-speed"],
-        "driver.txt": [*smi, "--format=csv,noheader"],
-    }.items():
-        log = (save / name).with_suffix(".log")
-        try:
-            with open(save / name, "wb") as file, open(log, "wb") as errors:
-                subprocess.run(command, cwd=ROOT, stdout=file, stderr=errors, timeout=60)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            log.write_text(str(error))
+    """What `hetero doctor` finds: why the rest behaves as it does."""
+    command = [sys.executable, "-m", "hetero.cli", "doctor", "--json", "--no-disk-speed"]
+    running = {"facts": _start(command, save / "facts.json", {}, save / "facts.log")}
+    _finish(running, time.monotonic() + 60)
 
 
 def _build(save: Path, deadline_s: float) -> bool:
@@ -162,7 +134,7 @@ def _tests(save: Path, limit_s: float, for_pytest: Sequence[str]) -> list[str]:
         results.unlink(missing_ok=True)
         command = [sys.executable, "-m", "pytest", "-q", "-m", "cuda", "--tb=short"]
         command += ["--confcutdir=tests/cuda", "-p", "no:cacheprovider"]
-        if _has("xdist"):  # it goes on after a crash
+        if importlib.util.find_spec("xdist"):  # it goes on after a crash
             jobs = max(2, (os.cpu_count() or 1) // 4)
             command += ["-n", str(jobs), "--dist", "worksteal"]
         command += ["-o", "faulthandler_timeout=60", *for_pytest]
@@ -199,14 +171,17 @@ def summary(results: Path) -> str:
     return text + (f" ({', '.join(failed)})" if failed else "")
 
 
-def _start(command: Sequence[str], log: Path, more: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    with open(log, "wb") as output:
+def _start(
+    command: Sequence[str], log: Path, more: Mapping[str, str], errors: Path | None = None
+) -> subprocess.Popen[bytes]:
+    """What it says goes to `log`; on stderr to `errors`, if they are given."""
+    with open(log, "wb") as output, open(errors or log, "ab") as said:
         return subprocess.Popen(
             command,
             cwd=ROOT,
             env={**os.environ, **more},
             stdout=output,
-            stderr=subprocess.STDOUT,
+            stderr=subprocess.STDOUT if errors is None else said,
             start_new_session=True,
         )
 

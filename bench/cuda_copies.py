@@ -1,25 +1,21 @@
-"""How fast hetero copies between page-locked RAM and a GPU, beside the link alone; and how fast the
-CPU updates, alone and while the link is busy both ways: the two share memory's bandwidth."""
+"""How fast hetero copies between page-locked RAM and a GPU, beside the link alone."""
 
 from __future__ import annotations
 
 import statistics
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 
 import torch
 
-from offload._native import UpdateKind
 from offload.device.cuda_backend import CudaBackend
 from offload.device.cuda_runtime import CudaRuntime
 from offload.device.grad_offload import GradOffload, buffer_sizes
 from offload.memory.arena import HostArena
 from offload.memory.ledger import Ledger
 from offload.memory.tiers import Account
-from offload.profile.measure import UpdateArrays
 
 ROUNDS = 5
 CHUNK_BYTES = 32 << 20
@@ -58,63 +54,6 @@ def measure_copies(
                     times_s.setdefault(name, []).append(time.perf_counter() - begin_s)
     nbytes = chunks * chunk_bytes
     return {name: nbytes / statistics.median(some[1:]) for name, some in times_s.items()}
-
-
-UPDATE_KIND = UpdateKind("bf16", "bf16")
-UPDATE_NUMEL = 256 << 20  # far more than caches hold
-
-
-def measure_updates(
-    runtime: CudaRuntime | None = None, numel: int = UPDATE_NUMEL, copied_bytes: int = 1 << 30
-) -> dict[str, float]:
-    """Bytes per second of the CPU's Adam: "update" alone, "update_beside" with copies both ways.
-
-    Of a parameter's 26 bytes, with bf16 parameters and gradients and fp32 states, in RAM. "memory"
-    is a loop that reads four fp32 arrays and writes three. "both" is what the copies move one way
-    meanwhile.
-    """
-    arrays = UpdateArrays(numel)
-    update = partial(arrays.update, UPDATE_KIND)
-    found = {"memory": _best(arrays.stream), "update": _best(update)}
-    with _copying(runtime or CudaRuntime(), copied_bytes) as copied:
-        begin_s, before = time.perf_counter(), copied()
-        found["update_beside"] = _best(update)
-        found["both"] = (copied() - before) / (time.perf_counter() - begin_s)
-    return found
-
-
-def _best(rate: Callable[[], float]) -> float:
-    return max(rate() for _ in range(3))
-
-
-@contextmanager
-def _copying(runtime: CudaRuntime, nbytes: int) -> Iterator[Callable[[], float]]:
-    """Inside the block copies run both ways at once; gives what counts the bytes of one way."""
-    counts, ends = [0, 0], threading.Event()
-    backend, ledger = CudaBackend(runtime), Ledger({})
-    there = backend.arena(2, nbytes, ledger, Account.GATHERED)
-    ram = backend.host_arena(2, nbytes, ledger, Account.PARAM)
-    with closing(backend), closing(there), closing(ram):
-        ram.commit(0, 2)
-        slots = [[arena.view(i, 1, torch.uint8) for arena in (there, ram)] for i in (0, 1)]
-        streams = [runtime.new_stream() for _ in slots]
-
-        def copy(way: int) -> None:
-            to, source = slots[way][:: 1 - 2 * way]
-            while not ends.is_set():
-                runtime.copy(to, source, streams[way])
-                runtime.synchronize(runtime.record(streams[way]))
-                counts[way] += nbytes
-
-        threads = [threading.Thread(target=copy, args=(way,)) for way in (0, 1)]
-        for thread in threads:
-            thread.start()
-        try:
-            yield lambda: sum(counts) / 2
-        finally:
-            ends.set()
-            for thread in threads:
-                thread.join()
 
 
 def _runs(

@@ -21,18 +21,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench.harness.program import Program, add_options, byte_size, left_out, names_of, whole
+from bench.harness.program import Program, add_options, byte_size, left_out, names_of, tell, whole
 from bench.harness.rounds import ContenderError, MissingError, Sample, run_rounds
 from bench.harness.tables import number, of_figures, ranged, size
-from bench.work import bandwidths
-from bench.work.bandwidths import disk_alone
+from offload.profile.measure import READ_SHARES, open_disk
 
-READ_SHARES = {"read": 1.0, "write": 0.0, "mixed": 0.5}  # by patterns
 HETERO = "hetero"
 # The best settings known of fio 3.33 and later, beside what is part of the measurement: no clock
 # per block, buffers filled only once, and, what counts most, buffers in huge pages (through glibc,
@@ -43,6 +41,7 @@ BATCHED = ("--iodepth_batch_submit=8", "--iodepth_batch_complete_min=1",
            "--iodepth_batch_complete_max=16")  # fmt: skip
 SETTINGS = {"fio default": (), "fio tuned": TUNED, "fio batched": TUNED + BATCHED}
 TIMEOUT_S = 900.0
+DISK_WINDOW_S = 1.0  # of one measurement
 TRANSFER_BYTES = 64 << 20  # so that as many blocks as fio has are in flight all the time
 
 
@@ -90,6 +89,20 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     return {**given, "contenders": found, "share_of_fio": shares, "notes": notes}
 
 
+@contextmanager
+def disk_alone(path: str, area_bytes: int, **options: int) -> Iterator[Callable[[float], Sample]]:
+    """Samples {"gbps"} of transfers in a file of `area_bytes`, of which a share (0 to 1) reads,
+    while nothing else goes on.
+
+    `options` are further ones of open_disk(). Raises ValueError for what is no directory.
+    """
+    if not Path(path).is_dir():
+        raise ValueError(f"--path {path} is not a directory; make it first")
+    options["area_bytes"] = area_bytes
+    with open_disk([path], tell, window_s=DISK_WINDOW_S, **options) as rate:
+        yield lambda read_share: {"gbps": rate(read_share) / 1e9}
+
+
 def _sample(disk: Callable[[float], Sample], read_share: float) -> Sample:
     """The rate, and CPU seconds of this process for each GB."""
     begin_s, cpu_s = time.perf_counter(), _cpu_s()
@@ -110,7 +123,7 @@ def fio_command(path: str, nbytes: int, pattern: str, settings: tuple[str, ...])
         *("fio", "--name=bench", "--ioengine=io_uring", "--direct=1", "--output-format=json"),
         *(f"--filename={path.replace(':', chr(92) + ':')}", f"--rw={kind}", "--rwmixread=50"),
         *("--bs=1M", "--iodepth=32", f"--size={nbytes}", "--overwrite=1", "--randrepeat=0"),
-        *("--time_based=1", f"--runtime={max(1, round(bandwidths.DISK_WINDOW_S * 1000))}ms"),
+        *("--time_based=1", f"--runtime={max(1, round(DISK_WINDOW_S * 1000))}ms"),
         *settings,
     ]
 

@@ -12,12 +12,15 @@ With --ranks N every contender is N processes on this machine, each with 1/N of 
 with micro-batches of its own: a step takes N x batch x seq x accumulate tokens. Rank r gets the
 micro-batches r, r + N, r + 2 N, ... of those that one rank would get. With --hosts they are spread
 over network namespaces, with links of --rate between them (as root).
+
+A variant is a policy, and options of `hetero train` that it alone has: "nvme --commit-every 1".
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import shutil
 import statistics
 import sys
@@ -40,7 +43,13 @@ from bench.peers.workload import Workload
 from hetero.job.data import load_corpus
 from hetero.job.models import model_config
 from hetero.job.optimization import ADAM_BETAS, lr_factor
-from hetero.job.options import TrainOptions, add_train_arguments, config_path, to_arguments
+from hetero.job.options import (
+    POLICIES,
+    TrainOptions,
+    add_train_arguments,
+    config_path,
+    to_arguments,
+)
 
 # The modes of bench/peers/train.py that a peer is measured in.
 MODES = {
@@ -69,6 +78,7 @@ DEFAULTS = {
     "save_model": False,
 }
 VOCAB_SIZE = 50257
+SWAP = "deepspeed-swap"  # a folder
 PHASES = ("step_s", "forward_s", "backward_s", "optimizer_s")
 EXCHANGED = ("sent_bytes_per_step", "received_bytes_per_step", "gather_wait_s_per_step")
 
@@ -82,12 +92,20 @@ def options(parser: argparse.ArgumentParser) -> None:
         ("--ranks", whole(), "1", "processes of each contender; --threads is of each"),
         ("--hosts", whole(), None, "network namespaces that share the ranks; else one machine"),
         ("--rate", str, "1gbit", "of each host's link: a number of mbit or gbit per second"),
-        ("--variants", list_of(str), None, "policies; else --policy if given, or cpu,nvme"),
+        ("--variants", list_of(_variant), None, "else --policy if given, or cpu,nvme"),
         ("--skip-steps", whole(0), "2", "first steps left out of the medians"),
         ("--timeout", float, "1800", "seconds of one contender"),
         ("--peers", names_of(MODES), "none", f"of {', '.join(MODES)}; or none"),
         ("--peer-python", str, python, "Python that has DeepSpeed"),
     )
+
+
+def _variant(text: str) -> str:
+    policy = text.partition(" ")[0]
+    if policy not in POLICIES:
+        known = ", ".join(POLICIES)
+        raise argparse.ArgumentTypeError(f"{text!r} begins with no policy; known: {known}")
+    return text
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -110,27 +128,28 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             round_folder = folder / f"round-{len(runs[name]) + 1}"
             round_folder.mkdir(exist_ok=True)
             command, log = made(round_folder)[name], round_folder / f"{name.replace(' ', '-')}.log"
-            swap = round_folder / "deepspeed-swap"
             try:
                 found = run_contender(command, log, arguments.timeout, arguments.ranks, hosts)
             finally:  # as large as the model state
-                shutil.rmtree(swap, ignore_errors=True)
+                for left in (round_folder / SWAP, *round_folder.glob("*/hetero-state")):
+                    shutil.rmtree(left, ignore_errors=True)
             runs[name].append(found)
             return sample_of(found, arguments.skip_steps)
 
         write_workload(options, workload, arguments.ranks)
         turns = {name: partial(turn, name) for name in runs}
         rounds = run_rounds(turns, arguments.rounds, warm_up=False)
-    summary = summarize(rounds, runs, f"hetero {options.policy}")
+    summary = summarize(rounds, runs, f"hetero {arguments.main}")
     return {**summary, "rounds": arguments.rounds, "skipped_steps": arguments.skip_steps}
 
 
 def read_options(arguments: argparse.Namespace) -> TrainOptions:
     """The options of every contender, with the policy of the main variant; `variants` of the
-    arguments become all of them."""
+    arguments become all of them, and `main` that one."""
     given = arguments.policy
     arguments.variants = arguments.variants or ([given] if given else ["cpu", "nvme"])
-    arguments.policy = given if given in arguments.variants else arguments.variants[-1]
+    arguments.main = given if given in arguments.variants else arguments.variants[-1]
+    arguments.policy = arguments.main.partition(" ")[0]
     if config_path(arguments.model, arguments.config) is None and arguments.vocab_size is None:
         arguments.vocab_size = VOCAB_SIZE
     options = TrainOptions.from_namespace(arguments)
@@ -147,20 +166,22 @@ def contenders(
     Raises ValueError for peers that cannot run as that many ranks.
     """
     made = {}
-    for policy in arguments.variants:
+    for variant in arguments.variants:
+        policy, *more = shlex.split(variant)
+        name = variant.replace(" ", "")
         timeline = options.timeline
         if timeline:  # one each: they would write the same file
-            timeline = str(Path(timeline).with_stem(f"{Path(timeline).stem}-{policy}"))
+            timeline = str(Path(timeline).with_stem(f"{Path(timeline).stem}-{name}"))
         own = replace(
             options,
             policy=policy,
             host_memory=None if policy == "cpu" else options.host_memory,
-            run_dir=str(folder / f"hetero-{policy}"),
+            run_dir=str(folder / f"hetero-{name}"),
             json=True,
             timeline=timeline,
         )
-        command = [sys.executable, "-m", "hetero.cli", "train", *to_arguments(own)]
-        made[f"hetero {policy}"] = command
+        command = [sys.executable, "-m", "hetero.cli", "train", *to_arguments(own), *more]
+        made[f"hetero {variant}"] = command
     for peer in arguments.peers:
         other, instead = (ALONE, TOGETHER) if arguments.ranks > 1 else (TOGETHER, ALONE)
         if peer in other:
@@ -170,7 +191,7 @@ def contenders(
         python = arguments.peer_python if deepspeed else sys.executable
         # Where the CPU has no bf16, computing in it takes many times as long.
         for mode in ("fp32",) if options.dtype == "fp32" and not deepspeed else MODES[peer]:
-            swap = [str(folder / "deepspeed-swap")] if deepspeed else []
+            swap = [str(folder / SWAP)] if deepspeed else []
             command = [python, "-m", "bench.peers.train", peer, str(workload), mode, *swap]
             made[f"{peer} {mode}"] = command
     return made

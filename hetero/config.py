@@ -292,7 +292,11 @@ class Config:
             )
         self._set("debug", self.debugging.for_backend(self.backend))
         if self.placement_policy == "cuda" and self.backend == "cpu":
-            raise ValueError(_no_cuda())
+            raise ValueError(
+                "placement_policy='cuda' keeps all state on a GPU, and backend='cpu' computes on "
+                "the CPU; give backend='cuda' or 'auto' too where torch sees a GPU, or use 'auto', "
+                "'cpu' or 'nvme'"
+            )
 
     @property
     def has_checksums(self) -> bool:
@@ -468,15 +472,3 @@ def _paths(value: object) -> list[str | PathLike[str]]:
             f"nvme_path must be a directory's path, or a list of such paths, not {value!r}"
         )
     return cast("list[str | PathLike[str]]", paths)
-
-
-def _no_cuda() -> str:
-    if cuda_available():
-        return (
-            "placement_policy='cuda' keeps all state on the GPU, but backend='cpu' computes on the "
-            "CPU; give backend='cuda' or 'auto' too"
-        )
-    return (
-        "placement_policy='cuda' needs a CUDA device, and torch sees none; the compute device "
-        "here is the CPU: use 'auto', 'cpu' or 'nvme'"
-    )

@@ -2,8 +2,7 @@
 
 Each host has its own network, name, boot, process numbers, shared memory and /dev/shm, so nothing
 that needs one machine works between two: no loopback, no other's memory. They share CPUs, disks and
-the filesystem, but for folders that each is given for itself. Needs root, and ip, tc, unshare and
-nsenter (Linux; iproute2 and util-linux).
+the filesystem. Needs root, and ip, tc, unshare and nsenter (Linux; iproute2 and util-linux).
 
 A host lives as long as a process of it that waits for this one: whichever way this one ends, the
 hosts, their links and all that runs there end, too.
@@ -107,19 +106,6 @@ class Hosts:
         """The command that runs `command` on the host."""
         where = ["--target", str(self._pids[host]), *_NAMESPACES, f"--wdns={os.getcwd()}"]
         return ["nsenter", *where, *command]
-
-    def give_own(self, path: Path) -> list[Path]:
-        """Gives each host a folder of its own at `path`, which the others do not see.
-
-        Returns where this process sees them, beside `path`, by host.
-        """
-        folders = [path.with_name(f"{path.name}-{self.name(host)}") for host in range(self.count)]
-        path.mkdir()
-        for host, folder in enumerate(folders):
-            folder.mkdir()
-            bind = self.command(host, ["mount", "--bind", str(folder), str(path)])
-            subprocess.run(bind, check=True)
-        return folders
 
     def lose(self, host: int) -> None:
         """The host is gone, as without power: it says nothing to the others."""

@@ -12,7 +12,6 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from fractions import Fraction
 from typing import Any
 
 from bench.harness.machine import describe_machine, header, is_checkout
@@ -146,21 +145,6 @@ def whole(least: int = 1) -> Callable[[str], int]:
         return int(text)
 
     return read
-
-
-_COUNT_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
-_COUNT = re.compile(r"([0-9]+(?:\.[0-9]+)?(?:e[0-9]{1,2})?) ?([kmg]i?)?", re.IGNORECASE)
-
-
-def count(text: str) -> int:
-    """Reads a number of elements such as "500e6", "64Mi" (binary) or "64M" (decimal)."""
-    match = _COUNT.fullmatch(text.strip())
-    if match is None:
-        raise argparse.ArgumentTypeError(f"cannot read {text!r} as a count; write 500e6 or 64Mi")
-    found = Fraction(match[1]) * _COUNT_UNITS[(match[2] or "").lower()]
-    if found < 1 or found.denominator != 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number of 1 or more, got {text!r}")
-    return int(found)
 
 
 def byte_size(text: str) -> int:

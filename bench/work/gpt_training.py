@@ -1,4 +1,4 @@
-"""A few steps of a GPT-2 in a process that the operating system limits: one way to train it.
+"""A few steps of a GPT-2 in a process of its own, which may be limited: one way to train it.
 
 usage: python -m bench.work.gpt_training SPEC.json
 
@@ -9,6 +9,7 @@ is imported, so it holds for all that the process does; therefore nothing here i
 from __future__ import annotations
 
 import json
+import math
 import resource
 import sys
 import tempfile
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
     from bench.work.gpt import Gpt
 
 # hetero, or PyTorch in bf16 without a master, with some of these: each block a checkpoint; what
-# autograd saves copied to the CPU (save_on_cpu); embeddings in tiles; the loss not in tiles.
+# autograd saves copied to the CPU (save_on_cpu); embeddings in tiles; the loss not in tiles. On a
+# GPU also "fsdp2": fully_shard() on one rank, with fp32 in page-locked RAM, where AdamW is.
 CONTENDERS = (
     "torch",
     "torch-oncpu",
@@ -64,10 +66,12 @@ class Spec:
         contender: one of CONTENDERS.
         shape: the fields of bench.work.gpt.Shape.
         vocabulary: rows of the embedding, which is the head's weight, too.
-        options: of hetero.ZeroInitContext(); others take none.
+        options: of hetero.ZeroInitContext(), on a GPU of hetero.initialize(); others take none.
         limits: bytes by names of LIMITS.
         steps: in all.
         skip_steps: first steps that are in no median, and whose bytes do not count.
+        device: "cpu" or "cuda".
+        enough_s: seconds of steps after those, after which no more follow.
     """
 
     contender: str
@@ -77,6 +81,8 @@ class Spec:
     limits: dict[str, int] = field(default_factory=dict)
     steps: int = 2
     skip_steps: int = 1
+    device: str = "cpu"
+    enough_s: float = math.inf
 
     def write(self, path: Path) -> None:
         """As the JSON that the program reads."""
@@ -150,35 +156,47 @@ def _train(spec: Spec) -> dict[str, Any]:
     import torch
 
     begin_s = time.perf_counter()
-    training = _make_hetero(spec) if spec.contender.startswith("hetero") else _make_torch(spec)
+    kind = spec.contender.partition("-")[0]
+    training = {"hetero": _make_hetero, "torch": _make_torch, "fsdp2": _make_fsdp2}[kind](spec)
     made_s = time.perf_counter() - begin_s
+    if spec.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
     before_bytes = memory_bytes()["VmRSS"]
     size = (spec.shape["batch_size"], spec.shape["seq_len"])
-    tokens = torch.randint(0, spec.vocabulary, size, generator=torch.Generator().manual_seed(1))
-    losses: list[float] = []
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, spec.vocabulary, size, generator=generator).to(spec.device)
+    wait = torch.get_device_module(spec.device).synchronize
+    losses: list[torch.Tensor] = []
     steps_s: list[float] = []
     before: dict[str, int] = {}
     engine = training.engine
     try:
         for number in range(spec.steps):
+            wait()
             if number == spec.skip_steps:
                 before = training.traffic()
+            if sum(steps_s[spec.skip_steps :]) > spec.enough_s:
+                break
             begin_s = time.perf_counter()
             with training.saving():
                 loss = training.model(tokens)
-            losses.append(loss.item())
+            losses.append(loss.detach())
             loss.backward()
             del loss
             training.optimizer.step()
             training.optimizer.zero_grad()
+            wait()
             steps_s.append(time.perf_counter() - begin_s)
             # So that a try which is ended says on stderr how far it came.
             print(f"step {number + 1}: {steps_s[-1]:.2f} s", file=sys.stderr, flush=True)
-        moved, steps = training.traffic(), max(1, spec.steps - spec.skip_steps)
+        moved, steps = training.traffic(), max(1, len(steps_s) - spec.skip_steps)
+        on_device = torch.cuda.max_memory_allocated() if spec.device == "cuda" else None
         return {
-            "losses": losses,
+            "losses": [float(loss) for loss in losses],
             "steps_s": steps_s,
-            "step_s": median(steps_s[min(spec.skip_steps, spec.steps - 1) :]),
+            "step_s": median(steps_s[min(spec.skip_steps, len(steps_s) - 1) :]),
+            "device_peak_bytes": on_device,
+            "rss_bytes": memory_bytes()["VmRSS"],
             "before_bytes": before_bytes,
             "made_s": made_s,
             "bytes_per_step": {name: (moved[name] - before.get(name, 0)) / steps for name in moved},
@@ -207,9 +225,30 @@ def _make_torch(spec: Spec) -> Training:
         torch.set_default_dtype(before)
     if "checkpoints" in spec.contender:
         checkpoint_blocks(model)
+    model.to(spec.device)
     # Fused, it makes no temporary tensors, and is several times as fast as one that is not.
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
     return Training(model, optimizer, save_on_cpu if "oncpu" in spec.contender else nullcontext)
+
+
+def _make_fsdp2(spec: Spec) -> Training:
+    """Computes in bf16, on a GPU."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("cuda:nccl,cpu:gloo", store=store, rank=0, world_size=1)
+    options: dict[str, Any] = {
+        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16),
+        "offload_policy": CPUOffloadPolicy(pin_memory=True),
+    }
+    model = _gpt(spec)
+    model.places = model.places.to(spec.device)
+    for block in model.blocks:
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+    return Training(model, torch.optim.AdamW(model.parameters(), lr=LR, fused=True))
 
 
 def _make_hetero(spec: Spec) -> Training:
@@ -217,7 +256,11 @@ def _make_hetero(spec: Spec) -> Training:
     import hetero
     from bench.work.gpt import checkpoint_blocks
 
-    with hetero.ZeroInitContext(**spec.options):
+    late = spec.options if spec.device == "cuda" else {}
+    early: AbstractContextManager[Any] = nullcontext()
+    if not late:
+        early = hetero.ZeroInitContext(**spec.options)
+    with early:
         model = _gpt(spec)
         if "tiles" in spec.contender:  # no weight, logits or gradient of them is whole in memory
             hetero.tile_embeddings(model, tile_tokens=TILE_TOKENS)
@@ -226,7 +269,7 @@ def _make_hetero(spec: Spec) -> Training:
     if spec.contender == "hetero":
         hetero.tile_heads(model)
     optimizer: Any = hetero.HybridAdam(model.parameters(), lr=LR)
-    managed, optimizer = hetero.initialize(model, optimizer)
+    managed, optimizer = hetero.initialize(model, optimizer, **late)
     engine = optimizer.engine
     return Training(managed, optimizer, nullcontext, lambda: asdict(engine.traffic), engine)
 

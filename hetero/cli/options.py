@@ -151,7 +151,6 @@ class PlanOptions(TrainOptions):
     clip: float = option("predictions leave clipping out", 0.0)
     ranks: int = option("ranks in all", 1, least=1)
     nodes: int = option("machines, with as many ranks each", 1, least=1)
-    share_gpu: bool = option("a machine may have more ranks than GPUs", False)
     lora_rank: int = option(
         "a LoRA adapter of this rank on all linear layers but the head is trained, and the rest is"
         " frozen, as `hetero finetune` does it; 0: all is trained",

@@ -8,7 +8,7 @@ import json
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -21,12 +21,12 @@ from hetero.job.models import build_shape, model_config, model_label, wanted_voc
 from hetero.job.options import DEFAULT_DISK_SHARE, DEFAULT_SHARE
 from hetero.job.ranks import Ranks
 from hetero.planning.candidates import SmallestBudgets, smallest_budgets
-from hetero.planning.group_plans import Arrangement, ChunkGroupPlan
+from hetero.planning.group_plans import ChunkGroupPlan
 from hetero.planning.network import Network
 from hetero.planning.placement import PlacementError
 from hetero.planning.profiles import find_profile, listing, shipped_profiles
 from hetero.planning.report import as_dict, explain, seconds_text, state_by_tier
-from hetero.planning.step_cost import Plan, StepCost, Work, predict, whole_step
+from hetero.planning.step_cost import STEP_FIGURES, Plan, StepCost, Work, predict, whole_step
 from hetero.text_table import table, terminal_width, wrapped
 from offload.disk.directories import check_directories, total_free_bytes
 from offload.memory.process_memory import resident_bytes
@@ -42,41 +42,32 @@ def run(arguments: argparse.Namespace) -> int:
     given = PlanOptions.from_namespace(arguments)
     vocab_size = wanted_vocab_size(given.model, given.config, given.vocab_size)
     options = replace(given, vocab_size=vocab_size)
-    machine = _Machine.of(options)
     # Under --json nothing else may reach stdout, whatever a library prints.
     with contextlib.redirect_stdout(sys.stderr):
-        planner = _Planner(options, machine)
-        groups = planner.arrange_within(planner.host_bytes, machine.device_bytes).chunk_groups
+        planner = _Planner(options)
+        groups = planner.arrange_within(planner.host_bytes, planner.device_bytes)
         plans = planner.predict(groups)
-        least = smallest_budgets(planner.arrange_within, machine.device_bytes)
+        least = smallest_budgets(planner.arrange_within, planner.device_bytes)
         cases = _what_if(planner, plans, least) if options.what_if else []
-    facts = {"model": model_label(options), **_facts(planner, groups)}
-    excess = planner.excess(groups, least)
+    facts, excess = planner.facts(groups), planner.excess(groups, least)
+    if excess:
+        excess = f"does not fit: {excess}"
     if options.json:
         others = {"what_if": [case.as_dict() for case in cases]} if cases else {}
         print(json.dumps(facts | as_dict(plans, least) | others))
+        if excess:
+            print(excess, file=sys.stderr)
     else:
         width = terminal_width()
-        print(*wrapped(f"{_title(facts)} ({machine.profile.date})", width), "", sep="\n")
+        print(*wrapped(f"{_title(facts)} ({planner.profile.date})", width), "", sep="\n")
         print(explain(plans, least, width))
         if planner.activations is not None:
             print(*wrapped(_activation_words(planner.activations), width), sep="\n")
         if cases:
             print(f"\n{explain_cases(cases, width)}")
-    if excess:
-        lines = [f"does not fit: {excess}"]
-        if not options.json:
-            lines = wrapped(lines[0], terminal_width())
-        print(*lines, sep="\n", file=sys.stderr if options.json else sys.stdout)
+        if excess:
+            print(*wrapped(excess, width), sep="\n")
     return EXIT_USAGE if excess else EXIT_OK
-
-
-def _activation_words(estimate: ActivationEstimate) -> str:
-    return (
-        f"Activations (estimated, not in the budgets): {format_bytes(estimate.kept_bytes)} a rank, "
-        f"{format_bytes(estimate.checkpointed_bytes)} with --gradient-checkpointing; logits are "
-        f"not in it."
-    )
 
 
 # What if
@@ -103,38 +94,30 @@ class Case(NamedTuple):
     step: StepCost | None
 
     def as_dict(self) -> dict[str, object]:
-        """For programs."""
-        found = dict.fromkeys(("step_s", "bound", "nvme_read_bytes", "nvme_written_bytes"))
-        if (step := self.step) is not None:
-            moved = step.traffic["nvme_read"], step.traffic["nvme_written"]
-            found = dict(zip(found, (step.seconds, step.bound, *moved), strict=True))
+        """For programs; the step's figures are None where nothing fits."""
+        found = dict.fromkeys(STEP_FIGURES) if self.step is None else self.step.figures
         return {"of": self.of, "value": self.value, "is_given": self.is_given, **found}
 
 
 def _what_if(planner: _Planner, plans: list[Plan], least: SmallestBudgets) -> list[Case]:
     """Cases of RAM, and of DEVICE where that is not RAM, from the least to enough for all state;
     and of NVMe that is faster or slower, if it is used."""
-    groups, profile = [plan.group for plan in plans], planner.machine.rank_profile
+    groups = [plan.group for plan in plans]
+    found: list[Case] = []
     state_bytes = sum(sum(kinds.values()) for kinds in state_by_tier(groups).values())
-    given, found = (planner.host_bytes, planner.machine.device_bytes), []
-    for place, of in enumerate((RAM, DEVICE)):
-        now = given[place]
-        for nbytes in (
-            []
-            if now is None
-            else _ladder(least["host" if of == RAM else "device"] or 0, state_bytes, now)
-        ):
-            host, device = (nbytes, given[1]) if of == RAM else (given[0], nbytes)
-            try:
-                arranged = planner.arrange_within(host, device).chunk_groups
-            except PlacementError:
-                found.append(Case(of, nbytes, nbytes == now, None))
-            else:
+    given = {"host": planner.host_bytes, "device": planner.device_bytes}
+    for of, name in ((RAM, "host"), (DEVICE, "device")):
+        now = given[name]
+        for nbytes in () if now is None else _ladder(least[name] or 0, state_bytes, now):
+            budgets = given | {name: nbytes}
+            step = None
+            with contextlib.suppress(PlacementError):
+                arranged = planner.arrange_within(budgets["host"] or 0, budgets["device"])
                 step = whole_step(planner.predict(arranged))
-                found.append(Case(of, nbytes, nbytes == now, step))
+            found.append(Case(of, nbytes, nbytes == now, step))
     traffic = whole_step(plans).traffic
     for factor in _DISK_FACTORS if traffic["nvme_read"] or traffic["nvme_written"] else ():
-        other = profile.with_disk(factor)
+        other = planner.rank_profile.with_disk(factor)
         step = whole_step(planner.predict(groups, other))
         found.append(Case(NVME_RATE, other.nvme_read_bytes_per_s or 0.0, factor == 1.0, step))
     return found
@@ -173,111 +156,51 @@ def explain_cases(cases: Sequence[Case], width: int | None = None) -> str:
 _NUMBERS, _MASK_BYTES = 16, 2
 
 
-@dataclass(frozen=True)
-class ActivationEstimate:
-    """Bytes of one micro-batch of a rank; logits and temporaries are not in it.
-
-    Attributes:
-        kept_bytes: all layers keep what they save.
-        checkpointed_bytes: each keeps its input, and the one that is computed again all it saves.
-    """
-
-    kept_bytes: int
-    checkpointed_bytes: int
-
-    @classmethod
-    def of(cls, layers: int, width: int, tokens: int, element_bytes: int) -> ActivationEstimate:
-        """Of so many layers over vectors of `width` elements of `element_bytes`."""
-        numbers = tokens * width
-        layer = numbers * (_NUMBERS * element_bytes + _MASK_BYTES)
-        return cls(layers * layer, layers * numbers * element_bytes + layer)
+def _estimated_activations(
+    shape: torch.nn.Module, tokens: int, element_bytes: int
+) -> dict[str, int] | None:
+    """Bytes of one micro-batch of a rank if all layers keep what they save, and if each keeps its
+    input, and the one that is computed again all it saves; logits and temporaries are not in them.
+    None for a model that does not say its sizes."""
+    config = getattr(shape, "config", None)
+    layers, width = (getattr(config, n, None) for n in ("num_hidden_layers", "hidden_size"))
+    if not isinstance(layers, int) or not isinstance(width, int):
+        return None
+    numbers = tokens * width
+    layer = numbers * (_NUMBERS * element_bytes + _MASK_BYTES)
+    checkpointed = layers * numbers * element_bytes + layer
+    return {"kept_bytes": layers * layer, "checkpointed_bytes": checkpointed}
 
 
-@dataclass(frozen=True)
-class _Machine:
-    """The machines, and one rank's part of one of them, in bytes."""
-
-    profile: Profile
-    rank_profile: Profile
-    host_bytes: int
-    device_bytes: int | None
-    disk_bytes: int
-
-    @classmethod
-    def of(cls, options: PlanOptions) -> _Machine:
-        """Raises ValueError or StoreError for what cannot be."""
-        ranks, nodes, shard_ranks = (
-            options.ranks,
-            options.nodes,
-            options.shard_ranks or options.ranks,
-        )
-        if ranks % nodes:
-            raise ValueError(
-                f"--ranks {ranks} cannot be spread evenly over --nodes {nodes}; choose a multiple"
-            )
-        local = ranks // nodes
-        if ranks % shard_ranks or (local % shard_ranks and shard_ranks % local):
-            raise ValueError(
-                f"--shard-ranks {shard_ranks}: parts of a machine's {local} ranks or whole machines"
-                f" share a chunk, and all of {ranks} ranks must be in such a group"
-            )
-        profile = _profile(options.profile)
-        name, mine = repr(profile.name), profile.share(local)
-        if profile.separate and local > profile.devices and not options.share_gpu:
-            raise ValueError(
-                f"--ranks {ranks}: {local} ranks on each machine, and those of the profile "
-                f"{name} have {profile.devices} GPUs; use fewer ranks, or more --nodes, "
-                f"or --share-gpu if ranks are to share one"
-            )
-        if nodes > 1 and profile.node_bytes_per_s is None:
-            connected = [each for each in shipped_profiles() if find_profile(each).node_bytes_per_s]
-            raise ValueError(
-                f"--nodes {nodes}: the profile {name} says nothing about a network "
-                f"between machines; use one that does: --machine {' or '.join(connected)}"
-            )
-        if options.process_memory is not None and profile.separate:
-            raise ValueError(
-                f"--process-memory: on the machine of the profile {name} activations are "
-                f"on devices; use --device-memory and --host-memory"
-            )
-        process = None
-        if options.process_memory != "auto":
-            process = _size(options.process_memory, "--process-memory")
-        if process is not None and process > mine.host_bytes:
-            raise ValueError(
-                f"--process-memory {format_bytes(process)}: a rank on the machine of the profile "
-                f"{name} has {format_bytes(mine.host_bytes)} of RAM; use less, or a "
-                f"profile of a machine with more"
-            )
-        host = _size(options.host_memory, "--host-memory")
-        device = _size(options.device_memory, "--device-memory")
-        if device is not None and not profile.separate:
-            raise ValueError(
-                f"--device-memory: on the machine of the profile {name} devices have no "
-                f"memory of their own; use --host-memory, or another --profile"
-            )
-        if profile.separate and device is None:
-            device = int((mine.device_bytes or 0) * DEFAULT_SHARE)
-        elif options.policy == "cuda" and not profile.separate:
-            raise ValueError(
-                f"--policy cuda: the profile {name} has no device with memory of its own"
-            )
-        if host is None:
-            host = int(mine.host_bytes * DEFAULT_SHARE)
-        return cls(profile, mine, host, device, _disk_bytes(options, mine))
+def _activation_words(estimate: Mapping[str, int]) -> str:
+    kept, checkpointed = map(format_bytes, estimate.values())
+    return (
+        f"Activations (estimated, not in the budgets): {kept} a rank, {checkpointed} with "
+        f"--gradient-checkpointing; logits are not in it."
+    )
 
 
 class _Planner:
-    """Arranges and predicts what was asked for, within budgets and by profiles that may change."""
+    """Arranges and predicts what was asked for, within budgets and by profiles that may change.
 
-    def __init__(self, options: PlanOptions, machine: _Machine) -> None:
-        """Nothing is placed yet. Raises ValueError for what cannot be."""
-        if options.policy == "nvme" and not machine.disk_bytes:
+    Attributes:
+        profile: of a machine; `rank_profile` is one rank's part of it.
+        host_bytes, device_bytes, disk_bytes: one rank's budgets; no device_bytes: DEVICE is RAM.
+        activations: estimated bytes, of models that say their sizes.
+    """
+
+    def __init__(self, options: PlanOptions) -> None:
+        """Nothing is placed yet. Raises ValueError or StoreError for what cannot be."""
+        self._options = options
+        self.profile = _profile(options.profile)
+        local_ranks = self._check_ranks()
+        self.rank_profile = self.profile.share(local_ranks)
+        host_bytes, self.device_bytes = self._memory_bytes()
+        self.disk_bytes = _disk_bytes(options, self.rank_profile)
+        if options.policy == "nvme" and not self.disk_bytes:
             raise ValueError("--policy nvme needs --nvme-path, a folder on the NVMe disk")
-        self.machine = machine
-        self.options = options
         self._config = Config.make(
-            host_memory=machine.host_bytes,
+            host_memory=host_bytes,
             process_memory=options.process_memory,
             activation_memory=options.activation_memory,
             dtype=options.dtype,
@@ -285,56 +208,104 @@ class _Planner:
             zero_stage=options.zero_stage,
             overlap_updates=options.overlap_updates,
         )
-        self.shape = build_shape(model_config(options))
+        # Of model state; less than the machine's budget if the process has a limit.
+        self.host_bytes = self._config.host_bytes()
+        self._shape = build_shape(model_config(options))
         if options.lora_rank:
-            self.shape = _with_adapter(self.shape, options.lora_rank)
+            self._shape = _with_adapter(self._shape, options.lora_rank)
         tokens = options.batch_size * options.seq_len
         self._work = Work(tokens, options.accumulate, options.gradient_checkpointing)
-        shape = getattr(self.shape, "config", None)
-        layers, width = (getattr(shape, n, None) for n in ("num_hidden_layers", "hidden_size"))
-        self.activations: ActivationEstimate | None = None  # of models that say their sizes
-        if isinstance(layers, int) and isinstance(width, int):
-            element_bytes = self._config.dtypes.param_bytes
-            self.activations = ActivationEstimate.of(layers, width, tokens, element_bytes)
+        element_bytes = self._config.dtypes.param_bytes
+        self.activations = _estimated_activations(self._shape, tokens, element_bytes)
 
-    @property
-    def host_bytes(self) -> int:
-        """Of model state; less than the machine's budget if the process has a limit."""
-        return self._config.host_bytes()
+    def _check_ranks(self) -> int:
+        """Those of a machine. Raises ValueError if ranks, machines and shards do not fit."""
+        options, profile = self._options, self.profile
+        ranks, nodes = options.ranks, options.nodes
+        if ranks % nodes:
+            raise ValueError(
+                f"--ranks {ranks} cannot be spread evenly over --nodes {nodes}; choose a multiple"
+            )
+        local, shard_ranks = ranks // nodes, options.shard_ranks or ranks
+        if ranks % shard_ranks or (local % shard_ranks and shard_ranks % local):
+            raise ValueError(
+                f"--shard-ranks {shard_ranks}: parts of a machine's {local} ranks or whole machines"
+                f" share a chunk, and all of {ranks} ranks must be in such a group"
+            )
+        if profile.separate and local > profile.devices:
+            raise ValueError(
+                f"--ranks {ranks}: {local} ranks on each machine, and those of the profile "
+                f"{profile.name!r} have {profile.devices} GPUs; use fewer ranks, or more --nodes"
+            )
+        if nodes > 1 and profile.node_bytes_per_s is None:
+            connected = [each for each in shipped_profiles() if find_profile(each).node_bytes_per_s]
+            raise ValueError(
+                f"--nodes {nodes}: the profile {profile.name!r} says nothing about a network "
+                f"between machines; use one that does: --machine {' or '.join(connected)}"
+            )
+        return local
+
+    def _memory_bytes(self) -> tuple[int, int | None]:
+        """The budgets of RAM, and of a DEVICE that is not RAM. Raises ValueError."""
+        options, name, mine = self._options, repr(self.profile.name), self.rank_profile
+        if mine.separate and options.process_memory is not None:
+            raise ValueError(
+                f"--process-memory: on the machine of the profile {name} activations are "
+                f"on devices; use --device-memory and --host-memory"
+            )
+        if options.process_memory != "auto":
+            process = _size(options.process_memory, "--process-memory")
+            if process is not None and process > mine.host_bytes:
+                raise ValueError(
+                    f"--process-memory {format_bytes(process)}: a rank on the machine of the "
+                    f"profile {name} has {format_bytes(mine.host_bytes)} of RAM; use less, or a "
+                    f"profile of a machine with more"
+                )
+        host = _size(options.host_memory, "--host-memory")
+        device = _size(options.device_memory, "--device-memory")
+        if device is not None and not mine.separate:
+            raise ValueError(
+                f"--device-memory: on the machine of the profile {name} devices have no "
+                f"memory of their own; use --host-memory, or another --machine"
+            )
+        if mine.separate and device is None:
+            device = int((mine.device_bytes or 0) * DEFAULT_SHARE)
+        elif options.policy == "cuda" and not mine.separate:
+            raise ValueError(
+                f"--policy cuda: the profile {name} has no device with memory of its own"
+            )
+        return int(mine.host_bytes * DEFAULT_SHARE) if host is None else host, device
 
     def excess(self, groups: Sequence[ChunkGroupPlan], least: SmallestBudgets) -> str:
         """Why state and activations together do not fit the memory where compute happens; empty if
         they do. `least`: the smallest budgets of state that work."""
         if self.activations is None:
             return ""
-        estimate, machine = self.activations, self.machine
-        checkpointing = self._work.checkpointing
+        kept, checkpointed = self.activations.values()
         process, state_bytes = self._config.process_bytes(), least["host"] or 0
         if process is not None:
             # Blocks are computed again, and state leaves RAM, as far as they must.
-            needed = resident_bytes() + state_bytes + estimate.checkpointed_bytes
+            needed = resident_bytes() + state_bytes + checkpointed
             if needed <= process:
                 return ""
             return (
                 f"a process without model state holds about {format_bytes(resident_bytes())}, the "
                 f"least state {format_bytes(state_bytes)}, and activations an estimated "
-                f"{format_bytes(estimate.checkpointed_bytes)} if all blocks are computed again; "
+                f"{format_bytes(checkpointed)} if all blocks are computed again; "
                 f"use a smaller --batch-size or --seq-len, or --process-memory {needed} at least"
             )
-        beside = estimate.checkpointed_bytes if checkpointing else estimate.kept_bytes
-        limits = self._config.activation_memory is not None  # what passes it goes elsewhere
-        device = machine.rank_profile.device_bytes
-        what, there = "RAM", machine.rank_profile.host_bytes
+        beside = checkpointed if self._work.checkpointing else kept
+        what, name, there = "RAM", "--host-memory", self.rank_profile.host_bytes
         state = sum(group.placement.host_bytes for group in groups)
-        if machine.device_bytes is not None and device is not None:
-            what, there = "device", device
+        if self.rank_profile.device_bytes is not None:
+            what, name, there = "device", "--device-memory", self.rank_profile.device_bytes
             state = sum(group.placement.device_bytes for group in groups)
-        if limits or state + beside <= there:
+        # With a limit of activations what passes it goes elsewhere.
+        if self._config.activation_memory is not None or state + beside <= there:
             return ""
         fix = "a smaller --batch-size or --seq-len"
-        if not checkpointing:
-            fix += f", or --gradient-checkpointing ({format_bytes(estimate.checkpointed_bytes)})"
-        name = "--host-memory" if what == "RAM" else "--device-memory"
+        if not self._work.checkpointing:
+            fix += f", or --gradient-checkpointing ({format_bytes(checkpointed)})"
         if beside < there:
             fix += f", or {name} {there - beside} at most"
         return (
@@ -342,18 +313,45 @@ class _Planner:
             f"{format_bytes(beside)}, and a rank has {format_bytes(there)}; use {fix}"
         )
 
-    def arrange_within(self, host_bytes: int, device_bytes: int | None) -> Arrangement:
+    def arrange_within(
+        self, host_bytes: int, device_bytes: int | None
+    ) -> tuple[ChunkGroupPlan, ...]:
         """Raises PlacementError if nothing fits so many bytes of RAM and of DEVICE."""
-        ranks, budgets = Ranks(0, self.options.ranks), (host_bytes, self.machine.disk_bytes)
-        return arrange_shape(self.shape, self.options, self._config, ranks, *budgets, device_bytes)
+        ranks, bytes_of = Ranks(0, self._options.ranks), (host_bytes, self.disk_bytes, device_bytes)
+        return arrange_shape(
+            self._shape, self._options, self._config, ranks, *bytes_of
+        ).chunk_groups
 
     def predict(
         self, groups: Sequence[ChunkGroupPlan], profile: Profile | None = None
     ) -> list[Plan]:
         """Steps by one rank's share of the machine; `profile`: of another one."""
-        rates, options = profile or self.machine.rank_profile, self.options
+        rates, options = profile or self.rank_profile, self._options
         network = Network.of(rates, options.ranks // options.nodes, options.nodes)
         return predict(groups, rates, self._work, overlap=options.overlap, network=network)
+
+    def facts(self, groups: Sequence[ChunkGroupPlan]) -> dict[str, Any]:
+        """What was asked for, and what came of it."""
+        options = self._options
+        return {
+            "model": model_label(options),
+            "activation_bytes": self.activations,
+            "params": sum(param.numel() for param in self._shape.parameters()),
+            "policy": options.policy,
+            "profile": self.profile.name,
+            "ranks": options.ranks,
+            "shard_ranks": options.shard_ranks or options.ranks,
+            "nodes": options.nodes,
+            "budget_bytes": {
+                "device": self.device_bytes,
+                "host": self.host_bytes,
+                "disk": self.disk_bytes,
+            },
+            "chunks": [
+                {"count": len(group.layout.chunks), "numel": group.layout.slot_numel}
+                for group in groups
+            ],
+        }
 
 
 def _with_adapter(shape: torch.nn.Module, rank: int) -> torch.nn.Module:
@@ -365,29 +363,6 @@ def _with_adapter(shape: torch.nn.Module, rank: int) -> torch.nn.Module:
         warnings.simplefilter("ignore")  # about weights that are stored transposed
         adapted: torch.nn.Module = peft.get_peft_model(shape, adapter)
     return adapted
-
-
-def _facts(planner: _Planner, groups: Sequence[ChunkGroupPlan]) -> dict[str, Any]:
-    """What was asked for, and what came of it."""
-    machine, options, estimate = planner.machine, planner.options, planner.activations
-    return {
-        "activation_bytes": None if estimate is None else asdict(estimate),
-        "params": sum(param.numel() for param in planner.shape.parameters()),
-        "policy": options.policy,
-        "profile": machine.profile.name,
-        "ranks": options.ranks,
-        "shard_ranks": options.shard_ranks or options.ranks,
-        "nodes": options.nodes,
-        "budget_bytes": {
-            "device": machine.device_bytes,
-            "host": planner.host_bytes,
-            "disk": machine.disk_bytes,
-        },
-        "chunks": [
-            {"count": len(group.layout.chunks), "numel": group.layout.slot_numel}
-            for group in groups
-        ],
-    }
 
 
 def _title(facts: Mapping[str, Any]) -> str:

@@ -58,10 +58,10 @@ class Network:
             (NCCL), so that only this rank's shards cross the link to RAM; else all is in RAM.
     """
 
-    local_ranks: int
-    nodes: int
-    rank_bytes_per_s: float
-    node_bytes_per_s: float
+    local_ranks: int = 1
+    nodes: int = 1
+    rank_bytes_per_s: float = math.inf
+    node_bytes_per_s: float = math.inf
     rank_latency_s: float = 0.0
     node_latency_s: float = 0.0
     between_devices: bool = False
@@ -74,23 +74,12 @@ class Network:
         between nodes is known and the one inside a node is not, the former is the slower one.
         Latencies that it does not have are zero.
         """
-        inside, between = profile.rank_bytes_per_s, profile.node_bytes_per_s
-        if between is None if nodes > 1 else inside is None:
+        links = ("rank_bytes_per_s", "node_bytes_per_s", "rank_latency_s", "node_latency_s")
+        known = {name: getattr(profile, name) for name in links}
+        if known["node_bytes_per_s" if nodes > 1 else "rank_bytes_per_s"] is None:
             return None
-        return cls(
-            local_ranks,
-            nodes,
-            math.inf if inside is None else inside,
-            math.inf if between is None else between,
-            profile.rank_latency_s or 0.0,
-            profile.node_latency_s or 0.0,
-            between_devices=profile.separate,
-        )
-
-    @classmethod
-    def flat(cls, ranks: int, bytes_per_s: float) -> Network:
-        """Ranks of which each sends `bytes_per_s` to any others, without latency."""
-        return cls(1, ranks, math.inf, bytes_per_s)
+        known = {name: value for name, value in known.items() if value is not None}
+        return cls(local_ranks, nodes, between_devices=profile.separate, **known)
 
     @property
     def ranks(self) -> int:

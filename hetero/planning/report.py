@@ -88,7 +88,7 @@ def gains(plans: Sequence[Plan]) -> dict[str, float]:
             continue
         more = replace(budgets, **{field: limit + _MORE_BYTES})
         try:
-            seconds = main.problem.cost(place(spec.within(more))).seconds
+            seconds = main.cost_of(place(spec.within(more))).seconds
         except (PlacementError, ValueError):
             # Construction may need more of one budget when there is more of another, and the
             # profile may say nothing about what a larger budget would use.
@@ -160,13 +160,13 @@ def _notes(plans: Sequence[Plan], step: StepCost, least: SmallestBudgets) -> str
         if n is not None
     ]
     notes.append(f"Smallest budgets that work: {', '.join(words)}.")
-    if any(p.problem.computing.expected for p in plans):
+    if any(p.computing.expected for p in plans):
         notes.append(
             "Computing is estimated from the profile; a traced step gives a better estimate."
         )
-    shard = plans[0].problem.layout.shard
+    shard = plans[0].layout.shard
     if shard.ranks * shard.replicas > 1:
-        network = plans[0].problem.network
+        network = plans[0].network
         if network is None:
             notes.append(
                 "The profile says nothing about the network: it is not in the expected time."

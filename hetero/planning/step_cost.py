@@ -23,14 +23,12 @@ Bytes are exact. All ranks are alike: none waits for a slower one (docs/scaling.
 from __future__ import annotations
 
 import enum
-import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, reduce
 from typing import Any
 
-from hetero.chunks.dtypes import Dtypes
 from hetero.chunks.layout import Chunk, Layout
 from hetero.overlap import STREAMING_BUFFERS, OverlapUpdates
 from hetero.planning.belady import step_fetches
@@ -120,6 +118,10 @@ class PhaseCost:
         return sum(cost.seconds for cost in costs)
 
 
+# What step figures are called in JSON.
+STEP_FIGURES = ("step_s", "bound", "nvme_read_bytes", "nvme_written_bytes")
+
+
 @dataclass(frozen=True)
 class StepCost:
     """What one step of a rank takes, once many have been made."""
@@ -152,33 +154,35 @@ class StepCost:
         busy = self.busy_s
         return max(busy, key=busy.__getitem__, default=COMPUTE)
 
+    @property
+    def figures(self) -> dict[str, Any]:
+        """STEP_FIGURES, for programs."""
+        moved = self.traffic["nvme_read"], self.traffic["nvme_written"]
+        return dict(zip(STEP_FIGURES, (self.seconds, self.bound, *moved), strict=True))
+
 
 @dataclass(frozen=True)
-class Problem:
-    """A chunk group's step, which cost() predicts under any placement.
+class Plan:
+    """A chunk group as it is placed, and the step that it is predicted to take.
 
     Chunks are used in the order of registration, in backward in the reverse.
     """
 
+    group: ChunkGroupPlan
     computing: Computing
     micro_batches: int
-    layout: Layout
-    dtypes: Dtypes
     profile: Rates  # of one rank's share of its machine
     prefetch: bool = True  # parameters are fetched ahead of their use
     overlap: OverlapUpdates = OverlapUpdates.NONE  # what updates overlap with
     network: Network | None = None  # of all ranks; None: not known, and its time not counted
 
-    def __post_init__(self) -> None:
-        shard = self.layout.shard
-        if self.network is not None and self.network.ranks != shard.ranks * shard.replicas:
-            raise ValueError(
-                f"the network is of {self.network.ranks} ranks, and the layout of"
-                f" {shard.ranks} times {shard.replicas}"
-            )
+    @cached_property
+    def cost(self) -> StepCost:
+        """What a step takes; raises as cost_of()."""
+        return self.cost_of(self.group.placement)
 
-    def cost(self, made: Placement) -> StepCost:
-        """What a step takes under the placement `made`.
+    def cost_of(self, made: Placement) -> StepCost:
+        """What a step would take under the placement `made`.
 
         Raises:
             ValueError: the profile says nothing about updates in these dtypes, or about a disk.
@@ -202,9 +206,14 @@ class Problem:
             phases.append(update)
         return StepCost(tuple(phases))
 
+    @property
+    def layout(self) -> Layout:
+        """How the parameters are packed into chunks."""
+        return self.group.layout
+
     @cached_property
     def _slot(self) -> SlotBytes:
-        return SlotBytes.of(self.layout, self.dtypes)
+        return self.group.spec.slot
 
     @cached_property
     def order(self) -> list[int]:
@@ -225,7 +234,7 @@ class Problem:
         """Of the ranks that share chunks, and of replicas; if none is known, collectives have bytes
         and no seconds."""
         shard = self.layout.shard
-        network = self.network or Network.flat(shard.ranks * shard.replicas, math.inf)
+        network = self.network or Network(nodes=shard.ranks * shard.replicas)
         return network.groups(shard.ranks)
 
     @property
@@ -341,7 +350,9 @@ class Problem:
             down = self._slots(made.grad, Tier.HOST, Tier.DISK) * slot.grad  # means of shards alone
         else:
             away = [c for c in self._trained if made.grad[c.id] is not Tier.DEVICE]
-            down = sum(s.param.numel for c in away for s in c.slices) * self.dtypes.param_bytes
+            down = (
+                sum(s.param.numel for c in away for s in c.slices) * self.group.dtypes.param_bytes
+            )
         ways_s = self._move(work, "d2h", count * down)
         ways_s += self._move(work, "nvme_written", count * on_disk, mixes=True)
         ways_s += self._move(work, "nvme_read", (count - 1) * on_disk, mixes=True)  # to add to
@@ -353,8 +364,8 @@ class Problem:
 
     def _update(self, made: Placement) -> PhaseCost:
         """The update, and what ranks do around it."""
-        profile, slot, dtype = self.profile, self._slot, self.dtypes.compute
-        per_element = self.dtypes.update_bytes / self.layout.shard.ranks
+        profile, slot, dtype = self.profile, self._slot, self.group.dtypes.compute
+        per_element = self.group.dtypes.update_bytes / self.layout.shard.ranks
         numel: Counter[bool] = Counter()  # by whether it is updated on DEVICE
         for chunk in self._trained:
             on_device = made.optim_state[chunk.id] is Tier.DEVICE
@@ -440,15 +451,6 @@ class Problem:
         return total_s
 
 
-@dataclass(frozen=True)
-class Plan:
-    """A chunk group's placement, and the step that it is predicted to take."""
-
-    group: ChunkGroupPlan
-    problem: Problem
-    cost: StepCost
-
-
 def predict(
     groups: Sequence[ChunkGroupPlan],
     rates: Rates,
@@ -467,7 +469,7 @@ def predict(
         work: what it computes in a step.
         computing: seconds that computing takes, which are divided by numbers of elements; None:
             estimated from `work` and the profile's rate of products of matrices.
-        prefetch, overlap, network: as `Problem` has them.
+        prefetch, overlap, network: as `Plan` has them.
 
     Returns:
         A plan for each chunk group.
@@ -477,17 +479,14 @@ def predict(
     """
     numel, plans = sum(group.layout.numel for group in groups), []
     for group in groups:
-        layout, dtypes = group.layout, group.dtypes
         if computing is None:
-            flop_per_s = rates.rate("matmul_flop_per_s", dtypes.compute)
-            own = expected_computing(layout, work, flop_per_s)
+            flop_per_s = rates.rate("matmul_flop_per_s", group.dtypes.compute)
+            own = expected_computing(group.layout, work, flop_per_s)
         else:
-            part = layout.numel / numel
+            part = group.layout.numel / numel
             own = Computing(computing.forward_s * part, computing.backward_s * part)
-        problem = Problem(
-            own, work.micro_batches, layout, dtypes, rates, prefetch, overlap, network
-        )
-        plans.append(Plan(group, problem, problem.cost(group.placement)))
+        plans.append(Plan(group, own, work.micro_batches, rates, prefetch, overlap, network))
+        _ = plans[-1].cost  # raises here
     return plans
 
 
@@ -503,10 +502,7 @@ def figures(plans: Sequence[Plan]) -> dict[str, Any]:
     """Seconds and bytes of the whole step, for programs; phases that go on together are one."""
     step = whole_step(plans)
     return {
-        "step_s": step.seconds,
+        **step.figures,
         "phases_s": {phase.name: phase.seconds for phase in step.phases},
-        "bound": step.bound,
-        "measured_computing": not any(plan.problem.computing.expected for plan in plans),
-        "nvme_read_bytes": step.traffic["nvme_read"],
-        "nvme_written_bytes": step.traffic["nvme_written"],
+        "measured_computing": not any(plan.computing.expected for plan in plans),
     }

@@ -376,7 +376,8 @@ class StepPredictions:
         Empty if neither a saved profile nor steps say how fast anything is.
         """
         groups = self._group_plans()
-        rates = self._saved_profile() or self._learned(groups)
+        saved = saved_profile(self._shared.config, self._world.local_ranks)
+        rates = saved or self._learned(groups)
         if rates is None:
             return []
         try:
@@ -394,12 +395,12 @@ class StepPredictions:
                 f"is no profile of this machine (hetero profile) that says what is used here, and "
                 f"no steps yet from which to learn rates."
             )
-        problem = plans[0].problem
-        by = f"the profile {problem.profile.name}"
-        if not isinstance(problem.profile, Profile):
+        plan = plans[0]
+        by = f"the profile {plan.profile.name}"
+        if not isinstance(plan.profile, Profile):
             by = f"the rates of this training's last {self.learned.steps} steps"
         assumed = ""
-        if problem.computing.expected:
+        if plan.computing.expected:
             assumed = f", for {EXPECTED_TOKENS} tokens per step until one was made"
         return f"{explain(plans)}\nSeconds are expected by {by}{assumed}."
 
@@ -432,7 +433,7 @@ class StepPredictions:
             several_machines = self._world.is_on_several_machines
             sent_per_s = rates.node_bytes_per_s if several_machines else rates.rank_bytes_per_s
             if sent_per_s is not None:
-                network = Network.flat(self._world.size, sent_per_s)
+                network = Network(nodes=self._world.size, node_bytes_per_s=sent_per_s)
         elif made is None:
             return []
         config = self._shared.config
@@ -445,12 +446,6 @@ class StepPredictions:
             overlap=config.debugging.overlap,
             network=network,
         )
-
-    def _saved_profile(self) -> Profile | None:
-        try:
-            return saved_profile(self._shared.config, self._world.local_ranks)
-        except ValueError:  # of another version or backend
-            return None
 
     def _learned(self, groups: Sequence[ChunkGroupPlan]) -> Rates | None:
         dtypes = sorted({group.dtypes.compute for group in groups})

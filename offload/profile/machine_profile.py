@@ -113,29 +113,6 @@ class Profile(Rates):
                 missing = next(name for name in names if name not in given)
                 raise ValueError(f"{given[0]} is given but {missing} is not; give all or none")
 
-    def check_backend(self, kind: str) -> None:
-        """Raises ValueError if these are not the figures of a backend's device."""
-        if kind in ("cpu", "emulated") and self.separate:
-            raise ValueError(
-                f"the profile {self.name!r} is of a device with memory of its own, and backend="
-                f"{kind!r} computes on the CPU: its figures of products are not the CPU's"
-            )
-        if kind == "cuda" and not self.separate:
-            raise ValueError(
-                f"the profile {self.name!r} is of the CPU, and backend='cuda' computes on a GPU; "
-                f"measure again (hetero profile) where torch sees it"
-            )
-
-    def with_link(self, bytes_per_s: float, device_bytes: int) -> Profile:
-        """This machine as one whose DEVICE is emulated: other memory, but the same processor."""
-        return dataclasses.replace(
-            self,
-            h2d_bytes_per_s=bytes_per_s,
-            d2h_bytes_per_s=bytes_per_s,
-            device_bytes=device_bytes,
-            device_update_bytes_per_s=self.update_bytes_per_s,
-        )
-
     def with_disk(self, factor: float) -> Profile:
         """This machine with a disk so many times as fast, reading and writing alike."""
         rates: Any = {name: factor * (getattr(self, name) or 0.0) for name in _OF_A_DISK}

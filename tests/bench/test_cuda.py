@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from torch import nn
 
 from bench import cuda, cuda_check
-from bench.cuda_copies import measure_copies, measure_updates
+from bench.cuda_copies import measure_copies
 from bench.harness.machine import ROOT
 from bench.work.gpt import SHAPES, VOCABULARY, Gpt, fill, quick_init
 from tests.support.native.fake_cuda import FakeRuntime
@@ -76,10 +77,9 @@ def test_the_table_names_what_is_missing() -> None:
         {"model": "m", "contender": "10", **ok},
         {"model": "m", "contender": "fsdp2", "status": "out of time"},
     ]
-    met = cuda.Aim("what is aimed at", 0.95, 0.9, True)
-    found = {"device": "GPU", "rows": rows, "aims": [vars(met)]}
+    found = {"device": "GPU", "rows": rows, "copies": {"status": "no time left"}}
     text = "\n".join(cuda.show(found))
-    assert "what is aimed at" in text
+    assert "copies and updates: no time left" in text
     assert "hetero, 10 %" in text
     assert "80%" in text
     assert "out of time" in text
@@ -94,8 +94,6 @@ COPIES = {
     "d2h_added": 20e9,
     "memory": 200e9,
     "update": 190e9,
-    "update_beside": 150e9,
-    "both": 40e9,
 }
 
 
@@ -105,40 +103,37 @@ def row(model: str, kind: str, step_s: float, **more: float) -> dict[str, Any]:
     return {"model": model, "contender": kind, "status": "ok", **speed, **moved, **more}
 
 
-def figures(rows: list[dict[str, Any]], disk_bytes_per_s: float | None = None) -> dict[str, Any]:
-    found = cuda.aims(rows, COPIES, disk_bytes_per_s)
-    return {aim.what: (aim.figure and round(aim.figure, 3), aim.met(), aim.note) for aim in found}
-
-
 def test_copies_have_their_share_of_the_link() -> None:
-    found = figures([])
-    assert found["H2D: bytes/s, of the link alone"] == (0.94, True, "47.0 of 50.0 GB/s")
-    assert found["D2H, added: bytes/s, of the link alone"][:2] == (0.4, False)
+    found = cuda.shares(COPIES)
+    assert found["H2D"] == {"own": 47e9, "alone": 50e9, "share": 0.94}
+    assert found["D2H, added"]["share"] == 0.4
+    assert found["the CPU's Adam"]["share"] == 0.95
+    assert cuda.shares({"status": "no time left"}) == {}
 
 
-def test_a_step_stands_beside_its_slowest_part() -> None:
-    rows = [
-        row("m", "100", 1.0),
-        row("m", "50", 1.1, h2d_bytes=25e9, d2h_bytes=10e9),
-        row("m", "25", 2.4, h2d_bytes=100e9, d2h_bytes=10e9),
-        row("m", "10", 4.0, h2d_bytes=50e9, d2h_bytes=19e9, disk_bytes=9e9),
-        row("n", "100", 1.0),
-        row("n", "25", 1.5, h2d_bytes=50e9, d2h_bytes=19e9),  # 247 GB of RAM's traffic
-    ]
-    found = figures(rows, 2.5e9)
-    steps = [found[f"m: step with {kind} %, of the slowest part"][:2] for kind in (100, 50, 25, 10)]
-    assert steps == [(1.0, True), (1.1, True), (1.2, False), (1.111, True)]
-    assert found["n: step with 25 %, of the slowest part"][:2] == (1.154, False)
-    assert found["m: tokens/s with 25 % of the state on the GPU, of 100 %"][:2] == (0.417, False)
-    # A disk that was used and not measured is no reason to leave it out of the bound.
-    unmeasured = figures(rows)["m: step with 10 %, of the slowest part"]
-    assert unmeasured == (None, None, "NVMe: not measured")
+@pytest.mark.parametrize(
+    ("of_row", "by", "of_bound"),
+    [
+        (row("m", "100", 1.0), "compute", 1.0),
+        (row("m", "50", 1.1, h2d_bytes=25e9, d2h_bytes=10e9), "compute", 1.1),
+        (row("m", "25", 2.4, h2d_bytes=100e9, d2h_bytes=10e9), "link", 1.2),
+        (row("m", "25", 1.5, h2d_bytes=50e9, d2h_bytes=19e9), "update", 1.154),  # 247 GB of RAM's
+        (row("m", "10", 4.0, h2d_bytes=50e9, d2h_bytes=19e9, disk_bytes=9e9), "NVMe", 1.111),
+    ],
+)
+def test_a_step_stands_beside_its_slowest_part(
+    of_row: dict[str, Any], by: str, of_bound: float
+) -> None:
+    found = cuda.bound(of_row, 1.0, COPIES, 2.5e9)
+    assert (found["bound_by"], round(found["of_bound"], 3)) == (by, of_bound)
 
 
-def test_a_link_that_was_not_measured_is_said() -> None:
-    found = cuda.aims([row("m", "100", 1.0)], {"status": "no time left"}, None)
-    assert [aim.note for aim in found[:5]] == ["no time left"] * 4 + ["link: no time left"]
-    assert "- >= 0.90" in found[0].line()
+def test_a_part_that_was_not_measured_leaves_no_bound() -> None:
+    of_row = row("m", "10", 4.0, disk_bytes=9e9)
+    assert cuda.bound(of_row, 1.0, COPIES, None) == {}
+    assert cuda.bound(of_row, None, COPIES, 1e9) == {}
+    assert cuda.bound(of_row, 1.0, {"status": "no time left"}, 1e9) == {}
+    assert cuda.bound({"status": "out of time"}, 1.0, COPIES, 1e9) == {}
 
 
 def test_copies_are_measured_as_training_makes_them() -> None:
@@ -149,24 +144,20 @@ def test_copies_are_measured_as_training_makes_them() -> None:
     assert runtime.page_locked == {}
 
 
-def test_updates_are_measured_alone_and_beside_copies() -> None:
-    runtime = FakeRuntime()
-    found = measure_updates(runtime, numel=1 << 20, copied_bytes=1 << 16)  # type: ignore[arg-type]
-    assert set(found) == {"memory", "update", "update_beside", "both"}
-    assert found["both"] >= 0  # so short an update may end before a copy gets a CPU
-    assert all(rate > 0 for name, rate in found.items() if name != "both")
-
-
 def test_every_contender_runs_in_a_process_of_its_own(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     started: list[str] = []
 
-    def run(one: str, nvme: str | None, deadline_s: float) -> dict[str, Any]:
-        started.append(one)
-        if one == "link":
+    def run(module: list[str], deadline_s: float) -> dict[str, Any]:
+        started.append(module[0])
+        if module == ["bench.cuda", "--link"]:
             return COPIES
-        return row("gpt-6b", one.partition("/")[2], 1.0, disk_bytes=9e9, tflop_per_s=1.0)
+        spec = json.loads(Path(module[1]).read_text())
+        assert (spec["contender"], spec["device"]) == ("hetero-whole", "cuda")
+        assert spec["options"]["nvme_path"] == str(tmp_path)
+        moved = {"h2d": 0, "d2h": 0, "disk_read": 4e9, "disk_write": 5e9}
+        return {"status": "ok", "step_s": 1.0, "params": 6e9, "bytes_per_step": moved}
 
     def measure_disk(paths: tuple[str, ...], _: object) -> dict[str, float]:
         assert paths == (str(tmp_path),)
@@ -178,27 +169,37 @@ def test_every_contender_runs_in_a_process_of_its_own(
     monkeypatch.setattr(cuda, "measure_disk", measure_disk)
     words = ["--models", "gpt-6b", "--contenders", "25,100", "--nvme", str(tmp_path)]
     assert cuda.main([*words, "--rows", str(tmp_path / "rows")]) == 0
-    assert started == ["link", "gpt-6b/25", "gpt-6b/100"]
+    assert started == ["bench.cuda", *["bench.work.gpt_training"] * 2]
     table = capsys.readouterr().out
-    for text in ("D2H, added: bytes/s", "gpt-6b: step with 25 %", "NVMe 4.500 s"):
+    for text in ("D2H, added", "gpt-6b hetero, 25 %", "NVMe", "4.500"):
         assert text in table
     assert (tmp_path / "rows").read_text().count("\n") == 3
     assert cuda.main([*words, "--json"]) == 0
 
 
-def test_a_step_is_timed_with_what_it_moves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(torch.Tensor, "cuda", lambda tensor: tensor)
-    moved = [0, 0, 0]
+def test_what_a_contender_trains() -> None:
+    numel = SHAPES["tiny"].params(VOCABULARY)
+    quarter, whole = (cuda.spec_of("tiny", kind, None) for kind in ("25", "100"))
+    assert quarter.options["device_memory"] == int(cuda.WANTED_BYTES * numel * 0.25)
+    assert whole.options["device_memory"] > cuda.WANTED_BYTES * numel
+    plain = cuda.spec_of("tiny", "torch", "/nvme")
+    assert (plain.contender, plain.options, plain.device) == ("torch", {}, "cuda")
 
-    def step(tokens: torch.Tensor) -> None:
-        # What is moved before the measured steps does not count.
-        moved[:] = (moved[0] + 10, moved[1] + 20, moved[2] + 30)
 
-    prepared = cuda._Prepared(step, 1, lambda: (moved[0], moved[1], moved[2]))
-    times_s, of_a_step = cuda._time(prepared, SHAPES["tiny"])
-    assert len(times_s) == cuda.STEPS
-    assert of_a_step == [10, 20, 30]
+@pytest.mark.parametrize(
+    ("found", "status"),
+    [
+        ({"status": "trained", "error": None}, "ok"),
+        ({"status": "late", "error": "not done after 9 s"}, "out of time"),
+        ({"status": "refused", "error": "too small"}, "failed: too small"),
+    ],
+)
+def test_how_a_process_ended_is_said(
+    found: dict[str, Any], status: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda, "run_trial", lambda command, timeout_s: found)
+    assert cuda._run(["module"], time.monotonic() + 100)["status"] == status
+    assert cuda._run(["module"], time.monotonic())["status"] == "no time left"
 
 
 # What a machine with torch for a GPU may lack.

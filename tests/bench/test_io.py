@@ -11,8 +11,8 @@ import pytest
 
 from bench import io
 from bench.harness.rounds import ContenderError, MissingError
-from bench.io import READ_SHARES, SETTINGS, fio_command, fio_figures, run_fio
-from bench.work import bandwidths
+from bench.io import SETTINGS, fio_command, fio_figures, run_fio
+from offload.profile.measure import READ_SHARES
 
 
 def fio_output(**changes: Any) -> str:
@@ -57,7 +57,7 @@ def test_fio_that_is_not_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 def test_fio_runs(
     tmp_path: Path, settings: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bandwidths, "DISK_WINDOW_S", 0.05)
+    monkeypatch.setattr(io, "DISK_WINDOW_S", 0.05)
     for pattern in READ_SHARES:
         command = fio_command(str(tmp_path / "file"), 1 << 22, pattern, settings)
         try:

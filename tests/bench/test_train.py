@@ -217,6 +217,7 @@ def test_deepspeed_gets_a_buffer_that_holds_the_largest_tensor(tmp_path: Path) -
         (["--policy", "cpu"], ["cpu"], "cpu"),
         (["--variants", "nvme, cpu"], ["nvme", "cpu"], "cpu"),
         (["--variants", "cpu,nvme", "--policy", "cpu"], ["cpu", "nvme"], "cpu"),
+        (["--variants", "cpu,nvme --verify-reads"], ["cpu", "nvme --verify-reads"], "nvme"),
     ],
 )
 def test_variants_and_the_main_one(
@@ -269,6 +270,15 @@ def test_what_a_peer_stands_for(tmp_path: Path) -> None:
     assert names(*two, "--dtype", "fp32") == ["ddp fp32", "fsdp2 fp32"]
 
 
+def test_a_variant_may_have_options_of_its_own(tmp_path: Path) -> None:
+    given = bench_train.PROGRAM.parse(["--variants", "nvme,nvme --commit-every 1"])
+    made = contenders(bench_train.read_options(given), given, tmp_path / "w", tmp_path)
+    plain, durable = made["hetero nvme"], made["hetero nvme --commit-every 1"]
+    assert durable[-2:] == ["--commit-every", "1"]
+    (folder,) = (word for word in durable if word.startswith("--run-dir="))
+    assert folder not in plain
+
+
 def run(tmp_path: Path, code: str, ranks: int = 1, timeout_s: float = 300) -> dict[str, Any]:
     return run_contender((sys.executable, "-c", code), tmp_path / "log", timeout_s, ranks)
 
@@ -295,14 +305,18 @@ def test_failures_are_told(tmp_path: Path) -> None:
         run_contender([str(tmp_path / "none")], tmp_path / "log", 300)
 
 
-def test_the_swap_folder_goes_away(
+def test_what_is_as_large_as_the_state_goes_away(
     inputs: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run_contender(command: list[str], *_: Any) -> Any:
         if "deepspeed" in command:
             Path(command[-1]).mkdir()
+        else:
+            (run_dir,) = (word for word in command if word.startswith("--run-dir="))
+            Path(run_dir.partition("=")[2], "hetero-state").mkdir(parents=True)
         return figures([1.0])
 
     monkeypatch.setattr(bench_train, "run_contender", run_contender)
     assert main([*inputs, "--variants", "cpu", "--peers", "deepspeed", "--json"]) == 0
-    assert list((tmp_path / "run").glob("*/*")) == []
+    assert [path.name for path in (tmp_path / "run").glob("*/*")] == ["hetero-cpu"]
+    assert list((tmp_path / "run").glob("*/*/*")) == []

@@ -70,10 +70,24 @@ def test_hybrid_sharding_sends_gradients_alone_between_hosts(
         assert 2 * between < host_sent < 2 * between + inside // 2 + (1 << 20)
 
 
+def give_own(hosts: Hosts, path: Path) -> list[Path]:
+    """Gives each host a folder of its own at `path`, which the others do not see.
+
+    Returns where this process sees them, beside `path`, by host.
+    """
+    folders = [path.with_name(f"{path.name}-{hosts.name(host)}") for host in range(hosts.count)]
+    path.mkdir()
+    for host, folder in enumerate(folders):
+        folder.mkdir()
+        bind = hosts.command(host, ["mount", "--bind", str(folder), str(path)])
+        subprocess.run(bind, check=True)
+    return folders
+
+
 def test_checkpoints_need_a_folder_that_all_hosts_see(hosts: Hosts, tmp_path: Path) -> None:
     """Else all ranks are told which host does not see which file, before anything is replaced, and
     training can go on. Whole copies of a checkpoint on each host can be loaded."""
-    own = hosts.give_own(tmp_path / "own")
+    own = give_own(hosts, tmp_path / "own")
     first, second = run("checkpoints", 2, tmp_path, hosts, tmp_path / "shared", tmp_path / "own")
     for rank in (first, second):
         assert rank["loaded"] == rank["then"]
@@ -99,7 +113,7 @@ def test_checkpoints_need_a_folder_that_all_hosts_see(hosts: Hosts, tmp_path: Pa
 
 def test_each_host_commits_to_its_own_disk(hosts: Hosts, tmp_path: Path) -> None:
     """And goes on from there; if one host's disk is gone, that is an error of all."""
-    own = hosts.give_own(tmp_path / "nvme")
+    own = give_own(hosts, tmp_path / "nvme")
     without_end = run("commits", 2, tmp_path, hosts, tmp_path / "nvme")
     assert [rank["begin"] for rank in without_end] == [0, 0]
     resumed = run("commits", 2, tmp_path, hosts, tmp_path / "nvme")
@@ -152,8 +166,8 @@ def hetero_train(
 
 def test_hetero_train_with_folders_of_each_host(hosts: Hosts, tmp_path: Path) -> None:
     """What needs a shared run folder is refused before the first step; commits do not."""
-    hosts.give_own(tmp_path / "runs")
-    hosts.give_own(tmp_path / "nvme")
+    give_own(hosts, tmp_path / "runs")
+    give_own(hosts, tmp_path / "nvme")
     for options, why in (
         ({"save_every": 2, "save_model": False}, "--save-every needs a folder"),
         ({}, "the trained model .without it: --no-save-model. needs a folder"),

@@ -53,18 +53,14 @@ def shipped_profiles() -> dict[str, Path]:
 
 
 def saved_profile(config: Config, local_ranks: int = 1) -> Profile | None:
-    """What one of `local_ranks` of this machine has of it, as the backend of `config` uses it.
+    """What one of `local_ranks` of this machine has of it, as `hetero profile` has measured it.
 
-    None if no profile was saved. Raises ValueError if the saved one is of another version or
-    backend.
+    None if no profile was saved that this version reads and that is of the backend's device.
     """
-    path = default_path()
-    if not path.exists():
+    try:
+        profile = Profile.load(default_path())
+    except ValueError:
         return None
-    profile = Profile.load(path).share(local_ranks)
-    profile.check_backend(config.backend)
-    if config.backend == "emulated":
-        assert config.debugging.link_gbps is not None
-        assert config.device_bytes is not None
-        return profile.with_link(config.debugging.link_gbps * 1e9, config.device_bytes)
-    return profile
+    if config.backend == "emulated" or profile.separate != (config.backend == "cuda"):
+        return None
+    return profile.share(local_ranks)

@@ -19,7 +19,6 @@ from bench.harness.program import (
     add_options,
     byte_size,
     command_line,
-    count,
     list_of,
     names_of,
     whole,
@@ -253,11 +252,6 @@ def test_bad_input_is_one_line_and_exit_2(
         (list_of(byte_size), ",", "must name one at least"),
         (names_of(("fio", "torch")), "none", []),
         (names_of(("fio", "torch")), "foi", "unknown name 'foi'; known: fio, torch, none"),
-        (count, "64Mi", 64 << 20),
-        (count, "1.5 ki", 1536),
-        (count, "500e6", 500_000_000),
-        (count, "0", "must be a whole number of 1 or more, got '0'"),
-        (count, "64MiB", "cannot read '64MiB' as a count; write 500e6 or 64Mi"),
     ],
 )
 def test_readers(read: Callable[[str], object], text: str, found: object) -> None:

@@ -41,6 +41,22 @@ def test_hetero(tmp_path: Path) -> None:
     assert run(whole)["losses"] == run(checkpoints)["losses"]
 
 
+def test_bytes_are_of_the_steps_that_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    moved: list[int] = []
+
+    def traffic() -> dict[str, int]:
+        moved.append(100 if not moved else 170)  # before the steps that count, and after them
+        return {"h2d": moved[-1]}
+
+    made = gpt_training._make_torch(SPEC)
+    monkeypatch.setattr(gpt_training, "_make_torch", lambda spec: replace(made, traffic=traffic))
+    found = run(replace(SPEC, steps=9, skip_steps=2))
+    assert (len(found["steps_s"]), found["bytes_per_step"]) == (9, {"h2d": 10})
+    moved.clear()
+    found = run(replace(SPEC, steps=9, skip_steps=2, enough_s=0.0))
+    assert (len(found["steps_s"]), found["bytes_per_step"]) == (3, {"h2d": 70})
+
+
 def test_a_refusal_and_a_lack_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"placement_policy": "cpu", "host_memory": 4096}
     found = run(Spec("hetero", SHAPE, 128, options))

@@ -400,7 +400,7 @@ def test_activations_are_counted(here: Path, capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("--machine", "a100-pcie", "--ranks", "8"), "--share-gpu"),
+        (("--machine", "a100-pcie", "--ranks", "8"), "or more --nodes"),
         (("--machine", "a100-pcie", "--ranks", "4", "--nodes", "4"), "--machine 8xh100-node"),
         (("--model", "qwen"), "unknown model 'qwen'"),
     ],
@@ -410,10 +410,6 @@ def test_a_machine_that_is_not_there_is_refused(
 ) -> None:
     assert main(["plan", *arguments]) == 2
     assert says in capsys.readouterr().err
-
-
-def test_ranks_may_share_a_gpu(here: Path) -> None:
-    assert on_gpu("--seq-len", "16", "--ranks", "2", "--share-gpu") == 0
 
 
 def test_a_limit_of_the_process_leaves_less_for_state(

@@ -23,9 +23,9 @@ from tests.support.training.planning import (
     BF16,
     SLOT,
     layout_of,
-    make_problem,
+    make_plan,
     make_spec,
-    placed_problems,
+    placed_plans,
     separate_profile,
 )
 
@@ -37,10 +37,10 @@ def smallest_budgets_of(spec: GroupSpec) -> SmallestBudgets:
     return smallest_budgets(place_within, spec.budgets.device)
 
 
-@given(placed_problems(policies=("cpu", "nvme", "auto", "cuda")))
-def test_a_placement_fits_and_names_every_chunk_once(placed_problem):
-    spec, problem = placed_problem
-    separate = problem.profile.separate
+@given(placed_plans(policies=("cpu", "nvme", "auto", "cuda")))
+def test_a_placement_fits_and_names_every_chunk_once(placed_plan):
+    spec, plan = placed_plan
+    separate = plan.profile.separate
     if spec.policy == "cuda":
         assume(separate)
     try:
@@ -97,7 +97,7 @@ def test_all_is_on_the_device_where_it_fits():
     made = place(make_spec(layout, budgets))
     assert set(made.optim_state) == {Tier.DEVICE}
     assert made.gathered_slots == made.grad_offload_bytes == 0
-    cost = make_problem(layout, separate_profile()).cost(made)
+    cost = make_plan(layout, separate_profile()).cost_of(made)
     assert cost.traffic["h2d"] == cost.traffic["d2h"] == 0
 
 
@@ -112,9 +112,9 @@ def test_a_device_that_is_too_small_is_refused_to_the_byte(policy):
         place(make_spec(layout, replace(ample, device=device - 1), policy))
 
 
-@given(placed_problems())
-def test_the_smallest_budgets_are_true_to_the_byte(placed_problem):
-    spec, _ = placed_problem
+@given(placed_plans())
+def test_the_smallest_budgets_are_true_to_the_byte(placed_plan):
+    spec, _ = placed_plan
     assume(spec.budgets.disk in (0, AMPLE))
     ample = replace(spec.budgets, host=AMPLE)
     if ample.device is not None:

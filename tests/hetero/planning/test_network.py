@@ -80,7 +80,7 @@ def test_other_groups_are_refused(shard_ranks: int) -> None:
 
 def test_an_agreement_grows_with_the_logarithm_of_the_ranks() -> None:
     assert NETWORK.agreement_s() == AGREEMENTS * 2 * (3 * 1.0 + 2 * 5.0)
-    assert Network.flat(1, 1.0).agreement_s() == 0.0
+    assert Network(nodes=1, node_bytes_per_s=1.0).agreement_s() == 0.0
 
 
 @given(networks, sizes)

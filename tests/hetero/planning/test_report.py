@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 
 from hetero.planning.candidates import place
-from hetero.planning.group_plans import ChunkGroupPlan
 from hetero.planning.placement import Budgets
 from hetero.planning.report import as_dict, explain
 from hetero.planning.step_cost import Plan
@@ -14,7 +13,7 @@ from tests.support.training.planning import (
     AMPLE,
     SLOT,
     layout_of,
-    make_problem,
+    make_plan,
     make_spec,
     separate_profile,
     total_bytes,
@@ -28,8 +27,7 @@ def planned(**budgets) -> Plan:
     given = Budgets(**{"host": TOTAL // 2, "disk": AMPLE, "device": None, **budgets})
     profile = None if given.device is None else separate_profile()
     spec = make_spec(LAYOUT, given)
-    group, problem = ChunkGroupPlan(spec, place(spec)), make_problem(LAYOUT, profile, tokens=1e-4)
-    return Plan(group, problem, problem.cost(group.placement))
+    return make_plan(LAYOUT, profile, tokens=1e-4, spec=spec)
 
 
 def test_bytes_and_seconds_are_the_plan_s():
@@ -63,7 +61,7 @@ def test_one_more_gib_buys_what_its_placement_says():
     made = planned()
     spec = made.group.spec
     more = replace(spec.budgets, host=spec.budgets.host + (1 << 30))
-    ample = made.problem.cost(place(spec.within(more)))
+    ample = made.cost_of(place(spec.within(more)))
     gains = as_dict([made])["one_more_gib_saves_s"]
     assert gains["RAM"] == pytest.approx(made.cost.seconds - ample.seconds)
     assert gains["RAM"] > 0

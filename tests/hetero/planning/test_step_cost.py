@@ -23,7 +23,7 @@ from hetero.planning.step_cost import (
     NVME,
     TRAFFIC,
     Computing,
-    Problem,
+    Plan,
     Work,
     expected_computing,
 )
@@ -33,10 +33,10 @@ from tests.support.training.planning import (
     BF16,
     SLOT,
     layout_of,
-    make_problem,
+    make_plan,
     make_profile,
     make_spec,
-    placed_problems,
+    placed_plans,
     separate_profile,
     total_bytes,
 )
@@ -68,9 +68,9 @@ def placement(param, grad, optim_state, slots=0, buffers=0, **more) -> Placement
     )
 
 
-def problem(profile=None, compute_s=(8.0, 16.0), **more) -> Problem:
+def plan(profile=None, compute_s=(8.0, 16.0), **more) -> Plan:
     """Forward and backward of `compute_s` seconds, divided evenly over the chunks."""
-    return replace(make_problem(LAYOUT, profile, **more), computing=Computing(*compute_s))
+    return replace(make_plan(LAYOUT, profile, **more), computing=Computing(*compute_s))
 
 
 def disk(chunk_s: float):
@@ -81,15 +81,15 @@ def disk(chunk_s: float):
     )
 
 
-def seconds(made_: Placement, problem_: Problem) -> list[float]:
-    return [phase.seconds for phase in problem_.cost(made_).phases]
+def seconds(made_: Placement, plan_: Plan) -> list[float]:
+    return [phase.seconds for phase in plan_.cost_of(made_).phases]
 
 
 UPDATE_S = CHUNKS * SLOT * BF16.update_bytes / 10
 
 
 def test_in_ram_a_step_is_compute_and_update():
-    cost = problem().cost(made())
+    cost = plan().cost_of(made())
     assert [p.name for p in cost.phases] == ["forward", "backward", "update"]
     assert [p.seconds for p in cost.phases] == pytest.approx([8, 16, UPDATE_S])
     assert cost.busy_s == pytest.approx({COMPUTE: 24, CPU_UPDATE: UPDATE_S})
@@ -99,32 +99,32 @@ def test_in_ram_a_step_is_compute_and_update():
 def test_with_one_slot_nothing_overlaps():
     """Each chunk is read when the one before it is done: but for the last of forward, which
     backward begins with."""
-    forward, backward, _ = seconds(made(param=DISK, slots=1), problem(disk(1.0)))
+    forward, backward, _ = seconds(made(param=DISK, slots=1), plan(disk(1.0)))
     assert forward == pytest.approx(8 + 4 * 1)
     assert backward == pytest.approx(16 + 3 * 1)
 
 
 def test_with_two_slots_reads_hide_behind_compute():
-    forward, backward, _ = seconds(made(param=DISK, slots=2), problem(disk(1.0)))
+    forward, backward, _ = seconds(made(param=DISK, slots=2), plan(disk(1.0)))
     assert forward == pytest.approx(8 + 1)  # the first read is waited for
     # Two are there still; the third's room is free when the first of them is done.
     assert backward == pytest.approx(16)
 
 
 def test_a_slow_disk_bounds_the_phase():
-    forward, backward, _ = seconds(made(param=DISK, slots=2), problem(disk(10.0)))
+    forward, backward, _ = seconds(made(param=DISK, slots=2), plan(disk(10.0)))
     assert forward == pytest.approx(4 * 10 + 2)
     assert backward == pytest.approx(2 * 10 + 4)  # two chunks are there still
 
 
 def test_without_prefetch_every_read_is_waited_for():
-    slow = problem(disk(1.0), prefetch=False)
+    slow = plan(disk(1.0), prefetch=False)
     assert seconds(made(param=DISK, slots=2), slow)[:2] == pytest.approx([8 + 4, 16 + 2])
 
 
 @pytest.mark.parametrize("buffers", [1, 2, 3, 4])
 def test_buffers_save_traffic_of_records_in_a_straight_line(buffers):
-    cost = problem(disk(1.0)).cost(made(optim_state=DISK, buffers=buffers))
+    cost = plan(disk(1.0)).cost_of(made(optim_state=DISK, buffers=buffers))
     streamed = (CHUNKS - buffers) * BYTES.optim_state
     assert cost.traffic["nvme_read"] == cost.traffic["nvme_written"] == streamed
     nvme_s = 2 * streamed / PARAM
@@ -136,7 +136,7 @@ def test_buffers_save_traffic_of_records_in_a_straight_line(buffers):
 
 
 def test_parameters_on_disk_are_written_once_a_step_whatever_the_buffers():
-    cost = problem(disk(1.0)).cost(made(param=DISK, slots=4, buffers=4))
+    cost = plan(disk(1.0)).cost_of(made(param=DISK, slots=4, buffers=4))
     assert cost.traffic["nvme_written"] == CHUNKS * PARAM
     assert cost.traffic["nvme_read"] == CHUNKS * PARAM  # once in forward; all four stay
 
@@ -144,7 +144,7 @@ def test_parameters_on_disk_are_written_once_a_step_whatever_the_buffers():
 @pytest.mark.parametrize("micro_batches", [1, 2, 5])
 def test_gradients_on_disk_are_read_again_by_each_further_micro_batch(micro_batches):
     on_disk = made(grad=DISK, buffers=4)
-    cost = problem(disk(1.0), micro_batches=micro_batches).cost(on_disk)
+    cost = plan(disk(1.0), micro_batches=micro_batches).cost_of(on_disk)
     assert cost.traffic["nvme_written"] == micro_batches * CHUNKS * BYTES.grad
     assert cost.traffic["nvme_read"] == micro_batches * CHUNKS * BYTES.grad  # the update's one, too
 
@@ -154,8 +154,8 @@ def test_alike_micro_batches_are_multiplied(micro_batches):
     """Each takes what the fourth one adds to three, which are walked through one by one."""
 
     def cost_of(count):
-        slow = problem(disk(3.0), (8.0 * count, 16.0 * count), micro_batches=count)
-        return slow.cost(made(param=DISK, slots=2))
+        slow = plan(disk(3.0), (8.0 * count, 16.0 * count), micro_batches=count)
+        return slow.cost_of(made(param=DISK, slots=2))
 
     cost, three, four = map(cost_of, (micro_batches, 3, 4))
     for found, expected, one_more in (
@@ -169,7 +169,7 @@ def test_a_separate_device_fetches_over_the_link_and_sends_gradients_back():
     profile = separate_profile(
         h2d_bytes_per_s=PARAM / 1.0, d2h_bytes_per_s=SLOT * 2 / 3.0, device_bytes=AMPLE
     )
-    cost = problem(profile).cost(made(slots=2))
+    cost = plan(profile).cost_of(made(slots=2))
     assert cost.traffic["h2d"] == (4 + 2) * PARAM
     assert cost.traffic["d2h"] == CHUNKS * SLOT * 2
     forward, backward = cost.phases[:2]
@@ -181,7 +181,7 @@ def test_a_separate_device_fetches_over_the_link_and_sends_gradients_back():
 def test_what_is_on_the_device_moves_nothing_and_is_updated_there():
     profile = separate_profile()
     half = (DEVICE, DEVICE, HOST, HOST)
-    cost = problem(profile).cost(made(half, half, half, slots=2))
+    cost = plan(profile).cost_of(made(half, half, half, slots=2))
     assert cost.traffic["h2d"] == 2 * PARAM
     assert cost.traffic["d2h"] == 2 * SLOT * 2
     update = cost.phases[2]
@@ -198,10 +198,10 @@ def test_from_disk_to_device_a_chunk_takes_both_ways():
         device_update_bytes_per_s={"bf16": 1.0},
     )
     placed = made(param=DISK, slots=1, shard_slots=2)
-    forward, _, _ = seconds(placed, problem(profile))
+    forward, _, _ = seconds(placed, plan(profile))
     assert forward == pytest.approx(4 * (2 + 1) + 8)
     # With room for one more the link and the disk work while others compute.
-    forward, _, _ = seconds(replace(placed, gathered_slots=2), problem(profile))
+    forward, _, _ = seconds(replace(placed, gathered_slots=2), plan(profile))
     assert forward == pytest.approx(2 + 1 + 8)
 
 
@@ -209,25 +209,25 @@ def test_updates_overlap_backward():
     """With the disk; not with computing, if that is done by the same CPU."""
     on_disk = made(optim_state=DISK, buffers=3)
     update_s, nvme_s = UPDATE_S, 2 * CHUNKS * BYTES.optim_state / (PARAM * 10)
-    normal, early = problem(disk(0.1)), problem(disk(0.1), overlap=OverlapUpdates.BACKWARD)
-    cost = early.cost(on_disk)
+    normal, early = plan(disk(0.1)), plan(disk(0.1), overlap=OverlapUpdates.BACKWARD)
+    cost = early.cost_of(on_disk)
     assert 8 + 16 + update_s <= cost.seconds < 8 + 16 + update_s + nvme_s
-    in_ram = problem(overlap=OverlapUpdates.BACKWARD).cost(made())
-    assert in_ram.seconds == pytest.approx(problem().cost(made()).seconds)
+    in_ram = plan(overlap=OverlapUpdates.BACKWARD).cost_of(made())
+    assert in_ram.seconds == pytest.approx(plan().cost_of(made()).seconds)
     # Buffers that pass tiles on keep nothing.
     assert cost.traffic["nvme_read"] == min(CHUNKS, 2 * (CHUNKS - 3)) * BYTES.optim_state
-    assert normal.cost(on_disk).traffic["nvme_read"] == (CHUNKS - 3) * BYTES.optim_state
+    assert normal.cost_of(on_disk).traffic["nvme_read"] == (CHUNKS - 3) * BYTES.optim_state
 
 
 def test_updates_overlap_forward():
     """Alone the next forward; with updates in backward, too, the whole step."""
     on_disk = made(optim_state=DISK, buffers=3)
     profile = disk(6.0)
-    nvme_s = problem(profile).cost(on_disk).busy_s[NVME]
+    nvme_s = plan(profile).cost_of(on_disk).busy_s[NVME]
     assert nvme_s > 24, "the disk decides"
-    late = problem(profile, overlap=OverlapUpdates.FORWARD).cost(on_disk)
+    late = plan(profile, overlap=OverlapUpdates.FORWARD).cost_of(on_disk)
     assert [p.name for p in late.phases] == ["forward and update", "backward"]
-    both = problem(profile, overlap=OverlapUpdates.BOTH).cost(on_disk)
+    both = plan(profile, overlap=OverlapUpdates.BOTH).cost_of(on_disk)
     assert [p.name for p in both.phases] == ["forward, backward and update"]
     assert late.seconds == pytest.approx(late.phases[0].seconds + 16)
     assert both.seconds == pytest.approx(late.phases[0].seconds)
@@ -236,7 +236,7 @@ def test_updates_overlap_forward():
 def test_few_buffers_hide_less_of_the_update_beside_computing():
     on_disk = [made(optim_state=DISK, buffers=count) for count in (1, 2, 3)]
     for overlap, share in ((OverlapUpdates.NONE, 1), (OverlapUpdates.FORWARD, 2)):
-        model = problem(disk(0.1), overlap=overlap)
+        model = plan(disk(0.1), overlap=overlap)
         updates = [model._update(each) for each in on_disk]
         assert updates[0].seconds > updates[1].seconds > updates[2].seconds
         assert updates[0].seconds == pytest.approx(share * UPDATE_S + updates[0].busy_s[NVME])
@@ -246,15 +246,15 @@ def test_ranks_send_what_the_others_need():
     shard = Shard(0, 2)
     layout = layout_of(*[2 * SLOT] * CHUNKS, shard=shard)
     whole = SlotBytes.of(layout, BF16)
-    sharded = make_problem(layout, network=Network.flat(2, whole.gathered / 2))
+    sharded = make_plan(layout, network=Network(nodes=2, node_bytes_per_s=whole.gathered / 2))
     placed = place(GroupSpec(layout, BF16, "cpu", Budgets(AMPLE, 0), 1))
-    cost = sharded.cost(placed)
+    cost = sharded.cost_of(placed)
     ahead = ahead_slots({chunk.id: chunk.slots for chunk in layout.chunks}, placed.gathered_slots)
     gathers = 2 * CHUNKS - min(CHUNKS, placed.gathered_slots - ahead)
     half = whole.gathered // 2
     assert cost.traffic["sent"] == gathers * half + CHUNKS * whole.bucket // 2
     assert cost.busy_s[NETWORK] == pytest.approx(cost.traffic["sent"] / (whole.gathered / 2))
-    unknown = replace(sharded, network=None).cost(placed)
+    unknown = replace(sharded, network=None).cost_of(placed)
     assert NETWORK not in unknown.busy_s
 
 
@@ -262,8 +262,8 @@ def test_replicas_average_their_shards_when_a_gradient_leaves() -> None:
     shard = Shard(0, 2, replicas=2)
     layout = layout_of(*[2 * SLOT] * CHUNKS, shard=shard)
     network = Network(2, 2, 3.0, 1.0, 10.0, 100.0)
-    described = make_problem(layout, network=network)
-    cost = described.cost(place(GroupSpec(layout, BF16, "cpu", Budgets(AMPLE, 0), 1)))
+    described = make_plan(layout, network=network)
+    cost = described.cost_of(place(GroupSpec(layout, BF16, "cpu", Budgets(AMPLE, 0), 1)))
     bucket = SlotBytes.of(layout, BF16).bucket
     sharing, replicas = bucket / 2 / 3.0, 2 * bucket / 4 / 1.0
     assert cost.busy_s[MEANS] == pytest.approx(CHUNKS * (sharing + 10.0 + replicas + 200.0))
@@ -272,7 +272,7 @@ def test_replicas_average_their_shards_when_a_gradient_leaves() -> None:
     assert MEANS not in {name for name, busy in forward.busy_s.items() if busy}
     assert backward.busy_s[MEANS] == cost.busy_s[MEANS]
     # Both levels of the tree that agrees, there and back.
-    alone = replace(described, network=None).cost(
+    alone = replace(described, network=None).cost_of(
         place(GroupSpec(layout, BF16, "cpu", Budgets(AMPLE, 0), 1))
     )
     assert update.seconds - alone.phases[2].seconds == pytest.approx(AGREEMENTS * 2 * 110.0)
@@ -283,10 +283,10 @@ def test_between_devices_only_shards_cross_the_link() -> None:
     layout = layout_of(*[2 * SLOT] * CHUNKS, shard=shard)
     placed = placement((HOST,) * CHUNKS, (HOST,) * CHUNKS, (HOST,) * CHUNKS, slots=1)
     traffic = [
-        make_problem(
+        make_plan(
             layout, separate_profile(), network=Network(2, 1, 1.0, 1.0, between_devices=between)
         )
-        .cost(placed)
+        .cost_of(placed)
         .traffic
         for between in (False, True)
     ]
@@ -304,7 +304,7 @@ def test_between_devices_what_is_whole_in_ram_crosses_the_link_for_gathers_and_m
     for between in (False, True):
         shard = Shard(0, 2, grads=grads, params=False, between_devices=between)
         layout = layout_of(*[2 * SLOT] * CHUNKS, shard=shard)
-        costs.append(make_problem(layout, separate_profile()).cost(placed))
+        costs.append(make_plan(layout, separate_profile()).cost_of(placed))
     slot = SlotBytes.of(layout, BF16)
     assert costs[0].traffic["sent"] == costs[1].traffic["sent"]
     more = {way: costs[1].traffic[way] - costs[0].traffic[way] for way in ("h2d", "d2h")}
@@ -317,19 +317,14 @@ def test_between_devices_what_is_whole_in_ram_crosses_the_link_for_gathers_and_m
     assert update[1].seconds > update[0].seconds
 
 
-def test_a_network_of_other_ranks_is_refused() -> None:
-    with pytest.raises(ValueError, match="the network is of 3 ranks, and the layout of 1 times 1"):
-        make_problem(LAYOUT, network=Network.flat(3, 1.0))
-
-
 def test_all_gathers_and_means_share_the_links() -> None:
     """Either stream alone is hidden by compute, both together are not."""
     layout = layout_of(*[2 * SLOT] * 32, shard=Shard(0, 2))
     placed = placement((HOST,) * 32, (HOST,) * 32, (HOST,) * 32, slots=8, bucket_slots=4)
-    described = make_problem(layout, network=Network(2, 1, 1.0, 1.0))
+    described = make_plan(layout, network=Network(2, 1, 1.0, 1.0))
     whole_s = SlotBytes.of(layout, BF16).bucket / 2
     computing = Computing(32 * whole_s, 1.5 * 32 * whole_s)
-    cost = replace(described, computing=computing).cost(placed)
+    cost = replace(described, computing=computing).cost_of(placed)
     backward = cost.phases[1]
     assert backward.busy_s[ALL_GATHERS] < backward.busy_s[COMPUTE]
     assert backward.busy_s[MEANS] < backward.busy_s[COMPUTE] < backward.busy_s[NODE_LINKS]
@@ -339,25 +334,25 @@ def test_all_gathers_and_means_share_the_links() -> None:
 
 def test_frozen_chunks_have_neither_gradient_nor_update():
     layout = layout_of(*[SLOT] * 2, frozen=(0, 1))
-    base = make_problem(layout, separate_profile())
+    base = make_plan(layout, separate_profile())
     placed = placement((HOST, HOST), (None, None), (None, None), 2)
-    cost = base.cost(placed)
+    cost = base.cost_of(placed)
     # They do not change, so two slots keep them for good.
     assert cost.traffic["h2d"] == cost.traffic["d2h"] == 0
     assert cost.phases[-1].seconds == 0
 
 
 def test_a_step_without_micro_batches_is_its_update():
-    empty = replace(problem(compute_s=(0.0, 0.0)), micro_batches=0)
-    cost = empty.cost(made())
+    empty = replace(plan(compute_s=(0.0, 0.0)), micro_batches=0)
+    cost = empty.cost_of(made())
     assert cost.seconds == pytest.approx(UPDATE_S)
 
 
-@given(placed_problems())
-def test_no_resource_is_busy_longer_than_the_step(placed_problem):
-    spec, described = placed_problem
+@given(placed_plans())
+def test_no_resource_is_busy_longer_than_the_step(placed_plan):
+    spec, described = placed_plan
     try:
-        cost = described.cost(place(spec))
+        cost = described.cost_of(place(spec))
     except PlacementError:
         return
     assert cost.seconds >= max(cost.busy_s.values(), default=0.0) * (1 - 1e-9)
@@ -373,8 +368,8 @@ def test_of_many_chunks_each_phase_is_as_long_as_its_busiest_resource(separate, 
     host = int(total_bytes(LARGE) * share)
     budgets = Budgets(host, AMPLE, device=host // 3 if separate else None)
     profile = separate_profile() if separate else make_profile()
-    described = make_problem(LARGE, profile, tokens=tokens)
-    for phase in described.cost(place(make_spec(LARGE, budgets))).phases:
+    described = make_plan(LARGE, profile, tokens=tokens)
+    for phase in described.cost_of(place(make_spec(LARGE, budgets))).phases:
         assert phase.seconds <= max(phase.busy_s.values()) * 1.06, phase
 
 
@@ -383,7 +378,7 @@ def test_forward_goes_in_the_order_of_registration():
     specs = [ParamSpec(i, "m", SLOT, True, group=i) for i in (4, 1, 2)]
     layout = pack(specs, SLOT)
     first = {chunk.id: chunk.slices[0].param.index for chunk in layout.chunks}
-    assert [first[chunk] for chunk in make_problem(layout).order] == [1, 2, 4]
+    assert [first[chunk] for chunk in make_plan(layout).order] == [1, 2, 4]
 
 
 def test_computing_is_six_operations_per_parameter_and_token():

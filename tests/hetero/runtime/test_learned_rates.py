@@ -24,7 +24,15 @@ from hetero.runtime.step_watch import (
 )
 from offload.memory.tiers import Tier
 from tests.support.training.loops import batches, build, tiny_gpt2
-from tests.support.training.planning import AMPLE, BF16, SLOT, layout_of, make_profile, make_spec
+from tests.support.training.planning import (
+    AMPLE,
+    BF16,
+    SLOT,
+    layout_of,
+    make_profile,
+    make_spec,
+    separate_profile,
+)
 
 STEP = Counters(nvme_bytes=60.0, nvme_s=30.0, update_bytes=80.0, update_s=8.0)
 
@@ -181,17 +189,20 @@ def test_a_saved_profile_goes_before_what_was_learned(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     make_profile().save(tmp_path / "hetero" / "profile.json")
     (made,) = steps.predictions.plans()
-    assert made.problem.computing.expected
+    assert made.computing.expected
     table = steps.predictions.explain()
     assert "the profile made up, for 1024 tokens per step until one was made" in table
     steps.make(streamed(steps, 1e4), 30.0, computing_s=6.0, count=4)
     (made,) = steps.predictions.plans()
-    assert made.problem.profile == make_profile()
+    assert made.profile == make_profile()
     assert made.cost.busy_s["compute"] == pytest.approx(6.0)
     path = tmp_path / "hetero" / "profile.json"
-    path.write_text(path.read_text().replace('"format": 2', '"format": 9'))
-    (made,) = steps.predictions.plans()
-    assert made.problem.profile.name == "this training's own rates"
+    other_version = path.read_text().replace('"format": 2', '"format": 9')
+    separate_profile().save(path)
+    for content in (path.read_text(), other_version):
+        path.write_text(content)
+        (made,) = steps.predictions.plans()
+        assert made.profile.name == "this training's own rates"
 
 
 def test_a_disk_that_limits_steps_is_noted_once(steps: Steps) -> None:

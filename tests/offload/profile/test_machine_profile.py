@@ -144,16 +144,3 @@ def test_the_default_place_follows_the_environment(tmp_path, monkeypatch):
     for ignored in ("", "relative"):
         monkeypatch.setenv("XDG_CACHE_HOME", ignored)
         assert default_path() == tmp_path / "home" / ".cache" / "hetero" / "profile.json"
-
-
-def test_a_profile_is_of_one_kind_of_device():
-    of_a_gpu = profile()
-    link = ("h2d_bytes_per_s", "d2h_bytes_per_s", "device_bytes", "device_update_bytes_per_s")
-    of_the_cpu = profile(**dict.fromkeys(link))
-    of_the_cpu.check_backend("cpu")
-    of_the_cpu.check_backend("emulated")
-    of_a_gpu.check_backend("cuda")
-    with pytest.raises(ValueError, match="is of the CPU.*measure again"):
-        of_the_cpu.check_backend("cuda")
-    with pytest.raises(ValueError, match="figures of products are not the CPU's"):
-        of_a_gpu.check_backend("cpu")

@@ -7,9 +7,12 @@ from hypothesis import strategies as st
 from hetero.chunks.dtypes import Dtypes
 from hetero.chunks.layout import WHOLE, Layout, ParamSpec, Shard, pack
 from hetero.overlap import OverlapUpdates
+from hetero.planning.candidates import place
+from hetero.planning.group_plans import ChunkGroupPlan
 from hetero.planning.network import Network
-from hetero.planning.placement import Budgets, GroupSpec, SlotBytes
-from hetero.planning.step_cost import Problem, Work, expected_computing
+from hetero.planning.placement import Budgets, GroupSpec, Placement, SlotBytes
+from hetero.planning.step_cost import Plan, Work, expected_computing
+from offload.memory.tiers import Tier
 from offload.profile.machine_profile import Profile
 
 SLOT = 4096
@@ -66,21 +69,24 @@ def make_spec(layout: Layout, budgets: Budgets, policy: str = "auto", **more) ->
     return GroupSpec(layout, BF16, policy, budgets, longest, **more)
 
 
-def make_problem(
+def make_plan(
     layout: Layout,
     profile: Profile | None = None,
     tokens: float = 1e-3,
     micro_batches: int = 1,
+    spec: GroupSpec | None = None,
     **more,
-) -> Problem:
+) -> Plan:
+    """A step of `spec` as it is placed; without one of a placement that cost_of() is given."""
     profile = make_profile() if profile is None else profile
     rate = profile.rate("matmul_flop_per_s", "bf16") / tokens
-    return Problem(
+    homes = (Tier.HOST,) * len(layout.chunks)
+    placed = Placement(param=homes, grad=homes, optim_state=homes) if spec is None else place(spec)
+    return Plan(
+        ChunkGroupPlan(spec or make_spec(layout, Budgets(AMPLE, AMPLE)), placed),
         expected_computing(layout, Work(1, micro_batches), rate),
         micro_batches,
-        layout=layout,
-        dtypes=BF16,
-        profile=profile,
+        profile,
         **more,
     )
 
@@ -138,7 +144,7 @@ def networks_of(shard: Shard) -> st.SearchStrategy[Network | None]:
 
 
 @st.composite
-def placed_problems(draw, most_chunks: int = 10, policies=("cpu", "nvme", "auto")):
+def placed_plans(draw, most_chunks: int = 10, policies=("cpu", "nvme", "auto")):
     """(what to place, its step), with budgets from far too small to more than enough."""
     numels = st.integers(1, SLOT) | st.integers(SLOT + 1, 3 * SLOT)
     sizes = draw(st.lists(numels, min_size=1, max_size=most_chunks))
@@ -154,7 +160,7 @@ def placed_problems(draw, most_chunks: int = 10, policies=("cpu", "nvme", "auto"
         keep_optim_states=draw(st.booleans()),
         under_construction=draw(st.booleans()),
     )
-    problem = make_problem(
+    plan = make_plan(
         layout,
         profile,
         tokens=draw(st.floats(1e-3, 10)),
@@ -168,6 +174,6 @@ def placed_problems(draw, most_chunks: int = 10, policies=("cpu", "nvme", "auto"
         budgets,
         draw(st.sampled_from(policies)),
         reduce_at_end=shard.ranks > 1 and draw(st.booleans()),
-        overlaps_updates=problem.overlap.repeats,
+        overlaps_updates=plan.overlap.repeats,
     )
-    return spec, problem
+    return spec, plan
