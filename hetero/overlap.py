@@ -18,24 +18,25 @@ class OverlapUpdates(str, enum.Enum):
     state that is in memory is always updated at step().
     """
 
+    in_forward: bool  # step() returns while updates go on
+    in_backward: bool  # updates may be submitted before step()
+    repeats: bool  # updates have the same order in each step; else each step reverses it
+
+    def __new__(
+        cls, value: str, in_forward: bool = False, in_backward: bool = False
+    ) -> OverlapUpdates:
+        """The member that the option calls `value`."""
+        member = str.__new__(cls, value)
+        member._value_ = value
+        member.in_forward, member.in_backward = in_forward, in_backward
+        member.repeats = in_forward or in_backward
+        return member
+
     # As BOTH where recent steps say that the guess will be right, else as FORWARD.
-    AUTO = "auto"
-    NONE = "none"  # all are submitted by step(), which waits for them
-    FORWARD = "forward"  # all are submitted by step(); the next use of a chunk waits for its own
-    BACKWARD = "backward"  # a chunk's is submitted when its gradients are final; step() waits
-    BOTH = "both"  # submitted when gradients are final; the next use of a chunk waits
-
-    @property
-    def in_forward(self) -> bool:
-        """Whether step() returns while updates go on."""
-        return self in (OverlapUpdates.AUTO, OverlapUpdates.FORWARD, OverlapUpdates.BOTH)
-
-    @property
-    def in_backward(self) -> bool:
-        """Whether updates may be submitted before step()."""
-        return self in (OverlapUpdates.AUTO, OverlapUpdates.BACKWARD, OverlapUpdates.BOTH)
-
-    @property
-    def repeats(self) -> bool:
-        """Whether updates have the same order in each step; else each step reverses it."""
-        return self is not OverlapUpdates.NONE
+    AUTO = "auto", True, True
+    NONE = "none", False, False  # all are submitted by step(), which waits for them
+    # All are submitted by step(); the next use of a chunk waits for its own.
+    FORWARD = "forward", True, False
+    # A chunk's is submitted when its gradients are final; step() waits.
+    BACKWARD = "backward", False, True
+    BOTH = "both", True, True  # submitted when gradients are final; the next use of a chunk waits

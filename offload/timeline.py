@@ -1,4 +1,4 @@
-"""What each resource did when: recorded on request, as intervals.
+"""What each resource did when: recorded on request, as intervals; and what torch's profiler shows.
 
 A *lane* is a resource: "compute" (what the training loop calls forward, backward, optimizer),
 "gather" (compute waits for a chunk's parameters), "activation" (compute waits for what backward
@@ -12,20 +12,38 @@ its values are from a moment on.
 The native core records its own lanes; Python's are recorded by note() and span(), and samples by
 sample(). A recording belongs to the process, not to an engine, so it shows all engines. Without a
 recording under way nothing is kept.
+
+torch's profiler shows blocks that are *marked*: what of a step is hetero's, and which part of it.
+
+    hetero::gather       a chunk's parameters are brought where compute uses them, or found there
+    hetero::reduce       a chunk's gradients start on their way to the mean over the ranks
+    hetero::wait_reduce  until the oldest of these means is there, and is kept
+    hetero::update       step(), or backward, submits updates, and waits as far as it must
+    hetero::wait_update  a use of a chunk waits for the update of it
+
+Transfers and updates themselves run in native threads, which that profiler does not see; a
+recording does. The blocks exist while a profiler is active: one alone takes 15 us without a
+profiler, the look for one 0.1 us.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, ParamSpec, TypeVar
+
+from torch.autograd import profiler
 
 from offload import _native
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 LaneName = Literal[
     "compute", "gather", "activation", "update", "nvme_read", "nvme_write", "h2d", "d2h"
@@ -275,3 +293,28 @@ def span(lane: LaneName, nbytes: int = 0, name: str = "") -> Iterator[None]:
         yield
     finally:
         note(lane, begin_s, None, nbytes, name)
+
+
+_NOTHING = nullcontext()
+
+
+def mark(name: str) -> AbstractContextManager[object]:
+    """A block that torch's profiler shows; without an active profiler it costs 0.1 us."""
+    # (record_function alone takes some microseconds with no profiler, too.)
+    return profiler.record_function(name) if profiler._is_profiler_enabled else _NOTHING
+
+
+def marked(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """mark() around each call of a function."""
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            if not profiler._is_profiler_enabled:
+                return function(*args, **kwargs)
+            with profiler.record_function(name):
+                return function(*args, **kwargs)
+
+        return call
+
+    return decorate

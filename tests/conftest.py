@@ -19,7 +19,7 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, settings
 
 from hetero.checkpoint.folder import is_checkpoint
-from hetero.state.memory.scratch_space import FOLDER
+from hetero.state.state_files import FOLDER
 from offload import _native
 from offload.disk.directories import ram_filesystem
 from tests.support.covering import covering

@@ -19,7 +19,7 @@ from hetero.activations.activation import (
 )
 from hetero.activations.limits import ActivationLimits
 from hetero.config import Config
-from hetero.state.memory.scratch_space import DiskParts, ScratchSpace
+from hetero.state.memory import DiskParts, ScratchSpace
 from offload import timeline
 from offload._native import IoEngine, IoOp
 from offload.device.backend import Backend

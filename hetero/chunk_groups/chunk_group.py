@@ -8,9 +8,10 @@ place, `_ChunkGroupBuilder._make_copies`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from functools import partial
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -27,26 +28,22 @@ from hetero.ranks.peers import Channel
 from hetero.ranks.process_groups import ProcessGroups
 from hetero.ranks.shard_server import RequestKind, ShardServer, Versions
 from hetero.state.chunk_access import ChunkAccess, CopyCache, CopyCaches, ParamUpdates
-from hetero.state.chunk_updates import (
-    ChunkUpdates,
-    ChunkVersions,
-    CommittedState,
-    OwnShards,
-    chunk_states,
-)
+from hetero.state.chunk_updates import ChunkUpdates, ChunkVersions, OwnShards, chunk_states
 from hetero.state.gathering.agreed_gathers import AgreedGathers
 from hetero.state.gathering.all_gather import DeviceGathers, Gathering, GatherStream
 from hetero.state.gathering.transport import DeviceTransport, GatherTransport
 from hetero.state.grads import Grads, LossScale
 from hetero.state.managed_param import ManagedParam
-from hetero.state.memory.homes import Homes, SlotArenas, extent_size, map_file, name_of
-from hetero.state.memory.scratch_space import DiskParts, ScratchSpace, StateFiles
+from hetero.state.memory import DiskParts, Homes, ScratchSpace, SlotArenas, StateMemory
 from hetero.state.optimizer_state import OptimizerState, TileState, parts_of
 from hetero.state.reduction.grad_reduce import GradReducer
 from hetero.state.reduction.means import DeviceMeans, MeanMemory, ReduceBuffers
+from hetero.state.state_files import StateFiles
 from hetero.state.unmanaged_params import UnmanagedParams
 from offload._native import StepPipeline, UpdateKind
 from offload.cache.slot_cache import (
+    Backing,
+    FileBacking,
     SharedCache,
     SharedWriteBackCache,
     SlotCache,
@@ -59,7 +56,6 @@ from offload.device.fetch_queue import FetchQueue
 from offload.device.grad_offload import GradOffload
 from offload.device.home_copy import HomeCopier
 from offload.device.updater import Updater
-from offload.disk.scratch_file import Backing, FileBacking
 from offload.memory.arena import HostArena
 from offload.memory.ledger import Ledger
 from offload.memory.process_memory import ProcessExcess
@@ -86,18 +82,6 @@ class Shared:
     state_files: StateFiles | None = None
     activations: ActivationLimits | None = None
     excess: ProcessExcess | None = None
-
-
-@dataclass(frozen=True)
-class StateMemory:
-    """The memory and the file that hold this rank's part of a chunk group's state.
-
-    `arenas` has the slots for copies, and the pipeline over its buffers.
-    """
-
-    homes: Mapping[StateKind, Homes]
-    scratch_space: ScratchSpace
-    arenas: SlotArenas
 
 
 @dataclass(frozen=True)
@@ -140,6 +124,7 @@ class ChunkGroup:
         device: None if compute happens in RAM.
         resources: what close() closes, in the reverse order of its making.
         trained_numel: elements of the parameters that are trained.
+        task_bytes: bytes that a task of the pipeline moves for its update, in the mean.
     """
 
     plan: ChunkGroupPlan
@@ -160,6 +145,9 @@ class ChunkGroup:
         self.placement: Placement = self.plan.placement
         self.reduce_at_end = self.plan.spec.reduce_at_end
         self.trained_numel = sum(m.numel for m in self.members if m.chunk.trainable)
+        tasks = sum(c.slots for c in self.layout.chunks if c.trainable) * len(self.dtypes.passes)
+        update_bytes = self.trained_numel / self.layout.shard.ranks * self.dtypes.update_bytes
+        self.task_bytes = update_bytes / max(1, tasks)
 
     @property
     def order(self) -> UseOrder:
@@ -258,10 +246,6 @@ class ChunkGroup:
                 written = master.to(values.dtype) != values
                 master[written] = values[written].float()
 
-    def fail_waiting_ranks(self, why: str) -> None:
-        """Tells the ranks that wait for values of this one that these will not come, and why."""
-        self.params.updates.versions.end(why)
-
     def answer_until_left(self) -> None:
         """Answers other ranks until they ask for nothing any more; this one does not, either."""
         for server in () if self.ranks is None else self.ranks.servers:
@@ -289,109 +273,11 @@ class ChunkGroup:
         yield self.optim_states.over(raw)
 
 
-@dataclass
-class GradReducerBuilder:
-    """Makes one chunk group's reducer; `resources` close what belongs to it."""
-
-    plan: ChunkGroupPlan
-    shared: Shared
-    world: ProcessGroups
-    resources: ExitStack
-
-    def build(
-        self, grads: Grads, trained: Sequence[ManagedParam], grad_offload: GradOffload | None
-    ) -> GradReducer:
-        """The reducer in front of `grads`, which are of the `trained` parameters.
-
-        `grad_offload` brings gradients from a DEVICE to RAM. All ranks must call it. Raises
-        BudgetError, and PeerError.
-        """
-        layout, placement = self.plan.layout, self.plan.placement
-        bucket_bytes = SlotBytes.of(layout, self.plan.dtypes).bucket
-
-        def arena(slots: int, nbytes: int = bucket_bytes) -> HostArena:
-            # (Gradients come to buckets from the device.)
-            made = self.shared.backend.host_arena(slots, nbytes, self.shared.ledger, Account.BUCKET)
-            self.resources.callback(made.close)  # also if there is no room for its slots
-            return made
-
-        dtype, received = self.plan.dtypes.torch_reduce, placement.receive_slots
-        if self.plan.spec.averages_on_device and placement.longest_trained:
-            device_buckets: DevicePool | None = None
-            in_ram: HostArena | None = None
-            if layout.shard.grads:
-                grad_offload = None
-                device_buckets = DevicePool(self._device_buckets, placement.bucket_slots)
-                in_ram = arena(received, bucket_bytes // layout.shard.ranks)
-                in_ram.commit(0, received)
-            buffers = ReduceBuffers(
-                dtype,
-                device_buckets,
-                DevicePool(self._device_buckets, received),
-                None,
-                device=self._make_device_means(grads, in_ram),
-            )
-        else:
-            between_replicas: HostArena | None = None
-            if self.world.replicas is not None and placement.longest_trained:
-                between_replicas = arena(
-                    placement.longest_trained, bucket_bytes // layout.shard.ranks
-                )
-                between_replicas.commit(0, placement.longest_trained)
-            buckets: SlotPool | None = None
-            if layout.shard.grads:
-                trained_slots = sum(c.slots for c in layout.chunks if c.trainable)
-                slots = placement.bucket_slots
-                buckets = SlotPool(arena(max(trained_slots, slots)), slots)
-            pool = SlotPool(arena(received), received)
-            buffers = ReduceBuffers(dtype, buckets, pool, between_replicas)
-        grad_reducer = GradReducer(
-            layout,
-            trained,
-            self.world,
-            buffers,
-            grads,
-            self.shared.loss_scale,
-            grad_offload,
-        )
-        if self.plan.spec.reduce_at_end:
-            self.resources.enter_context(grad_reducer.no_sync())
-        return grad_reducer
-
-    def _device_buckets(self, slots: int, shards: bool = False) -> HostArena:
-        """Slots of the device for whole gradients, or for this rank's `shards` of them."""
-        nbytes = SlotBytes.of(self.plan.layout, self.plan.dtypes).bucket
-        if shards:
-            nbytes //= self.plan.layout.shard.ranks
-        made = self.shared.backend.arena(slots, nbytes, self.shared.ledger, Account.BUCKET)
-        self.resources.callback(made.close)
-        return made
-
-    def _make_device_means(self, grads: Grads, in_ram: HostArena | None) -> DeviceMeans:
-        assert isinstance(self.shared.backend, CudaBackend)
-        assert self.world.everyone is not None
-        shard, replicas = self.world.shard, self.world.replicas
-        group = DeviceGroup(
-            self.world.everyone, Channel.GRADIENTS, self.shared.backend, shard, replicas
-        )
-        self.resources.callback(group.close)
-        longest, dtype = self.plan.placement.longest_trained, self.plan.dtypes.torch_reduce
-        between: torch.Tensor | None = None
-        if replicas is not None:
-            between = self._device_buckets(longest, shards=True).view(0, longest, dtype)
-        spare = self._device_buckets(longest).view(0, longest, dtype)
-        means = DeviceMeans(
-            self.world,
-            group,
-            self.shared.backend,
-            grads.homes,
-            self.plan.layout.shard,
-            MeanMemory(spare, in_ram, between),
-        )
-        self.resources.callback(means.close)
-        return means
+class _Closable(Protocol):
+    def close(self) -> None: ...
 
 
+_Part = TypeVar("_Part", bound=_Closable)
 _Cache = TypeVar("_Cache", bound=SlotCache)
 
 
@@ -441,41 +327,28 @@ class _ChunkGroupBuilder:
         self._layout, self._placement = self.plan.layout, self.plan.placement
         self._dtypes = self.plan.dtypes
         self._backend, self._ledger = self.shared.backend, self.shared.ledger
-        self._trained = [m for m in self.members if m.chunk.trainable]
         self._servers: list[ShardServer] = []
 
     def build(self, first_number: Mapping[int, int], spare_bytes: int) -> ChunkGroup:
         """All parts, in the order in which they need each other."""
         memory = self._make_memory(spare_bytes)
-        homes, arenas, file = memory.homes, memory.arenas, memory.scratch_space
-        device = self._make_device_parts(file)
+        homes = memory.homes
+        device = self._make_device_parts(memory.scratch_space)
         grad_offload = None if device is None else device.grad_offload
         updater = None if device is None else device.updater
         overlap = self.shared.config.debugging.overlap
         chunks = chunk_states(self._layout.chunks, self.members)
-        committed: CommittedState | None = None
-        if file.is_durable:
-            committed = CommittedState(self._layout, self._dtypes, homes, file, chunks)
-            committed.reserve_copies()
-        versions = ChunkVersions(self._layout, self._dtypes, homes, file, arenas, chunks, committed)
-        if file.is_durable:
-            versions.reserve_all()
-        updates = ChunkUpdates(chunks, homes, arenas, versions, overlap)
+        versions = ChunkVersions(memory, chunks)
+        updates = ChunkUpdates(memory, chunks, versions, overlap)
         optim_states = OptimizerState(
-            self._layout.tile_numel,
-            self._dtypes,
-            updater,
-            homes[StateKind.OPTIM_STATE],
-            arenas,
-            file,
-            versions.begin_write,
+            self._layout.tile_numel, self._dtypes, updater, memory, versions.begin_write
         )
         grads = Grads(
             self._layout,
             self._dtypes,
             homes[StateKind.GRAD],
             lambda before_write: self._file_cache(
-                memory, arenas.grads, StateKind.GRAD, UseOrder(), before_write=before_write
+                memory, memory.arenas.grads, StateKind.GRAD, UseOrder(), before_write=before_write
             ),
             updates,
             grad_offload if self.world.everyone is None else None,
@@ -484,8 +357,7 @@ class _ChunkGroupBuilder:
         params, gathering = self._make_params(memory, updates, optim_states)
         ranks: RankParts | None = None
         if self.world.everyone is not None:
-            builder = GradReducerBuilder(self.plan, self.shared, self.world, self.resources)
-            grad_reducer = builder.build(grads, self._trained, grad_offload)
+            grad_reducer = self._make_grad_reducer(grads, grad_offload)
             ranks = RankParts(grad_reducer, gathering, self._servers)
         return ChunkGroup(
             plan=self.plan,
@@ -495,7 +367,7 @@ class _ChunkGroupBuilder:
             grads=grads,
             optim_states=optim_states,
             updates=updates,
-            update_tasks=self._make_update_tasks(homes, grads, updates, first_number),
+            update_tasks=self._make_update_tasks(memory, grads, updates, first_number),
             world=self.world,
             ranks=ranks,
             device=device,
@@ -504,7 +376,7 @@ class _ChunkGroupBuilder:
 
     def _make_update_tasks(
         self,
-        homes: Mapping[StateKind, Homes],
+        memory: StateMemory,
         grads: Grads,
         updates: ChunkUpdates,
         first_number: Mapping[int, int],
@@ -514,7 +386,7 @@ class _ChunkGroupBuilder:
             shard = self.world.shard
             directions = MuonDirections(self._layout, shard, self._backend.device)
         passes = [UpdatePass(kind, self._updater(kind)) for kind in self._dtypes.passes]
-        return UpdateTasks(self._layout, homes, grads, updates, first_number, passes, directions)
+        return UpdateTasks(memory, grads, updates, first_number, passes, directions)
 
     def _updater(self, kind: UpdateKind) -> Updater | None:
         """Of what is at home on a DEVICE, unless the CPU can update that."""
@@ -525,51 +397,33 @@ class _ChunkGroupBuilder:
             updater.prepare()
         return updater
 
+    def _owned(self, part: _Part) -> _Part:
+        """The part, which is closed in the end, or if a later one cannot be made."""
+        return self.resources.enter_context(closing(part))
+
     # Memory
 
     def _make_memory(self, spare_bytes: int) -> StateMemory:
-        layout, placement, dtypes, ledger = (
-            self._layout,
-            self._placement,
-            self._dtypes,
-            self._ledger,
-        )
         file = ScratchSpace(
             self.shared.config,
-            ledger,
+            self._ledger,
             self.shared.notes,
             self.resources,
             self.shared.state_files,
-            layout.chunks[0].group_index,
+            self._layout.chunks[0].group_index,
         )
-        file_map = map_file(layout, placement, dtypes)
-        if file_map.nbytes:
-            file.allocate(file_map.nbytes)
-            for kind, extents in file_map.extents.items():
-                for chunk_id, extent in extents.items():
-                    chunk = layout.chunks[chunk_id]
-                    nbytes = extent_size(layout, dtypes, kind, chunk).space_bytes
-                    file.name(extent.offset, nbytes, name_of(kind, chunk))
-        homes = {}
-        for kind in StateKind:
-            tiers, extents = getattr(placement, kind.value), file_map.extents[kind]
-            homes[kind] = Homes(layout, dtypes, kind, tiers, extents, ledger, self._backend)
-            self.resources.callback(homes[kind].close)
-        arenas = SlotArenas(layout, dtypes, self._backend, ledger, file, self.resources)
-        arenas.allocate(placement, spare_bytes)
-        return StateMemory(homes, file, arenas)
+        memory = StateMemory(self.plan, self._backend, self._ledger, file, self.resources)
+        memory.arenas.allocate(self._placement, spare_bytes)
+        return memory
 
     def _make_device_parts(self, file: ScratchSpace) -> DeviceParts | None:
         if not self._backend.separate:
             return None
         sizes = link_buffers(self._layout, self._dtypes)
-        buffers = self._backend.host_arena(*sizes, self._ledger, Account.LINK)
-        self.resources.callback(buffers.close)
-        buffers.commit(0, buffers.slots)
-        grad_offload = GradOffload(
-            self._backend, self._ledger, self._placement.grad_offload_bytes, buffers
-        )
-        self.resources.callback(grad_offload.close)
+        buffers = self._owned(self._backend.host_arena(*sizes, self._ledger, Account.LINK))
+        buffers.commit_all()
+        limit_bytes = self._placement.grad_offload_bytes
+        grad_offload = self._owned(GradOffload(self._backend, self._ledger, limit_bytes, buffers))
         home_copier = HomeCopier(self._backend, buffers, file)
         updater = self._updater(self._dtypes.kind)
         return DeviceParts(self._backend, home_copier, grad_offload, updater)
@@ -598,8 +452,7 @@ class _ChunkGroupBuilder:
         def serve(ranks: Communicator) -> ShardServer:
             made = ShardServer(ranks, self._layout, versions, shards.open, optim_states.open_raw)
             self._servers.insert(0, made)  # closed in the reverse order, as all else
-            self.resources.callback(made.close)
-            return made
+            return self._owned(made)
 
         if self.world.replicas is not None and self.plan.spec.averages_on_device:
             # They ask for nothing. A device does not see that a rank is gone; this does.
@@ -607,8 +460,7 @@ class _ChunkGroupBuilder:
         if peers is not None:
             transport = self._make_transport(peers, homes, arenas)
             server = serve(peers)
-            stream = GatherStream(peers, server, shards, versions, transport)
-            self.resources.callback(stream.close)
+            stream = self._owned(GatherStream(peers, server, shards, versions, transport))
             in_ram = arenas.staged if self._backend.separate else arenas.gathered
             gathering = Gathering(self._layout, server, shards, stream, in_ram, dtype)
         copies = self._make_copies(arenas, homes, shard_cache, shards, gathering, order)
@@ -619,7 +471,8 @@ class _ChunkGroupBuilder:
                 self._layout, gathering, homes.is_resident, copies.cache, prefetch
             )
             self.world.while_waiting.add(agreed)
-        led = ParamUpdates(homes, copies, updates, versions, gathering)
+        seen = None if self.world.everyone is None else versions
+        led = ParamUpdates(homes, copies, updates, seen, gathering)
         params = ChunkAccess(homes, copies, updates, led, gathering, agreed, prefetch)
         return params, gathering
 
@@ -630,8 +483,8 @@ class _ChunkGroupBuilder:
         if not self._layout.shard.between_devices:
             return GatherTransport(peers)
         assert isinstance(self._backend, CudaBackend)
-        group = DeviceGroup(peers, Channel.GATHERS, self._backend, peers)
-        self.resources.callback(group.close)  # after the shard server: all ranks are done then
+        # Closed after the shard server: all ranks are done then.
+        group = self._owned(DeviceGroup(peers, Channel.GATHERS, self._backend, peers))
         return DeviceTransport(group, self._backend, self._layout, homes, arenas.unkept)
 
     def _make_copies(
@@ -651,18 +504,17 @@ class _ChunkGroupBuilder:
         """
         dtype, layout = self._dtypes.torch_compute, self._layout
         caches: tuple[CopyCache, ...] = ()
-        drops: tuple[Callable[[int], object], ...] = ()
         if not self._backend.separate:
             cache: SlotCache = shard_cache
             if gathering is not None:
                 limit = self._placement.gathered_slots
                 cache = self._cache(SlotCache, arenas.gathered, gathering, order, limit)
-                caches, drops = (cache,), (cache.drop,)
+                caches = (cache,)
         else:
             in_ram: SharedCache = shards.slots
             if gathering is not None:
                 in_ram = SharedCache(self._cache(SlotCache, arenas.staged, gathering, order), dtype)
-                caches, drops = (in_ram,), (in_ram.drop,)
+                caches = (in_ram,)
 
             chunks = layout.chunks
 
@@ -670,28 +522,27 @@ class _ChunkGroupBuilder:
                 found = chunks[chunk]
                 return homes.flat(found) if homes.whole and found in homes else None
 
-            fetches = FetchQueue(
-                arenas.gathered,
-                self._backend,
-                whole_home,
-                in_ram,
-                {c.id: c.used_numel * self._dtypes.param_bytes for c in chunks},
-                common=gathering,
+            fetches = self._owned(
+                FetchQueue(
+                    arenas.gathered,
+                    self._backend,
+                    whole_home,
+                    in_ram,
+                    {c.id: c.used_numel * self._dtypes.param_bytes for c in chunks},
+                    common=gathering,
+                )
             )
-            self.resources.callback(fetches.close)
             backing: Backing = fetches
             if gathering is not None and layout.shard.params and layout.shard.between_devices:
                 backing = DeviceGathers(gathering, arenas.gathered, layout, fetches)
             cache = self._cache(SlotCache, arenas.gathered, backing, order)
             caches = (cache, fetches, *caches)
-            drops = (cache.drop, fetches.wait_home_read, *drops)
         return CopyCaches(
             arena=arenas.gathered,
             cache=cache,
             order=order,
             dtype=dtype,
-            clearable=(*caches, shards.slots),
-            drops=drops,
+            whole=caches,
             shards=shards,
             has_soft_limit=gathering is not None and not self._backend.separate,
         )
@@ -720,6 +571,73 @@ class _ChunkGroupBuilder:
         chunks = self._layout.chunks
         names = [f"the chunk of {c.name}" for c in chunks]
         runs = {c.id: c.slots for c in chunks}
-        made = kind(arena, backing, runs, order, names.__getitem__, limit)
-        self.resources.callback(made.close)
+        return self._owned(kind(arena, backing, runs, order, names.__getitem__, limit))
+
+    # Means over the ranks
+
+    def _make_grad_reducer(self, grads: Grads, grad_offload: GradOffload | None) -> GradReducer:
+        """The reducer in front of `grads`; `grad_offload` brings them from a DEVICE to RAM.
+
+        All ranks must call it. Raises BudgetError, and PeerError.
+        """
+        layout, placement = self._layout, self._placement
+        slot_bytes = SlotBytes.of(layout, self._dtypes).bucket
+        shard_bytes = slot_bytes // layout.shard.ranks
+        dtype, received = self._dtypes.torch_reduce, placement.receive_slots
+        if self.plan.spec.averages_on_device and placement.longest_trained:
+            on_device = partial(self._bucket_arena, self._backend.arena, slot_bytes)
+            device_buckets: DevicePool | None = None
+            in_ram: HostArena | None = None
+            if layout.shard.grads:
+                grad_offload = None
+                device_buckets = DevicePool(on_device, placement.bucket_slots)
+                in_ram = self._bucket_arena(self._backend.host_arena, shard_bytes, received)
+                in_ram.commit_all()
+            means = self._make_device_means(grads, in_ram, slot_bytes, shard_bytes)
+            pool = DevicePool(on_device, received)
+            buffers = ReduceBuffers(dtype, device_buckets, pool, None, device=means)
+        else:
+            in_arena = partial(self._bucket_arena, self._backend.host_arena)
+            between_replicas: HostArena | None = None
+            if self.world.replicas is not None and placement.longest_trained:
+                between_replicas = in_arena(shard_bytes, placement.longest_trained)
+                between_replicas.commit_all()
+            buckets: SlotPool | None = None
+            if layout.shard.grads:
+                trained_slots = sum(c.slots for c in layout.chunks if c.trainable)
+                slots = placement.bucket_slots
+                buckets = SlotPool(in_arena(slot_bytes, max(trained_slots, slots)), slots)
+            received_pool = SlotPool(in_arena(slot_bytes, received), received)
+            buffers = ReduceBuffers(dtype, buckets, received_pool, between_replicas)
+        trained = [m for m in self.members if m.chunk.trainable]
+        loss_scale = self.shared.loss_scale
+        made = GradReducer(layout, trained, self.world, buffers, grads, loss_scale, grad_offload)
+        if self.plan.spec.reduce_at_end:
+            self.resources.enter_context(made.no_sync())
         return made
+
+    def _bucket_arena(
+        self, make: Callable[..., HostArena], slot_bytes: int, slots: int
+    ) -> HostArena:
+        """So many slots, where `make` makes them, for gradients or this rank's shards of them."""
+        return self._owned(make(slots, slot_bytes, self._ledger, Account.BUCKET))
+
+    def _make_device_means(
+        self, grads: Grads, in_ram: HostArena | None, slot_bytes: int, shard_bytes: int
+    ) -> DeviceMeans:
+        assert isinstance(self._backend, CudaBackend)
+        assert self.world.everyone is not None
+        shard, replicas = self.world.shard, self.world.replicas
+        group = self._owned(
+            DeviceGroup(self.world.everyone, Channel.GRADIENTS, self._backend, shard, replicas)
+        )
+        longest, dtype = self._placement.longest_trained, self._dtypes.torch_reduce
+        make = self._backend.arena
+        between: torch.Tensor | None = None
+        if replicas is not None:
+            between = self._bucket_arena(make, shard_bytes, longest).view(0, longest, dtype)
+        spare = self._bucket_arena(make, slot_bytes, longest).view(0, longest, dtype)
+        memory = MeanMemory(spare, in_ram, between)
+        return self._owned(
+            DeviceMeans(self.world, group, self._backend, grads.homes, self._layout.shard, memory)
+        )

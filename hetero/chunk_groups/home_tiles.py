@@ -10,7 +10,7 @@ import torch
 
 from hetero.chunk_groups.chunk_group import ChunkGroup
 from hetero.chunks.layout import Chunk
-from hetero.state.memory.homes import Homes
+from hetero.state.memory import Homes
 from hetero.state.optimizer_state import TileState
 from offload._native import IoOp, NativeIoError
 from offload.memory.arena import HostArena
@@ -45,12 +45,9 @@ class HomeTiles:
         `states`: False: parameters alone are read, as if all chunks were frozen.
         """
         self._chunk_group = chunk_group
-        layout, dtypes = chunk_group.layout, chunk_group.dtypes
         self._homes = chunk_group.memory.homes
-        self._tile_bytes = {StateKind.PARAM: layout.tile_numel * dtypes.param_bytes}
-        if states:
-            optim_state_bytes = dtypes.optim_state_bytes(layout.tile_numel)
-            self._tile_bytes[StateKind.OPTIM_STATE] = optim_state_bytes
+        kinds = [StateKind.OPTIM_STATE, StateKind.PARAM] if states else [StateKind.PARAM]
+        self._tile_bytes = {kind: chunk_group.memory.tile_bytes[kind] for kind in kinds}
         self._resources = ExitStack()
         self._arena: HostArena | None = None
         self._free = list(range(_BUFFERS))
@@ -59,14 +56,10 @@ class HomeTiles:
         if chunk_group.disk is not None:
             slot_bytes = round_up(sum(self._tile_bytes.values()), PAGE_BYTES)
             self._arena = HostArena(_BUFFERS, slot_bytes, Ledger({}), Account.BUFFER)
-            self._arena.commit(0, _BUFFERS)
-            self._resources.callback(self._close_arena, chunk_group.disk.io)
+            self._arena.commit_all()
+            self._resources.callback(self._arena.close)
             chunk_group.disk.io.register(self._arena.memory)
-
-    def _close_arena(self, io: object) -> None:
-        assert self._arena is not None
-        io.unregister(self._arena.memory)  # type: ignore[attr-defined]
-        self._arena.close()
+            self._resources.callback(chunk_group.disk.io.unregister, self._arena.memory)
 
     def close(self) -> None:
         """Frees the buffers, when nothing is read any more; idempotent."""

@@ -22,12 +22,12 @@ from typing import Any, NamedTuple
 import torch
 
 from hetero.chunk_groups.muon_directions import MuonDirections
-from hetero.chunks.layout import Chunk, Layout
+from hetero.chunks.layout import Chunk
 from hetero.overlap import STREAMING_BUFFERS
 from hetero.state.chunk_updates import ChunkUpdates, TileOffsets
 from hetero.state.grads import Grads
 from hetero.state.managed_param import ManagedParam
-from hetero.state.memory.homes import Homes
+from hetero.state.memory import Homes, StateMemory
 from hetero.state.optimizer_state import parts_of
 from offload._native import Hyper, Location, StepTask, UpdateKind
 from offload.device.updater import DeviceTask, Updater
@@ -205,8 +205,7 @@ class UpdateTasks:
 
     def __init__(
         self,
-        layout: Layout,
-        homes: Mapping[StateKind, Homes],
+        memory: StateMemory,
         grads: Grads,
         updates: ChunkUpdates,
         first_number: Mapping[int, int],
@@ -216,8 +215,7 @@ class UpdateTasks:
         """Nothing is submitted yet.
 
         Args:
-            layout: of the chunk group.
-            homes: of each kind of state.
+            memory: has the homes.
             grads: have the gradients.
             updates: the states of the chunks, and the pipeline.
             first_number: by a parameter's index, that of its first element in the model. So random
@@ -225,9 +223,10 @@ class UpdateTasks:
             passes: of an update.
             directions: what comes between the passes, if there are two.
         """
-        self._layout = layout
-        self._params, self._optim_states = homes[StateKind.PARAM], homes[StateKind.OPTIM_STATE]
-        self._grad_homes, self._grads = homes[StateKind.GRAD], grads
+        self._layout = memory.layout
+        self._params = memory.homes[StateKind.PARAM]
+        self._optim_states = memory.homes[StateKind.OPTIM_STATE]
+        self._grad_homes, self._grads = memory.homes[StateKind.GRAD], grads
         self._updates = updates
         self._order = UpdateOrder(updates, self._grad_homes)
         self._passes = passes
@@ -236,7 +235,7 @@ class UpdateTasks:
         self._pieces: dict[ManagedParam, list[TilePiece]] = {
             m: [
                 TilePiece(part.tile, part.in_tile.start, part.numel, number + part.in_param.start)
-                for part in parts_of(m, layout)
+                for part in parts_of(m, memory.layout)
             ]
             for state in updates.chunks
             if state.chunk.trainable

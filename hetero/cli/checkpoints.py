@@ -19,7 +19,7 @@ from hetero.checkpoint.stored_checkpoint import StoredCheckpoint
 from hetero.cli.outcome import EXIT_FAILED, EXIT_OK, print_error
 from hetero.durable.stored_commit import open_stored
 from hetero.job.run_folder import CHECKPOINTS_NAME, MODEL_NAME, RunFolder
-from hetero.state.memory.scratch_space import FOLDER
+from hetero.state.state_files import FOLDER
 from hetero.text_table import columns, terminal_width
 from offload.errors import CheckpointError
 from offload.memory.sizes import format_bytes

@@ -39,9 +39,9 @@ from hetero.durable.state_folder import StateFolder
 from hetero.durable.stored_commit import StoredCommit
 from hetero.ranks.process_groups import ProcessGroups
 from hetero.runtime.engine import Engine
-from hetero.state.chunk_updates import CommitChunk, CommittedState, Snapshot
+from hetero.state.chunk_updates import CommitChunk, Snapshot
 from hetero.state.managed_param import ManagedParam
-from hetero.state.memory.scratch_space import COPIES
+from hetero.state.state_files import COPIES
 from offload._native import IoOp
 from offload.disk.durable import check_named
 from offload.errors import CheckpointError, HeteroError
@@ -58,12 +58,6 @@ class _GroupCommit:
     names: Mapping[ManagedParam, str]
     writes: Mapping[Chunk, Sequence[tuple[ManagedParam, int]]]
     freed: Sequence[tuple[int, int]]
-
-    @property
-    def _committed(self) -> CommittedState:
-        committed = self.chunk_group.updates.versions.committed
-        assert committed is not None
-        return committed
 
     def write(self, snapshot: Snapshot) -> None:
         """Returns when all of it is durable. Raises NativeIoError, CheckpointError."""
@@ -89,7 +83,7 @@ class _GroupCommit:
         for kind in each.copied:
             homes = self.chunk_group.memory.homes[kind]
             offset = each.offsets[kind]
-            nbytes = self._committed.nbytes(chunk, kind)
+            nbytes = chunk.slots * self.chunk_group.memory.tile_bytes[kind]
             space = self.chunk_group.memory.scratch_space
             if homes.on_device(chunk):
                 assert self.chunk_group.device is not None
@@ -112,7 +106,7 @@ class _GroupCommit:
                     f"the commit, which hetero.commit() makes where a loop wants it "
                     f"(commit_every=0), or wait for it"
                 )
-        if not self._committed.is_in_file(each.chunk):
+        if not updates.versions.in_file(each.chunk):
             snapshot.copied(each.chunk)
 
     def stored(self, folders: Sequence[str]) -> StoredGroup:
@@ -254,9 +248,9 @@ class DurableState(StateJobs):
             engine.steps.schedule.revoke_all()
             record, names = self._facts(engine, extra)
             by_group = [
-                (group, group.updates.versions.committed.begin_commit())
+                (group, group.updates.versions.begin_commit())
                 for group in engine.chunk_groups
-                if group.updates.versions.committed is not None
+                if group.updates.versions.is_durable
             ]
             changed = (e.chunk for _, chunks in by_group for e in chunks if e.changed)
             self._snapshot = snapshot = Snapshot(changed)

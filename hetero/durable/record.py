@@ -19,7 +19,7 @@ import torch
 from hetero.checkpoint.manifest import Manifest, parse_manifest
 from hetero.checkpoint.schema import crc_of, parse_json, typed
 from hetero.chunks.dtypes import Dtypes
-from hetero.state.memory.scratch_space import StateFiles, is_state_file
+from hetero.state.state_files import StateFiles, is_state_file
 from offload._native import StripeMap
 from offload.disk.durable import check_named, sync_path, write_all
 from offload.errors import CheckpointError, StoreError

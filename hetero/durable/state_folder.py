@@ -22,7 +22,7 @@ import torch
 from hetero.durable.record import OtherFormatError, Record, read_record
 from hetero.durable.state_set import StateSet, in_order, join, note_commit
 from hetero.ranks.process_groups import ProcessGroups
-from hetero.state.memory.scratch_space import (
+from hetero.state.state_files import (
     FOLDER,
     LOCK_NAME,
     SET_NAMES,

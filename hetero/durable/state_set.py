@@ -17,7 +17,7 @@ from pathlib import Path
 
 from hetero.checkpoint.schema import crc_of, parse_json, typed
 from hetero.durable.record import VERSION, later_version
-from hetero.state.memory.scratch_space import SET_NAMES, is_record, is_state_file
+from hetero.state.state_files import SET_NAMES, is_record, is_state_file
 from offload.disk.durable import sync_path, write_all
 from offload.errors import CheckpointError, StoreError
 

@@ -20,9 +20,9 @@ from hetero.checkpoint.piece_reader import FileRange, FileRanges, PieceReader
 from hetero.checkpoint.stored_checkpoint import StoredCheckpoint
 from hetero.durable.record import Record, StoredGroup, StoredSlice
 from hetero.durable.state_folder import read_last_commit
-from hetero.state.memory.homes import list_names
-from hetero.state.memory.scratch_space import FOLDER
+from hetero.state.memory import list_names
 from hetero.state.optimizer_state import TileCodec, TileState
+from hetero.state.state_files import FOLDER
 from offload._native import NativeIoError, StripeMap
 from offload.errors import CheckpointError, StoreError
 from offload.memory.sizes import PAGE_BYTES, round_up

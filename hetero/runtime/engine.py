@@ -18,15 +18,14 @@ from hetero.chunks.layout import Layout
 from hetero.planning.placement import Placement
 from hetero.planning.step_cost import Plan
 from hetero.ranks.process_groups import ProcessGroups
-from hetero.runtime.gradients import GradHook
 from hetero.runtime.modules.call_stack import EnteredCalls
 from hetero.runtime.modules.module_hooks import ModelHooks, ModuleHooks, move_rest, refuse_use
 from hetero.runtime.modules.param_registry import AddsParams, ParamRegistry
 from hetero.runtime.modules.torch_function_uses import TorchFunctionUses
 from hetero.runtime.recompute.recompute import take_over_blocks
 from hetero.runtime.relocation import BesideMemory, BudgetMoves, Change, InUseError, Relocation
-from hetero.runtime.step import OptimizerSteps
-from hetero.runtime.step_watch import StepPredictions, StepTracer, StepWatch
+from hetero.runtime.step import GradHook, OptimizerSteps
+from hetero.runtime.step_watch import StepPredictions, StepTracer, StepWatch, io_stats
 from hetero.runtime.update_schedule import OptimizerView
 from hetero.state.managed_param import ManagedParam, can_train
 from offload.device.backend import Backend
@@ -58,22 +57,13 @@ def traffic_of(
     chunk_groups: Sequence[ChunkGroup], backend: Backend, activations: ActivationStore | None
 ) -> Traffic:
     """Of all chunk groups, which compute on `backend`, and of what autograd saved."""
-    read = written = 0
-    for disk in (chunk_group.disk for chunk_group in chunk_groups):
-        if disk is not None:
-            stats = disk.io.stats
-            read += stats["read_bytes"]
-            written += stats["written_bytes"]
+    io = io_stats(chunk_groups, activations)
     groups = [peers for chunk_group in chunk_groups for peers in chunk_group.world.groups()]
     sent = sum(peers.sent_bytes for peers in groups)
     received = sum(peers.received_bytes for peers in groups)
-    of_activations = (0, 0, 0, 0)
-    if activations is not None:
-        of_activations = activations.moved_bytes
-        own = activations.own_io_stats
-        read, written = read + own.get("read_bytes", 0), written + own.get("written_bytes", 0)
-    moved = backend.h2d_bytes, backend.d2h_bytes, read, written, sent, received
-    return Traffic(*moved, *of_activations)
+    of_activations = (0, 0, 0, 0) if activations is None else activations.moved_bytes
+    of_disks = int(io["read_bytes"]), int(io["written_bytes"])
+    return Traffic(backend.h2d_bytes, backend.d2h_bytes, *of_disks, sent, received, *of_activations)
 
 
 @dataclass(frozen=True)
@@ -434,7 +424,8 @@ class Engine:
         if self.watch.block_calls is not None:
             self.watch.block_calls.begin_forward()
         if torch.is_grad_enabled():
-            self.backend.check_not_capturing()  # hooks take gradients; a replay does not run them
+            if self.backend.separate:  # hooks take gradients; a replay does not run them
+                self.backend.check_not_capturing()
             # By all ranks together, so not in evaluation, which may be one rank's alone.
             self.steps.added_params.take_in_unfrozen()
 

@@ -18,7 +18,7 @@ from hetero.planning.placement import Budgets, GroupSpec, Placement, PlacementEr
 from hetero.planning.refusal import SAID, cannot_become, process_passed, too_much
 from hetero.runtime.modules.param_registry import ParamRegistry
 from hetero.state.managed_param import ManagedParam, ParamState
-from hetero.state.memory.homes import ExtentSize, Homes, extent_size, name_of
+from hetero.state.memory import Homes
 from offload._native import IoOp
 from offload.device.backend import Backend
 from offload.disk.scratch_file import Extent
@@ -62,8 +62,8 @@ class Migration:
         """Moves nothing yet: call prepare(), leave() and arrive(), or abandon() before leave()."""
         self._chunk_group = chunk_group
         self._before, self._after = chunk_group.placement, after
-        self._file = chunk_group.memory.scratch_space
-        self._arenas = chunk_group.memory.arenas
+        self._memory = chunk_group.memory
+        self._file, self._arenas = self._memory.scratch_space, self._memory.arenas
         self._grad_reducer = None if chunk_group.ranks is None else chunk_group.ranks.grad_reducer
         self._moves = self._plan_moves()
         self._stayed: list[Move] = []  # what should have come to RAM and could not be read
@@ -76,11 +76,11 @@ class Migration:
 
     def _plan_moves(self) -> list[Move]:
         """The kinds of state whose tier differs between the two placements, chunk by chunk."""
-        memory, moves = self._chunk_group.memory, []
+        moves: list[Move] = []
         for kind in StateKind:
             old, new = getattr(self._before, kind.value), getattr(self._after, kind.value)
             moves += [
-                Move(kind, c, old[c.id], new[c.id], memory.homes[kind])
+                Move(kind, c, old[c.id], new[c.id], self._memory.homes[kind])
                 for c in self._chunk_group.layout.chunks
                 if old[c.id] is not new[c.id]
             ]
@@ -166,7 +166,7 @@ class Migration:
 
     def _attach(self, chunk: Chunk, moved: bool) -> None:
         """Points the chunk's parameters to where they are used now."""
-        home = self._chunk_group.memory.homes[StateKind.PARAM].resident(chunk)
+        home = self._memory.homes[StateKind.PARAM].resident(chunk)
         for m in self._members[chunk.id]:
             if m.state is not ParamState.RESIDENT:  # (one is if Ctrl-C came in _detach())
                 m.end_move(home, moved)
@@ -224,13 +224,11 @@ class Migration:
         """Writes what leaves memory to the file; appends the writes under way to `ops`."""
         out = [m for m in self._moves if m.of is not Tier.DISK and m.to is not Tier.DEVICE]
         out = [move for move in out if not move.copied]
-        self._file.reserve(sum(self._size(move).space_bytes for move in out))
+        sizes = (self._memory.extent_size(move.state_kind, move.chunk) for move in out)
+        self._file.reserve(sum(size.space_bytes for size in sizes))
         grads = self._chunk_group.grads
         for move in out:
-            size = self._size(move)
-            offset = self._file.allocate(size.space_bytes)
-            extent = move.written = Extent(offset, size.transfer_bytes, move.chunk.slots)
-            self._file.name(offset, size.space_bytes, name_of(move.state_kind, move.chunk))
+            extent = move.written = self._memory.make_extent(move.state_kind, move.chunk)
             if move.state_kind is StateKind.GRAD and not grads.leaves_memory(move.chunk):
                 continue  # there is nothing worth keeping
             home = move.homes.bytes(move.chunk)[: extent.nbytes]
@@ -272,12 +270,8 @@ class Migration:
         grads = self._chunk_group.grads
         return move.state_kind is not StateKind.GRAD or grads.comes_to_memory(move.chunk)
 
-    def _size(self, move: Move) -> ExtentSize:
-        chunk_group = self._chunk_group
-        return extent_size(chunk_group.layout, chunk_group.dtypes, move.state_kind, move.chunk)
-
     def _give_back(self, move: Move, extent: Extent) -> None:
-        self._file.free(extent.offset, self._size(move).space_bytes)
+        self._memory.free_extent(move.state_kind, move.chunk, extent)
 
     def abandon(self) -> None:
         """Undoes prepare(); idempotent. Raises BudgetError if room on DEVICE is gone."""
@@ -590,11 +584,12 @@ class BesideMemory:
 
     def device_bytes(self) -> int:
         """The most bytes beside model state on a DEVICE that is not RAM since the last reset()."""
-        return self._backend.beside_bytes()
+        return self._backend.beside_bytes() if self._backend.separate else 0
 
     def reset(self) -> None:
         """Restarts the peak measurement that device_bytes() reports."""
-        self._backend.reset_beside()
+        if self._backend.separate:
+            self._backend.reset_beside()
 
     def managed_bytes(self, tier: Tier) -> int:
         """Bytes of the memory that is `tier` which the ledger has charged to any tier."""

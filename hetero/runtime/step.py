@@ -1,28 +1,452 @@
-"""A step of an optimizer: what is checked, and agreed by all ranks, before it changes anything.
+"""One step: gradients come in, are clipped and unscaled, and an optimizer updates with them.
 
-Each rank updates its own shards, so ranks that differ would train the shards differently. When all
-have come and are the same, no rank reads values that are about to change. (An update that began
-during backward is a guess of its rank alone: no other one reads its values before this.)
+Gradients come from autograd, or from the user, and go to the chunk group that keeps them. What is
+checked, and agreed by all ranks, comes before a step changes anything. Each rank updates its own
+shards, so ranks that differ would train the shards differently. When all have come and are the
+same, no rank reads values that are about to change. (An update that began during backward is a
+guess of its rank alone: no other one reads its values before this.)
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 
-from hetero.chunk_groups.chunk_group import Shared
+from hetero.chunk_groups.chunk_group import ChunkGroup, Shared
 from hetero.chunk_groups.update_tasks import Groups, LrScaleOf, numbers_of
 from hetero.ranks.communicator import Communicator
 from hetero.ranks.process_groups import ProcessGroups
-from hetero.runtime.gradients import GradFactors, GradIntake
 from hetero.runtime.modules.param_registry import AddsParams, ParamRegistry
 from hetero.runtime.step_watch import StepTracer
 from hetero.runtime.update_schedule import OptimizerView, UpdateSchedule
+from hetero.stand_ins.offloaded_tensor import OffloadedTensor
+from hetero.state.grads import Grads, LossScale
 from hetero.state.managed_param import ManagedParam, ParamState
 from offload.errors import HeteroError, NonFiniteError
+from offload.interrupts import uninterrupted
+
+
+class GradIntake:
+    """Takes gradients in: GradHook -> GradIntake -> Grads, or with several ranks GradReducer.
+
+    Grads keeps this rank's shard of the gradients of a chunk group; GradReducer first averages
+    whole gradients over the ranks. Then the update schedule learns that a gradient came.
+    """
+
+    def __init__(
+        self,
+        params: ParamRegistry,
+        loss_scale: LossScale,
+        schedule: UpdateSchedule,
+        note_backward: Callable[[], object],
+    ) -> None:
+        """`note_backward` is called when autograd gives a gradient."""
+        self._params = params
+        self._loss_scale = loss_scale
+        self._schedule = schedule
+        self._note_backward = note_backward
+        self._unsynced: list[ExitStack] = []  # what the open no_sync() blocks have entered
+        self._unaveraged = False  # with several ranks: gradients came that are no means yet
+        self._is_scaled = False  # in backward(): the loss was scaled
+        # Gradients that are zero, whatever is kept: most get another one before anybody looks.
+        self._zeroed: dict[ManagedParam, None] = {}  # in the order of the loop, as on other ranks
+
+    # From autograd
+
+    def backward(self, loss: torch.Tensor, **options: Any) -> None:
+        """loss.backward(**options), with the loss times the loss scale under fp16."""
+        self._is_scaled = True
+        try:
+            if self._loss_scale.dynamic:
+                loss = loss.float() * self._loss_scale.value
+            loss.backward(**options)
+        finally:
+            self._is_scaled = False
+
+    def check(self, managed: ManagedParam, grad: torch.Tensor) -> None:
+        """Autograd is about to add `grad` to the parameter's gradient.
+
+        Takes in a gradient that was assigned before. Raises ValueError for a sparse gradient,
+        RuntimeError under fp16 for an unscaled one.
+        """
+        _check_dense(managed, grad)
+        self._params.chunk_groups[managed.chunk.group_index].updates.revoke(managed.chunk)
+        self._note_backward()
+        if self._loss_scale.dynamic and not self._is_scaled:
+            raise RuntimeError(
+                "fp16 needs a scaled loss: call optimizer.backward(loss) instead of "
+                "loss.backward(); or scale the loss yourself, with torch.amp.GradScaler say, and "
+                "initialize with initial_loss_scale=None"
+            )
+        self.adopt([managed])
+
+    def keep(self, managed: ManagedParam, grad: torch.Tensor, accumulate: bool) -> None:
+        """Keeps what autograd gave, which is times the loss scale; `accumulate`: adds it to what
+        is kept. Raises what room for it met.
+        """
+        self._schedule.begin_backward()
+        accumulate = accumulate and managed not in self._zeroed
+        self._store(managed, grad, accumulate, self._loss_scale.grad_factor)
+        self._schedule.grad_arrived(managed, accumulate, counts=not self._unsynced)
+        self._params.chunk_groups[managed.chunk.group_index].grads.slots.write_complete()
+
+    # From the user
+
+    def adopt(self, members: Sequence[ManagedParam]) -> None:
+        """Takes gradients that the user assigned to `.grad`, as if backward had given them.
+
+        They are not times the loss scale. Raises ValueError for a sparse one.
+        """
+        for m in members:
+            with torch._C.DisableTorchFunction():  # which a parameter's class is asked by
+                grad = m.param.grad
+            if grad is None or grad is m.absent_grad:
+                continue
+            self._params.group(m.chunk).updates.revoke(m.chunk)
+            _check_dense(m, grad)
+            if isinstance(grad, OffloadedTensor):  # another parameter's
+                grad = grad.clone()
+            if self._params.group(m.chunk).placement.grad_offload_bytes:
+                grad = grad.clone()  # it leaves the device later; the user may change it sooner
+            self._store(m, grad, False, 1.0)
+
+    def of(self, members: Sequence[ManagedParam]) -> list[ManagedParam]:
+        """Those of `members` that have gradients, after taking in assigned ones.
+
+        Gradients are means over the ranks then, all of which must call this. Raises as adopt().
+        """
+        trained = [m for m in members if m.chunk.trainable]
+        self.adopt(trained)
+        self.average()
+        return [m for m in trained if m.has_grad]
+
+    def _store(self, m: ManagedParam, grad: torch.Tensor, accumulate: bool, factor: float) -> None:
+        chunk_group = self._params.chunk_groups[m.chunk.group_index]
+        # Before the gradient: if an exception comes between the two, both still belong together.
+        chunk_group.grads.set_factor(m, factor, accumulate)
+        self._unaveraged = True
+        self._zeroed.pop(m, None)
+        if chunk_group.ranks is None:
+            chunk_group.grads.add(m, grad, accumulate)
+        else:
+            chunk_group.ranks.grad_reducer.add(m, grad, accumulate)
+
+    def zero(self, members: Sequence[ManagedParam]) -> None:
+        """Makes gradients zero; nothing is written unless they are read, or stepped with."""
+        for m in members:
+            self._params.group(m.chunk).updates.revoke(m.chunk)
+        self._zeroed.update(dict.fromkeys(members))
+
+    def _write_zeros(self) -> None:
+        zeroed = [m for m in self._zeroed if m.has_grad]
+        # Over ranks zeros would be added to a gradient that is there, and while the gradients are
+        # on their way none may be gone.
+        for chunk_group in self._params.chunk_groups if zeroed else ():
+            if chunk_group.ranks is not None:
+                chunk_group.ranks.grad_reducer.end_backward()
+        for m in zeroed:
+            m.param.grad = torch.zeros_like(m.stand_in)
+            self._store(m, m.param.grad, False, 1.0)
+        self._zeroed.clear()
+
+    # Over the ranks
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside the block gradients are added up on each rank and nothing is sent.
+
+        They are kept whole until the first backward outside, within host_memory. More gradients of
+        the step are known to come, so none is final: no update is submitted.
+        """
+        with ExitStack() as contexts:
+            for chunk_group in self._params.chunk_groups:
+                contexts.enter_context(chunk_group.no_sync())
+            self._unsynced.append(contexts)
+            try:
+                yield
+            finally:
+                self._unsynced.remove(contexts)
+
+    def take_over(self, chunk_group: ChunkGroup) -> None:
+        """The chunk group has come, perhaps inside no_sync()."""
+        for contexts in self._unsynced:
+            contexts.enter_context(chunk_group.no_sync())
+
+    def average(self, force: bool = False) -> None:
+        """Until gradients are means over the ranks; `force`: also if none has come here.
+
+        All ranks must call it. Raises PeerError.
+        """
+        if self._zeroed:
+            self._write_zeros()
+        if self._params.chunk_groups[0].world.everyone is None:
+            self._unaveraged = False
+            return
+        # If one chunk group has something all do: which chunk group has may differ between ranks.
+        force = force or self._unaveraged
+        # First the one that averages during backward, of which other ranks may be in the middle.
+        for chunk_group in sorted(self._params.chunk_groups, key=lambda group: group.reduce_at_end):
+            if chunk_group.ranks is not None:
+                chunk_group.ranks.grad_reducer.reduce_all(force)
+        self._unaveraged = False
+
+
+def _check_dense(managed: ManagedParam, grad: torch.Tensor) -> None:
+    if grad.layout is not torch.strided:
+        raise ValueError(
+            f"{managed.name} got a {grad.layout} gradient; only dense gradients are supported: "
+            f"use sparse=False"
+        )
+
+
+class GradHook:
+    """Hands each gradient of a parameter to GradIntake.keep().
+
+    `.grad` holds the placeholder if there is a gradient already; it is taken away only when
+    autograd is about to accumulate (torch.autograd.grad() does not), and put back if keeping
+    fails. GradIntake.check() may refuse by raising.
+    """
+
+    def __init__(self, managed: ManagedParam, intake: GradIntake) -> None:
+        self._managed = managed
+        self._intake = intake
+        self._nothing = False
+        self._accumulating = False
+        param = managed.param
+        # The node that accumulates; its hooks last as long as it is referred to.
+        with torch.enable_grad(), torch._C.DisableTorchFunction():
+            node = param.expand_as(param).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+        self._node: torch.autograd.graph.Node | None = node
+        self._handles = [
+            node.register_prehook(self._before),  # type: ignore[union-attr]
+            param.register_post_accumulate_grad_hook(self._after),
+        ]
+
+    @uninterrupted
+    def _before(self, grads: tuple[torch.Tensor | None, ...]) -> None:
+        self._nothing = grads[0] is None
+        if grads[0] is None:  # a function of the user's gave none: autograd accumulates nothing
+            return
+        self._intake.check(self._managed, grads[0])
+        self._accumulating = self._managed.has_grad
+        if self._accumulating:
+            with torch._C.DisableTorchFunction():  # which a parameter's class is asked by
+                self._managed.param.grad = None
+
+    @uninterrupted
+    def _after(self, param: torch.Tensor) -> None:
+        if self._nothing:
+            return
+        with torch._C.DisableTorchFunction():
+            grad, param.grad = param.grad, None
+        assert grad is not None
+        try:
+            self._intake.keep(self._managed, grad, self._accumulating)
+        except BaseException:
+            if self._accumulating:
+                self._managed.hold_grad()
+            raise
+
+    def remove(self) -> None:
+        """Takes the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+        # The node owns the parameter in C++, where the garbage collector does not see the cycle.
+        self._node = None
+
+
+_CLIP_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
+
+Members = Sequence[ManagedParam]
+
+
+class GradFactors:
+    """What may be done to gradients between backward and step().
+
+    A parameter's gradient is what its chunk group keeps times `ManagedParam.grad_factor`. Scaling a
+    gradient changes the factor only: the update multiplies by it in fp32. The factor belongs to
+    that gradient, so it ends when `.grad` is cleared. Before another micro-batch is added, the
+    gradient that is kept is multiplied by it in the grad dtype, as torch does at once.
+
+    With several ranks all must make the same calls: norms are of means over the ranks, whole.
+    """
+
+    def __init__(
+        self,
+        params: ParamRegistry,
+        intake: GradIntake,
+        shared: Shared,
+        shard: Communicator | None,
+        step_left_out: Callable[[], object],
+    ) -> None:
+        """`shard`: the ranks that share gradients, if there are several. `step_left_out` is called
+        when a GradScaler is about to leave out a step, before the recordings of the order of uses
+        end.
+        """
+        self._params = params
+        self._intake = intake
+        self._loss_scale = shared.loss_scale
+        self._shard = shard
+        self._step_left_out = step_left_out
+        # With several ranks: sums of squares of whole gradients, the same on all ranks, and after
+        # how many changes of means they were taken.
+        self._whole_sums: dict[ManagedParam, float] = {}
+        self._sums_at = -1  # GradReducer.changes of all chunk groups when they were taken
+
+    def _grads(self, managed: ManagedParam) -> Grads:
+        return self._params.group(managed.chunk).grads
+
+    # Facts, per parameter
+
+    def sums_of_squares(self, members: Members) -> list[float]:
+        """Of each gradient, in double, in a fixed order: the same bits for every placement."""
+        self._intake.average()
+        if self._shard is None:
+            return [self._grads(m).sum_of_squares(m) * m.grad_factor**2 for m in members]
+        chunk_groups = self._params.chunk_groups
+        changes = sum(g.ranks.grad_reducer.changes for g in chunk_groups if g.ranks is not None)
+        if changes != self._sums_at:
+            self._whole_sums.clear()
+            self._sums_at = changes
+        if any(m not in self._whole_sums for m in members):
+            trained = (m for group in chunk_groups for m in group.members if m.chunk.trainable)
+            all_members = [m for m in trained if m.has_grad]
+            sums = self._over_ranks([self._grads(m).sum_of_squares(m) for m in all_members])
+            self._whole_sums.update(zip(all_members, sums.sum(dim=0).tolist(), strict=True))
+        return [self._whole_sums[m] * m.grad_factor**2 for m in members]
+
+    def _over_ranks(self, values: Sequence[float]) -> torch.Tensor:
+        """Every rank's values, of which each has its shards', as rows."""
+        mine = torch.tensor(values, dtype=torch.float64)
+        if self._shard is None:
+            return mine.unsqueeze(0)
+        return self._shard.all_gather(mine, "the gradients' norms")
+
+    def any_non_finite(self, members: Members) -> bool:
+        """Whether an element is infinite or NaN."""
+        return not all(map(math.isfinite, self.sums_of_squares(members)))
+
+    def largest(self, members: Members) -> list[float]:
+        """The largest magnitude in each gradient; NaN if it has a NaN."""
+        self._intake.average()
+        over_ranks = self._over_ranks([self._grads(m).largest(m) for m in members])
+        largest = over_ranks.amax(dim=0).tolist()
+        return [one * abs(m.grad_factor) for one, m in zip(largest, members, strict=True)]
+
+    def read(self, managed: ManagedParam) -> torch.Tensor:
+        """A copy of the gradient, as the step will use it: in fp32."""
+        self._intake.average()
+        mine = self._grads(managed).read(managed)
+        shard = self._shard
+        if shard is not None:
+            layout = self._params.group(managed.chunk).layout
+            whole = torch.empty(managed.numel, dtype=mine.dtype)
+            parts = [whole[managed.in_shard(layout, rank)[1]] for rank in range(shard.size)]
+            shard.exchange([mine] * shard.size, parts, f"reading the gradient of {managed.name}")
+            mine = whole
+        mine = mine.view(managed.param.shape).to(managed.param.device)
+        return mine.float().mul_(managed.grad_factor)
+
+    def norms(self, members: Members, norm_type: float) -> list[float]:
+        """The norm of each gradient; `norm_type` is 2 or inf."""
+        if norm_type == 2:
+            return [math.sqrt(total) for total in self.sums_of_squares(members)]
+        assert norm_type == math.inf
+        return self.largest(members)
+
+    def total_norm(self, members: Members, norm_type: float = 2.0) -> float:
+        """The norm of all of them together; each parameter counts once."""
+        members = in_model_order(members)
+        if norm_type == 2:
+            return math.sqrt(sum(self.sums_of_squares(members)))
+        norms = self.norms(members, norm_type)
+        return math.nan if any(map(math.isnan, norms)) else max(norms, default=0.0)
+
+    # Changes
+
+    def clip_norm(
+        self, members: Members, max_norm: float, norm_type: float, error_if_nonfinite: bool
+    ) -> float:
+        """Makes the total norm at most `max_norm`; returns what it was.
+
+        Raises NonFiniteError (with `error_if_nonfinite`), with nothing changed.
+        """
+        norm = self.total_norm(members, norm_type)
+        if error_if_nonfinite and not math.isfinite(norm):
+            raise NonFiniteError(f"the gradient norm is {norm}")
+        factor = max_norm / (norm + _CLIP_EPS)
+        self.multiply(in_model_order(members), 1.0 if factor > 1 else factor)  # NaN stays NaN
+        return norm
+
+    def multiply(self, members: Members, factor: float) -> None:
+        """Multiplies each gradient by `factor`."""
+        self._intake.average()
+        for m in members:
+            m.grad_factor *= factor
+
+    def clamp(self, members: Members, low: float | None, high: float | None) -> None:
+        """Limits each element to [low, high], in the grad dtype.
+
+        Where the loss is scaled by hetero, a gradient with an overflow stays as it is, because
+        its step is going to be skipped.
+        """
+        self._intake.average()
+        if self._loss_scale.dynamic:
+            sums = self.sums_of_squares(members)
+            members = [m for m, total in zip(members, sums, strict=True) if math.isfinite(total)]
+        for m in sorted(members, key=lambda m: (m.chunk.group_index, m.chunk.id, m.slice.offset)):
+            if not 0 < m.grad_factor < math.inf:
+                factor, m.grad_factor = m.grad_factor, 1.0
+                self._change(m, lambda kept, factor=factor: kept.mul_(factor))  # type: ignore[misc]
+            # The numbers of the grad dtype nearest to the bounds.
+            largest = torch.finfo(self._params.group(m.chunk).dtypes.torch_grad).max
+            bounds = [
+                None if b is None else min(max(b / m.grad_factor, -largest), largest)
+                for b in (low, high)
+            ]
+            self._change(m, lambda kept, bounds=bounds: kept.clamp_(*bounds))  # type: ignore[misc]
+
+    def unscale(self, members: Members, factor: float) -> bool:
+        """GradScaler's: multiplies by `factor`; whether an element is infinite or NaN.
+
+        Raises HeteroError if hetero scales the loss too.
+        """
+        if self._loss_scale.dynamic:
+            raise HeteroError(
+                "a GradScaler and hetero both scale the loss (fp16); leave one out: "
+                "hetero.initialize(..., initial_loss_scale=None) leaves it to the GradScaler"
+            )
+        self.multiply(members, factor)
+        overflow = self.any_non_finite(members)
+        if overflow:  # GradScaler is going to leave out the step, which would say that it is over
+            self._step_left_out()
+            for chunk_group in self._params.chunk_groups:
+                chunk_group.order.end_step()
+        return overflow
+
+    def replace(self, managed: ManagedParam, grad: torch.Tensor) -> None:
+        """Keeps `grad`, whole, instead of the gradient."""
+        self._whole_sums.clear()
+        managed.param.grad = grad
+        self._intake.adopt([managed])
+
+    def _change(self, m: ManagedParam, change: Callable[[torch.Tensor], object]) -> None:
+        self._whole_sums.clear()
+        self._grads(m).change(m, change)
+
+    def zero(self, members: Members) -> None:
+        """Makes the gradients zero; what comes next is the first of its sum."""
+        self._whole_sums.clear()
+        self._intake.zero(members)
+
+
+def in_model_order(members: Members) -> list[ManagedParam]:
+    """Each of them once, in the model's order, in which sums are taken."""
+    return sorted(dict.fromkeys(members), key=lambda m: m.slice.param.index)
 
 
 class OptimizerSteps:

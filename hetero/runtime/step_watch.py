@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -236,6 +236,17 @@ class Counters:
         return Counters(*[(now - before) / steps for now, before in pairs])
 
 
+def io_stats(
+    chunk_groups: Sequence[ChunkGroup], activations: ActivationStore | None
+) -> dict[str, float]:
+    """What all I/O engines together have counted so far: read_bytes, written_bytes, busy_s."""
+    engines: list[Mapping[str, Any]] = [g.disk.io.stats for g in chunk_groups if g.disk is not None]
+    if activations is not None:
+        engines.append(activations.own_io_stats)
+    names = ("read_bytes", "written_bytes", "busy_s")
+    return {name: sum(stats.get(name, 0) for stats in engines) for name in names}
+
+
 def counters_of(
     chunk_groups: Sequence[ChunkGroup],
     backend: Backend,
@@ -243,33 +254,22 @@ def counters_of(
 ) -> Counters:
     """What disks, pipelines and link have counted so far."""
     update_bytes = update_s = 0.0
-    engines: list[Mapping[str, Any]] = [
-        group.disk.io.stats for group in chunk_groups if group.disk is not None
-    ]
-    if activations is not None and activations.own_io_stats:
-        engines.append(activations.own_io_stats)
-    nvme_bytes = float(sum(stats["read_bytes"] + stats["written_bytes"] for stats in engines))
-    nvme_s = float(sum(stats["busy_s"] for stats in engines))
+    io = io_stats(chunk_groups, activations)
     for chunk_group in chunk_groups:
-        tiles = sum(c.slots for c in chunk_group.layout.chunks if c.trainable)
-        if tiles:
-            updated = chunk_group.pipeline.stats
-            numel = chunk_group.trained_numel / chunk_group.layout.shard.ranks
-            dtypes = chunk_group.dtypes
-            bytes_moved = numel * dtypes.update_bytes
-            update_bytes += updated["tasks"] / len(dtypes.passes) / tiles * bytes_moved
-            update_s += updated["compute_s"]
-    h2d_s, d2h_s = backend.link_busy_s
-    return Counters(
-        nvme_bytes=nvme_bytes,
-        nvme_s=nvme_s,
-        h2d_bytes=backend.h2d_bytes,
-        h2d_s=h2d_s,
-        d2h_bytes=backend.d2h_bytes,
-        d2h_s=d2h_s,
+        updated = chunk_group.pipeline.stats
+        update_bytes += updated["tasks"] * chunk_group.task_bytes
+        update_s += updated["compute_s"]
+    counters = Counters(
+        nvme_bytes=io["read_bytes"] + io["written_bytes"],
+        nvme_s=io["busy_s"],
         update_bytes=update_bytes,
         update_s=update_s,
     )
+    if not backend.separate:
+        return counters
+    h2d_s, d2h_s = backend.link_busy_s
+    h2d_bytes, d2h_bytes = backend.h2d_bytes, backend.d2h_bytes
+    return replace(counters, h2d_bytes=h2d_bytes, h2d_s=h2d_s, d2h_bytes=d2h_bytes, d2h_s=d2h_s)
 
 
 class LearnedRates:

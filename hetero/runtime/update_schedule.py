@@ -26,12 +26,12 @@ from hetero.chunks.dtypes import Dtypes
 from hetero.chunks.layout import Chunk
 from hetero.config import Config
 from hetero.overlap import OverlapUpdates
-from hetero.profiler_marks import marked
 from hetero.runtime.modules.call_stack import inside_another_backward
 from hetero.runtime.modules.param_registry import ParamRegistry
 from hetero.state.chunk_updates import Speculative
 from hetero.state.grads import LossScale
 from hetero.state.managed_param import ManagedParam
+from offload.timeline import marked
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,8 @@ class UpdateSchedule:
         self._counts.note(managed, added, counts)
         if not counts or self._guess is None:
             return
-        chunk_group, arrived = self._params.group(managed.chunk), [managed.chunk]
+        chunk_group = self._params.chunk_groups[managed.chunk.group_index]
+        arrived = [managed.chunk]
         if chunk_group.ranks is not None:
             arrived = chunk_group.ranks.grad_reducer.means.take_new()
         chunk_group.params.updates.finish(arrived)  # of the last step
@@ -118,7 +119,7 @@ class UpdateSchedule:
         if final and not inside_another_backward():
             for chunk in final:
                 # (Gradients may have been cleared since, or another one have come.)
-                if self._note_final(chunk):
+                if chunk in arrived or self._note_final(chunk):
                     chunk_group = self._params.group(chunk)
                     if not chunk_group.grads.has_arrived(chunk):
                         return  # it is on its way from the device
@@ -144,7 +145,9 @@ class UpdateSchedule:
         groups = self._grouped(members)
         if groups is None or chunk_group.grads.has_lost(chunk) or not all(map(is_free, members)):
             return
-        if not chunk_group.update_tasks.can_speculate or not updates.versions.can_speculate(chunk):
+        if not chunk_group.update_tasks.can_speculate or not updates.versions.can_speculate(
+            updates.chunks[chunk.id]
+        ):
             return
         try:
             table = self._optimizers[0].hyper_table(groups, factor)
@@ -194,7 +197,8 @@ class UpdateSchedule:
         members = [m for _, some in groups for m in some]
         chunk_groups = self._params.chunk_groups
         for chunk in {(m.chunk.group_index, m.chunk.id): m.chunk for m in members}.values():
-            chunk_groups[chunk.group_index].updates.versions.leave_committed(chunk)
+            updates = chunk_groups[chunk.group_index].updates
+            updates.versions.leave_committed(updates.chunks[chunk.id])
         for m in members:
             chunk_groups[m.chunk.group_index].grads.wait_arrived(m)
         self._note_factor(members)
@@ -264,9 +268,7 @@ class UpdateSchedule:
                 chunk_group.update_tasks.submit(update, last=True)
         finally:  # other ranks that ask are told of a failure, too
             under_way = chunk_group.updates.under_way
-            for chunk in under_way:
-                chunk_group.params.updates.versions.publish(chunk)
-            chunk_group.params.updates.begin_gathers(under_way)
+            chunk_group.params.updates.publish(under_way)
 
     def end_step(self) -> None:
         """step() is over, with or without an update: the next backward is of another step."""
@@ -332,19 +334,19 @@ class GradCounts:
         """
         self._now[managed] = (self._now.get(managed, 0) if added else 0) + counts
 
-    def expected(self, managed: ManagedParam) -> int:
-        """How many gradients of the parameter a step brings; 0 if that is not known."""
-        return self._most.get(managed, 0)
-
     def are_final(self, members: Iterable[ManagedParam]) -> bool:
         """Whether all of `members` have the gradient that the step will use."""
-        return all(m.has_grad and 0 < self.expected(m) == self._now.get(m) for m in members)
+        for m in members:
+            expected = self._most.get(m, 0)  # 0: not known
+            if not (0 < expected == self._now.get(m) and m.has_grad):
+                return False
+        return True
 
     def end_step(self) -> None:
         """The step was made with the gradients that are kept now."""
         for managed, count in self._now.items():
             if managed.has_grad:
-                self._most[managed] = max(count, self.expected(managed))
+                self._most[managed] = max(count, self._most.get(managed, 0))
         self._now.clear()
 
 

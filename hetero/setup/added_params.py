@@ -209,7 +209,7 @@ def _make(
             fill(chunk_group, FirstValues(elements))
             chunk_group.commit()
         except Exception as error:
-            chunk_group.fail_waiting_ranks(f"{type(error).__name__}: {error}")
+            chunk_group.params.updates.fail_waiting_ranks(f"{type(error).__name__}: {error}")
             raise
 
     engine.world.together(f"move {_COMING}", bring)

@@ -44,7 +44,7 @@ from hetero.stand_ins.construction_uses import arena_of, written_to
 from hetero.stand_ins.parameter_classes import AbsentParameter, memory_in
 from hetero.state.grads import LossScale
 from hetero.state.managed_param import ManagedParam, can_train, refuse_managed
-from hetero.state.memory.scratch_space import StateFiles
+from hetero.state.state_files import StateFiles
 from offload.device.backend import Backend
 from offload.errors import HeteroError
 from offload.memory.process_memory import ProcessExcess

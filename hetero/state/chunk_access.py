@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -14,7 +14,6 @@ import torch
 
 from hetero.chunks.layout import Chunk
 from hetero.planning.belady import PREFETCH_CHUNKS
-from hetero.profiler_marks import mark, marked
 from hetero.ranks.shard_server import Versions
 from hetero.state.chunk_updates import (
     ChunkUpdates,
@@ -28,7 +27,7 @@ from hetero.state.chunk_updates import (
 from hetero.state.gathering.agreed_gathers import AgreedGathers
 from hetero.state.gathering.all_gather import Gathering
 from hetero.state.managed_param import ManagedParam, ParamState
-from hetero.state.memory.homes import Homes
+from hetero.state.memory import Homes
 from offload import timeline
 from offload.cache.slot_cache import SlotCache, UseOrder
 from offload.errors import HeteroError, StaleGraphError
@@ -38,6 +37,9 @@ from offload.memory.operation import wait_quietly
 
 class CopyCache(Protocol):
     """A cache of copies of parameters, or what fills one."""
+
+    def drop(self, chunk: int) -> None:
+        """Forgets the chunk's copy, once it is not being made any more."""
 
     def clear(self) -> None:
         """Forgets all copies. Raises what a transfer met."""
@@ -55,8 +57,8 @@ class CopyCaches:
         cache: these copies, flat and whole.
         order: the learned order in which steps gather chunks.
         dtype: of the copies.
-        clearable: all caches, the one nearest to compute first, that of shards included.
-        drops: forget one chunk's whole copies, in this order.
+        whole: the caches of whole copies, the one nearest to compute first; none where shards are
+            whole.
         shards: this rank's part, whose copies are of the file.
         has_soft_limit: the cache may use more slots than Placement.gathered_slots while RAM is
             free.
@@ -66,8 +68,7 @@ class CopyCaches:
     cache: SlotCache
     order: UseOrder
     dtype: torch.dtype
-    clearable: Sequence[CopyCache]
-    drops: Sequence[Callable[[int], object]]
+    whole: Sequence[CopyCache]
     shards: OwnShards
     has_soft_limit: bool
 
@@ -78,12 +79,12 @@ class CopyCaches:
 
     def drop(self, chunk: Chunk) -> None:
         """Forgets the chunk's whole copies, once none is being made any more."""
-        for drop in self.drops:
-            drop(chunk.id)
+        for cache in self.whole:
+            cache.drop(chunk.id)
 
     def clear(self) -> None:
         """Forgets all copies of all chunks; none may be in use. Raises what a transfer met."""
-        for cache in self.clearable:
+        for cache in (*self.whole, self.shards.slots):
             cache.clear()
 
     def refit(self, gathered_slots: int) -> None:
@@ -92,7 +93,7 @@ class CopyCaches:
         `gathered_slots` is the limit of gathered copies, soft if they may use more while RAM is
         free.
         """
-        for cache in self.clearable:
+        for cache in (*self.whole, self.shards.slots):
             cache.refit()
         if self.has_soft_limit:
             self.cache.refit(gathered_slots)
@@ -114,19 +115,19 @@ class ParamUpdates:
         homes: Homes,
         copies: CopyCaches,
         updates: ChunkUpdates,
-        versions: Versions,
+        versions: Versions | None,
         gathering: Gathering | None,
     ) -> None:
         """No update has begun. `versions` make other ranks wait from a change until it is
-        published; one rank gathers nothing."""
+        published; one rank has none, and gathers nothing."""
         self._homes = homes
         self._copies = copies
         self._updates = updates
         self._chunks = updates.chunks
         self._gathering = gathering if homes.whole else None
-        # Whether other ranks' new values come to this rank's homes, in begin_gathers().
+        # Whether other ranks' new values come to this rank's homes, in publish().
         self.gathers = self._gathering is not None
-        self.versions = versions
+        self._versions = versions
 
     def begin(self, chunk: Chunk, members: Sequence[ManagedParam]) -> None:
         """An update of `members`, parameters of the chunk, is about to be submitted.
@@ -135,7 +136,7 @@ class ParamUpdates:
         updates before anything can use them.
         """
         self._updates.versions.snapshots.wait(chunk)
-        self.versions.change(chunk)
+        self.change(chunk)
         self._copies.discard(chunk)
         is_awaited = not self._updates.goes_on(chunk) or any(m.uses for m in members)
         for m in members:
@@ -170,7 +171,7 @@ class ParamUpdates:
 
     def decide(self, chunk: Chunk, confirmed: bool) -> None:
         """The chunk's speculative update stays, or is about to be submitted once more."""
-        self.versions.change(chunk)
+        self.change(chunk)
         self._copies.discard(chunk)  # also of old values that were read while it was prepared
         self._updates.decide(chunk, confirmed)
 
@@ -182,7 +183,7 @@ class ParamUpdates:
         chunks = [chunk for chunk in chunks if self._chunks[chunk.id].is_under_way]
         for chunk in chunks:
             self._updates.wait_updated(chunk)
-        self._finish_gathers(chunks)
+        self.finish_gathers(chunks)
         for chunk in chunks:
             update, home = self._chunks[chunk.id].update, self._homes.resident(chunk)
             if isinstance(update, Done):
@@ -190,25 +191,33 @@ class ParamUpdates:
                     m.end_update(home)
                 self._updates.finish(chunk)  # last, so that all of it is done again after Ctrl-C
 
-    # Where homes are whole
+    # What other ranks have
 
-    def begin_gathers(self, chunks: Iterable[Chunk]) -> None:
-        """Where homes are whole the other ranks' new values start to come in.
+    def change(self, chunk: Chunk) -> None:
+        """The chunk's values are about to change: other ranks wait until publish()."""
+        if self._versions is not None:
+            self._versions.change(chunk)
 
-        They come when the updates are made. All ranks call this with the same chunks.
+    def publish(self, chunks: Sequence[Chunk]) -> None:
+        """Other ranks may have the new values of `chunks`. All ranks call it with the same ones.
+
+        Where homes are whole the other ranks' start to come in; they come when updates are made.
         """
+        if self._versions is not None:
+            for chunk in chunks:
+                self._versions.publish(chunk)
         if self._gathering is not None:
             for chunk in sorted(chunks, key=lambda chunk: chunk.id):
                 gather = self._gathering.start(chunk, self._homes.flat(chunk))
                 self._chunks[chunk.id].whole_gather = gather
 
-    def gather(self, chunks: Sequence[Chunk]) -> None:
-        """Returns when the other ranks' values of `chunks` are here. All ranks call it."""
-        self.begin_gathers(chunks)
-        self._finish_gathers(chunks)
+    def fail_waiting_ranks(self, why: str) -> None:
+        """Tells the ranks that wait for values of this one that these will not come, and why."""
+        if self._versions is not None:
+            self._versions.end(why)
 
-    def _finish_gathers(self, chunks: Iterable[Chunk]) -> None:
-        """Waits for what begin_gathers() has started of `chunks`. Raises what it met."""
+    def finish_gathers(self, chunks: Iterable[Chunk]) -> None:
+        """Waits for what publish() has started of `chunks`. Raises what it met."""
         for chunk in chunks:
             state = self._chunks[chunk.id]
             if state.whole_gather is not None:
@@ -216,7 +225,7 @@ class ParamUpdates:
                 state.whole_gather = None
 
     def wait_gathers_quietly(self) -> None:
-        """Waits until what begin_gathers() has started is made, or has failed."""
+        """Waits until what publish() has started is made, or has failed."""
         for state in self._chunks:
             wait_quietly(state.whole_gather)
 
@@ -330,7 +339,7 @@ class ChunkAccess:
             self._wait_usable(chunk)
             return self._gather(chunk)
 
-    @marked("hetero::gather")
+    @timeline.marked("hetero::gather")
     def _gather(self, chunk: Chunk) -> torch.Tensor:
         self.copies.order.note(chunk.id)
         agreed, began_s = self.agreed_gathers, time.perf_counter()
@@ -401,11 +410,11 @@ class ChunkAccess:
         Returns when they are there. All ranks call it.
         """
         self._updates.versions.begin_write(chunk)
-        self.updates.versions.change(chunk)
+        self.updates.change(chunk)
         self.copies.drop(chunk)
         self.copies.shards.filled(chunk)
-        self.updates.versions.publish(chunk)
-        self.updates.gather([chunk])
+        self.updates.publish([chunk])
+        self.updates.finish_gathers([chunk])
 
     def keep_written(self, managed: ManagedParam, values: torch.Tensor) -> None:
         """Brings what user code has made of the parameter home. For one rank.
@@ -426,7 +435,7 @@ class ChunkAccess:
             self._updates.note_use(state)
         if isinstance(state.update, Submitted | Done):
             began_s = time.perf_counter()
-            with mark("hetero::wait_update"):
+            with timeline.mark("hetero::wait_update"):
                 self.updates.finish([chunk])
             timeline.note("gather", began_s)
 

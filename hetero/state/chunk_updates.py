@@ -43,12 +43,10 @@ from typing import NamedTuple
 
 import torch
 
-from hetero.chunks.dtypes import Dtypes
-from hetero.chunks.layout import Chunk, Layout
+from hetero.chunks.layout import Chunk
 from hetero.overlap import OverlapUpdates
 from hetero.state.managed_param import ManagedParam
-from hetero.state.memory.homes import Homes, SlotArenas, extent_size, name_of
-from hetero.state.memory.scratch_space import ScratchSpace
+from hetero.state.memory import Homes, StateMemory
 from offload._native import Hyper, NativeIoError
 from offload.cache.slot_cache import SharedWriteBackCache
 from offload.disk.scratch_file import Extent
@@ -294,9 +292,6 @@ class Snapshots:
             snapshot.wait_all()
 
 
-_KINDS = (StateKind.PARAM, StateKind.OPTIM_STATE)
-
-
 @dataclass(frozen=True)
 class CommitChunk:
     """What a commit has of a chunk.
@@ -314,97 +309,7 @@ class CommitChunk:
     changed: bool
 
 
-class CommittedState:
-    """Says which extents the last commit has, so that nothing writes to them.
-
-    What has its home in the file is committed where it is: the next update, or other change, of a
-    chunk that has not changed since writes to the chunk's spare extents, which are then in use
-    (ChunkVersions). What has its home in memory is copied to the file by each commit that finds it
-    changed, to one of two extents in turn.
-    """
-
-    def __init__(
-        self,
-        layout: Layout,
-        dtypes: Dtypes,
-        homes: Mapping[StateKind, Homes],
-        file: ScratchSpace,
-        chunks: Sequence[ChunkState],
-    ) -> None:
-        """Nothing is committed yet."""
-        self._layout, self._dtypes, self._homes, self._file = layout, dtypes, homes, file
-        self._chunks = chunks
-
-    def is_in_file(self, chunk: Chunk) -> bool:
-        """Whether some of what commits have of the chunk has its home in the file."""
-        return any(chunk not in self._homes[kind] for kind in self._kinds(chunk))
-
-    def _kinds(self, chunk: Chunk) -> Sequence[StateKind]:
-        return _KINDS if chunk.trainable else _KINDS[:1]
-
-    def nbytes(self, chunk: Chunk, kind: StateKind) -> int:
-        """Bytes that commits have of a chunk: this rank's shard, tile by tile."""
-        tile_numel = self._layout.tile_numel
-        if kind is StateKind.PARAM:
-            return chunk.slots * tile_numel * self._dtypes.param_bytes
-        return chunk.slots * self._dtypes.optim_state_bytes(tile_numel)
-
-    def reserve_copies(self) -> None:
-        """Allocates extents for what has its home in memory, and frees those of what has left it.
-
-        Raises BudgetError, with nothing allocated, if there is no room for them.
-        """
-        missing: list[tuple[ChunkState, StateKind, int]] = []
-        for state in self._chunks:
-            chunk, versions = state.chunk, state.versions
-            wanted = [kind for kind in self._kinds(chunk) if chunk in self._homes[kind]]
-            for kind in set(versions.copies) - set(wanted):
-                versions.copied.discard(kind)
-                for offset in versions.copies.pop(kind):
-                    self._file.free(offset, self.nbytes(chunk, kind))
-            missing += [
-                (state, kind, self.nbytes(chunk, kind))
-                for kind in wanted
-                if kind not in versions.copies
-            ]
-        needed_bytes = 2 * sum(nbytes for _, _, nbytes in missing)
-        try:
-            self._file.reserve(needed_bytes)
-        except (BudgetError, StoreError) as error:
-            raise BudgetError(
-                f"durable=True needs {format_bytes(needed_bytes)} on NVMe for two copies of the "
-                f"state in RAM, and there is no room: {error}"
-            ) from None
-        for state, kind, nbytes in missing:
-            first, second = self._file.allocate(nbytes), self._file.allocate(nbytes)
-            state.versions.copies[kind] = first, second
-            for offset in (first, second):
-                self._file.name(offset, nbytes, name_of(kind, state.chunk))
-
-    def begin_commit(self) -> list[CommitChunk]:
-        """What the commit of the state of now has of each chunk; none has changed from here on.
-
-        Raises BudgetError if there is no room for the copies of homes that have moved.
-        """
-        self.reserve_copies()
-        found = []
-        for state in self._chunks:
-            chunk, versions = state.chunk, state.versions
-            offsets: dict[StateKind, int] = {}
-            copied = []
-            for kind in self._kinds(chunk):
-                if chunk not in self._homes[kind]:
-                    offsets[kind] = self._homes[kind].extents[chunk.id].offset
-                    continue
-                last, other = versions.copies[kind]
-                if versions.changed or kind not in versions.copied:
-                    copied.append(kind)
-                    versions.copied.add(kind)
-                    versions.copies[kind] = last, other = other, last
-                offsets[kind] = last
-            found.append(CommitChunk(chunk, offsets, copied, versions.changed))
-            versions.changed = False
-        return found
+_KINDS = (StateKind.OPTIM_STATE, StateKind.PARAM)
 
 
 class TileOffsets(NamedTuple):
@@ -420,55 +325,66 @@ class TileOffsets(NamedTuple):
 
 
 class ChunkVersions:
-    """For each chunk a second extent of OPTIM_STATE and one of PARAM, beside those in use.
+    """What the scratch file has of each chunk beside the extents in use.
 
-    swap() makes the spare extents those in use. Of what is in RAM, which an update changes in
-    place, the spare extents have the old bits, which are written with the update. Extents are
+    For updates that leave what they read a chunk has a second extent of OPTIM_STATE and one of
+    PARAM; swap() makes these spare extents the ones in use. Of what is in RAM, which an update
+    changes in place, they have the old bits, which are written with the update. Extents are
     allocated when a chunk first needs them, and kept.
 
+    Of a durable state nothing may write to what the last commit has. What has its home in the file
+    is committed where it is: the next update, or other change, of a chunk that has not changed
+    since writes to the spare extents. What has its home in memory is copied to the file by each
+    commit that finds it changed, to one of two extents in turn.
+
     Attributes:
-        committed: what commits have, of a durable state; else None.
+        is_durable: there are commits.
         snapshots: of a save and a commit that go on: changes wait for them.
     """
 
-    def __init__(
-        self,
-        layout: Layout,
-        dtypes: Dtypes,
-        homes: Mapping[StateKind, Homes],
-        file: ScratchSpace,
-        arenas: SlotArenas,
-        chunks: Sequence[ChunkState],
-        committed: CommittedState | None,
-    ) -> None:
-        """Allocates nothing yet. `arenas` have the pipeline that makes the updates."""
-        self._layout, self._dtypes, self._file = layout, dtypes, file
-        self._arenas, self._chunks, self.committed = arenas, chunks, committed
-        self._params, self._optim_states = homes[StateKind.PARAM], homes[StateKind.OPTIM_STATE]
-        self._kinds = [(homes[kind], kind) for kind in (StateKind.OPTIM_STATE, StateKind.PARAM)]
-        self._tile_bytes = {
-            StateKind.PARAM: layout.tile_numel * dtypes.param_bytes,
-            StateKind.OPTIM_STATE: dtypes.optim_state_bytes(layout.tile_numel),
-        }
+    def __init__(self, memory: StateMemory, chunks: Sequence[ChunkState]) -> None:
+        """Nothing is committed yet, and extents are allocated for a durable state alone.
+
+        Raises BudgetError if there is no room for these.
+        """
+        self._memory, self._chunks = memory, chunks
+        self._file, self._arenas = memory.scratch_space, memory.arenas
+        self._params = memory.homes[StateKind.PARAM]
+        self._optim_states = memory.homes[StateKind.OPTIM_STATE]
         self._is_full = False
         self.snapshots = Snapshots()
+        self.is_durable = self._file.is_durable
+        if self.is_durable:
+            self._reserve_copies()
+            self._reserve_all()
 
     def can_leave(self, chunk: Chunk) -> bool:
         """Whether an update of the chunk can leave all that it reads, because its optimizer state
         is in the file, and its parameters are there or in RAM."""
         return chunk not in self._optim_states and not self._params.on_device(chunk)
 
-    def reserve_all(self) -> None:
-        """Allocates the extents of all chunks that are trained, which a durable state needs.
+    def _kinds(self, chunk: Chunk) -> Sequence[StateKind]:
+        """The kinds of state that updates change and commits have."""
+        return _KINDS if chunk.trainable else _KINDS[1:]
+
+    def _nbytes(self, chunk: Chunk, kind: StateKind) -> int:
+        """Bytes of this rank's shard."""
+        return chunk.slots * self._memory.tile_bytes[kind]
+
+    def in_file(self, chunk: Chunk) -> list[StateKind]:
+        """The kinds that have their homes in the file."""
+        return [kind for kind in self._kinds(chunk) if chunk not in self._memory.homes[kind]]
+
+    # The extents
+
+    def _reserve_all(self) -> None:
+        """Allocates the spare extents of all chunks that are trained, which a durable state needs.
 
         Raises BudgetError, with nothing allocated, if there is no room for them.
         """
-        trained = [chunk for chunk in self._layout.chunks if chunk.trainable]
-        nbytes = sum(
-            extent_size(self._layout, self._dtypes, kind, chunk).space_bytes
-            for chunk in trained
-            for kind in (StateKind.OPTIM_STATE, StateKind.PARAM)
-        )
+        trained = [state for state in self._chunks if state.chunk.trainable]
+        extents = [(kind, state.chunk) for state in trained for kind in _KINDS]
+        nbytes = sum(self._memory.extent_size(*each).space_bytes for each in extents)
         try:
             self._file.reserve(nbytes)
         except (BudgetError, StoreError, NativeIoError) as error:
@@ -476,20 +392,17 @@ class ChunkVersions:
                 f"durable=True needs another {format_bytes(nbytes)} on NVMe, for the state from "
                 f"before a step, and there is no room: {error}"
             ) from None
-        for chunk in trained:
-            self._spare(chunk).update(self._allocate(chunk))
+        for state in trained:
+            self._allocate(state)
 
-    def _spare(self, chunk: Chunk) -> dict[StateKind, Extent]:
-        return self._chunks[chunk.id].versions.spare
-
-    def _reserve(self, chunk: Chunk) -> bool:
-        """Allocates the chunk's extents, unless it has them; returns whether there is room."""
-        if self._spare(chunk):
+    def _reserve(self, state: ChunkState) -> bool:
+        """Allocates the chunk's spare extents, if it has none; returns whether there is room."""
+        if state.versions.spare:
             return True
         if self._is_full:
             return False
         try:
-            self._spare(chunk).update(self._allocate(chunk))
+            self._allocate(state)
         except (BudgetError, StoreError, NativeIoError) as error:
             self._is_full = True
             self._file.note(
@@ -502,39 +415,27 @@ class ChunkVersions:
             return False
         return True
 
-    def _allocate(self, chunk: Chunk) -> dict[StateKind, Extent]:
-        made: dict[StateKind, Extent] = {}
+    def _allocate(self, state: ChunkState) -> None:
         try:
-            for _, kind in self._kinds_of(chunk):
-                size = extent_size(self._layout, self._dtypes, kind, chunk)
-                offset = self._file.allocate(size.space_bytes)
-                made[kind] = Extent(offset, size.transfer_bytes, chunk.slots)
-                self._file.name(offset, size.space_bytes, name_of(kind, chunk))
+            for kind in self._kinds(state.chunk):
+                state.versions.spare[kind] = self._memory.make_extent(kind, state.chunk)
         except BaseException:
-            self._free(chunk, made)
+            self._free(state)
             raise
-        return made
 
-    def _free(self, chunk: Chunk, extents: Mapping[StateKind, Extent]) -> None:
-        for kind, extent in extents.items():
-            size = extent_size(self._layout, self._dtypes, kind, chunk)
-            self._file.free(extent.offset, size.space_bytes)
+    def _free(self, state: ChunkState) -> None:
+        for kind, extent in state.versions.spare.items():
+            self._memory.free_extent(kind, state.chunk, extent)
+        state.versions.spare.clear()
 
     def free_all(self) -> None:
         """Gives all spare extents back to the file, for homes that are about to move; no
         speculative update is under way."""
         for state in self._chunks:
-            self._free(state.chunk, state.versions.spare)
-            state.versions.spare.clear()
+            self._free(state)
         self._is_full = False
 
-    def _in_ram(self, chunk: Chunk) -> list[tuple[Homes, int, int]]:
-        """Of each kind that is in RAM its homes, its bytes, and where the spare extent begins."""
-        return [
-            (homes, chunk.slots * self._tile_bytes[kind], self._spare(chunk)[kind].offset)
-            for homes, kind in self._kinds
-            if chunk in homes
-        ]
+    # Updates that leave what they read
 
     def offsets(self, state: ChunkState) -> list[TileOffsets]:
         """Where the update of each tile that is about to be submitted writes, and reads, in the
@@ -547,9 +448,12 @@ class ChunkVersions:
             return [TileOffsets()] * chunk.slots
         in_ram = chunk in self._params
         is_saved = in_ram and (is_guess or is_remade)
-        param_to, state_to = (
-            [self._spare(chunk)[kind].offset + tile * nbytes for tile in range(chunk.slots)]
-            for kind, nbytes in self._tile_bytes.items()
+        state_to, param_to = (
+            [
+                state.versions.spare[kind].offset + tile * self._memory.tile_bytes[kind]
+                for tile in range(chunk.slots)
+            ]
+            for kind in _KINDS
         )
         nowhere = [-1] * chunk.slots
         made = (
@@ -559,91 +463,89 @@ class ChunkVersions:
         )
         return [TileOffsets(*offsets) for offsets in zip(*made, strict=True)]
 
-    def swap(self, chunk: Chunk) -> None:
+    def swap(self, state: ChunkState) -> None:
         """The chunk's update stays: what it has written is in use from now on.
 
         Called once more, with restore(), it brings back what was in use before.
         """
-        spare = self._spare(chunk)
-        for homes, kind in self._in_file(chunk):
-            used = homes.extents[chunk.id]
-            homes.extents[chunk.id] = replace(used, offset=spare[kind].offset)
+        chunk, spare = state.chunk, state.versions.spare
+        for kind in self.in_file(chunk):
+            extents = self._memory.homes[kind].extents
+            used = extents[chunk.id]
+            extents[chunk.id] = replace(used, offset=spare[kind].offset)
             spare[kind] = replace(spare[kind], offset=used.offset)
 
-    def _kinds_of(self, chunk: Chunk) -> list[tuple[Homes, StateKind]]:
-        return self._kinds if chunk.trainable else self._kinds[1:]
-
-    def _in_file(self, chunk: Chunk) -> list[tuple[Homes, StateKind]]:
-        return [(homes, kind) for homes, kind in self._kinds_of(chunk) if chunk not in homes]
-
-    def _copy(self, chunk: Chunk) -> None:
+    def _copy(self, state: ChunkState) -> None:
         """Copies what the extents in use have to the spare ones, without what was never written.
 
         Raises NativeIoError.
         """
-        nbytes = max(self._tile_bytes.values())
+        nbytes = max(self._memory.tile_bytes[kind] for kind in _KINDS)
         buffer = HostArena(1, nbytes, Ledger({}), Account.BUFFER)  # which no budget counts
         try:
             buffer.commit(0, 1)
-            for homes, kind in self._in_file(chunk):
-                extent = homes.extents[chunk.id]
+            for kind in self.in_file(state.chunk):
+                extent = self._memory.homes[kind].extents[state.chunk.id]
                 for begin in range(0, extent.nbytes, nbytes):
                     size = min(nbytes, extent.nbytes - begin)
                     address = buffer.address(0)
                     self._file.read(address, size, extent.offset + begin).wait()
-                    to = self._spare(chunk)[kind].offset + begin
+                    to = state.versions.spare[kind].offset + begin
                     self._file.write(address, size, to).wait()
         finally:
             buffer.close()
 
-    def restore(self, chunk: Chunk) -> None:
+    def restore(self, state: ChunkState) -> None:
         """Brings the old bits of what is in RAM back. Raises NativeIoError."""
+        chunk = state.chunk
         reads = [
-            self._file.read(homes.address(chunk, 0), nbytes, offset)
-            for homes, nbytes, offset in self._in_ram(chunk)
+            self._file.read(
+                self._memory.homes[kind].address(chunk, 0),
+                self._nbytes(chunk, kind),
+                extent.offset,
+            )
+            for kind, extent in state.versions.spare.items()
+            if chunk in self._memory.homes[kind]
         ]
         for read in reads:
             read.wait()
 
-    # Who needs the state that the next update reads
-
-    def can_speculate(self, chunk: Chunk) -> bool:
+    def can_speculate(self, state: ChunkState) -> bool:
         """Whether an update of the chunk could be taken back, and is worth being made early.
 
         What buffers keep unwritten from step to step is not: it is updated as fast as memory. Where
         the spare extents have what the last commit has, none could.
         """
-        if not self.can_leave(chunk) or self._commit_has_spare(chunk):
+        if not self.can_leave(state.chunk) or self._commit_has_spare(state) or state.was_revoked:
             return False
-        state = self._chunks[chunk.id]
-        if state.was_revoked:
-            return False
-        keeps = self._arenas.pipeline.keeps(state.first_key, chunk.slots)
-        return not keeps and self._reserve(chunk)
+        keeps = self._arenas.pipeline.keeps(state.first_key, state.chunk.slots)
+        return not keeps and self._reserve(state)
 
-    def _commit_has_spare(self, chunk: Chunk) -> bool:
+    # What the last commit has
+
+    def _commit_has_spare(self, state: ChunkState) -> bool:
         """Whether the last commit has the extents that are not in use."""
-        return self.committed is not None and self._chunks[chunk.id].versions.changed
+        return self.is_durable and state.versions.changed
 
-    def leave_committed(self, chunk: Chunk) -> None:
+    def leave_committed(self, state: ChunkState) -> None:
         """The chunk's next update leaves what the last commit has, and waits for one that goes on.
 
         Raises BudgetError if there is no room for what it writes, and what a commit has met.
         """
-        if self._begin_leaving_commit(chunk):
-            self._chunks[chunk.id].versions.leaves_commit = True
+        if self._begin_leaving_commit(state):
+            state.versions.leaves_commit = True
 
-    def _begin_leaving_commit(self, chunk: Chunk) -> bool:
+    def _begin_leaving_commit(self, state: ChunkState) -> bool:
         """Whether the last commit has extents in use; the spare ones are reserved then."""
-        if self.committed is None:
+        if not self.is_durable:
             return False
-        self.snapshots.wait(chunk)
-        if self._commit_has_spare(chunk) or not self.committed.is_in_file(chunk):
+        self.snapshots.wait(state.chunk)
+        if self._commit_has_spare(state) or not self.in_file(state.chunk):
             return False
-        if not self._reserve(chunk):
+        if not self._reserve(state):
             raise BudgetError(
-                f"durable=True needs a second place on NVMe for the chunk of {chunk.name}, whose "
-                f"state the last commit has, and there is no room; free space, or raise "
+                f"durable=True needs a second place on NVMe for the chunk of {state.chunk.name}, "
+                f"whose state the last commit has, and there is no room; free space, or raise "
                 f"nvme_capacity"
             )
         return True
@@ -655,18 +557,73 @@ class ChunkVersions:
         with the same bits. Raises as leave_committed(), and NativeIoError.
         """
         state = self._chunks[chunk.id]
-        if self._begin_leaving_commit(chunk):
+        if self._begin_leaving_commit(state):
             self._arenas.pipeline.forget(state.first_key, chunk.slots)
-            self._copy(chunk)
-            self.swap(chunk)
+            self._copy(state)
+            self.swap(state)
         state.versions.changed = True
 
     def note_submitted(self) -> None:
         """The step's last updates are submitted: what they leave is not in use any more."""
         for state in self._chunks:
             if state.versions.leaves_commit:
-                self.swap(state.chunk)
+                self.swap(state)
                 state.versions.leaves_commit = False
+
+    def _reserve_copies(self) -> None:
+        """Allocates extents for what has its home in memory, and frees those of what has left it.
+
+        Raises BudgetError, with nothing allocated, if there is no room for them.
+        """
+        missing: list[tuple[ChunkState, StateKind]] = []
+        for state in self._chunks:
+            chunk, versions = state.chunk, state.versions
+            in_file = self.in_file(chunk)
+            for kind in self._kinds(chunk):
+                if kind in in_file:
+                    versions.copied.discard(kind)
+                    for offset in versions.copies.pop(kind, ()):
+                        self._file.free(offset, self._nbytes(chunk, kind))
+                elif kind not in versions.copies:
+                    missing.append((state, kind))
+        needed_bytes = 2 * sum(self._nbytes(state.chunk, kind) for state, kind in missing)
+        try:
+            self._file.reserve(needed_bytes)
+        except (BudgetError, StoreError) as error:
+            raise BudgetError(
+                f"durable=True needs {format_bytes(needed_bytes)} on NVMe for two copies of the "
+                f"state in RAM, and there is no room: {error}"
+            ) from None
+        for state, kind in missing:
+            nbytes = self._nbytes(state.chunk, kind)
+            first, second = (self._memory.allocate(kind, state.chunk, nbytes) for _ in range(2))
+            state.versions.copies[kind] = first, second
+
+    def begin_commit(self) -> list[CommitChunk]:
+        """What the commit of the state of now has of each chunk; none has changed from here on.
+
+        Raises BudgetError if there is no room for the copies of homes that have moved.
+        """
+        self._reserve_copies()
+        found = []
+        for state in self._chunks:
+            chunk, versions = state.chunk, state.versions
+            offsets: dict[StateKind, int] = {}
+            copied = []
+            for kind in self._kinds(chunk):
+                homes = self._memory.homes[kind]
+                if chunk not in homes:
+                    offsets[kind] = homes.extents[chunk.id].offset
+                    continue
+                last, other = versions.copies[kind]
+                if versions.changed or kind not in versions.copied:
+                    copied.append(kind)
+                    versions.copied.add(kind)
+                    versions.copies[kind] = last, other = other, last
+                offsets[kind] = last
+            found.append(CommitChunk(chunk, offsets, copied, versions.changed))
+            versions.changed = False
+        return found
 
 
 class ChunkUpdates:
@@ -685,19 +642,18 @@ class ChunkUpdates:
 
     def __init__(
         self,
+        memory: StateMemory,
         chunks: Sequence[ChunkState],
-        homes: Mapping[StateKind, Homes],
-        arenas: SlotArenas,
         versions: ChunkVersions,
         overlap: OverlapUpdates,
     ) -> None:
         """No update has begun."""
-        self.chunks, self.arenas = chunks, arenas
+        self.chunks, self.arenas = chunks, memory.arenas
         self.overlap = overlap
         self.versions = versions
         self.wait_s = 0.0
-        self._homes = homes[StateKind.PARAM]
-        self._optim_states = homes[StateKind.OPTIM_STATE]
+        self._homes = memory.homes[StateKind.PARAM]
+        self._optim_states = memory.homes[StateKind.OPTIM_STATE]
         # Queues of chunks whose update has begun, and that wait for theirs.
         self._begun: dict[ChunkState, None] = {}
         self._final: dict[ChunkState, None] = {}
@@ -798,7 +754,7 @@ class ChunkUpdates:
             members, is_awaited = state.update.members, not self.goes_on(chunk)
             state.versions.changed = True
             if confirmed:
-                self.versions.swap(chunk)
+                self.versions.swap(state)
                 state.versions.leaves_commit = False
             state.update = Submitted(members, is_awaited, is_remade=not confirmed)
 
@@ -827,7 +783,7 @@ class ChunkUpdates:
             if self.take_back(chunk):
                 return
             self.arenas.pipeline.forget(state.first_key, chunk.slots)
-            self.versions.restore(chunk)
+            self.versions.restore(state)
             self._end_speculation(state)
 
     def _end_speculation(self, state: ChunkState) -> None:

@@ -21,7 +21,7 @@ from hetero.chunks.dtypes import Dtypes
 from hetero.chunks.layout import Chunk, Layout
 from hetero.state.chunk_updates import ChunkUpdates, Open, Speculative, Submitted
 from hetero.state.managed_param import ManagedParam
-from hetero.state.memory.homes import Homes
+from hetero.state.memory import Homes
 from offload._native import Location, add_and_sum, copy_and_sum, sum_of_squares
 from offload.cache.slot_cache import WriteBackCache
 from offload.device.grad_offload import GradOffload
@@ -232,11 +232,17 @@ class Grads:
             updater: sums the squares of what is at home on DEVICE, if the CPU cannot.
         """
         self._updater = updater
-        self._layout = layout
-        self._dtypes = dtypes
+        self._tile_numel, self._itemsize = layout.tile_numel, dtypes.grad_bytes
         self.homes = homes
         self._updates = updates
         self._chunks = updates.chunks
+        # Where each gradient is in this rank's shard of its chunk.
+        self._parts = {
+            m: m.in_shard(layout)[0]
+            for state in updates.chunks
+            if state.chunk.trainable
+            for m in state.members
+        }
         self._grad_offload = grad_offload
         self._sums = GradSums(dtypes.grad)
         cache = make_cache(self._before_write)
@@ -303,7 +309,7 @@ class Grads:
 
     def parts(self, chunk: Chunk) -> list[slice]:
         """Where the gradients of its members() are in this rank's shard, in their order."""
-        return [m.in_shard(self._layout)[0] for m in self.members(chunk)]
+        return [self._parts[m] for m in self.members(chunk)]
 
     def note_means(self, chunk: Chunk, sums: Sequence[float] | None) -> None:
         """What open_home() gave holds the means now. `sums` are the sums of squares of its
@@ -319,7 +325,7 @@ class Grads:
         members = self.members(chunk)
         flat = self._to_write(chunk, members, any(m in kept for m in members))
         for m in members:
-            part, _ = m.in_shard(self._layout)
+            part = self._parts[m]
             if self._is_summed_on_device(chunk):
                 put_grad(m, mean[part].to(flat.device), flat[part], m in kept, None)
             else:
@@ -385,8 +391,8 @@ class Grads:
 
     def _array(self, managed: ManagedParam, chunk_address: int) -> tuple[int, int]:
         """The address and the number of elements of the shard's part of its gradient."""
-        part, _ = managed.in_shard(self._layout)
-        return chunk_address + part.start * self._dtypes.grad_bytes, part.stop - part.start
+        part = self._parts[managed]
+        return chunk_address + part.start * self._itemsize, part.stop - part.start
 
     def read(self, managed: ManagedParam) -> torch.Tensor:
         """A copy of the shard's part of the parameter's kept gradient, flat."""
@@ -402,17 +408,15 @@ class Grads:
     def change(self, managed: ManagedParam, change: Callable[[torch.Tensor], object]) -> None:
         """Calls `change` with the parameter's kept gradient, to be changed in place."""
         self.wait_arrived(managed)
-        part, _ = managed.in_shard(self._layout)
-        change(self._to_write(managed.chunk, [managed], accumulate=True)[part])
+        kept = self._to_write(managed.chunk, [managed], accumulate=True)
+        change(kept[self._parts[managed]])
 
     def _kept(self, managed: ManagedParam) -> torch.Tensor:
         """The shard's part of its gradient, flat, to be read."""
         self.wait_arrived(managed)
         chunk = managed.chunk
-        part, _ = managed.in_shard(self._layout)
-        if chunk in self.homes:
-            return self.homes.shard(chunk)[part]
-        return self.slots.read(chunk)[part]
+        shard = self.homes.shard(chunk) if chunk in self.homes else self.slots.read(chunk)
+        return shard[self._parts[managed]]
 
     def leaves_memory(self, chunk: Chunk) -> bool:
         """Whether the home, which is about to go to DISK, has gradients; their sums are taken."""
@@ -434,7 +438,7 @@ class Grads:
         first = None if chunk in self.homes else self.slots.lock(chunk, speculative)
         if first is None:
             return self.homes.locations(chunk)
-        tile_bytes = self._layout.tile_numel * self._dtypes.grad_bytes
+        tile_bytes = self._tile_numel * self._itemsize
         return [Location(first + tile * tile_bytes) for tile in range(chunk.slots)]
 
 

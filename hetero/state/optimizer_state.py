@@ -12,10 +12,10 @@ import torch
 from hetero.chunks.dtypes import Dtypes
 from hetero.chunks.layout import Chunk, Layout
 from hetero.state.managed_param import ManagedParam
-from hetero.state.memory.homes import Homes, SlotArenas
+from hetero.state.memory import StateMemory
 from offload._native import decode_state, encode_state, join_master, split_master
 from offload.device.updater import Updater
-from offload.disk.scratch_file import FileTransfers
+from offload.memory.tiers import StateKind
 
 
 @dataclass(frozen=True)
@@ -220,16 +220,12 @@ class OptimizerState(TileCodec):
     time.
 
     Attributes:
-        homes: of OPTIM_STATE.
-        arenas: have the pipeline, and its buffers, which keep optimizer state.
-        transfers: read and write the scratch file.
+        memory: has the homes, and the pipeline's buffers, which keep optimizer state, too.
         before_write: called with a chunk before its state is written.
         lock: held when an update is submitted, and in open(): the shard server's threads read, too.
     """
 
-    homes: Homes
-    arenas: SlotArenas
-    transfers: FileTransfers
+    memory: StateMemory
     before_write: Callable[[Chunk], None]
     lock: threading.RLock = field(default_factory=threading.RLock, init=False)
 
@@ -262,21 +258,22 @@ class OptimizerState(TileCodec):
     ) -> Iterator[torch.Tensor]:
         """As open(), for the bytes (uint8) of a chunk that is not frozen."""
         with self.lock:
-            in_file = chunk not in self.homes
+            homes, arenas = self.memory.homes[StateKind.OPTIM_STATE], self.memory.arenas
+            in_file = chunk not in homes
             if write:
                 self.before_write(chunk)
             if write or in_file:
-                self.arenas.forget_read_ahead()
+                arenas.forget_read_ahead()
             begin, nbytes = tile * self._tile_bytes, self._tile_bytes
             if in_file:
-                offset = self.homes.extents[chunk.id].offset + begin
-                raw = self.arenas.buffers.view(0, 1, torch.uint8)[:nbytes]
+                offset = homes.extents[chunk.id].offset + begin
+                raw = arenas.buffers.view(0, 1, torch.uint8)[:nbytes]
             else:
-                raw = self.homes.flat(chunk)[begin : begin + nbytes]
+                raw = homes.flat(chunk)[begin : begin + nbytes]
             if fresh:
                 raw.zero_()
             elif in_file:
-                self.transfers.read(raw.data_ptr(), nbytes, offset).wait()
+                self.memory.scratch_space.read(raw.data_ptr(), nbytes, offset).wait()
             yield raw
             if write and in_file:
-                self.transfers.write(raw.data_ptr(), nbytes, offset).wait()
+                self.memory.scratch_space.write(raw.data_ptr(), nbytes, offset).wait()

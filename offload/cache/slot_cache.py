@@ -1,4 +1,4 @@
-"""Copies of chunks in the slots of an arena, and which of them are given up for others.
+"""Copies of chunks in the slots of an arena: how they come there, and which make room for others.
 
 With two slots or more one gather of a step is waited for, its first, because the next chunks are
 read into slots that are not needed sooner. A chain of n chunks is gathered 2n - slots times a step,
@@ -22,10 +22,12 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Protocol
 
 import torch
 
-from offload.disk.scratch_file import Backing, WritableBacking
+from offload._native import IoEngine, IoOp
+from offload.disk.scratch_file import Extent, ScratchFile
 from offload.errors import BudgetError
 from offload.memory.arena import HostArena
 from offload.memory.operation import Operation, wait_quietly
@@ -376,6 +378,100 @@ class SlotTable:
                 if chunk in self._slot_of:
                     self._rank(chunk)
         self._seen = generation, len(moved)
+
+
+class Backing(Protocol):
+    """Moves a chunk between its home and slots of an arena."""
+
+    def read(self, chunk: int, slot: int) -> Operation:
+        """Starts filling the slots from `slot` on."""
+
+
+class WritableBacking(Backing, Protocol):
+    """A Backing of chunks that may change in their slots."""
+
+    def write(self, chunk: int, slot: int) -> Operation:
+        """Starts taking the slots' bytes home."""
+
+
+class FileTransfers(Protocol):
+    """Asynchronous transfers of one file; addresses, sizes and offsets are whole pages."""
+
+    def read(self, address: int, nbytes: int, offset: int) -> Operation:
+        """Starts reading to `address`. Raises NativeIoError if it cannot be started."""
+
+    def write(self, address: int, nbytes: int, offset: int) -> Operation:
+        """Starts writing from `address`. Raises NativeIoError if it cannot be started."""
+
+
+class Transfers:
+    """Asynchronous transfers of one scratch file."""
+
+    def __init__(self, engine: IoEngine, scratch: ScratchFile, checksums: bool = False) -> None:
+        """`checksums`: what is read is compared with the checksums of what was written."""
+        self.engine = engine
+        # First, because deciding may let members go.
+        stripes = scratch.stripes
+        members = [(m.fd, m.path) for m in scratch.members]
+        self.file = engine.add_striped_file(members, stripes, checksums)
+
+    def read(self, address: int, nbytes: int, offset: int, soon: bool = False) -> IoOp:
+        """Starts reading file bytes [offset, offset + nbytes) to `address`.
+
+        `soon`: nobody waits for it yet, so it comes after what somebody waits for (IoOp.hurry()).
+        """
+        return self.engine.read(self.file, address, nbytes, offset, soon)
+
+    def write(self, address: int, nbytes: int, offset: int, soon: bool = False) -> IoOp:
+        """Starts writing `nbytes` at `address` to the file at `offset`; `soon` as for read()."""
+        return self.engine.write(self.file, address, nbytes, offset, soon)
+
+    def close(self) -> None:
+        """Waits for the transfers under way; idempotent."""
+        if self.file >= 0:
+            self.engine.remove_file(self.file)
+            self.file = -1
+
+
+class FileBacking:
+    """Chunks whose home is in the file."""
+
+    def __init__(
+        self,
+        arena: HostArena,
+        transfers: FileTransfers,
+        extents: Mapping[int, Extent],
+        before_read: Callable[[int], object] | None = None,
+        before_write: Callable[[int], object] | None = None,
+    ) -> None:
+        """
+        Args:
+            arena: Has the slots.
+            transfers: Those of the file.
+            extents: Where the chunks are in the file, by chunk.
+            before_read: Called with a chunk before it is read: waits until the file has what it is
+                to have. What it raises, read() raises.
+            before_write: Likewise, before the bytes of its slots are written.
+        """
+        self._arena = arena
+        self._transfers = transfers
+        self._extents = extents
+        self._before_read = before_read
+        self._before_write = before_write
+
+    def read(self, chunk: int, slot: int) -> Operation:
+        """Starts a read. Raises NativeIoError if it cannot be started."""
+        if self._before_read is not None:
+            self._before_read(chunk)
+        extent = self._extents[chunk]
+        return self._transfers.read(self._arena.address(slot), extent.nbytes, extent.offset)
+
+    def write(self, chunk: int, slot: int) -> Operation:
+        """Starts a write. Raises NativeIoError if it cannot be started."""
+        if self._before_write is not None:
+            self._before_write(chunk)
+        extent = self._extents[chunk]
+        return self._transfers.write(self._arena.address(slot), extent.nbytes, extent.offset)
 
 
 class SlotState(enum.Enum):

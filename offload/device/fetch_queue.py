@@ -261,7 +261,7 @@ class FetchQueue:
             # A copy: what is raised has the caller's frames, and with them tensors that pin slots.
             raise copy.copy(fetch.error)
 
-    def wait_home_read(self, chunk: int) -> None:
+    def drop(self, chunk: int) -> None:
         """Until nothing reads the chunk's home in RAM, which is about to change."""
         # A copy that failed is an error of the device, which its next use raises.
         wait_quietly(self._from_home.pop(chunk, None))
@@ -275,7 +275,7 @@ class FetchQueue:
             while self._queue or self._under_way:
                 self._changed.wait()
         for chunk in list(self._from_home):
-            self.wait_home_read(chunk)
+            self.drop(chunk)
 
     def refit(self) -> None:
         """The slots were resized while nothing was under way: nothing is known of them here."""

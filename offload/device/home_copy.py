@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import torch
 
+from offload.cache.slot_cache import FileTransfers
 from offload.device.backend import Backend
-from offload.disk.scratch_file import FileTransfers
 from offload.memory.arena import HostArena
 from offload.memory.operation import Operation, wait_quietly
 

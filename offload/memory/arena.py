@@ -16,6 +16,8 @@ from offload._native import Arena, Pins
 from offload.memory.ledger import Ledger
 from offload.memory.tiers import Account, Tier
 
+_NO_MEMORY = "the arena is closed or has no slots"
+
 
 class HostArena:
     """`slots` slots of `slot_bytes` in one mapping. A slot is charged to the ledger when committed.
@@ -50,7 +52,7 @@ class HostArena:
     @property
     def memory(self) -> Arena:
         """All slots, one after another."""
-        assert self._memory is not None, "the arena is closed or has no slots"
+        assert self._memory is not None, _NO_MEMORY
         return self._memory
 
     def commit(self, slot: int, run: int = 1) -> None:
@@ -61,6 +63,10 @@ class HostArena:
             nbytes = sum(slots for _, slots in fresh) * self.slot_bytes
             self._ledger.charge(self.tier, self._account, nbytes)
             self._committed[slot : slot + run] = [True] * run
+
+    def commit_all(self) -> None:
+        """Charges all slots that are not charged yet. Raises BudgetError."""
+        self.commit(0, self.slots)
 
     def _uncommitted(self, slot: int, run: int) -> list[tuple[int, int]]:
         """The runs of slots, first and number, in [slot, slot + run) that are not charged."""
@@ -96,18 +102,20 @@ class HostArena:
 
     def address(self, slot: int) -> int:
         """Address of the first byte of `slot`."""
-        return self.memory.address + slot * self.slot_bytes
+        assert self._memory is not None, _NO_MEMORY
+        return self._memory.address + slot * self.slot_bytes
 
     def slot_of(self, address: int) -> int | None:
         """The slot that holds `address`, or None if it is not in this arena."""
-        if not self.slots:
+        if self._memory is None:
             return None
-        offset = address - self.memory.address
+        offset = address - self._memory.address
         return offset // self.slot_bytes if 0 <= offset < self.slots * self.slot_bytes else None
 
     def view(self, slot: int, run: int, dtype: torch.dtype, pinned: bool = False) -> torch.Tensor:
         """A flat tensor over slots [slot, slot + run); `pinned`: it is a pin of `slot`."""
-        capsule = self.memory.export(
+        assert self._memory is not None, _NO_MEMORY
+        capsule = self._memory.export(
             slot * self.slot_bytes, run * self.slot_bytes, self.pins if pinned else None, slot
         )
         return torch.from_dlpack(capsule).view(dtype)  # type: ignore[attr-defined]

@@ -22,11 +22,12 @@ import torch
 
 from offload import _native
 from offload._native import Arena, Hyper, IoOp, UpdateKind
+from offload.cache.slot_cache import Transfers
 from offload.device.cuda_backend import CudaBackend, cuda_available
 from offload.device.cuda_runtime import CudaRuntime
 from offload.device.updater import DeviceTask
 from offload.disk.directories import check_directories, total_free_bytes
-from offload.disk.scratch_file import ScratchFile, Transfers, make_io_engine
+from offload.disk.scratch_file import ScratchFile, make_io_engine
 from offload.memory.ledger import Ledger
 from offload.memory.sizes import round_up
 from offload.memory.tiers import Account

@@ -16,7 +16,7 @@ from offload.device.cuda_backend import CudaBackend
 from offload.device.device_arena import NOT_PAGE_LOCKED
 from offload.errors import BudgetError
 from offload.memory.ledger import Ledger
-from offload.memory.tiers import Account, Tier
+from offload.memory.tiers import Account, StateKind, Tier
 from tests.cuda import nets
 from tests.support.cuda.delays import delayed_streams
 from tests.support.training.loops import Run
@@ -158,7 +158,7 @@ def test_ram_is_pinned_exactly(tmp_path: Path) -> None:
     chunk = chunk_group.layout.chunks[0]
     assert chunk_group.params._homes.flat(chunk).is_pinned()
     assert chunk_group.grads.homes.flat(chunk).is_pinned()
-    assert not chunk_group.optim_states.homes.flat(chunk).is_pinned()
+    assert not chunk_group.memory.homes[StateKind.OPTIM_STATE].flat(chunk).is_pinned()
     assert all(p.device.type == "cuda" for p in model.parameters())
     assert model.positions.device.type == "cuda"
     optimizer.engine.close()

@@ -1,4 +1,4 @@
-"""hetero/profiler_marks: what torch's profiler shows of hetero, and nothing without it."""
+"""offload/timeline: what torch's profiler shows of hetero, and nothing without it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.autograd import profiler
 
-from hetero.profiler_marks import mark, marked
+from offload.timeline import mark, marked
 from tests.support.ranks.processes import RankPool
 from tests.support.training.loops import batches, build
 

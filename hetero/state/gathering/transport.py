@@ -26,7 +26,7 @@ from hetero.ranks.collectives import GatheredParts
 from hetero.ranks.communicator import Communicator, Offered
 from hetero.ranks.device_group import DeviceGroup
 from hetero.ranks.peers import Channel
-from hetero.state.memory.homes import Homes
+from hetero.state.memory import Homes
 from offload.device.cuda_backend import CudaBackend, DeviceStreams
 from offload.device.cuda_runtime import Event
 from offload.errors import PeerError

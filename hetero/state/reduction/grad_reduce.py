@@ -22,7 +22,6 @@ from dataclasses import dataclass, field
 import torch
 
 from hetero.chunks.layout import Chunk, Layout
-from hetero.profiler_marks import marked
 from hetero.ranks.collectives import Collective
 from hetero.ranks.communicator import Communicator
 from hetero.ranks.peers import Channel
@@ -32,6 +31,7 @@ from hetero.state.managed_param import ManagedParam
 from hetero.state.reduction.means import Bucket, BucketState, DeviceMean, RankMean, ReduceBuffers
 from offload.device.grad_offload import GradOffload
 from offload.errors import BudgetError, HeteroError
+from offload.timeline import marked
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from hetero.ranks.peer_memory import PartsFromPeers
 from hetero.ranks.peers import Channel
 from hetero.ranks.process_groups import ProcessGroups
 from hetero.state.managed_param import ManagedParam
-from hetero.state.memory.homes import Homes
+from hetero.state.memory import Homes
 from offload import _native
 from offload.device.cuda_backend import CudaBackend, MeanTask
 from offload.device.cuda_runtime import Event

@@ -18,7 +18,7 @@ from tests.support.native.gates import GatedTransfers
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
-TRANSFERS = "hetero.state.memory.scratch_space.Transfers"
+TRANSFERS = "hetero.state.memory.Transfers"
 
 
 def save(rig: StoreRig, seeds: range) -> list[Any]:

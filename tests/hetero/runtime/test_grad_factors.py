@@ -1,4 +1,4 @@
-"""hetero/runtime/gradients: norms, factors, values, against torch's own."""
+"""hetero/runtime/step: norms, factors, values, against torch's own."""
 
 from __future__ import annotations
 

@@ -20,8 +20,8 @@ import torch
 from torch.amp import GradScaler
 
 from hetero.state.gathering.all_gather import Gathering
-from offload.cache.slot_cache import SlotCache
-from offload.disk.scratch_file import FileBacking, Operation
+from offload.cache.slot_cache import FileBacking, SlotCache
+from offload.memory.operation import Operation
 from tests.support.ranks.processes import RankPool
 from tests.support.ranks.rank_training import inputs, make
 

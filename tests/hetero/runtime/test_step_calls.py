@@ -12,10 +12,10 @@ from torch import nn
 
 import hetero
 
-# Of hetero and offload in the main thread; generators count at each resumption. Now some 4,900:
+# Of hetero and offload in the main thread; generators count at each resumption. Now some 4,840:
 # which chunks are read ahead depends on what is written by then.
-MOST_CALLS = 5_100
-MOST_FILES = 40
+MOST_CALLS = 5_000
+MOST_FILES = 30
 LAYERS = 8
 PACKAGES = tuple(f"{Path(hetero.__file__).parents[1]}/{name}/" for name in ("hetero", "offload"))
 

@@ -11,7 +11,7 @@ import torch
 import hetero
 from hetero.planning.step_cost import Computing, Phase
 from hetero.runtime.step_watch import MeasuredStep, StepClock
-from offload.disk.scratch_file import FileBacking
+from offload.cache.slot_cache import FileBacking
 from tests.support.training.loops import batches, build
 
 pytestmark = pytest.mark.usefixtures("nothing_left")

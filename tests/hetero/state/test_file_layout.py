@@ -1,4 +1,8 @@
-"""hetero/state/memory/homes: the file's map."""
+"""hetero/state/memory: where the file has each chunk's state at first."""
+
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -6,7 +10,11 @@ from hypothesis import strategies as st
 from hetero.chunks.dtypes import Dtypes
 from hetero.chunks.layout import Layout, ParamSpec, pack
 from hetero.planning.placement import Placement, SlotBytes
-from hetero.state.memory.homes import map_file
+from hetero.state.memory import StateMemory
+from offload.device.backend import CpuBackend
+from offload.disk.scratch_file import Extent
+from offload.memory.ledger import Ledger
+from offload.memory.run_pool import FreeSpace
 from offload.memory.sizes import PAGE_BYTES
 from offload.memory.tiers import StateKind, Tier
 
@@ -49,16 +57,44 @@ def placed(draw) -> tuple[Layout, Placement, Dtypes]:
     )
 
 
+class File(FreeSpace):
+    """What StateMemory uses of a ScratchSpace."""
+
+    reserved_bytes = 0
+
+    def reserve(self, nbytes: int) -> None:
+        self.reserved_bytes = nbytes
+        self.give(0, nbytes)
+
+    def allocate(self, nbytes: int) -> int:
+        offset = self.take(nbytes)
+        assert offset is not None
+        return offset
+
+    def name(self, offset: int, nbytes: int, what: str) -> None: ...
+
+
+def lay_out(
+    layout: Layout, placement: Placement, d: Dtypes
+) -> tuple[dict[StateKind, dict[int, Extent]], int]:
+    """The extents of each kind by chunk, and the bytes of the file."""
+    plan: Any = SimpleNamespace(layout=layout, dtypes=d, placement=placement)
+    file: Any = File()
+    with ExitStack() as resources:
+        memory = StateMemory(plan, CpuBackend(), Ledger({}), file, resources)
+        return {kind: memory.homes[kind].extents for kind in StateKind}, file.reserved_bytes
+
+
 @given(placed())
 def test_the_file_is_cut_without_overlap_or_gap(case):
     layout, placement, d = case
-    file_map = map_file(layout, placement, d)
+    extents_of, file_bytes = lay_out(layout, placement, d)
     slot = SlotBytes.of(layout, d)
     taken: list[tuple[int, int]] = []
     for extents, homes, slot_bytes, used_bytes in (
-        (file_map.extents[StateKind.PARAM], placement.param, slot.param, d.param_bytes),
-        (file_map.extents[StateKind.GRAD], placement.grad, slot.grad, d.grad_bytes),
-        (file_map.extents[StateKind.OPTIM_STATE], placement.optim_state, slot.optim_state, None),
+        (extents_of[StateKind.PARAM], placement.param, slot.param, d.param_bytes),
+        (extents_of[StateKind.GRAD], placement.grad, slot.grad, d.grad_bytes),
+        (extents_of[StateKind.OPTIM_STATE], placement.optim_state, slot.optim_state, None),
     ):
         assert set(extents) == {c.id for c in layout.chunks if homes[c.id] is Tier.DISK}
         for chunk_id, extent in extents.items():
@@ -76,17 +112,17 @@ def test_the_file_is_cut_without_overlap_or_gap(case):
     for begin, after in sorted(taken):
         assert begin == end
         end = after
-    assert file_map.nbytes == end == placement.disk_bytes
+    assert file_bytes == end == placement.disk_bytes
 
 
 def test_a_chunk_s_state_kinds_lie_together():
     layout = pack([ParamSpec(i, f"p{i}", SLOT, True) for i in range(3)], SLOT)
     every = (Tier.DISK,) * 3
-    file_map = map_file(
+    extents_of, _ = lay_out(
         layout, Placement(param=every, grad=every, optim_state=every), Dtypes("bf16", "bf16")
     )
     for chunk in range(3):
         begin = chunk * SLOT * 14
-        assert file_map.extents[StateKind.OPTIM_STATE][chunk].offset == begin
-        assert file_map.extents[StateKind.PARAM][chunk].offset == begin + SLOT * 10
-        assert file_map.extents[StateKind.GRAD][chunk].offset == begin + SLOT * 12
+        assert extents_of[StateKind.OPTIM_STATE][chunk].offset == begin
+        assert extents_of[StateKind.PARAM][chunk].offset == begin + SLOT * 10
+        assert extents_of[StateKind.GRAD][chunk].offset == begin + SLOT * 12

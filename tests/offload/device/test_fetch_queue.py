@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offload import _native
-from offload.cache.slot_cache import HostCopy, SharedCache, SlotCache, UseOrder
+from offload.cache.slot_cache import FileBacking, HostCopy, SharedCache, SlotCache, UseOrder
 from offload.device.fetch_queue import FetchQueue
-from offload.disk.scratch_file import Extent, FileBacking, ScratchFile
+from offload.disk.scratch_file import Extent, ScratchFile
 from offload.errors import BudgetError
 from offload.memory.arena import HostArena
 from offload.memory.ledger import Ledger

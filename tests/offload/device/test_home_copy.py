@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from offload import _native
+from offload.cache.slot_cache import Transfers
 from offload.device.backend import EmulatedBackend
 from offload.device.grad_offload import BUFFERS
 from offload.device.home_copy import HomeCopier
-from offload.disk.scratch_file import ScratchFile, Transfers
+from offload.disk.scratch_file import ScratchFile
 from offload.memory.arena import HostArena
 from offload.memory.ledger import Ledger
 from offload.memory.tiers import Account, Tier

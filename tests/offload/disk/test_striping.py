@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from offload import _native
 from offload._native import StripeMap
+from offload.cache.slot_cache import Transfers
 from offload.disk import scratch_file as store
 from offload.disk.directories import check_directories, free_bytes, total_free_bytes
-from offload.disk.scratch_file import ScratchFile, Transfers, choose_weights, make_io_engine
+from offload.disk.scratch_file import ScratchFile, choose_weights, make_io_engine
 from offload.errors import StoreError
 from offload.memory.ledger import Ledger
 from offload.memory.sizes import PAGE_BYTES

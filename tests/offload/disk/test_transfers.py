@@ -6,8 +6,9 @@ import os
 import pytest
 import torch
 
+from offload.cache.slot_cache import Transfers
 from offload.disk import scratch_file as store
-from offload.disk.scratch_file import Transfers, make_io_engine
+from offload.disk.scratch_file import make_io_engine
 from offload.errors import StoreError
 from offload.memory.arena import HostArena
 from offload.memory.sizes import PAGE_BYTES

@@ -64,26 +64,15 @@ def test_text_that_is_no_size_is_quoted_in_the_error(bad):
         parse_bytes(bad)
 
 
-@pytest.mark.parametrize("bad", [None, 1.5, 4e9, True, False, b"4g", ["4g"]])
-def test_other_types_are_refused(bad):
+@pytest.mark.parametrize("bad", [None, 1.5, 4e9, True, b"4g", ["4g"], 0, -1, "0 GiB", "0.1"])
+def test_what_is_no_positive_size_is_quoted(bad):
     with pytest.raises(ValueError, match=re.escape(repr(bad))):
-        parse_bytes(bad)
-
-
-@pytest.mark.parametrize("bad", [0, -1, "0", "0 GiB", "0.0g", "0.1"])
-def test_sizes_of_no_byte_are_refused(bad):
-    with pytest.raises(ValueError, match="positive"):
         parse_bytes(bad)
 
 
 @given(positive)
 def test_whole_bytes_are_exact(nbytes):
     assert parse_bytes(nbytes) == parse_bytes(str(nbytes)) == parse_bytes(f"{nbytes} B") == nbytes
-
-
-@given(st.integers(1, 1 << 20), st.sampled_from(["k", "m", "g", "t"]))
-def test_letters_are_binary_units(count, unit):
-    assert parse_bytes(f"{count}{unit}") == parse_bytes(f"{count} {unit.upper()}iB")
 
 
 @given(st.text(max_size=12) | st.from_regex(r"[0-9]{1,400}\.?[0-9]*[kmgtb]*", fullmatch=True))

@@ -15,7 +15,7 @@ from hetero.durable import commits
 from hetero.durable.record import RecordFiles
 from hetero.durable.state_folder import StateFolder
 from hetero.durable.state_set import StateSet
-from hetero.state.memory.scratch_space import is_state_file
+from hetero.state.state_files import is_state_file
 from tests.support.ranks.checkpointing import OPTIONS, build, steps, whole
 
 FOLDER = "hetero-state"

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 
 from offload import _native
-from offload.cache.slot_cache import SlotState, UseOrder, WriteBackCache
-from offload.disk.scratch_file import Extent, FileBacking, ScratchFile, Transfers
+from offload.cache.slot_cache import FileBacking, SlotState, Transfers, UseOrder, WriteBackCache
+from offload.disk.scratch_file import Extent, ScratchFile
 from offload.memory.arena import HostArena
 from offload.memory.ledger import Ledger
 from offload.memory.tiers import Account, Tier

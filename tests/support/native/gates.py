@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from offload.cache.slot_cache import Transfers
 from offload.device.backend import EmulatedBackend
-from offload.disk.scratch_file import Transfers
 from tests.support.waiting import PATIENCE_S
 
 

@@ -26,18 +26,9 @@ RULES = {
 class Training:
     """A training of which a test makes one step after the other, of some micro-batches."""
 
-    def __init__(
-        self, path: Path | None, rule: str = "adamw", accumulate: int = 1, **options: Any
-    ) -> None:
-        torch.manual_seed(0)
-        given = {"placement_policy": "auto", "dtype": "bf16", "chunk_numel": CHUNK}
-        given |= {"backend": "emulated", "device_memory": SOME, "host_memory": MOST}
-        given |= {} if path is None else {"nvme_path": str(path)}
-        with hetero.ZeroInitContext(**{**given, **options}):
-            self.model = tiny_gpt2()
-        self.optimizer = RULES[rule](self.model.parameters(), lr=1e-2, weight_decay=0.1)
-        hetero.initialize(self.model, self.optimizer)
-        self.engine = self.optimizer.engine
+    def __init__(self, model: torch.nn.Module, optimizer: Any, accumulate: int = 1) -> None:
+        self.model, self.optimizer = model, optimizer
+        self.engine = optimizer.engine
         self.accumulate = accumulate
         self.data = iter(batches(STEPS * accumulate))
         self.made = 0
@@ -47,11 +38,14 @@ class Training:
     def on_device(self) -> int:
         return self.engine.placement.param.count(Tier.DEVICE)
 
-    def backward(self) -> None:
+    def forward(self) -> torch.Tensor:
         tokens = next(self.data)
         loss = self.model(input_ids=tokens, labels=tokens).loss
         self.found.append(loss.detach().clone())
-        self.optimizer.backward(loss / self.accumulate)
+        return loss / self.accumulate
+
+    def backward(self) -> None:
+        self.optimizer.backward(self.forward())
 
     def update(self) -> None:
         self.found.append(hetero.clip_grad_norm_(self.model.parameters(), 1.0))
@@ -77,6 +71,18 @@ class Training:
         return self.found
 
 
+def start(path: Path | None, rule: str = "adamw", accumulate: int = 1, **options: Any) -> Training:
+    """The training of a tiny model; without `options` on an emulated device."""
+    torch.manual_seed(0)
+    given = {"placement_policy": "auto", "dtype": "bf16", "chunk_numel": CHUNK}
+    given |= {"backend": "emulated", "device_memory": SOME, "host_memory": MOST}
+    given |= {} if path is None else {"nvme_path": str(path)}
+    with hetero.ZeroInitContext(**{**given, **options}):
+        model = tiny_gpt2()
+    optimizer = RULES[rule](model.parameters(), lr=1e-2, weight_decay=0.1)
+    return Training(*hetero.initialize(model, optimizer), accumulate)
+
+
 REFERENCES: dict[Any, list[torch.Tensor]] = {}
 
 
@@ -86,13 +92,8 @@ def reference(rule: str = "adamw", accumulate: int = 1, **options: Any) -> list[
     if key not in REFERENCES:
         plain: dict[str, Any] = {"backend": "cpu", "placement_policy": "cpu"}
         plain |= {"device_memory": None, **options}
-        REFERENCES[key] = Training(None, rule, accumulate, **plain).finish()
+        REFERENCES[key] = start(None, rule, accumulate, **plain).finish()
     return REFERENCES[key]
-
-
-def same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
-    """Whether all tensors have the same bits."""
-    return len(found) == len(expected) and all(map(torch.equal, found, expected))
 
 
 def check_budgets(engine: hetero.Engine) -> None:

@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import hetero
@@ -20,73 +20,27 @@ from offload.errors import BudgetError
 from offload.memory.run_pool import FreeSpace
 from offload.memory.tiers import Tier
 from tests.support.ranks.processes import RankPool
-from tests.support.training.loops import Run, batches, build, tiny_gpt2, train
+from tests.support.training.loops import batches, build, same, tiny_gpt2, train
+from tests.support.training.moving_homes import (
+    CHUNK,
+    FEW,
+    MANY,
+    SOME,
+    Training,
+    check_budgets,
+    reference,
+    start,
+)
 from tests.support.training.smallest import smallest_host_memory
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
-CHUNK = 4096
-STEPS = 6
 LEAST, MOST = 300 << 10, 4 << 20  # of RAM: hardly more than needed, and more than all
-REFERENCES: dict[str, Run] = {}
-
-
-def reference(dtype: str) -> Run:
-    """The same training in RAM."""
-    if dtype not in REFERENCES:
-        model, optimizer = build(placement_policy="cpu", dtype=dtype, initial_loss_scale=256.0)
-        REFERENCES[dtype] = train(model, optimizer, batches(STEPS), clip=1.0)
-    return REFERENCES[dtype]
-
-
-def start(path: Path, **options: Any) -> tuple[torch.nn.Module, hetero.HybridAdam]:
-    given = {"placement_policy": "auto", "dtype": "bf16", "chunk_numel": CHUNK}
-    given |= {"nvme_path": str(path), "host_memory": MOST, "initial_loss_scale": 256.0}
-    return build(**{**given, **options})
+RAM: dict[str, Any] = {"backend": "cpu", "device_memory": None, "host_memory": MOST}
 
 
 def homes(placement: Placement) -> list[set[Tier | None]]:
     return [set(placement.param), set(placement.grad), set(placement.optim_state)]
-
-
-class Steps:
-    """A training of which a test makes one step after the other."""
-
-    def __init__(self, model: torch.nn.Module, optimizer: hetero.HybridAdam):
-        self.model, self.optimizer = model, optimizer
-        self.engine = optimizer.engine
-        self.data = iter(batches(STEPS))
-        self.run = Run()
-
-    def forward(self) -> torch.Tensor:
-        tokens = next(self.data)
-        loss = self.model(input_ids=tokens, labels=tokens).loss
-        self.run.losses.append(loss.item())
-        return loss
-
-    def backward(self) -> None:
-        loss = self.forward()
-        self.optimizer.backward(loss)
-
-    def update(self) -> None:
-        self.run.norms.append(hetero.clip_grad_norm_(self.model.parameters(), 1.0).item())
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-    def step(self) -> None:
-        self.backward()
-        self.update()
-
-    def finish(self) -> Run:
-        while len(self.run.losses) < STEPS:
-            self.step()
-        params = list(self.model.parameters())
-        self.run.masters = hetero.masters(params)
-        for param in params:
-            with hetero.gathered(param):
-                self.run.params.append(param.detach().clone())
-        self.engine.close()
-        return self.run
 
 
 BACKENDS: dict[str, dict[str, Any]] = {
@@ -103,7 +57,8 @@ BACKENDS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", ["bf16", "fp32", "fp16"])
 def test_the_bits_are_those_of_no_migration(dtype: str, backend: str, tmp_path: Path) -> None:
-    training = Steps(*start(tmp_path, dtype=dtype, host_memory=2 * MOST, **BACKENDS[backend]))
+    given = {"dtype": dtype, "initial_loss_scale": 256.0}
+    training = start(tmp_path, **{**RAM, **given, "host_memory": 2 * MOST, **BACKENDS[backend]})
     engine = training.engine
     seen = []
     for host_memory in (2 * MOST, 700 << 10, 1200 << 10, 2 * MOST, 900 << 10):
@@ -114,47 +69,17 @@ def test_the_bits_are_those_of_no_migration(dtype: str, backend: str, tmp_path: 
         training.step()
     assert any(Tier.DISK in tiers for tiers in seen[1])
     assert seen[1] != seen[3]
-    assert training.finish().same_bits(reference(dtype))
-
-
-@settings(
-    max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-@given(
-    st.lists(
-        st.tuples(st.integers(LEAST, MOST), st.sampled_from(["before", "within"])), max_size=8
-    ),
-    st.sampled_from(["cpu", "nvme", "emulated-some-at-home"]),
-)
-def test_any_sequence_of_budgets_gives_the_same_bits(
-    tmp_path: Path, moves: list[tuple[int, str]], backend: str
-) -> None:
-    """Also between backward and step, where gradients move with what they are."""
-    training = Steps(*start(tmp_path, **BACKENDS[backend]))
-    engine = training.engine
-    for number, (host_memory, when) in enumerate(moves):
-        fresh = number < STEPS
-        if when == "within" and fresh:
-            training.backward()
-        before = engine.ledger.budget_bytes["host"]
-        try:
-            engine.set_budget(host_memory)
-        except BudgetError:
-            assert engine.ledger.budget_bytes["host"] == before
-        if fresh:
-            training.update() if when == "within" else training.step()
-        assert engine.ledger.peak_bytes["host"] <= MOST
-    assert training.finish().same_bits(reference("bf16"))
+    assert same(training.finish(), reference(**given))
 
 
 def test_what_came_to_ram_is_not_read_ahead(tmp_path: Path) -> None:
     """Steps before have learned to gather it."""
-    training = Steps(*start(tmp_path, host_memory=LEAST))
+    training = start(tmp_path, **RAM | {"host_memory": LEAST})
     training.step()
     training.engine.set_budget(LEAST + (16 << 10))
     now = training.engine.placement
     assert 0 < now.param.count(Tier.HOST) < len(now.param)
-    assert training.finish().same_bits(reference("bf16"))
+    assert same(training.finish(), reference())
 
 
 def test_memory_goes_back_to_the_system_and_the_file_is_used_again(tmp_path: Path) -> None:
@@ -181,13 +106,13 @@ def test_memory_goes_back_to_the_system_and_the_file_is_used_again(tmp_path: Pat
 
 
 def test_the_smallest_budget_named_is_the_smallest_that_works(tmp_path: Path) -> None:
-    training = Steps(*start(tmp_path))
+    training = start(tmp_path, **RAM)
     least = smallest_host_memory(lambda: training.engine.set_budget(1))
     with pytest.raises(BudgetError):
         training.engine.set_budget(least - 1)
     training.engine.set_budget(least)
     training.step()
-    assert training.finish().same_bits(reference("bf16"))
+    assert same(training.finish(), reference())
 
 
 def test_without_nvme_there_is_nowhere_to_go() -> None:
@@ -200,19 +125,19 @@ def test_without_nvme_there_is_nowhere_to_go() -> None:
 
 
 def test_the_disk_s_budget_holds_too(tmp_path: Path) -> None:
-    training = Steps(*start(tmp_path, nvme_capacity="1MiB"))
+    training = start(tmp_path, **RAM, nvme_capacity="1MiB")
     engine = training.engine
     with pytest.raises(BudgetError, match="nvme_capacity or the free space there"):
         engine.set_budget(LEAST)
     engine.set_budget(2 << 20)
     training.step()
     assert 0 < engine.ledger.peak_bytes["disk"] <= 1 << 20
-    assert training.finish().same_bits(reference("bf16"))
+    assert same(training.finish(), reference())
 
 
 @pytest.mark.parametrize("nth", [0, 1, 7])
 def test_a_failed_write_leaves_everything_where_it_was(nth: int, tmp_path: Path) -> None:
-    training = Steps(*start(tmp_path))
+    training = start(tmp_path, **RAM)
     engine = training.engine
     engine.set_budget(MOST // 2)  # so that there is a file
     training.step()
@@ -227,11 +152,11 @@ def test_a_failed_write_leaves_everything_where_it_was(nth: int, tmp_path: Path)
     assert engine.ledger.budget_bytes["host"] == MOST // 2
     training.step()
     engine.set_budget(LEAST)
-    assert training.finish().same_bits(reference("bf16"))
+    assert same(training.finish(), reference())
 
 
 def test_what_cannot_be_read_stays_in_the_file(tmp_path: Path) -> None:
-    training = Steps(*start(tmp_path, host_memory=LEAST))
+    training = start(tmp_path, **RAM | {"host_memory": LEAST})
     engine = training.engine
     training.step()
     before = engine.placement
@@ -252,49 +177,56 @@ def test_what_cannot_be_read_stays_in_the_file(tmp_path: Path) -> None:
     training.step()
     engine.set_budget(MOST)
     assert homes(engine.placement) == [{Tier.HOST}] * 3
-    assert training.finish().same_bits(reference("bf16"))
+    assert same(training.finish(), reference())
 
 
 class TestInUse:
     """What somebody views is not taken away."""
 
-    def refused(self, engine: Any, what: str) -> None:
+    def refused(self, engine: Any, what: str, *budgets: int | None) -> None:
         placed = engine.placement
         with pytest.raises(InUseError, match=what):
-            engine.set_budget(LEAST)
+            engine.set_budget(*budgets)
         assert engine.placement == placed
 
-    def test_a_graph_whose_backward_is_to_come(self, tmp_path: Path) -> None:
-        training = Steps(*start(tmp_path))
+    @pytest.mark.parametrize(
+        ("options", "budgets", "way"),
+        [(RAM, (LEAST, None), "from HOST to DISK"), ({}, (None, FEW), "from DEVICE to HOST")],
+        ids=["RAM", "device"],
+    )
+    def test_a_graph_whose_backward_is_to_come(
+        self, options: dict[str, Any], budgets: tuple[int | None, ...], way: str, tmp_path: Path
+    ) -> None:
+        training = start(tmp_path, **{"device_memory": MANY, **options})
         loss = training.forward()
-        self.refused(training.engine, "still views it")
+        self.refused(training.engine, f"{way}.* still views it", *budgets)
         training.optimizer.backward(loss)
         del loss
         training.update()
-        training.engine.set_budget(LEAST)
-        assert training.finish().same_bits(reference("bf16"))
+        training.engine.set_budget(*budgets)
+        assert same(training.finish(), reference())
 
     def test_a_view_that_the_user_keeps(self, tmp_path: Path) -> None:
-        training = Steps(*start(tmp_path))
+        training = start(tmp_path, **RAM)
         mine = next(training.model.parameters()).detach()
         value = mine.clone()
-        self.refused(training.engine, "still views it")
+        self.refused(training.engine, "still views it", LEAST)
         assert torch.equal(mine, value)
         del mine
         training.engine.set_budget(LEAST)
-        assert training.finish().same_bits(reference("bf16"))
+        assert same(training.finish(), reference())
 
     @pytest.mark.parametrize("host_memory", [LEAST, MOST])
     def test_inside_gathered(self, tmp_path: Path, host_memory: int) -> None:
-        training = Steps(*start(tmp_path, host_memory=host_memory))
+        training = start(tmp_path, **RAM | {"host_memory": host_memory})
         engine = training.engine
         with hetero.gathered(next(training.model.parameters())), pytest.raises(InUseError):
             engine.set_budget(LEAST + MOST - host_memory)
         engine.set_budget(LEAST + MOST - host_memory)
-        assert training.finish().same_bits(reference("bf16"))
+        assert same(training.finish(), reference())
 
     def test_inside_a_forward(self, tmp_path: Path) -> None:
-        training = Steps(*start(tmp_path))
+        training = start(tmp_path, **RAM)
         engine = training.engine
         seen = []
 
@@ -307,10 +239,10 @@ class TestInUse:
         training.step()
         handle.remove()
         assert seen
-        assert training.finish().same_bits(reference("bf16"))
+        assert same(training.finish(), reference())
 
     def test_a_change_outside_gathered_is_not_lost(self, tmp_path: Path) -> None:
-        training = Steps(*start(tmp_path))
+        training = start(tmp_path, **RAM)
         with torch.no_grad():
             next(training.model.parameters()).add_(1)
         changed = next(training.model.parameters()).detach().clone()
@@ -323,7 +255,7 @@ class TestInUse:
     @pytest.mark.parametrize("host_memory", [LEAST, MOST])
     def test_an_assigned_value_is_not_lost(self, tmp_path: Path, host_memory: int) -> None:
         """Neither where it would be overwritten by what comes, nor by a migration's undoing."""
-        training = Steps(*start(tmp_path, host_memory=host_memory))
+        training = start(tmp_path, **RAM | {"host_memory": host_memory})
         engine = training.engine
         tier = Tier.DISK if host_memory == LEAST else Tier.HOST
         param, *_ = (
@@ -336,19 +268,26 @@ class TestInUse:
         assert bool((param == 1).all())
         engine.close()
 
-    def test_a_gathered_copy_keeps_its_graph(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize(
+        ("options", "budgets"),
+        [(RAM | {"host_memory": LEAST}, (MOST, None)), ({"device_memory": FEW}, (None, MANY))],
+        ids=["RAM", "device"],
+    )
+    def test_a_gathered_copy_keeps_its_graph(
+        self, options: dict[str, Any], budgets: tuple[int | None, ...], tmp_path: Path
+    ) -> None:
         """What was packed as a view of a copy is found again wherever it is."""
-        training = Steps(*start(tmp_path, host_memory=LEAST))
+        training = start(tmp_path, **options)
         loss = training.forward()
-        training.engine.set_budget(MOST)
+        training.engine.set_budget(*budgets)
         training.optimizer.backward(loss)
         del loss
         training.update()
-        assert training.finish().same_bits(reference("bf16"))
+        assert same(training.finish(), reference())
 
 
 def test_checkpoints_are_the_same_before_and_after(tmp_path: Path) -> None:
-    training = Steps(*start(tmp_path))
+    training = start(tmp_path, **RAM)
     training.step()
     before = training.optimizer.state_dict()["state"]
     weights = {k: v.clone() for k, v in training.model.state_dict().items()}
@@ -362,21 +301,26 @@ def test_checkpoints_are_the_same_before_and_after(tmp_path: Path) -> None:
         for key, value in training.model.state_dict().items():
             assert torch.equal(value, weights[key]), key
     training.optimizer.load_state_dict(training.optimizer.state_dict())
-    assert training.finish().same_bits(reference("bf16"))
+    assert same(training.finish(), reference())
 
 
-def test_several_banks_move_together(tmp_path: Path) -> None:
-    options = {"keep_fp32": ["*.ln_*"], "host_memory": MOST}
-    alike = []
-    for moving in (False, True):
-        training = Steps(*start(tmp_path, **options))
-        for host_memory in (700 << 10, 1500 << 10, 600 << 10):
-            if moving:
-                training.engine.set_budget(host_memory)
-                assert training.engine.ledger.in_use_bytes["host"] <= host_memory
-            training.step()
-        alike.append(training.finish())
-    assert alike[0].same_bits(alike[1])
+@pytest.mark.parametrize(
+    ("options", "moves"),
+    [
+        (RAM, [(700 << 10,), (1500 << 10,), (600 << 10,)]),
+        ({}, [(500 << 10, FEW), (500 << 10, MANY), (8 << 20, SOME), (500 << 10, SOME)]),
+    ],
+    ids=["RAM", "device"],
+)
+def test_several_banks_move_together(
+    options: dict[str, Any], moves: list[tuple[int, ...]], tmp_path: Path
+) -> None:
+    training = start(tmp_path, keep_fp32=["*.ln_*"], **options)
+    for budgets in moves:
+        training.engine.set_budget(*budgets)
+        check_budgets(training.engine)
+        training.step()
+    assert same(training.finish(), reference(keep_fp32=("*.ln_*",)))
 
 
 @pytest.mark.parametrize("first", [MOST, 800 << 10])
@@ -390,9 +334,8 @@ def test_what_was_unfrozen_is_where_it_went(first: int, tmp_path: Path) -> None:
         options: dict[str, Any] = {"placement_policy": "auto", "nvme_path": str(tmp_path)}
         options |= {"chunk_numel": CHUNK, "dtype": "bf16"}
         options |= {"host_memory": first, "reserve_memory": 200 << 10}
-        training = Steps(
-            *hetero.initialize(model, hetero.HybridAdam(model.parameters()), **options)
-        )
+        optimizer = hetero.HybridAdam(model.parameters())
+        training = Training(*hetero.initialize(model, optimizer, **options))
         engine = training.engine
         training.step()
         model.transformer.h[0].requires_grad_(True)
@@ -407,15 +350,14 @@ def test_what_was_unfrozen_is_where_it_went(first: int, tmp_path: Path) -> None:
                 assert moved or host_memory == first
             training.step()
         alike.append(training.finish())
-    assert alike[0].same_bits(alike[1])
+    assert same(*alike)
 
 
 def on_ranks(rank: int, world: int, path: str, stage: int, moving: bool) -> list[torch.Tensor]:
     """A training in which all ranks move homes between steps."""
-    model, optimizer = start(
-        Path(path), zero_stage=stage, rank_timeout_s=60.0, host_memory=MOST, chunk_numel=8192
-    )
-    engine = optimizer.engine
+    options = {"zero_stage": stage, "rank_timeout_s": 60.0, "chunk_numel": 8192}
+    training = start(Path(path), **RAM, **options)
+    model, optimizer, engine = training.model, training.optimizer, training.engine
     found = []
     for number, tokens in enumerate(batches(5, seed=rank)):
         if moving:

@@ -14,12 +14,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import hetero
-from hetero.runtime.relocation import InUseError
 from offload.device.backend import EmulatedBackend
 from offload.errors import BudgetError
 from offload.memory.tiers import Tier
 from tests.support.ranks.processes import RankPool
-from tests.support.training.loops import batches
+from tests.support.training.loops import batches, same
 from tests.support.training.moving_homes import (
     CHUNK,
     FEW,
@@ -31,7 +30,7 @@ from tests.support.training.moving_homes import (
     Training,
     check_budgets,
     reference,
-    same,
+    start,
 )
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -41,7 +40,7 @@ WAYS = [(MOST, FEW), (MOST, SOME), (MOST, MANY), (LEAST, FEW), (LEAST, SOME), (L
 
 @pytest.mark.parametrize("first", [(MOST, SOME), (LEAST, FEW), (LEAST, MANY)])
 def test_each_way_to_each_other(first: tuple[int, int], tmp_path: Path) -> None:
-    training = Training(tmp_path, host_memory=2 * MOST, device_memory=2 * MANY)
+    training = start(tmp_path, host_memory=2 * MOST, device_memory=2 * MANY)
     engine = training.engine
     routes = set()
     for number, there in enumerate(w for w in WAYS if w != first):
@@ -79,6 +78,7 @@ def test_each_way_to_each_other(first: tuple[int, int], tmp_path: Path) -> None:
     st.sampled_from(["bf16", "fp32"]),
     st.sampled_from([1, 2]),
     st.sampled_from(["auto", "cpu", "nvme"]),
+    st.sampled_from(["emulated", "cpu"]),
 )
 def test_any_sequence_of_budgets_gives_the_same_bits(
     tmp_path: Path,
@@ -87,10 +87,11 @@ def test_any_sequence_of_budgets_gives_the_same_bits(
     dtype: str,
     accumulate: int,
     policy: str,
+    backend: str,
 ) -> None:
     """Also between backward and step, where gradients move with what they are."""
     options = {"placement_policy": policy, "dtype": dtype}
-    training = Training(tmp_path, rule, accumulate, **options)
+    training = start(tmp_path, rule, accumulate, backend=backend, **options)
     engine = training.engine
 
     def move(host: int | None, device: int | None) -> None:
@@ -119,7 +120,7 @@ def test_any_sequence_of_budgets_gives_the_same_bits(
 
 
 def test_without_nvme_they_move_between_device_and_ram() -> None:
-    training = Training(None, host_memory=16 << 20)
+    training = start(None, host_memory=16 << 20)
     engine = training.engine
     for device in (FEW, MANY, SOME, FEW, SOME):
         engine.set_budget(device_memory=device)
@@ -159,7 +160,7 @@ def watch_takes(engine: Any, refuse: int = 0) -> list[BudgetError]:
 
 def test_what_has_no_room_in_ram_meanwhile_goes_by_the_file(tmp_path: Path) -> None:
     """Slots and buffers that there will be fewer of, and homes that leave, fill the RAM."""
-    training = Training(tmp_path, host_memory=1 << 20)
+    training = start(tmp_path, host_memory=1 << 20)
     engine = training.engine
     training.step()
     met = watch_takes(engine)
@@ -172,7 +173,7 @@ def test_what_has_no_room_in_ram_meanwhile_goes_by_the_file(tmp_path: Path) -> N
 
 
 def test_no_room_to_move_in_is_told_and_nothing_is_changed() -> None:
-    training = Training(None, host_memory=16 << 20, device_memory=MANY)
+    training = start(None, host_memory=16 << 20, device_memory=MANY)
     engine = training.engine
     watch_takes(engine, refuse=1)
     for _ in range(3):  # a parameter, a gradient, an optimizer state
@@ -184,7 +185,7 @@ def test_no_room_to_move_in_is_told_and_nothing_is_changed() -> None:
 
 
 def test_budgets_that_cannot_be_are_refused_with_the_numbers() -> None:
-    training = Training(None, host_memory=16 << 20, device_memory=MANY)
+    training = start(None, host_memory=16 << 20, device_memory=MANY)
     engine = training.engine
     with pytest.raises(BudgetError, match=r"host_memory cannot become 100.0 KiB .* smallest"):
         engine.set_budget(host_memory=100 << 10, device_memory=FEW)
@@ -202,7 +203,7 @@ def test_budgets_that_cannot_be_are_refused_with_the_numbers() -> None:
 
 def test_only_slots_may_change_their_number() -> None:
     """Policy "cpu" has no home on DEVICE."""
-    training = Training(None, placement_policy="cpu")
+    training = start(None, placement_policy="cpu")
     engine = training.engine
     slots = []
     for device in (FEW, SOME, FEW, 2 * FEW):
@@ -216,7 +217,7 @@ def test_only_slots_may_change_their_number() -> None:
 
 
 def test_computing_in_ram_device_memory_is_that_of_slots(tmp_path: Path) -> None:
-    training = Training(tmp_path, backend="cpu", host_memory=300 << 10, device_memory=96 << 10)
+    training = start(tmp_path, backend="cpu", host_memory=300 << 10, device_memory=96 << 10)
     engine = training.engine
     few = engine.placement.gathered_slots
     engine.set_budget(device_memory=64 << 10)
@@ -247,7 +248,7 @@ def nothing_changed(training: Training) -> Iterator[None]:
 def test_a_failed_copy_leaves_everything_where_it_was(
     direction: str, nth: int, host: int, tmp_path: Path
 ) -> None:
-    training = Training(tmp_path, host_memory=host)
+    training = start(tmp_path, host_memory=host)
     engine = training.engine
     backend = engine.backend
     assert isinstance(backend, EmulatedBackend)
@@ -266,7 +267,7 @@ def test_a_failed_copy_leaves_everything_where_it_was(
 
 @pytest.mark.parametrize(("op", "to"), [("write", FEW), ("read", MANY)])
 def test_a_failed_transfer_of_the_file_likewise(op: str, to: int, tmp_path: Path) -> None:
-    training = Training(tmp_path, placement_policy="auto", host_memory=600 << 10)
+    training = start(tmp_path, placement_policy="auto", host_memory=600 << 10)
     engine = training.engine
     training.step()
     engine.chunk_groups[0].pipeline.flush()
@@ -285,7 +286,7 @@ def test_a_failed_transfer_of_the_file_likewise(op: str, to: int, tmp_path: Path
 @pytest.mark.parametrize("nth", [0, 3])
 def test_what_went_by_the_file_and_cannot_be_read_stays_there(nth: int, tmp_path: Path) -> None:
     """Everything was on DEVICE, and is to be in RAM; meanwhile there is room for the half only."""
-    training = Training(tmp_path, host_memory=16 << 20, device_memory=MANY)
+    training = start(tmp_path, host_memory=16 << 20, device_memory=MANY)
     engine = training.engine
     training.step()
     watch_takes(engine, refuse=9)
@@ -307,48 +308,11 @@ def test_what_went_by_the_file_and_cannot_be_read_stays_there(nth: int, tmp_path
     assert same(training.finish(), reference())
 
 
-class TestInUse:
-    """What somebody views on DEVICE is not taken away."""
-
-    def test_a_graph_whose_backward_is_to_come(self, tmp_path: Path) -> None:
-        training = Training(tmp_path, device_memory=MANY)
-        tokens = batches(1)[0]
-        loss = training.model(input_ids=tokens, labels=tokens).loss
-        with nothing_changed(training), pytest.raises(InUseError, match="from DEVICE to HOST"):
-            training.engine.set_budget(device_memory=FEW)
-        del loss
-        training.engine.set_budget(device_memory=FEW)
-        assert same(training.finish(), reference())
-
-    def test_a_gathered_copy_keeps_its_graph(self, tmp_path: Path) -> None:
-        """What was packed as a view of a copy is found again where it is at home now."""
-        training = Training(tmp_path, device_memory=FEW)
-        tokens = next(training.data)
-        loss = training.model(input_ids=tokens, labels=tokens).loss
-        training.engine.set_budget(device_memory=MANY)
-        training.optimizer.backward(loss)
-        training.found.append(loss.detach().clone())
-        del loss
-        training.update()
-        assert same(training.finish(), reference())
-
-
-def test_several_banks_move_together(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"keep_fp32": ["*.ln_*"]}
-    expected = reference(keep_fp32=("*.ln_*",))
-    training = Training(tmp_path, **options)
-    for host, device in ((LEAST, FEW), (LEAST, MANY), (MOST, SOME), (LEAST, SOME)):
-        training.engine.set_budget(host, device)
-        check_budgets(training.engine)
-        training.step()
-    assert same(training.finish(), expected)
-
-
 def on_ranks(
     rank: int, world: int, path: str, stage: int, policy: str, moving: bool
 ) -> list[torch.Tensor]:
     """A training in which all ranks move homes, also of gradients that are means already."""
-    training = Training(
+    training = start(
         Path(path),
         zero_stage=stage,
         rank_timeout_s=60.0,

@@ -24,7 +24,7 @@ from hetero.ranks.waiting import FailedRanks, WhileWaiting
 from hetero.state.chunk_updates import ChunkUpdates, chunk_states
 from hetero.state.grads import Grads, LossScale
 from hetero.state.managed_param import ManagedParam
-from hetero.state.memory.homes import Homes
+from hetero.state.memory import Homes
 from hetero.state.reduction.grad_reduce import GradReducer
 from hetero.state.reduction.means import ReduceBuffers
 from offload._native import sum_of_squares
@@ -230,8 +230,8 @@ def make_rank(
         ledger,
         CpuBackend(),
     )
-    all_homes = dict.fromkeys(StateKind, homes)
     nothing: Any = None
+    memory: Any = SimpleNamespace(homes=dict.fromkeys(StateKind, homes), arenas=nothing)
     members = [
         ManagedParam(torch.nn.Parameter(torch.zeros(s.param.numel)), c, s, torch.float32)
         for c in layout.chunks
@@ -239,7 +239,7 @@ def make_rank(
     ]
     members.sort(key=lambda m: m.slice.param.index)
     chunks = chunk_states(layout.chunks, members)
-    updates = ChunkUpdates(chunks, all_homes, nothing, nothing, OverlapUpdates.NONE)
+    updates = ChunkUpdates(memory, chunks, nothing, OverlapUpdates.NONE)
     grads = Grads(layout, FP32, homes, lambda _: cast(SlotCache, None), updates)
     longest = max(c.slots for c in layout.chunks)
 
