@@ -71,6 +71,7 @@ class Recorder:
         """The first step begins now: what came before, as the load of a checkpoint, is none."""
         self.begin_step()
         self.begin_s = self._began_s
+        self._built = _by_tier(self._engine.ledger.peak_bytes)
         self._sample(0, self.begin_s)
 
     def close(self) -> None:
@@ -198,6 +199,7 @@ class Recorder:
         record.budget_bytes = _by_tier(ledger.budget_bytes)
         record.largest_budget_bytes = _by_tier(ledger.largest_budget_bytes)
         record.peak_bytes = _by_tier(ledger.peak_bytes)
+        record.built_bytes = self._built
         record.peak_rss_bytes = peak_resident_bytes()
         record.homes = _homes(engine)
         record.changes = tuple((change.step, change.words()) for change in engine.changes)

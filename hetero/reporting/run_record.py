@@ -273,6 +273,7 @@ class RunRecord:
     Attributes:
         budget_bytes, peak_bytes: by tier; None: no budget.
         largest_budget_bytes: by tier, where the budget was larger for a time than at the end.
+        built_bytes: by tier, the most before the first step, while the model was built or loaded.
         peak_rss_bytes: the most that the process ever held.
         homes: bytes by tier and kind of state at the end, as state_by_tier() has them.
         changes: of homes: after which step, and why.
@@ -304,6 +305,7 @@ class RunRecord:
     error: str | None = None
     notes: tuple[str, ...] = ()
     largest_budget_bytes: Mapping[Tier, int | None] = field(default_factory=dict)
+    built_bytes: Mapping[Tier, int] = field(default_factory=dict)
     every_step: list[StepPoint] = field(default_factory=list)
     peak_rss_by_rank_bytes: list[int] = field(default_factory=list)
     checkpoint: str | None = None
@@ -327,6 +329,15 @@ class RunRecord:
             return "no budget"
         later = f", {format_bytes(now)} at the end" if now != largest else ""
         return f"of a budget of {format_bytes(largest)}{later}"
+
+    def peak_words(self, tier: Tier) -> str:
+        """The most that a tier held. If that was before the first step, so are the words, and the
+        most of the steps comes first, as their samples have it."""
+        peak = format_bytes(self.peak_bytes[tier])
+        samples = [sample.total(tier) for point in self.points for sample in point.samples]
+        if not samples or self.built_bytes.get(tier, 0) < self.peak_bytes[tier]:
+            return f"at most {peak}"
+        return f"{format_bytes(max(samples))} in steps; before them at most {peak}"
 
     @property
     def passed_budgets(self) -> list[Tier]:
@@ -496,7 +507,7 @@ def rows(record: RunRecord) -> list[tuple[str, str]]:
     if facts.ranks > 1:
         table.append(("ranks", f"{facts.ranks}; bytes are of rank 0"))
     for tier in record.used_tiers:
-        peak = f"at most {format_bytes(record.peak_bytes[tier])}, {record.limit_words(tier)}"
+        peak = f"{record.peak_words(tier)}, {record.limit_words(tier)}"
         table.append((f"model state {TIER_PLACES[tier]}", peak))
     limit = facts.process_bytes
     of_limit = "" if limit is None else f", of process_memory {format_bytes(limit)}"
