@@ -14,8 +14,8 @@ from rich.panel import Panel
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from hetero.job.loop import Observer
 from hetero.job.ranks import ALONE, Ranks
+from hetero.job.run import Observer
 from hetero.reporting.run_record import LINK_WORDS, TIER_WORDS, RunFacts, StepPoint
 from offload.memory.sizes import format_bytes
 from offload.memory.tiers import Tier

@@ -109,6 +109,11 @@ class FinetuneOptions(TrainOptions):
         if self.eval_data is None and (self.eval_steps or self.early_stopping_patience):
             raise ValueError("--eval-data is missing; give the file or folder to evaluate on")
 
+    @property
+    def keeps_state(self) -> bool:
+        """Whether the run saves."""
+        return self.save_every is not None or self.early_stopping_patience is not None
+
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions(TrainOptions):

@@ -18,14 +18,15 @@ from hetero.cli.outcome import (
     EXIT_TERMINATED,
     print_error,
 )
-from hetero.job.checkpoints import run_folder_to_resume
-from hetero.job.loop import Observer, train
+from hetero.job.branch import run_folder_to_resume
+from hetero.job.loop import train
 from hetero.job.options import TrainOptions
 from hetero.job.ranks import Ranks, joined_ranks
+from hetero.job.run import Observer
 from hetero.job.run_folder import RunFolder
 from hetero.reporting import charts, page, run_record
 from hetero.reporting.drawing import check_picture
-from hetero.reporting.report import SHOWN_STEPS
+from hetero.reporting.recorder import SHOWN_STEPS
 from hetero.reporting.run_record import RunRecord
 from hetero.reporting.timeline_chart import draw_timeline, trace_path
 from hetero.text_table import columns, terminal_width

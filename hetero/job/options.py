@@ -342,6 +342,11 @@ class TrainOptions:
         return OverlapUpdates(self.overlap_updates)
 
     @property
+    def keeps_state(self) -> bool:
+        """Whether the run saves or commits."""
+        return self.save_every is not None or self.commit_every is not None
+
+    @property
     def tokens_per_step(self) -> int:
         """Of each rank."""
         return self.accumulate * self.batch_size * self.seq_len

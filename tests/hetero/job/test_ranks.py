@@ -16,9 +16,10 @@ from bench.harness.ranks import RankError, import_environment, rank_log, run_ran
 from hetero.cli.main import main
 from hetero.cli.observers import make_observer
 from hetero.job.job import memory_config
-from hetero.job.loop import Observer, train
+from hetero.job.loop import train
 from hetero.job.options import TrainOptions, add_train_arguments
 from hetero.job.ranks import ALONE, Ranks, joined_ranks
+from hetero.job.run import Observer
 from hetero.job.run_folder import RunFolder
 from hetero.reporting.run_record import RunRecord
 from offload.errors import BudgetError

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import hetero
-from hetero.reporting.recorder import Recorder
+from hetero.reporting.recorder import Recorder, facts_of
 from offload import timeline
 from offload.memory.sizes import format_bytes
 from offload.memory.tiers import Tier
@@ -165,7 +165,7 @@ def test_a_step_costs_three_looks_at_memory_and_one_at_the_counters(
             return real(self, *given)
 
         monkeypatch.setattr(Recorder, name, counted)
-    recorder = Recorder(engine)
+    recorder = Recorder(engine, facts_of(engine, "a net"))
     calls.clear()
     train(model, optimizer, None, steps=2)
     made = recorder.end_step(1.0)
