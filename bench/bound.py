@@ -20,7 +20,7 @@ norms.
 
 A round measures some steps in a row, after one that is not counted, so that each begins as in a
 long training: while the step before is still being written. Ratios are taken within a round and
-their median given. (`hetero train --timeline FILE` draws such steps.)
+their median given. (`report.html` of `hetero train` draws such steps.)
 """
 
 from __future__ import annotations

@@ -295,8 +295,8 @@ class TrainOptions:
         alone="",
     )
     timeline: str | None = option(
-        "also draw what computed, waited and moved in the last two steps, as .png, .svg or .pdf,"
-        " with a trace (.trace.json) for ui.perfetto.dev beside it",
+        "also write what computed, waited and moved in the last two steps, which report.html draws,"
+        " as a trace for ui.perfetto.dev, such as steps.trace.json",
         metavar="FILE",
     )
     json: bool = option("print one JSON object on stdout instead of a table", False)

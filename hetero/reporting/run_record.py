@@ -289,7 +289,7 @@ class RunRecord:
         checkpoint, model_folder: the last one that was saved, and that of the trained weights.
         eval_losses: after which step, and the loss.
         failure: what raised `error`.
-        timeline_paths: picture and trace.
+        timeline_path: of a trace of the timeline, if one was asked for.
     """
 
     facts: RunFacts
@@ -312,7 +312,7 @@ class RunRecord:
     model_folder: str | None = None
     eval_losses: list[tuple[int, float]] = field(default_factory=list)
     failure: Exception | None = None
-    timeline_paths: list[str] = field(default_factory=list)
+    timeline_path: str | None = None
 
     def add(self, step: StepPoint) -> None:
         """Takes the next step; its samples of memory are in `points`, as far as they are kept."""
@@ -484,16 +484,12 @@ class RunRecord:
             "predicted": self.predicted,
             "measured_over_predicted": self.measured_over_predicted,
             "notes": list(self.notes),
-            "timeline": self.timeline_paths,
+            "timeline": self.timeline_path,
         }
 
 
-def rows(record: RunRecord) -> list[tuple[str, str]]:
-    """The table of a run, on its page and in the terminal: label and value of every line, in order.
-
-    The record has at least one step.
-    """
-    facts = record.facts
+def fact_rows(facts: RunFacts) -> list[tuple[str, str]]:
+    """What of the table of a run is known before its first step: labels and values."""
     trained = "" if facts.trained_params is None else f", {facts.trained_params:,} trained"
     params = f"{facts.params:,} parameters{trained if facts.trained_params != facts.params else ''}"
     plain = f"{format_bytes(facts.plain_bytes)} {TIER_PLACES[facts.plain_tier]}"
@@ -506,6 +502,15 @@ def rows(record: RunRecord) -> list[tuple[str, str]]:
     ]
     if facts.ranks > 1:
         table.append(("ranks", f"{facts.ranks}; bytes are of rank 0"))
+    return table
+
+
+def rows(record: RunRecord) -> list[tuple[str, str]]:
+    """The table of a run, on its page and in the terminal: label and value of every line, in order.
+
+    The record has at least one step.
+    """
+    facts, table = record.facts, fact_rows(record.facts)
     for tier in record.used_tiers:
         peak = f"{record.peak_words(tier)}, {record.limit_words(tier)}"
         table.append((f"model state {TIER_PLACES[tier]}", peak))
@@ -561,6 +566,6 @@ def rows(record: RunRecord) -> list[tuple[str, str]]:
         "report": facts.run_dir and f"{facts.run_dir}/report.html, for a browser",
         "checkpoint": record.checkpoint,
         "trained weights": record.model_folder,
-        "timeline": ", ".join(record.timeline_paths),
+        "timeline": record.timeline_path,
     }
     return table + [(label, path) for label, path in left.items() if path]

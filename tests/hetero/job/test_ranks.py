@@ -192,7 +192,7 @@ def test_hetero_train_as_two_ranks(
     stage: int,
 ) -> None:
     more = ("--policy", *policy, "--run-dir", str(tmp_path / "run"), "--zero-stage", str(stage))
-    more = (*more, "--timeline", str(tmp_path / "steps.png"))
+    more = (*more, "--timeline", str(tmp_path / "steps.json"))
     out, first, second = two_ranks(tmp_path, *options, *more)
     assert out.count("\n") == 1
     assert "step 3/3" in first
@@ -209,7 +209,7 @@ def test_hetero_train_as_two_ranks(
     assert [json.loads(line)["tokens"] for line in lines] == [2 * 2 * 8] * 3
     assert json.loads((tmp_path / "run" / "summary.json").read_text()) == result
     assert (tmp_path / "run" / "figure.png").exists()
-    trace = json.loads((tmp_path / "steps.trace.json").read_text())["traceEvents"]
+    trace = json.loads((tmp_path / "steps.json").read_text())["traceEvents"]
     assert [event["name"] for event in trace].count("forward") == 2  # steps, of the first rank
     capsys.readouterr()
     other = ("--policy", "cpu", "--run-dir", str(tmp_path / "alone"), "--accumulate", "2")
