@@ -110,7 +110,7 @@ def open_job(options: TrainOptions, folder: RunFolder, ranks: Ranks = ALONE) -> 
     scheduler = make_scheduler(optimizer, options.warmup, options.steps, options.schedule)
     with closing(optimizer.engine) as engine:
         setting = make_setting(built, options, folder, ranks, task.data.description, engine)
-        with closing(Recorder(engine, setting)) as recorder:
+        with closing(Recorder(engine, setting, waits=True)) as recorder:
             yield Job(options, engine, recorder, task, model, optimizer, scheduler, ranks)
 
 

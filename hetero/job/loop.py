@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import math
-import time
-from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-
-import torch
+from contextlib import nullcontext
 
 import hetero
 from hetero.job.checkpoints import Checkpoints
@@ -18,8 +13,7 @@ from hetero.job.ranks import ALONE, Ranks
 from hetero.job.run import Observer, TrainingRun, failing_of_the_run, require_number
 from hetero.job.run_folder import RunFolder
 from hetero.reporting.recorder import SHOWN_STEPS
-from hetero.reporting.run_record import PARTS, RunRecord, StepPoint
-from offload import timeline
+from hetero.reporting.run_record import RunRecord, StepPoint
 
 
 def train(
@@ -64,57 +58,29 @@ def train(
         return job.recorder.complete()
 
 
-class _Stopwatch:
-    """Its `span(name)` adds the time of its block to `seconds[name]`.
-
-    On a GPU the work of a block is over only when the device is idle, so it is waited for.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self.seconds: defaultdict[str, float] = defaultdict(float)
-
-    @contextmanager
-    def span(self, name: str) -> Iterator[None]:
-        start_s = self._now_s()
-        yield
-        end_s = self._now_s()
-        self.seconds[name] += end_s - start_s
-        timeline.note("compute", start_s, end_s, name=name)
-
-    def _now_s(self) -> float:
-        torch.get_device_module(self._device).synchronize(self._device)
-        return time.perf_counter()
-
-
 def one_step(job: Job, step: int) -> StepPoint:
     """Makes step number `step` (from 1) of a run, and measures it."""
     options = job.options
-    clock = _Stopwatch(job.device)
     loss_sum = 0.0
     for micro_batch in range(1, options.accumulate + 1):
         tokens = job.task.data.batch(options.batch_size).to(job.device)
-        with clock.span("forward"):
-            loss = job.model(input_ids=tokens, labels=tokens).loss
-            loss_sum += loss.item() / options.accumulate
+        loss = job.model(input_ids=tokens, labels=tokens).loss
+        loss_sum += loss.item() / options.accumulate
         # Updates may be submitted in the last backward only; without them nothing need be said.
         more = options.overlap.in_backward and micro_batch < options.accumulate
-        told = hetero.no_sync(job.model) if more else nullcontext()
-        with clock.span("backward"), told:
+        with hetero.no_sync(job.model) if more else nullcontext():
             job.optimizer.backward(loss / options.accumulate)
     # All ranks learn here, before any of them updates, if one of them went astray.
     loss_mean = job.ranks.mean(loss_sum)
     require_number(loss_mean, step, options)
     lr = float(job.optimizer.param_groups[0]["lr"])
     grad_norm: float | None = None
-    with clock.span("optimizer"):
-        if options.clip > 0:
-            norm = float(hetero.clip_grad_norm_(job.model.parameters(), options.clip))
-            # Under fp16 an overflow is part of life: the step is skipped and the scale lowered.
-            grad_norm = norm if math.isfinite(norm) else None
-        job.optimizer.step()
-        job.optimizer.zero_grad()
+    if options.clip > 0:
+        norm = float(hetero.clip_grad_norm_(job.model.parameters(), options.clip))
+        # Under fp16 an overflow is part of life: the step is skipped and the scale lowered.
+        grad_norm = norm if math.isfinite(norm) else None
+    job.optimizer.step()
+    job.optimizer.zero_grad()
     job.scheduler.step()
-    seconds = {name: clock.seconds[name] for name in PARTS}
-    tokens = job.setting.tokens_per_step
-    return job.recorder.end_step(loss_mean, tokens, seconds, step, grad_norm, lr)
+    tokens_made = job.setting.tokens_per_step
+    return job.recorder.end_step(loss_mean, tokens_made, step, grad_norm, lr)

@@ -51,14 +51,14 @@ class Recorder:
     """Keeps figures of an engine's steps in `record`; end_step() is called after each.
 
     Memory is looked at whenever forward or backward of the whole model ends, and at the end of
-    step(): about 10 us each, no transfer, no message to another rank, and no wait for a device.
+    step(): about 10 us each, no transfer, and no message to another rank.
     """
 
     def __init__(
         self,
         engine: Engine,
         facts: RunFacts,
-        notes_compute: bool = False,
+        waits: bool = False,
         timeline_from: int | None = None,
     ) -> None:
         """Listens to the engine until close(); one step goes on from now.
@@ -66,13 +66,13 @@ class Recorder:
         Args:
             engine: of the steps.
             facts: what is known of the run.
-            notes_compute: a timeline that is recorded is told when forward and backward run,
-                because the training loop does not do that.
+            waits: the work of a part of the step is over when the device is idle, and is waited
+                for; else "forward" and "backward" are the times of the CPU.
             timeline_from: as of begin().
         """
         self.record = RunRecord(facts, notes=facts.notes)
         self._engine = engine
-        self._notes_compute = notes_compute
+        self._waits = waits
         self._points = PointList()
         self._waiting: tuple[StepPoint, torch.Tensor] | None = None  # for its loss
         self._samples: list[MemorySample] = []
@@ -105,8 +105,14 @@ class Recorder:
             listeners.remove(self._phase_changes)
             self._engine.watch.listeners.remove(self._note_update)
 
+    def _now_s(self) -> float:
+        if self._waits:
+            device = self._engine.backend.device
+            torch.get_device_module(device).synchronize(device)
+        return time.perf_counter()
+
     def _phase_changes(self, phase: Phase | None, beside: tuple[int, int]) -> None:
-        now_s = time.perf_counter()
+        now_s = self._now_s()
         if self._phase is not None:
             self._end_part(self._phase.value, now_s)
         if phase is not self._phase:
@@ -116,15 +122,14 @@ class Recorder:
 
     def _note_update(self) -> None:
         """A step() was made: what came since backward was the optimizer's."""
-        now_s = time.perf_counter()
+        now_s = self._now_s()
         if self._parts_s["backward"]:
             self._end_part("optimizer", now_s)
         self._phase, self._phase_began_s = None, now_s
 
     def _end_part(self, name: str, now_s: float) -> None:
         self._parts_s[name] += now_s - self._phase_began_s
-        if self._notes_compute:
-            timeline.note("compute", self._phase_began_s, now_s, name=name)
+        timeline.note("compute", self._phase_began_s, now_s, name=name)
 
     def _sample(self, beside_bytes: int, now_s: float) -> None:
         rss = resident_bytes()
@@ -153,7 +158,6 @@ class Recorder:
         self,
         loss: float | torch.Tensor | None = None,
         tokens: int | None = None,
-        parts_s: Mapping[str, float] | None = None,
         step: int | None = None,
         grad_norm: float | None = None,
         lr: float | None = None,
@@ -164,8 +168,6 @@ class Recorder:
             loss: the mean over the step. One on a GPU is asked for at the end of the next step,
                 when it is there.
             tokens: how many were trained on, by all ranks together.
-            parts_s: seconds of each of PARTS, if the loop has measured them better, as one can that
-                waits for its GPU.
             step: its number, from 1; None: the one after the step before.
             grad_norm, lr: as StepPoint has them.
         """
@@ -180,7 +182,7 @@ class Recorder:
             last=self._made,
             loss=None,
             seconds=now_s - self._began_s,
-            parts_s={name: (parts_s or self._parts_s)[name] for name in PARTS},
+            parts_s=self._parts_s,
             tokens=tokens,
             traffic_bytes={link: int(moved[link]) for link in LINKS},
             gather_wait_s=moved["gather_wait_s"],

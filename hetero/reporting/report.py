@@ -40,9 +40,8 @@ class Report:
     def __enter__(self) -> Report:
         """Begins to record, on the first rank."""
         if self._leads:
-            self._recorder = Recorder(
-                self._engine, facts_of(self._engine, self._title), True, FIRST_TIMELINE
-            )
+            facts = facts_of(self._engine, self._title)
+            self._recorder = Recorder(self._engine, facts, timeline_from=FIRST_TIMELINE)
         return self
 
     def step(self, loss: torch.Tensor | float | None = None, tokens: int | None = None) -> None:

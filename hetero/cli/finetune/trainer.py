@@ -99,7 +99,7 @@ class RunCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Begins to record."""
         engine = self._trainer.initialize()
-        recorder = Recorder(engine, self._begin(engine, state.max_steps), notes_compute=True)
+        recorder = Recorder(engine, self._begin(engine, state.max_steps), waits=True)
         self._run.begin(recorder, state.global_step, self._notes, FIRST_TIMELINE)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:
@@ -128,7 +128,7 @@ class RunCallback(TrainerCallback):
             return
         state.log_history.pop()  # or each checkpoint has the figures of all steps
         norm, lr = logs.get("grad_norm"), logs["learning_rate"]
-        point = run.recorder.end_step(logs["loss"], self._tokens, None, step, norm, lr)
+        point = run.recorder.end_step(logs["loss"], self._tokens, step, norm, lr)
         run.step(point, **said)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **given: Any) -> None:
