@@ -182,8 +182,8 @@ class TrainOptions:
         3,
     )
     shard_ranks: int | None = option(
-        "so many neighbouring ranks share the model state, and further ones have copies of it, so"
-        " that gradients alone go between machines (default: all)",
+        "so many neighbouring ranks share the model state, parts of a machine or whole machines,"
+        " and further ones have copies of it (default: all share)",
         least=1,
     )
     tiled_loss: bool | None = option(
@@ -265,8 +265,8 @@ class TrainOptions:
         metavar="DIR",
     )
     save_every: int | None = option(
-        "steps between checkpoints, in the folder `checkpoints` of the run folder; training goes on"
-        " meanwhile. The last step is saved, too, and SIGTERM saves and ends (default: none)",
+        "steps between checkpoints, in the folder `checkpoints` of the run folder. The last step is"
+        " saved, too, and SIGTERM saves and ends (default: none)",
         least=1,
     )
     save_model: bool = option(

@@ -1,4 +1,4 @@
-"""hetero/reporting/run_record: sums over steps, what bytes are for, the dictionary and the table."""
+"""hetero/reporting/run_record: sums over steps, what bytes are for, the table, its dictionary."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_dictionary_is_json_with_the_promised_keys() -> None:
     for key in ("params", "forward_s", "backward_s", "optimizer_s", "tokens_per_s",
                 "peak_managed_bytes", "peak_rss_bytes", "bytes_per_step", "engine", "isa",
                 "dtype", "policy", "model", "grad_norms", "steps", "run_dir", "ranks",
-                "sent_bytes_per_step", "received_bytes_per_step", "gather_wait_s_per_step"):  # fmt: skip
+                "sent_bytes_per_step", "received_bytes_per_step"):  # fmt: skip
         assert key in summary
     assert (summary["update_s_per_step"], summary["update_wait_s_per_step"]) == (0.5, 0.125)
 
