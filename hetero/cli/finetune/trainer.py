@@ -104,8 +104,10 @@ class RunCallback(TrainerCallback):
             control.should_save = control.should_training_stop = True
 
     def on_log(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """Keeps the metrics of each step and of each evaluation. Raises DivergedError, on all ranks,
-        if the loss is no number."""
+        """Keeps the metrics of each step and of each evaluation.
+
+        Raises DivergedError, on all ranks, if the loss is no number.
+        """
         logs: dict[str, Any] = given["logs"]
         run, step = self._run, state.global_step
         said = {name: value for name, value in logs.items() if not name.startswith("hetero/")}
