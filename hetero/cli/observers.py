@@ -116,11 +116,13 @@ class ScreenObserver(Observer):
         rows, room = step_rows(self._setting, point), self._console.width - _BAR_AND_TIME
         figures = f"loss {point.loss:.3f}  {point.tokens_per_s:.0f} tok/s"
         below = Table.grid(padding=(0, 2))
-        for label, value in rows:
-            if self._detailed:
-                below.add_row(label, value)
-            elif label not in ("loss", "speed") and len(figures + label + value) + 3 <= room:
-                figures += f"  {label} {value}"  # (what finds no room would be cut)
+        for label, value in rows if self._detailed else ():
+            below.add_row(label, value)
+        for label, value in () if self._detailed else rows[2:]:
+            more = f"{figures}  {label} {value}"
+            if len(more) > room:  # it would be cut
+                break
+            figures = more
         self._progress.update(self._task, completed=point.last, figures=figures)
         self._live.update(Group(self._progress, below), refresh=True)
 

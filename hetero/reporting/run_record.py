@@ -335,9 +335,10 @@ class RunRecord:
         most of the steps comes first, as their samples have it."""
         peak = format_bytes(self.peak_bytes[tier])
         samples = [sample.total(tier) for point in self.points for sample in point.samples]
-        if not samples or self.built_bytes.get(tier, 0) < self.peak_bytes[tier]:
+        held = format_bytes(max(samples, default=0))
+        if held == peak or self.built_bytes.get(tier, 0) < self.peak_bytes[tier]:
             return f"at most {peak}"
-        return f"{format_bytes(max(samples))} in steps; before them at most {peak}"
+        return f"{held} in steps; before them at most {peak}"
 
     @property
     def passed_budgets(self) -> list[Tier]:

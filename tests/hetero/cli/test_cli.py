@@ -133,7 +133,7 @@ def test_table_on_stdout_and_a_new_run_folder(
         "loss",
     ):
         assert label in out
-    assert "state file in runs" in err
+    assert "state file: in runs" in err
     assert len(list((tmp_path / "work" / "runs").iterdir())) == 1
 
 
@@ -386,6 +386,7 @@ def test_missing_extra_is_named(
 ) -> None:
     for name in ("hetero.cli.train", "hetero.reporting.charts", "hetero.reporting.drawing"):
         monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.delattr("hetero.reporting.charts", raising=False)
     for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setitem(sys.modules, "matplotlib", None)

@@ -63,7 +63,7 @@ def test_any_loop_gets_a_page_and_the_same_bits(tmp_path: Path) -> None:
     assert f"at first {losses[0]:.4g}" in page.text["facts"]
     assert "tokens per second" in page.text["facts"]
     assert "of a budget of 1.0 MiB" in page.text["facts"]
-    assert f"RAM: at most {peak} of a budget of 1.0 MiB" in page.text["run"]
+    assert f"at most {peak} of a budget of 1.0 MiB" in page.text["run"]
     assert "GPT2LMHeadModel" in page.text[""]
     assert "on NVMe" in page.text["facts"]
     assert "optimizer state" in page.text["run"]
