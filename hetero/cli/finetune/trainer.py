@@ -37,14 +37,16 @@ class FinetuneTrainer(HeteroTrainerMixin, _Base):
         checkpoint."""
         self._tiled = tiled
         self._about = about
-        self._step_tokens = 0
+        self._step_loss, self._step_tokens = 0.0, 0
         super().__init__(*args, **kwargs)
 
     def training_step(self, model: Any, inputs: dict[str, Any], *args: Any) -> Any:
-        """As the library's; tokens are counted for taken_tokens()."""
+        """As the library's; loss and tokens are kept for taken_step()."""
         mask = inputs.get("attention_mask")  # there is none of packed records
         self._step_tokens += inputs["input_ids"].numel() if mask is None else int(mask.sum())
-        return super().training_step(model, inputs, *args)
+        loss = super().training_step(model, inputs, *args)
+        self._step_loss += loss.item()
+        return loss
 
     def compute_loss(
         self,
@@ -65,9 +67,10 @@ class FinetuneTrainer(HeteroTrainerMixin, _Base):
             self, model, inputs, return_outputs, num_items_in_batch
         )
 
-    def taken_tokens(self) -> int:
-        """This rank's tokens since the last call."""
-        taken, self._step_tokens = self._step_tokens, 0
+    def taken_step(self) -> tuple[float, int]:
+        """This rank's loss and tokens of the step that was computed."""
+        taken = self._step_loss, self._step_tokens
+        self._step_loss, self._step_tokens = 0.0, 0
         return taken
 
     def _checkpoint_extra(self) -> dict[str, Any]:
@@ -91,6 +94,7 @@ class RunCallback(TrainerCallback):
         self._run = run
         self._begin = begin
         self._notes = notes
+        self._tokens = 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Begins to record."""
@@ -98,16 +102,20 @@ class RunCallback(TrainerCallback):
         recorder = Recorder(engine, self._begin(engine, state.max_steps), waits=True)
         self._run.begin(recorder, state.global_step, self._notes, FIRST_TIMELINE)
 
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Raises DivergedError, on all ranks before any updates, if the loss is no number."""
+        loss, tokens = self._trainer.taken_step()
+        ranks = self._run.ranks
+        require_number(ranks.mean(loss), state.global_step + 1, self._run.options)
+        self._tokens = int(sum(ranks.gather(tokens)))
+
     def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """All ranks end if SIGTERM has come to one."""
         if self._run.ends():
             control.should_save = control.should_training_stop = True
 
     def on_log(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """Keeps the metrics of each step and of each evaluation.
-
-        Raises DivergedError, on all ranks, if the loss is no number.
-        """
+        """Keeps the metrics of each step and of each evaluation."""
         logs: dict[str, Any] = given["logs"]
         run, step = self._run, state.global_step
         said = {name: value for name, value in logs.items() if not name.startswith("hetero/")}
@@ -119,10 +127,8 @@ class RunCallback(TrainerCallback):
         if "loss" not in logs:
             return
         state.log_history.pop()  # or each checkpoint has the figures of all steps
-        require_number(logs["loss"], step, run.options)
-        tokens = int(sum(run.ranks.gather(self._trainer.taken_tokens())))
         norm, lr = logs.get("grad_norm"), logs["learning_rate"]
-        point = run.recorder.end_step(logs["loss"], tokens, step, norm, lr)
+        point = run.recorder.end_step(logs["loss"], self._tokens, step, norm, lr)
         run.step(point, **said)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **given: Any) -> None:
