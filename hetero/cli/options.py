@@ -50,17 +50,6 @@ class FinetuneOptions(TrainOptions):
     weight_decay: float = option(
         "of matrices, not of biases and norms; decoupled, but for adagrad and sgd", 0.0
     )
-    save_every: int | None = option(
-        "steps between checkpoints, in the folder `checkpoints` of the run folder. The last step is"
-        " saved, too, and SIGTERM saves and ends (default: none)",
-        least=1,
-    )
-    resume: str | None = option(
-        "continue from a checkpoint, or from the last one in a run folder, with any number of ranks"
-        " and any memory; without PATH from the last of --run-dir or of the newest run, if any",
-        metavar="PATH",
-        alone="",
-    )
     output: str = option(
         "new folder for the result, the model or the adapter, which from_pretrained() reads; with"
         " --resume an earlier result is replaced",
@@ -109,6 +98,11 @@ class FinetuneOptions(TrainOptions):
         if self.eval_data is None and (self.eval_steps or self.early_stopping_patience):
             raise ValueError("--eval-data is missing; give the file or folder to evaluate on")
 
+    @property
+    def keeps_state(self) -> bool:
+        """Whether the run saves."""
+        return self.save_every is not None or self.early_stopping_patience is not None
+
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions(TrainOptions):
@@ -126,12 +120,6 @@ class PlanOptions(TrainOptions):
         f"memory of a device, where the profile has one that is not RAM, {_OF_STATE}",
         metavar="BYTES",
     )
-    process_memory: str | None = option(
-        "of the whole process, where compute happens in RAM (default: no limit)", metavar="BYTES"
-    )
-    activation_memory: str | None = option(
-        "part of --host-memory for what autograd saves, as `hetero train` says", metavar="BYTES"
-    )
     nvme_path: tuple[str, ...] = option(
         "folder on NVMe, once per disk; with --profile it need not exist (default: none)",
         (),
@@ -143,11 +131,6 @@ class PlanOptions(TrainOptions):
         advanced=True,
     )
     dtype: str | None = option("bf16, fp16 or fp32", "bf16", choices=DTYPES)
-    shard_ranks: int | None = option(
-        "hybrid sharding: so many ranks in a row share each chunk, parts of a machine or whole"
-        " machines, and the others are replicas of them (default: all ranks share)",
-        least=1,
-    )
     clip: float = option("predictions leave clipping out", 0.0)
     ranks: int = option("ranks in all", 1, least=1)
     nodes: int = option("machines, with as many ranks each", 1, least=1)

@@ -51,6 +51,14 @@ def missing_extra(error: ModuleNotFoundError) -> ValueError | None:
     return None
 
 
+def check_file(path: Path, option: str) -> None:
+    """Raises ValueError, in words of the option, if the file could not be written; makes the folder
+    that it is to be in."""
+    if path.is_dir():
+        raise ValueError(f"{option} {path} is a folder; name a file")
+    make_writable(path.parent, f"{option} {path}")
+
+
 def make_writable(folder: Path, asked: str) -> None:
     """Makes the folder if it is not there, and sees that files can be made in it.
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from hetero.cli.outcome import EXIT_OK, make_writable
+from hetero.cli.outcome import EXIT_OK, check_file
 from hetero.cpu_threads import set_threads
 from hetero.text_table import columns, terminal_width
 from offload.memory.sizes import format_bytes
@@ -27,7 +27,7 @@ def run(arguments: argparse.Namespace) -> int:
         set_threads(arguments.threads)
 
     path = Path(arguments.output) if arguments.output else default_path()
-    make_writable(path.parent, f"--output {path}")  # or the measurement would be for nothing
+    check_file(path, "--output")  # or the measurement would be for nothing
 
     def tell(text: str) -> None:
         print(f"hetero profile: {text}", file=sys.stderr)

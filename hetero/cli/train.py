@@ -16,18 +16,17 @@ from hetero.cli.outcome import (
     EXIT_INTERRUPTED,
     EXIT_OK,
     EXIT_TERMINATED,
+    check_file,
     print_error,
 )
-from hetero.job.checkpoints import run_folder_to_resume
-from hetero.job.loop import Observer, train
+from hetero.job.branch import run_folder_to_resume
+from hetero.job.loop import train
 from hetero.job.options import TrainOptions
 from hetero.job.ranks import Ranks, joined_ranks
+from hetero.job.run import Observer
 from hetero.job.run_folder import RunFolder
 from hetero.reporting import charts, page, run_record
-from hetero.reporting.drawing import check_picture
-from hetero.reporting.report import SHOWN_STEPS
 from hetero.reporting.run_record import RunRecord
-from hetero.reporting.timeline_chart import draw_timeline, trace_path
 from hetero.text_table import columns, terminal_width
 
 _EXITS = {"interrupted": EXIT_INTERRUPTED, "terminated": EXIT_TERMINATED}
@@ -55,24 +54,19 @@ def run_training(
         joined_ranks(backend) as ranks,
         RunFolder(run_folder_to_resume(options), ranks, options.resume is not None) as folder,
     ):
-        picture = None if options.timeline is None else Path(options.timeline)
-        if picture is not None:  # here, because the run folder may be the picture's
-            trace = trace_path(picture)
-            ranks.from_first(lambda: check_picture("--timeline", picture, trace))
+        trace = None if options.timeline is None else Path(options.timeline)
+        if trace is not None:  # here, because it may be in the run folder
+            ranks.from_first(lambda: check_file(trace, "--timeline"))
         result = train(folder, make_observer(options.log_every, ranks, options.live), ranks)
-        if picture is not None and result.timeline is not None:
-            result.timeline_paths = [str(picture), str(trace)]
+        if trace is not None and result.timeline is not None:
+            result.timeline.save_trace(trace)
+            result.timeline_path = str(trace)
         summary = result.as_dict()
         if result.every_step and ranks.leads:
             folder.write_json("config.json", options.as_dict())
             folder.write_json("summary.json", summary)
             charts.draw_picture(result, folder.path / "figure.png")
             page.write_page(result, folder.path / "report.html")
-            if picture is not None and result.timeline is not None:
-                last = result.every_step[-1].last
-                steps = f"steps {max(1, last - SHOWN_STEPS + 1)} to {last}"
-                title = f"{result.facts.title}, policy {result.facts.policy}, {steps}"
-                draw_timeline(result.timeline, picture, title)
     if result.failure is not None:
         print_error(command, result.failure)
         return EXIT_FAILED

@@ -21,9 +21,8 @@ from hetero.job.ranks import ALONE, Ranks
 from hetero.job.run_folder import RunFolder
 from hetero.planning.group_plans import Arrangement, arrange
 from hetero.reporting.recorder import Recorder, facts_of
-from hetero.reporting.run_record import RunFacts, RunRecord
+from hetero.reporting.run_record import RunFacts
 from offload import _native
-from offload.memory.process_memory import peak_resident_bytes
 from offload.memory.sizes import format_bytes
 
 # Below this a third of the state of a small model is less than its chunks need to move at all.
@@ -82,7 +81,6 @@ class Job:
 
     options: TrainOptions
     engine: hetero.Engine
-    setting: RunFacts
     recorder: Recorder
     task: BytesTask
     model: torch.nn.Module
@@ -94,6 +92,11 @@ class Job:
     def device(self) -> torch.device:
         return self.engine.backend.device
 
+    @property
+    def setting(self) -> RunFacts:
+        """What is known of the run before its first step."""
+        return self.recorder.record.facts
+
 
 @contextmanager
 def open_job(options: TrainOptions, folder: RunFolder, ranks: Ranks = ALONE) -> Iterator[Job]:
@@ -104,18 +107,11 @@ def open_job(options: TrainOptions, folder: RunFolder, ranks: Ranks = ALONE) -> 
     task = BytesTask(options, ranks)
     built = build_in_budgets(task, options, folder, ranks)
     model, optimizer = hetero.initialize(built.model, make_optimizer(options, built.model))
-    with closing(optimizer.engine) as engine, closing(Recorder(engine)) as recorder:
-        yield Job(
-            options,
-            engine,
-            make_setting(built, options, folder, ranks, task.data.description, engine),
-            recorder,
-            task,
-            model,
-            optimizer,
-            make_scheduler(optimizer, options.warmup, options.steps, options.schedule),
-            ranks,
-        )
+    scheduler = make_scheduler(optimizer, options.warmup, options.steps, options.schedule)
+    with closing(optimizer.engine) as engine:
+        setting = make_setting(built, options, folder, ranks, task.data.description, engine)
+        with closing(Recorder(engine, setting, waits=True)) as recorder:
+            yield Job(options, engine, recorder, task, model, optimizer, scheduler, ranks)
 
 
 def build_in_budgets(
@@ -186,14 +182,6 @@ def make_setting(
         nvme_path=nvme_path,
         run_dir=str(folder.path),
     )
-
-
-def complete(result: RunRecord, engine: hetero.Engine, ranks: Ranks) -> None:
-    """Adds to the result of a run that has not failed what is noted of it in the end, and what each
-    rank's process held at most; all of them call it."""
-    notes = (*result.notes, *engine.notes, engine.watch.words())
-    result.notes = tuple(dict.fromkeys(filter(None, notes)))
-    result.peak_rss_by_rank_bytes = [int(n) for n in ranks.gather(peak_resident_bytes())]
 
 
 def _mesh(options: TrainOptions, ranks: Ranks) -> DeviceMesh | None:

@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -67,21 +67,20 @@ def option(
     help: str,
     default: Any = None,
     *,
-    metavar: str | None = None,
     least: int | None = None,
-    choices: tuple[str, ...] | None = None,
-    alone: str | None = None,
-    other_words: Mapping[str, str] | None = None,
     advanced: bool = False,
+    **arguments: Any,
 ) -> Any:
-    """A field that is also a command-line option `--its-name`.
+    """A field that is also a command-line option `--its-name`, with more arguments of argparse's.
 
-    `alone`: its value without one. `other_words` for its values are understood on the command line.
     An `advanced` one is shown by --help-all alone.
     """
-    about = {"help": help, "metavar": metavar, "limits": (least, choices), "alone": alone}
-    others = {"other_words": other_words or {}, "advanced": advanced}
-    return field(default=default, metadata={**about, **others})
+    about = {"help": help, "least": least, "advanced": advanced, "arguments": arguments}
+    return field(default=default, metadata=about)
+
+
+def _device(word: str) -> str:
+    return {"gpu": "cuda"}.get(word, word)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +115,7 @@ class TrainOptions:
         " gpu), all on the GPU; cpu, all in RAM; nvme, RAM and then NVMe",
         "auto",
         choices=POLICIES,
-        other_words={"gpu": "cuda"},
+        type=_device,
     )
     host_memory: str | None = option(
         "RAM budget for model state, of each rank, like 600MiB (default: 80 %% of what is free;"
@@ -182,8 +181,8 @@ class TrainOptions:
         3,
     )
     shard_ranks: int | None = option(
-        "so many neighbouring ranks share the model state, and further ones have copies of it, so"
-        " that gradients alone go between machines (default: all)",
+        "so many neighbouring ranks share the model state, parts of a machine or whole machines,"
+        " and further ones have copies of it (default: all share)",
         least=1,
     )
     tiled_loss: bool | None = option(
@@ -197,7 +196,7 @@ class TrainOptions:
         "auto",
         metavar="{auto,cpu,cuda}",
         choices=BACKENDS,
-        other_words={"gpu": "cuda"},
+        type=_device,
     )
     threads: int | None = option(
         "CPU threads of torch and of the optimizer (default: torch's own number, and all CPUs)",
@@ -265,8 +264,8 @@ class TrainOptions:
         metavar="DIR",
     )
     save_every: int | None = option(
-        "steps between checkpoints, in the folder `checkpoints` of the run folder; training goes on"
-        " meanwhile. The last step is saved, too, and SIGTERM saves and ends (default: none)",
+        "steps between checkpoints, in the folder `checkpoints` of the run folder. The last step is"
+        " saved, too, and SIGTERM saves and ends (default: none)",
         least=1,
     )
     save_model: bool = option(
@@ -292,11 +291,12 @@ class TrainOptions:
         " and any memory; without PATH from the last checkpoint or commit of --run-dir, or else of"
         " the newest run, and from the beginning if there is none",
         metavar="PATH",
-        alone="",
+        nargs="?",
+        const="",
     )
     timeline: str | None = option(
-        "also draw what computed, waited and moved in the last two steps, as .png, .svg or .pdf,"
-        " with a trace (.trace.json) for ui.perfetto.dev beside it",
+        "also write what computed, waited and moved in the last two steps, which report.html draws,"
+        " as a trace for ui.perfetto.dev, such as steps.trace.json",
         metavar="FILE",
     )
     json: bool = option("print one JSON object on stdout instead of a table", False)
@@ -307,7 +307,8 @@ class TrainOptions:
 
     def __post_init__(self) -> None:
         for field_ in dataclasses.fields(self):
-            value, (least, choices) = getattr(self, field_.name), field_.metadata["limits"]
+            value, least = getattr(self, field_.name), field_.metadata["least"]
+            choices = field_.metadata["arguments"].get("choices")
             if least is not None and value is not None:
                 self._require(field_.name, value >= least, f"at least {least}")
             if choices is not None and value is not None:
@@ -342,6 +343,11 @@ class TrainOptions:
         return OverlapUpdates(self.overlap_updates)
 
     @property
+    def keeps_state(self) -> bool:
+        """Whether the run saves or commits."""
+        return self.save_every is not None or self.commit_every is not None
+
+    @property
     def tokens_per_step(self) -> int:
         """Of each rank."""
         return self.accumulate * self.batch_size * self.seq_len
@@ -367,10 +373,6 @@ def config_path(model: str, config: str | None) -> Path | None:
     if config is None and not (os.sep in model or path.suffix == ".json" or path.is_dir()):
         return None
     return path / "config.json" if path.is_dir() else path
-
-
-def _reader(words: Mapping[str, str]) -> Callable[[str], str]:
-    return lambda text: words.get(text, text)
 
 
 def flag(name: str) -> str:
@@ -413,16 +415,9 @@ def add_train_arguments(
         if kind == "bool":
             arguments["action"] = argparse.BooleanOptionalAction
         else:
-            _, choices = about["limits"]
-            metavar = {"int": "N", "float": "X"}.get(kind, "NAME") if choices is None else None
-            arguments["metavar"] = about["metavar"] or metavar
-            if about["alone"] is not None:
-                arguments |= {"nargs": "?", "const": about["alone"]}
-            kinds = {"int": int, "float": float}
-            arguments |= {
-                "choices": choices,
-                "type": kinds.get(kind, _reader(about["other_words"])),
-            }
+            type_, metavar = {"int": (int, "N"), "float": (float, "X")}.get(kind, (str, "NAME"))
+            shown = {} if "choices" in about["arguments"] else {"metavar": metavar}
+            arguments |= {"type": type_, **shown, **about["arguments"]}
             if each.name == "nvme_path":
                 # argparse appends to a list, or to a new one in place of None.
                 arguments |= {"action": "append", "default": list(default) or None}

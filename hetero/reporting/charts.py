@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -40,6 +41,7 @@ from offload.memory.tiers import Tier
 _WIDTH, _HEIGHT = 9.0, 2.0  # inches of the figure, and of a panel
 _MOST_DRAWN = 300  # points, or moments
 _MOST_BARS = 60
+_TITLE_WIDTH = 100  # characters of a line that fits the figure
 _LINKS = (("disk_read", "disk_write", "h2d", "d2h"), ("sent", "received"))
 _FAR = 3  # a line so many times above all that is held would flatten it: its number is enough
 
@@ -85,7 +87,7 @@ def draw_run(record: RunRecord, whole: bool = True) -> Figure:
         handles = draw(axes)  # as the key names them, from the top
         if handles:
             axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.015, 1.0))
-        axes.set_title(finding)
+        axes.set_title(textwrap.fill(finding, _TITLE_WIDTH))
         axes.grid(axis="y")
     # Step n reaches from n - 0.5 to n + 0.5.
     axes.set_xlim(record.points[0].last - 0.5, record.points[-1].last + 0.5)
@@ -238,7 +240,7 @@ def _draw_tier(record: RunRecord, tier: Tier, axes: Axes) -> Sequence[Artist]:
 def _tier_finding(record: RunRecord, tier: Tier) -> str:
     """What there is to see of a tier, in one line."""
     peak, budget = record.peak_bytes[tier], record.largest_budget(tier)
-    words = f"Model state {TIER_PLACES[tier]}: at most {format_bytes(peak)}"
+    words = f"Model state {TIER_PLACES[tier]}: {record.peak_words(tier)}"
     if budget is None:
         return f"{words}, without a budget"
     return f"{words} {record.limit_words(tier)} ({peak / budget:.0%})"

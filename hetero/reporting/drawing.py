@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 import io
-import os
 import re
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -17,7 +16,6 @@ from matplotlib.figure import Figure
 from hetero.reporting.palette import FAINT, INK, QUIET
 
 _FONT_SIZE = 9.5  # points, on a page of 9 inches
-_SUFFIXES = (".png", ".svg", ".pdf")  # of pictures
 
 _STYLE: dict[Any, Any] = {
     # Text stays text: it can be searched and copied, and is sharp in print.
@@ -58,20 +56,6 @@ def new_figure(width: float, height: float) -> Figure:
 def styled() -> AbstractContextManager[None]:
     """Inside the block figures are made in the style of all pictures."""
     return mpl.rc_context(_STYLE)
-
-
-def check_picture(flag: str, picture: Path, *beside: Path) -> None:
-    """Raises ValueError, in words of the option `flag`, for files that could not be written: a
-    picture, and what goes beside it."""
-    if picture.suffix not in _SUFFIXES:
-        raise ValueError(f"{flag} {picture}: a picture's name ends in {', '.join(_SUFFIXES)}")
-    for path in (picture, *beside):
-        if path.is_dir():
-            raise ValueError(f"{flag} {picture}: {path} is a folder; name a file")
-    if not picture.parent.is_dir():
-        raise ValueError(f"{flag} {picture}: there is no folder {picture.parent}; make it first")
-    if not os.access(picture.parent, os.W_OK):
-        raise ValueError(f"{flag} {picture}: the folder {picture.parent} is not writable")
 
 
 def save(figure: Figure, path: Path) -> None:

@@ -130,7 +130,8 @@ h2 { font-size: 18px; line-height: 1.35; margin: 0 0 4px; break-after: avoid; }
 .quiet, figcaption { color: QUIET; font-size: 13.5px; }
 table { border-collapse: collapse; width: 100%; font-size: 14px; }
 td, th { padding: 5px 12px 5px 0; border-bottom: 1px solid FAINT; vertical-align: top;
-  text-align: left; overflow-wrap: anywhere; }
+  text-align: left; }
+td { overflow-wrap: anywhere; }
 th { width: 15em; font-weight: 600; }
 section { margin-top: 34px; }
 figure { margin: 6px 0 0; }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from typing import TypeVar
 
@@ -31,30 +32,47 @@ from hetero.runtime.engine import Engine
 from offload import timeline
 from offload.memory.process_memory import peak_resident_bytes, resident_bytes
 from offload.memory.tiers import Tier
+from offload.timeline import Recording, Timeline
 
 _Bytes = TypeVar("_Bytes", int, int | None)
 
 _STATE_KINDS = (MemoryKind.PARAM, MemoryKind.GRAD, MemoryKind.OPTIM_STATE)
 # fp32 parameter and gradient, where plain PyTorch keeps both; states come on top.
 _PLAIN_BYTES = 8
+# Of a timeline: as many steps are shown, and one more is recorded, because an interval is known
+# when it ends. Of a long run the first one begins with step 3; others come later, and later still.
+SHOWN_STEPS = 2
+FIRST_TIMELINE = 3
+_TIMES = 8
 _STATES = {"adam": 2, "lion": 1, "adagrad": 1, "sgd": 1, "muon": 1}
 
 
 class Recorder:
-    """Keeps figures of an engine's steps; end_step() is called after each.
+    """Keeps figures of an engine's steps in `record`; end_step() is called after each.
 
     Memory is looked at whenever forward or backward of the whole model ends, and at the end of
-    step(): about 10 us each, no transfer, no message to another rank, and no wait for a device.
+    step(): about 10 us each, no transfer, and no message to another rank.
     """
 
-    def __init__(self, engine: Engine, notes_compute: bool = False) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        facts: RunFacts,
+        waits: bool = False,
+        timeline_from: int | None = None,
+    ) -> None:
         """Listens to the engine until close(); one step goes on from now.
 
-        `notes_compute`: a timeline that is recorded is told when forward and backward run, because
-        the training loop does not do that.
+        Args:
+            engine: of the steps.
+            facts: what is known of the run.
+            waits: the work of a part of the step is over when the device is idle, and is waited
+                for; else "forward" and "backward" are the times of the CPU.
+            timeline_from: as of begin().
         """
+        self.record = RunRecord(facts, notes=facts.notes)
         self._engine = engine
-        self._notes_compute = notes_compute
+        self._waits = waits
         self._points = PointList()
         self._waiting: tuple[StepPoint, torch.Tensor] | None = None  # for its loss
         self._samples: list[MemorySample] = []
@@ -63,25 +81,38 @@ class Recorder:
         self._made = 0
         self._placements: list[Placement] = []
         self._on_disk: dict[MemoryKind, int] = {}
-        self.begin()
+        self.begin(timeline_from)
         engine.watch.tracer.step_clock.listeners.append(self._phase_changes)
         engine.watch.listeners.append(self._note_update)
 
-    def begin(self) -> None:
-        """The first step begins now: what came before, as the load of a checkpoint, is none."""
+    def begin(self, timeline_from: int | None) -> None:
+        """The first step begins now: what came before, as the load of a checkpoint, is none.
+
+        A timeline begins with the step of the number `timeline_from`, the first one being 1; None:
+        there is none.
+        """
+        self._recording = StepsRecording(self._engine, timeline_from)
         self.begin_step()
         self.begin_s = self._began_s
+        self._built = _by_tier(self._engine.ledger.peak_bytes)
         self._sample(0, self.begin_s)
 
     def close(self) -> None:
-        """Ends the listening; idempotent."""
+        """Ends the listening and the recording of a timeline; idempotent."""
+        self._recording.close()
         listeners = self._engine.watch.tracer.step_clock.listeners
         if self._phase_changes in listeners:
             listeners.remove(self._phase_changes)
             self._engine.watch.listeners.remove(self._note_update)
 
+    def _now_s(self) -> float:
+        if self._waits:
+            device = self._engine.backend.device
+            torch.get_device_module(device).synchronize(device)
+        return time.perf_counter()
+
     def _phase_changes(self, phase: Phase | None, beside: tuple[int, int]) -> None:
-        now_s = time.perf_counter()
+        now_s = self._now_s()
         if self._phase is not None:
             self._end_part(self._phase.value, now_s)
         if phase is not self._phase:
@@ -91,15 +122,14 @@ class Recorder:
 
     def _note_update(self) -> None:
         """A step() was made: what came since backward was the optimizer's."""
-        now_s = time.perf_counter()
+        now_s = self._now_s()
         if self._parts_s["backward"]:
             self._end_part("optimizer", now_s)
         self._phase, self._phase_began_s = None, now_s
 
     def _end_part(self, name: str, now_s: float) -> None:
         self._parts_s[name] += now_s - self._phase_began_s
-        if self._notes_compute:
-            timeline.note("compute", self._phase_began_s, now_s, name=name)
+        timeline.note("compute", self._phase_began_s, now_s, name=name)
 
     def _sample(self, beside_bytes: int, now_s: float) -> None:
         rss = resident_bytes()
@@ -128,8 +158,9 @@ class Recorder:
         self,
         loss: float | torch.Tensor | None = None,
         tokens: int | None = None,
-        parts_s: Mapping[str, float] | None = None,
         step: int | None = None,
+        grad_norm: float | None = None,
+        lr: float | None = None,
     ) -> StepPoint:
         """A step is over, and the next one begins.
 
@@ -137,9 +168,8 @@ class Recorder:
             loss: the mean over the step. One on a GPU is asked for at the end of the next step,
                 when it is there.
             tokens: how many were trained on, by all ranks together.
-            parts_s: seconds of each of PARTS, if the loop has measured them better, as one can that
-                waits for its GPU.
             step: its number, from 1; None: the one after the step before.
+            grad_norm, lr: as StepPoint has them.
         """
         now_s = time.perf_counter()
         if not self._samples:  # the loop calls no forward of the whole model
@@ -152,7 +182,7 @@ class Recorder:
             last=self._made,
             loss=None,
             seconds=now_s - self._began_s,
-            parts_s={name: (parts_s or self._parts_s)[name] for name in PARTS},
+            parts_s=self._parts_s,
             tokens=tokens,
             traffic_bytes={link: int(moved[link]) for link in LINKS},
             gather_wait_s=moved["gather_wait_s"],
@@ -160,6 +190,8 @@ class Recorder:
             update_wait_s=moved["update_wait_s"],
             samples=tuple(self._samples),
             on_disk=self._homes_on_disk(),
+            grad_norm=grad_norm,
+            lr=lr,
         )
         self._add_waiting()
         if isinstance(loss, torch.Tensor):
@@ -172,6 +204,7 @@ class Recorder:
         self._samples.clear()
         self._parts_s = dict.fromkeys(PARTS, 0.0)
         self._before, self._began_s = now, now_s
+        self._recording.end_step()
         return point
 
     def _add_waiting(self) -> None:
@@ -188,20 +221,71 @@ class Recorder:
             self._on_disk = {k: found[k.name] for k in _STATE_KINDS if found[k.name]}
         return self._on_disk
 
-    def complete(self, record: RunRecord) -> None:
-        """Adds all that was recorded, and what the engine says of the run; before it is closed."""
+    def complete(self) -> RunRecord:
+        """The record, with all that was recorded and what the engine says of the run."""
         self._add_waiting()
-        engine, ledger = self._engine, self._engine.ledger
+        self._recording.close()
+        record, engine, ledger = self.record, self._engine, self._engine.ledger
+        record.timeline = self._recording.timeline
         if plans := engine.plans:
             record.predicted = figures(plans)
         record.points = self._points.points
         record.budget_bytes = _by_tier(ledger.budget_bytes)
         record.largest_budget_bytes = _by_tier(ledger.largest_budget_bytes)
         record.peak_bytes = _by_tier(ledger.peak_bytes)
+        record.built_bytes = self._built
         record.peak_rss_bytes = peak_resident_bytes()
         record.homes = _homes(engine)
         record.changes = tuple((change.step, change.words()) for change in engine.changes)
         record.notes = tuple(dict.fromkeys((*record.notes, *engine.notes)))
+        return record
+
+
+class StepsRecording:
+    """Records timelines of a few steps: early, and again when the run has become much longer.
+
+    Attributes:
+        timeline: the last one that is whole; None before.
+    """
+
+    def __init__(self, engine: Engine, first: int | None) -> None:
+        """`first`: the number of the first step that is recorded, from 1; None: none is."""
+        self.timeline: Timeline | None = None
+        self._engine = engine
+        self._next = first
+        self._stack = ExitStack()
+        self._recording: Recording | None = None
+        self._ends_s: list[float] = []  # of the steps that are recorded
+        self._made = 0
+        self._begin_before(1)
+
+    def end_step(self) -> None:
+        """A step was made."""
+        self._made += 1
+        if self._recording is not None:
+            self._ends_s.append(time.perf_counter())
+            if len(self._ends_s) > SHOWN_STEPS:
+                self.close()
+        self._begin_before(self._made + 1)
+
+    def _begin_before(self, step: int) -> None:
+        if step != self._next or self._recording is not None:
+            return
+        self._next = step * _TIMES
+        try:
+            self._recording = self._stack.enter_context(timeline.record())
+        except RuntimeError:  # somebody else's goes on
+            return
+        self._engine.ledger.sample()
+
+    def close(self) -> None:
+        """Ends a recording that goes on, which becomes the timeline; idempotent."""
+        recording, self._recording = self._recording, None
+        self._stack.close()
+        ends_s, self._ends_s = self._ends_s[:SHOWN_STEPS], []
+        if recording is not None and ends_s:
+            whole = recording.timeline
+            self.timeline = whole.between(whole.begin_s, ends_s[-1])
 
 
 def _by_tier(by_name: Mapping[str, _Bytes]) -> dict[Tier, _Bytes]:

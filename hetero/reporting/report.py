@@ -4,26 +4,18 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import time
 import warnings
-from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 
 import torch
 
 from hetero.api.access import engine_of
-from hetero.reporting.recorder import Recorder, facts_of
+from hetero.reporting.recorder import FIRST_TIMELINE, Recorder, facts_of
 from hetero.reporting.run_record import RunRecord
 from hetero.runtime.engine import Engine
-from offload.timeline import Recording, Timeline, record
 
 FILE_NAME = "report.html"
-# Of a timeline: as many are shown, and one more is recorded, because an interval is known when it
-# ends. The first begins with step 3, and there is another one later on, and later still.
-SHOWN_STEPS = 2
-_FIRST = 3
-_TIMES = 8
 
 
 class Report:
@@ -44,13 +36,12 @@ class Report:
         everyone = engine.world.everyone
         self._leads = everyone is None or everyone.rank == 0
         self._recorder: Recorder | None = None
-        self._made = 0
-        self._recording = StepsRecording(engine)
 
     def __enter__(self) -> Report:
         """Begins to record, on the first rank."""
         if self._leads:
-            self._recorder = Recorder(self._engine, notes_compute=True)
+            facts = facts_of(self._engine, self._title)
+            self._recorder = Recorder(self._engine, facts, timeline_from=FIRST_TIMELINE)
         return self
 
     def step(self, loss: torch.Tensor | float | None = None, tokens: int | None = None) -> None:
@@ -69,9 +60,7 @@ class Report:
                 f"report.step() takes a loss of one number, and got one of shape "
                 f"{tuple(loss.shape)}; take its mean"
             )
-        self._made += 1
         self._recorder.end_step(loss, self._tokens if tokens is None else tokens)
-        self._recording.end_step(self._made)
 
     def __exit__(
         self,
@@ -83,70 +72,22 @@ class Report:
         if self._recorder is None:
             return
         recorder, self._recorder = self._recorder, None
-        self._recording.close()
+        recorder.close()
         try:
-            if self._made:
-                self._write(recorder, error)
+            record = recorder.complete()
+            if record.points:
+                self._write(record, error)
         except Exception as other:
             if error is None:
                 raise
             warnings.warn(f"no report {self.path} was written: {other}", stacklevel=2)
-        finally:
-            recorder.close()
 
-    def _write(self, recorder: Recorder, error: BaseException | None) -> None:
+    def _write(self, record: RunRecord, error: BaseException | None) -> None:
         from hetero.reporting.page import write_page
 
-        record = RunRecord(facts_of(self._engine, self._title), timeline=self._recording.timeline)
         if error is not None:
             record.status, record.error = f"ended by {type(error).__name__}", str(error)
-        recorder.complete(record)
         write_page(record, self.path)
-
-
-class StepsRecording:
-    """Records timelines of a few steps: early, and again when the run has become much longer.
-
-    Attributes:
-        timeline: the last one that is whole; None before.
-    """
-
-    def __init__(self, engine: Engine, first: int | None = _FIRST) -> None:
-        """`first`: the number of the first step that is recorded, from 1; None: none is."""
-        self.timeline: Timeline | None = None
-        self._engine = engine
-        self._next = first
-        self._stack = ExitStack()
-        self._recording: Recording | None = None
-        self._ends_s: list[float] = []  # of the steps that are recorded
-        self._begin_before(1)
-
-    def end_step(self, made: int) -> None:
-        """So many steps were made."""
-        if self._recording is not None:
-            self._ends_s.append(time.perf_counter())
-            if len(self._ends_s) > SHOWN_STEPS:
-                self.close()
-        self._begin_before(made + 1)
-
-    def _begin_before(self, step: int) -> None:
-        if step != self._next or self._recording is not None:
-            return
-        self._next = step * _TIMES
-        try:
-            self._recording = self._stack.enter_context(record())
-        except RuntimeError:  # somebody else's goes on
-            return
-        self._engine.ledger.sample()
-
-    def close(self) -> None:
-        """Ends a recording that goes on, which becomes the timeline; idempotent."""
-        recording, self._recording = self._recording, None
-        self._stack.close()
-        ends_s, self._ends_s = self._ends_s[:SHOWN_STEPS], []
-        if recording is not None and ends_s:
-            whole = recording.timeline
-            self.timeline = whole.between(whole.begin_s, ends_s[-1])
 
 
 def report(

@@ -273,6 +273,7 @@ class RunRecord:
     Attributes:
         budget_bytes, peak_bytes: by tier; None: no budget.
         largest_budget_bytes: by tier, where the budget was larger for a time than at the end.
+        built_bytes: by tier, the most before the first step, while the model was built or loaded.
         peak_rss_bytes: the most that the process ever held.
         homes: bytes by tier and kind of state at the end, as state_by_tier() has them.
         changes: of homes: after which step, and why.
@@ -288,7 +289,7 @@ class RunRecord:
         checkpoint, model_folder: the last one that was saved, and that of the trained weights.
         eval_losses: after which step, and the loss.
         failure: what raised `error`.
-        timeline_paths: picture and trace.
+        timeline_path: of a trace of the timeline, if one was asked for.
     """
 
     facts: RunFacts
@@ -304,13 +305,14 @@ class RunRecord:
     error: str | None = None
     notes: tuple[str, ...] = ()
     largest_budget_bytes: Mapping[Tier, int | None] = field(default_factory=dict)
+    built_bytes: Mapping[Tier, int] = field(default_factory=dict)
     every_step: list[StepPoint] = field(default_factory=list)
     peak_rss_by_rank_bytes: list[int] = field(default_factory=list)
     checkpoint: str | None = None
     model_folder: str | None = None
     eval_losses: list[tuple[int, float]] = field(default_factory=list)
     failure: Exception | None = None
-    timeline_paths: list[str] = field(default_factory=list)
+    timeline_path: str | None = None
 
     def add(self, step: StepPoint) -> None:
         """Takes the next step; its samples of memory are in `points`, as far as they are kept."""
@@ -327,6 +329,16 @@ class RunRecord:
             return "no budget"
         later = f", {format_bytes(now)} at the end" if now != largest else ""
         return f"of a budget of {format_bytes(largest)}{later}"
+
+    def peak_words(self, tier: Tier) -> str:
+        """The most that a tier held. If that was before the first step, so are the words, and the
+        most of the steps comes first, as their samples have it."""
+        peak = format_bytes(self.peak_bytes[tier])
+        samples = [sample.total(tier) for point in self.points for sample in point.samples]
+        held = format_bytes(max(samples, default=0))
+        if held == peak or self.built_bytes.get(tier, 0) < self.peak_bytes[tier]:
+            return f"at most {peak}"
+        return f"{held} in steps; before them at most {peak}"
 
     @property
     def passed_budgets(self) -> list[Tier]:
@@ -473,16 +485,12 @@ class RunRecord:
             "predicted": self.predicted,
             "measured_over_predicted": self.measured_over_predicted,
             "notes": list(self.notes),
-            "timeline": self.timeline_paths,
+            "timeline": self.timeline_path,
         }
 
 
-def rows(record: RunRecord) -> list[tuple[str, str]]:
-    """The table of a run, on its page and in the terminal: label and value of every line, in order.
-
-    The record has at least one step.
-    """
-    facts = record.facts
+def fact_rows(facts: RunFacts) -> list[tuple[str, str]]:
+    """What of the table of a run is known before its first step: labels and values."""
     trained = "" if facts.trained_params is None else f", {facts.trained_params:,} trained"
     params = f"{facts.params:,} parameters{trained if facts.trained_params != facts.params else ''}"
     plain = f"{format_bytes(facts.plain_bytes)} {TIER_PLACES[facts.plain_tier]}"
@@ -495,8 +503,17 @@ def rows(record: RunRecord) -> list[tuple[str, str]]:
     ]
     if facts.ranks > 1:
         table.append(("ranks", f"{facts.ranks}; bytes are of rank 0"))
+    return table
+
+
+def rows(record: RunRecord) -> list[tuple[str, str]]:
+    """The table of a run, on its page and in the terminal: label and value of every line, in order.
+
+    The record has at least one step.
+    """
+    facts, table = record.facts, fact_rows(record.facts)
     for tier in record.used_tiers:
-        peak = f"at most {format_bytes(record.peak_bytes[tier])}, {record.limit_words(tier)}"
+        peak = f"{record.peak_words(tier)}, {record.limit_words(tier)}"
         table.append((f"model state {TIER_PLACES[tier]}", peak))
     limit = facts.process_bytes
     of_limit = "" if limit is None else f", of process_memory {format_bytes(limit)}"
@@ -550,6 +567,6 @@ def rows(record: RunRecord) -> list[tuple[str, str]]:
         "report": facts.run_dir and f"{facts.run_dir}/report.html, for a browser",
         "checkpoint": record.checkpoint,
         "trained weights": record.model_folder,
-        "timeline": ", ".join(record.timeline_paths),
+        "timeline": record.timeline_path,
     }
     return table + [(label, path) for label, path in left.items() if path]

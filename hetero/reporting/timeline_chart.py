@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import PathPatch
 from matplotlib.path import Path as Shape
 
-from hetero.reporting.drawing import new_figure, save, styled
+from hetero.reporting.drawing import new_figure
 from hetero.reporting.palette import GROUND, INK, LANE_COLOURS, PHASE_COLOURS, QUIET, ink_on
 from offload.timeline import LANES, Interval, LaneName, Timeline, union
 
@@ -25,23 +24,6 @@ _BAND = 0.76  # of the height that a lane has
 _LEAST_NAMED = 0.08
 _LEAST_EDGED = 0.004
 _NO_WAIT = 1 / 2000  # a chunk that was there: lines as thin as can be would show it as a wait
-
-
-def draw_timeline(timeline: Timeline, path: Path, title: str) -> Path:
-    """Writes the picture, in the format of the path's suffix, and beside it a trace for
-    ui.perfetto.dev, whose path it returns. Raises OSError."""
-    with styled():
-        figure = make_figure(timeline, 11, 0.58)
-        figure.axes[0].set_title(f"{title}. {hidden_finding(timeline)}")
-        figure.axes[0].set_xlabel("time (s); bars below one another in a row ran at the same time")
-        save(figure, path)
-    timeline.save_trace(trace_path(path))
-    return trace_path(path)
-
-
-def trace_path(picture: Path) -> Path:
-    """Where the trace of a picture goes."""
-    return picture.with_suffix(".trace.json")
 
 
 def hidden_spans(timeline: Timeline) -> list[Span]:
@@ -87,7 +69,7 @@ def hidden_finding(timeline: Timeline) -> str:
 
 
 def make_figure(timeline: Timeline, width: float, lane_height: float) -> Figure:
-    """The picture without a title, so many inches wide, and per lane so high."""
+    """The picture, so many inches wide, and per lane so high."""
     hidden = hidden_spans(timeline)
     names = [LANES[lane] for lane in timeline.lanes]
     notes = [_figures(timeline, lane) for lane in timeline.lanes]

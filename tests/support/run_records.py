@@ -79,6 +79,8 @@ def make_record(steps: int = 5, **changed: Any) -> RunRecord:
             dtype="bf16",
             policy="nvme",
             rows=(("data", 'a "text"'),),
+            planned_steps=steps,
+            budget_bytes={"device": None, "host": 200 * MIB, "disk": None},
         ),
         "points": [point(number) for number in range(1, steps + 1)],
         "budget_bytes": {Tier.DEVICE: None, Tier.HOST: 200 * MIB, Tier.DISK: None},
@@ -100,7 +102,10 @@ def make_record(steps: int = 5, **changed: Any) -> RunRecord:
         "timeline": timeline(),
         "notes": ("a note",),
     }
-    return RunRecord(**made | changed)
+    record = RunRecord(**made | changed)
+    for each in record.points:
+        record.add(each)
+    return record
 
 
 @dataclass

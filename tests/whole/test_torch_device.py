@@ -75,5 +75,5 @@ def test_uses_of_values(settings: dict[str, Any], library: Path, tmp_path: Path)
     run_forked(on_device.check_uses, Case(library, tmp_path, settings))
 
 
-def test_a_loop_waits_for_the_device(library: Path) -> None:
-    run_forked(on_device.check_stopwatch, library)
+def test_a_recorder_waits_for_the_device(library: Path, tmp_path: Path) -> None:
+    run_forked(on_device.check_recorder, Case(library, tmp_path, CPU))

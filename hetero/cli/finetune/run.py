@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import importlib.util
 import json
 import tempfile
@@ -19,16 +18,16 @@ from transformers.utils import logging
 from hetero.checkpoint.folder import TRAINER_STATE_NAME
 from hetero.cli.finetune.data import read_data
 from hetero.cli.finetune.pretrained import FolderModel
-from hetero.cli.finetune.trainer import FinetuneTrainer, RunCallback, make_trainer
+from hetero.cli.finetune.trainer import RunCallback, make_trainer
 from hetero.cli.options import FinetuneOptions
 from hetero.cli.outcome import make_writable
 from hetero.cli.train import run_training
 from hetero.integrations.adapters import adapter_state, merged
 from hetero.integrations.exports import export_into, moved_into
-from hetero.job.checkpoints import DATA_KEY, Branch, extra_of, sigterm_calls
-from hetero.job.job import build_in_budgets, complete, make_setting
-from hetero.job.loop import END_A_RUN, Observer, failing_of_the_run, note_end
+from hetero.job.branch import DATA_KEY, extra_of
+from hetero.job.job import build_in_budgets, make_setting
 from hetero.job.ranks import Ranks
+from hetero.job.run import Observer, TrainingRun, failing_of_the_run
 from hetero.job.run_folder import RunFolder
 from hetero.reporting.run_record import RunRecord
 
@@ -88,58 +87,34 @@ def fine_tune(
 
     data = read(options.data), read(options.eval_data)
     ranks.from_first(lambda: _check_output(options))
-    branch = Branch.agreed(options, folder, ranks)
-    path = branch.path
-    per_step = options.batch_size * options.accumulate * ranks.count
-    run = {"seed": options.seed, "sequences": len(data[0]), "sequences_per_step": per_step}
+    run = TrainingRun(options, folder, observer, ranks)
+    path = run.branch.path
+    about = {
+        "seed": options.seed,
+        "sequences": len(data[0]),
+        "sequences_per_step": options.batch_size * options.accumulate * ranks.count,
+    }
     notes = []
     if path is not None:
         extra = extra_of(path)
-        _check_goes_on(options, path, extra, run)
-        branch.go_on_from(extra, path)
+        _check_goes_on(options, path, extra, about)
         notes.append(f"resumed after step {extra['step']} from {path.parent}")
     elif options.resume is not None:
         notes.append("--resume found no checkpoint, so the run began anew")
     built = build_in_budgets(source, options, folder, ranks)
-    built = dataclasses.replace(built, notes=[*built.notes, *notes])
-    about = {DATA_KEY: run}
     words = f"{options.data}: {len(data[0]):,} sequences"
-    with make_trainer(options, folder, built, tokenizer, data, about, branch) as trainer:
+    with make_trainer(options, folder, built, tokenizer, data, {DATA_KEY: about}) as trainer:
         begin = partial(make_setting, built, options, folder, ranks, words)
-        callback = RunCallback(trainer, options, begin, branch, folder, observer, ranks)
-        trainer.add_callback(callback)
-        checkpoint = None if path is None else str(path.parent)
-        return _run(trainer, callback, options, checkpoint, ranks, observer)
-
-
-def _run(
-    trainer: FinetuneTrainer,
-    callback: RunCallback,
-    options: FinetuneOptions,
-    checkpoint: str | None,
-    ranks: Ranks,
-    observer: Observer,
-) -> RunRecord:
-    try:
-        with sigterm_calls(callback.note_sigterm, options.save_every is not None):
-            trainer.train(resume_from_checkpoint=checkpoint)
-        assert callback.result is not None
-        if callback.terminated:
-            callback.result.status = "terminated"
-        else:
-            with failing_of_the_run():
-                export(trainer.model, options, trainer.processing_class, ranks.leads)
-            callback.result.model_folder = options.output
-        complete(callback.result, trainer.initialize(), ranks)
-    except END_A_RUN as error:
-        if callback.result is None or not callback.result.every_step:
-            raise
-        note_end(callback.result, error)
-    finally:
-        callback.close()
-        observer.end()
-    callback.recorder.complete(callback.result)
-    return callback.result
+        trainer.add_callback(RunCallback(trainer, run, begin, notes))
+        with run.under_way():
+            with run.sigterm_noted():
+                trainer.train(resume_from_checkpoint=None if path is None else str(path.parent))
+            if not run.terminated:
+                with failing_of_the_run():
+                    export(trainer.model, options, trainer.processing_class, ranks.leads)
+                run.record.model_folder = options.output
+            run.complete(trainer.initialize())
+        return run.recorder.complete()
 
 
 def _check_output(options: FinetuneOptions) -> str:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,15 +16,12 @@ from trl.trainer.sft_trainer import SFTTrainer
 import hetero
 from hetero.cli.options import FinetuneOptions
 from hetero.integrations.trainer import HeteroTrainerMixin
-from hetero.job.checkpoints import Branch
 from hetero.job.job import BuiltModel
-from hetero.job.loop import Observer, require_number
 from hetero.job.optimization import make_optimizer
-from hetero.job.ranks import Ranks
+from hetero.job.run import TrainingRun, require_number
 from hetero.job.run_folder import CHECKPOINTS_NAME, RunFolder
-from hetero.reporting.recorder import Recorder
-from hetero.reporting.report import StepsRecording
-from hetero.reporting.run_record import RunFacts, RunRecord
+from hetero.reporting.recorder import FIRST_TIMELINE, Recorder
+from hetero.reporting.run_record import RunFacts
 
 if TYPE_CHECKING:
     _Base = transformers.Trainer
@@ -36,14 +32,11 @@ else:
 class FinetuneTrainer(HeteroTrainerMixin, _Base):
     """trl.SFTTrainer that trains with hetero, and says in checkpoints which run they are of."""
 
-    def __init__(
-        self, *args: Any, tiled: bool, about: dict[str, Any], branch: Branch, **kwargs: Any
-    ) -> None:
+    def __init__(self, *args: Any, tiled: bool, about: dict[str, Any], **kwargs: Any) -> None:
         """`tiled`: hetero.tile_heads() has the model's head. `about`: for `extra` of each
-        checkpoint, beside the branch."""
+        checkpoint."""
         self._tiled = tiled
         self._about = about
-        self._branch = branch
         self._step_loss, self._step_tokens = 0.0, 0
         super().__init__(*args, **kwargs)
 
@@ -81,110 +74,72 @@ class FinetuneTrainer(HeteroTrainerMixin, _Base):
         return taken
 
     def _checkpoint_extra(self) -> dict[str, Any]:
-        lineage = self._branch.lineage.as_extra
         step = {"step": self.state.global_step}
-        return {**super()._checkpoint_extra(), **step, **self._about, **lineage}
+        return {**super()._checkpoint_extra(), **step, **self._about}
 
 
 class RunCallback(TrainerCallback):
-    """Keeps of a Trainer's run what `hetero train` keeps of its own, and ends it at SIGTERM.
-
-    Attributes:
-        recorder: of the engine's steps; there is none before training begins.
-        result: of the run; None before training begins.
-        terminated: SIGTERM has come to a rank, as all know.
-    """
+    """Tells a run of the steps that a Trainer makes, and the Trainer of a SIGTERM."""
 
     def __init__(
         self,
         trainer: FinetuneTrainer,
-        options: FinetuneOptions,
+        run: TrainingRun,
         begin: Callable[[hetero.Engine, int], RunFacts],
-        branch: Branch,
-        folder: RunFolder,
-        observer: Observer,
-        ranks: Ranks,
+        notes: Sequence[str],
     ) -> None:
-        """`begin` makes what is known of the run of its engine and of so many steps."""
-        self.recorder: Recorder
-        self.result: RunRecord | None = None
-        self.terminated = False
-        self._signalled = False  # this rank
+        """`begin` makes what is known of the run of its engine and of so many steps; `notes` say
+        what it goes on from."""
         self._trainer = trainer
-        self._options = options
+        self._run = run
         self._begin = begin
-        self._branch = branch
-        self._folder = folder
-        self._observer = observer
-        self._ranks = ranks
+        self._notes = notes
         self._tokens = 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Begins to record."""
         engine = self._trainer.initialize()
-        self._recording = StepsRecording(engine)
-        self.recorder = Recorder(engine, notes_compute=True)
-        setting = self._begin(engine, state.max_steps)
-        self.result = RunRecord(setting, notes=setting.notes)
-        self._folder.go_on_after(state.global_step)
-        self._observer.begin(setting)
+        recorder = Recorder(engine, self._begin(engine, state.max_steps), waits=True)
+        self._run.begin(recorder, state.global_step, self._notes, FIRST_TIMELINE)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Raises DivergedError, on all ranks before any updates, if the loss is no number."""
         loss, tokens = self._trainer.taken_step()
-        require_number(self._ranks.mean(loss), state.global_step + 1, self._options)
-        self._tokens = int(sum(self._ranks.gather(tokens)))
+        ranks = self._run.ranks
+        require_number(ranks.mean(loss), state.global_step + 1, self._run.options)
+        self._tokens = int(sum(ranks.gather(tokens)))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """All ranks end if SIGTERM has come to one."""
-        self.terminated = any(self._ranks.gather(self._signalled))
-        if self.terminated:
+        if self._run.ends():
             control.should_save = control.should_training_stop = True
-        self._branch.note()
 
     def on_log(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Keeps the metrics of each step and of each evaluation."""
         logs: dict[str, Any] = given["logs"]
-        recorder, result, step = self.recorder, self.result, state.global_step
-        assert result is not None
+        run, step = self._run, state.global_step
         said = {name: value for name, value in logs.items() if not name.startswith("hetero/")}
         if "eval_loss" in logs:
-            result.eval_losses.append((step, logs["eval_loss"]))
-            if self._ranks.leads:
+            run.record.eval_losses.append((step, logs["eval_loss"]))
+            if run.ranks.leads:
                 print(f"step {step}  evaluation loss {logs['eval_loss']:.4f}", file=sys.stderr)
-            self._folder.append_metrics({"step": step, **said})
+            run.folder.append_metrics({"step": step, **said})
         if "loss" not in logs:
             return
         state.log_history.pop()  # or each checkpoint has the figures of all steps
-        point = recorder.end_step(logs["loss"], self._tokens, step=step)
-        self._recording.end_step(len(result.every_step) + 1)
         norm, lr = logs.get("grad_norm"), logs["learning_rate"]
-        point = replace(point, grad_norm=norm, lr=lr)
-        result.add(point)
-        self._folder.append_metrics({**said, **point.as_dict(recorder.begin_s)})
-        self._observer.step(point)
+        point = run.recorder.end_step(logs["loss"], self._tokens, step, norm, lr)
+        run.step(point, **said)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Leaves the time that it took out of the next step."""
-        self.recorder.begin_step()
+        self._run.recorder.begin_step()
 
     def on_save(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Notes the checkpoint, and leaves its time out of the next step."""
-        assert self.result is not None
         name = f"checkpoint-{state.global_step}"
-        self.result.checkpoint = str(self._folder.path / CHECKPOINTS_NAME / name)
-        self.recorder.begin_step()
-
-    def note_sigterm(self) -> None:
-        """Ends the run after the step that is under way."""
-        self._signalled = True
-
-    def close(self) -> None:
-        """Ends recording; idempotent."""
-        if self.result is not None:
-            self._recording.close()
-            self.result.timeline = self._recording.timeline
-            self.recorder.close()
+        self._run.record.checkpoint = str(self._run.folder.path / CHECKPOINTS_NAME / name)
+        self._run.recorder.begin_step()
 
 
 def make_trainer(
@@ -194,7 +149,6 @@ def make_trainer(
     tokenizer: Any,
     data: tuple[Dataset, Dataset | None],
     about: dict[str, Any],
-    branch: Branch,
 ) -> FinetuneTrainer:
     """The trainer, ready to train on `data`, the records and those to evaluate on.
 
@@ -244,7 +198,6 @@ def make_trainer(
         optimizers=(make_optimizer(options, model), None),
         tiled=built.tiled,
         about=about,
-        branch=branch,
     )
     trainer.remove_callback(PrinterCallback)
     if stops:

@@ -176,7 +176,10 @@ def test_a_run_that_has_gone_back_leaves_later_checkpoints(
     assert logged("run")[0] == whole[0]
     capsys.readouterr()
     assert main(["inspect", "run", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["step"] == 4  # that with the largest number
+    assert json.loads(capsys.readouterr().out)["step"] == 3
+    assert {each.name for each in Path("run/left").glob("*/*")} == {
+        f"checkpoint-{step}" for step in (2, 3, 4)
+    }
 
 
 def test_a_result_replaces_one_of_another_kind(

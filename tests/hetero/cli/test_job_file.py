@@ -171,7 +171,7 @@ def test_a_run_is_made_again_from_its_folder(
 
 def _values(option: dataclasses.Field[object]) -> st.SearchStrategy[object]:
     kind = str(option.type).removesuffix(" | None")
-    least, choices = option.metadata["limits"]
+    least, choices = option.metadata["least"], option.metadata["arguments"].get("choices")
     if choices is not None:
         return st.sampled_from(choices)
     if kind == "bool":

@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 
 from hetero.cli.main import main
-from hetero.job import checkpoints as run_checkpoints
-from hetero.job.checkpoints import Lineage
+from hetero.job import branch
+from hetero.job.branch import Branch, Lineage
+from hetero.job.ranks import ALONE
 from tests.support.cli_runs import draw_nothing, run_all
 from tests.support.ranks.processes import run_ranks
 from tests.support.waiting import until
@@ -132,37 +133,22 @@ def test_a_run_that_went_back_goes_on_from_there(
     assert lines("run")[:4] == second
 
 
-def test_branches_of_branches(tmp_path: Path) -> None:
-    """Of what was saved before a branch was left, the same lineage is known; of a branch that was
-    left it is its own."""
-
-    def saved(lineage: Lineage, step: int) -> dict[str, Any]:
-        return {"step": step, **lineage.as_extra}
-
-    first = Lineage()
-    second = first.begun_from(saved(first, 2), Path("a"))
-    third = second.begun_from(saved(second, 4), Path("b"))
-    again = third.begun_from(saved(first, 6), Path("c"))
-    early = third.begun_from(saved(first, 1), Path("d"))
-    on = {
-        lineage: [
-            step
-            for of in (first, second, third)
-            for step in range(1, 7)
-            if lineage.has(saved(of, step))
-        ]
-        for lineage in (first, second, third, again, early)
-    }
-    every = [1, 2, 3, 4, 5, 6]
-    assert on[first] == every
-    assert on[second] == [1, 2, *every]
-    assert on[third] == [1, 2, 1, 2, 3, 4, *every]
-    assert on[again] == every
-    assert on[early] == [1]
-    for each in on:
+def test_a_commit_is_of_one_branch(tmp_path: Path) -> None:
+    """What is in the file is what was written; of several branches, as earlier versions wrote them,
+    none is guessed."""
+    first, second = Lineage(), Lineage("ab", "source", "launch")
+    for each, other in ((first, second), (second, first)):
+        extra = {"step": 5, **each.as_extra}
+        assert each.has(extra)
+        assert not other.has(extra)
         each.write(tmp_path)
         assert Lineage.read(tmp_path) == each
-    assert Lineage().has({"step": 5})  # of before there were branches
+    assert first.has({"step": 5})  # of before there were branches
+    assert second.has({"lineage": [["0", 4], ["ab", None]]})
+    old = {"branches": [["0", 4], ["ab", None]], "source": "", "launch": ""}
+    (tmp_path / "lineage.json").write_text(json.dumps(old))
+    with pytest.raises(ValueError, match="give --resume a checkpoint"):
+        Lineage.read(tmp_path)
 
 
 def test_a_branch_without_a_checkpoint_begins_where_it_began(
@@ -174,13 +160,18 @@ def test_a_branch_without_a_checkpoint_begins_where_it_began(
     committing = [*saving, "6", "--run-dir", "run", "--commit-every", "2"]
     assert main(committing) == 0
     source = Path("other/checkpoints/step-000002").resolve()
-    Lineage().begun_from({"step": 2}, source).write(Path("run"))
+    Branch(Lineage(), Path("run"), ALONE, source, goes_back=True).note()
+    assert checkpoints("run") == []
+    assert {path.name for path in Path("run/left").glob("*/*")} == {"step-000004", "step-000006"}
     capsys.readouterr()
     committing[committing.index("6")] = "3"
     assert main([*committing, "--resume", "--json"]) == 0
     assert f"resumed after step 2 from {source}" in json.loads(capsys.readouterr().out)["notes"]
-    Lineage().begun_from({"step": 2}, source.with_name("gone")).write(Path("run"))
+    shutil.rmtree("run/checkpoints")
+    Lineage("x", str(source.with_name("gone"))).write(Path("run"))
     assert main([*committing, "--resume"]) == 2
+    assert "what it went back to is not there" in capsys.readouterr().err
+    assert main([*saving, "6", "--run-dir", "run", "--resume"]) == 2
     assert "gone, which is not there any more" in capsys.readouterr().err
     Path("run/lineage.json").write_text("{}")
     assert main([*committing, "--resume"]) == 2
@@ -196,7 +187,7 @@ def test_ranks_that_are_started_again_do_not_go_back_twice(
     back = [*saving, "--resume", "run/checkpoints/step-000002", "--json", "--steps"]
 
     def resumed(launch: str, steps: int) -> str:
-        monkeypatch.setattr(run_checkpoints, "this_launch", lambda: launch)
+        monkeypatch.setattr(branch, "this_launch", lambda: launch)
         capsys.readouterr()
         assert main([*back, str(steps), "--keep", "9"]) == 0
         notes = json.loads(capsys.readouterr().out)["notes"]

@@ -16,9 +16,10 @@ from bench.harness.ranks import RankError, import_environment, rank_log, run_ran
 from hetero.cli.main import main
 from hetero.cli.observers import make_observer
 from hetero.job.job import memory_config
-from hetero.job.loop import Observer, train
+from hetero.job.loop import train
 from hetero.job.options import TrainOptions, add_train_arguments
 from hetero.job.ranks import ALONE, Ranks, joined_ranks
+from hetero.job.run import Observer
 from hetero.job.run_folder import RunFolder
 from hetero.reporting.run_record import RunRecord
 from offload.errors import BudgetError
@@ -191,7 +192,7 @@ def test_hetero_train_as_two_ranks(
     stage: int,
 ) -> None:
     more = ("--policy", *policy, "--run-dir", str(tmp_path / "run"), "--zero-stage", str(stage))
-    more = (*more, "--timeline", str(tmp_path / "steps.png"))
+    more = (*more, "--timeline", str(tmp_path / "steps.json"))
     out, first, second = two_ranks(tmp_path, *options, *more)
     assert out.count("\n") == 1
     assert "step 3/3" in first
@@ -208,7 +209,7 @@ def test_hetero_train_as_two_ranks(
     assert [json.loads(line)["tokens"] for line in lines] == [2 * 2 * 8] * 3
     assert json.loads((tmp_path / "run" / "summary.json").read_text()) == result
     assert (tmp_path / "run" / "figure.png").exists()
-    trace = json.loads((tmp_path / "steps.trace.json").read_text())["traceEvents"]
+    trace = json.loads((tmp_path / "steps.json").read_text())["traceEvents"]
     assert [event["name"] for event in trace].count("forward") == 2  # steps, of the first rank
     capsys.readouterr()
     other = ("--policy", "cpu", "--run-dir", str(tmp_path / "alone"), "--accumulate", "2")

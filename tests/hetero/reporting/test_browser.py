@@ -30,7 +30,15 @@ pytestmark = [
 # page's own width, and whatever it has fetched.
 PROBE = """
 <script>
-const out = {cut: [], over: [], texts: 0};
+const out = {cut: [], over: [], broken: [], texts: 0};
+for (const label of document.querySelectorAll("th")) {
+  const range = document.createRange(), words = label.firstChild;
+  for (const word of words.data.matchAll(/[^ ]+/g)) {
+    range.setStart(words, word.index);
+    range.setEnd(words, word.index + word[0].length);
+    if (range.getClientRects().length > 1) out.broken.push(word[0]);
+  }
+}
 for (const svg of document.querySelectorAll("svg")) {
   const frame = svg.getBoundingClientRect(), seen = [];
   for (const text of svg.querySelectorAll("text")) {
@@ -95,6 +103,7 @@ def test_charts_are_whole_and_texts_apart(tmp_path: Path, width: int) -> None:
     assert found["texts"] > 60
     assert found["cut"] == []
     assert found["over"] == []
+    assert found["broken"] == []
     assert found["wide"] <= 0
     assert found["fetched"] == []
 

@@ -121,6 +121,15 @@ def test_a_budget_that_was_passed_is_not_called_kept() -> None:
     assert "stayed within" not in text
 
 
+def test_a_peak_of_construction_is_not_called_one_of_the_steps() -> None:
+    record = make_record(built_bytes={Tier.HOST: 160 * MIB, Tier.DISK: 300 * MIB})
+    page = Page.of(make_page(record))
+    words = "155.0 MiB in steps; before them at most 160.0 MiB"
+    assert f"{words}, of a budget of 200.0 MiB" in page.text["facts"]
+    assert f"Model state in RAM: {words} of a budget of 200.0 MiB (80%)" in page.text["run"]
+    assert "Model state on NVMe: at most 310.0 MiB, without a budget" in page.text["run"]
+
+
 def test_a_budget_that_became_smaller_was_not_passed() -> None:
     peaks = {Tier.DEVICE: 0, Tier.HOST: 250 * MIB, Tier.DISK: 0}
     largest = {Tier.HOST: 256 * MIB}

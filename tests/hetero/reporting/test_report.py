@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import hetero
-from hetero.reporting.recorder import Recorder
+from hetero.reporting.recorder import Recorder, facts_of
 from offload import timeline
 from offload.memory.sizes import format_bytes
 from offload.memory.tiers import Tier
@@ -63,7 +63,7 @@ def test_any_loop_gets_a_page_and_the_same_bits(tmp_path: Path) -> None:
     assert f"at first {losses[0]:.4g}" in page.text["facts"]
     assert "tokens per second" in page.text["facts"]
     assert "of a budget of 1.0 MiB" in page.text["facts"]
-    assert f"RAM: at most {peak} of a budget of 1.0 MiB" in page.text["run"]
+    assert f"at most {peak} of a budget of 1.0 MiB" in page.text["run"]
     assert "GPT2LMHeadModel" in page.text[""]
     assert "on NVMe" in page.text["facts"]
     assert "optimizer state" in page.text["run"]
@@ -165,7 +165,7 @@ def test_a_step_costs_three_looks_at_memory_and_one_at_the_counters(
             return real(self, *given)
 
         monkeypatch.setattr(Recorder, name, counted)
-    recorder = Recorder(engine)
+    recorder = Recorder(engine, facts_of(engine, "a net"))
     calls.clear()
     train(model, optimizer, None, steps=2)
     made = recorder.end_step(1.0)

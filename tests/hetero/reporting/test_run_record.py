@@ -1,15 +1,22 @@
-"""hetero/reporting/run_record: sums over steps, and what bytes are for."""
+"""hetero/reporting/run_record: sums over steps, what bytes are for, the table, its dictionary."""
 
 from __future__ import annotations
 
+import json
+import struct
 from dataclasses import replace
+from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetero.reporting.run_record import MemoryKind, PointList, thinned
+from hetero.reporting.charts import draw_picture
+from hetero.reporting.page import make_page
+from hetero.reporting.run_record import LINKS, MemoryKind, PointList, rows, thinned
+from hetero.text_table import columns
 from offload.memory.tiers import Account, Tier
-from tests.support.run_records import MIB, make_record, point, sample
+from tests.support.run_records import MIB, Page, make_record, point, sample
 
 
 @given(st.integers(0, 200), st.integers(1, 200))
@@ -53,3 +60,92 @@ def test_the_first_step_is_not_steady_and_neither_is_one_after_a_move() -> None:
     moved = make_record(steps=5, changes=((3, "a budget changed"),))
     assert [p.last for p in moved.steady] == [5]
     assert [p.last for p in make_record(steps=1).steady] == [1]
+
+
+def test_the_first_step_counts_only_where_there_is_no_other() -> None:
+    record = make_record(3)
+    assert record.tokens_per_s == pytest.approx(50.0)
+    assert make_record(1).tokens_per_s == pytest.approx(10.0)
+    moved = dict.fromkeys(LINKS, 0) | {"disk_read": 7 * MIB, "disk_write": MIB}
+    assert record.bytes_per_step == moved
+    assert record.total_bytes["disk_read"] == 3 * 7 * MIB
+
+
+def test_dictionary_is_json_with_the_promised_keys() -> None:
+    summary = json.loads(json.dumps(make_record(3).as_dict()))
+    assert summary["losses"] == pytest.approx([5.0, 2.5, 5 / 3])
+    assert summary["state_bytes"] == 160 * MIB
+    assert summary["step_s"] == [10.0, 2.0, 2.0]
+    assert summary["budget_bytes"]["host"] == 200 * MIB
+    for key in ("params", "forward_s", "backward_s", "optimizer_s", "tokens_per_s",
+                "peak_managed_bytes", "peak_rss_bytes", "bytes_per_step", "engine", "isa",
+                "dtype", "policy", "model", "grad_norms", "steps", "run_dir", "ranks",
+                "sent_bytes_per_step", "received_bytes_per_step"):  # fmt: skip
+        assert key in summary
+    assert (summary["update_s_per_step"], summary["update_wait_s_per_step"]) == (0.5, 0.125)
+
+
+def test_a_run_without_steps_has_a_dictionary() -> None:
+    found = make_record(0).as_dict()
+    assert (found["tokens_per_s"], found["measured_over_predicted"]) == (0.0, None)
+
+
+def test_table_tells_what_was_promised() -> None:
+    record = make_record(3)
+    table = dict(rows(record))
+    assert table["plain PyTorch's model state"] == "160.0 MiB in RAM (16.8 bytes per parameter)"
+    assert table["model state in RAM"] == "at most 160.0 MiB, of a budget of 200.0 MiB"
+    assert not {"model state on the device", "ranks"} & set(table)
+    assert table["step time, median"] == (
+        "2.000 s: forward 0.500, backward 1.000, optimizer 0.250, rest 0.250"
+    )
+    assert table["updates"].endswith("0.125 of them waited for: overlap saved 0.375 s per step")
+    assert table["loss"] == "at first 5, at last 1.667"
+    record.status = "interrupted"
+    record.facts = replace(record.facts, ranks=2)
+    record.peak_rss_by_rank_bytes = [450 * MIB, 451 * MIB]
+    table = dict(rows(record))
+    assert table["steps"] == "3 of 3, interrupted"
+    assert table["peak RSS of all ranks"] == "901.0 MiB, at most 451.0 MiB each"
+
+
+def test_the_table_fits_the_terminal() -> None:
+    lines = {width: columns(rows(make_record(3)), width) for width in (60, 80, 200)}
+    assert all(max(map(len, found)) <= width for width, found in lines.items())
+    words = [" ".join(found).split() for found in lines.values()]
+    assert words[0] == words[1] == words[2]
+
+
+@pytest.mark.parametrize("steps", [1, 2, 40])
+def test_figure_is_a_picture_of_some_size(tmp_path: Path, steps: int) -> None:
+    path = tmp_path / "figure.png"
+    draw_picture(make_record(steps), path)
+    content = path.read_bytes()
+    assert content.startswith(b"\x89PNG")
+    width, height = struct.unpack(">II", content[16:24])
+    assert width >= 1000
+    assert height >= 800
+
+
+def test_picture_page_and_table_have_the_same_figures(tmp_path: Path) -> None:
+    record = make_record(40)
+    record.facts = replace(record.facts, process_bytes=475 * MIB)
+    draw_picture(record, tmp_path / "figure.svg")
+    picture = " ".join(Page.of((tmp_path / "figure.svg").read_text()).text.values())
+    page = " ".join(Page.of(make_page(record)).text.values())
+    table = " ".join(f"{label}: {value}" for label, value in rows(record))
+    for words in (
+        "at first 2.604, at last 0.13 (means of 4 steps)",
+        "160.0 MiB",  # of plain PyTorch
+        "at most 450.0 MiB",  # the process, by the kernel
+        "475.0 MiB",  # its limit
+        "of a budget of 200.0 MiB",
+    ):
+        assert words in picture, words
+        assert words in page, words
+        assert words in table, words
+    for name, share in (("forward", 25), ("backward", 50), ("optimizer", 12)):
+        seconds = record.part_s[name]
+        for text in (picture, page):
+            assert f"{name}: {seconds:.3g} s, {share}%" in text
+        assert f"{name} {seconds:.3f}" in table

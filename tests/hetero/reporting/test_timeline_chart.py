@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 
-from hetero.reporting.timeline_chart import draw_timeline, hidden_finding, hidden_spans
+from hetero.reporting.drawing import save
+from hetero.reporting.timeline_chart import hidden_finding, hidden_spans, make_figure
 from offload.timeline import Interval, Timeline
 from tests.support.timelines import TIMELINE, ticks, timelines
 
@@ -47,5 +48,5 @@ def test_what_is_hidden_is_what_both_share(timeline: Timeline) -> None:
 
 @pytest.mark.parametrize("timeline", [TIMELINE, replace(TIMELINE, intervals=())])
 def test_picture(timeline: Timeline, tmp_path: Path) -> None:
-    draw_timeline(timeline, tmp_path / "picture.png", "two steps")
+    save(make_figure(timeline, 9, 0.5), tmp_path / "picture.png")
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")

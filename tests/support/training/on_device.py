@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import hetero
-from hetero.job.loop import _Stopwatch
+from hetero.reporting.recorder import Recorder, facts_of
 from offload.memory.tiers import Tier
 from tests.support.native import torch_device
 from tests.support.native.torch_device import NAME, counts, device_of_hetero, join
@@ -301,11 +301,16 @@ def check_uses(case: Case) -> None:
         optimizer.engine.close()
 
 
-def check_stopwatch(library: Path) -> None:
-    """A loop's times are taken when the device has done its work."""
-    device = join(library)
+def check_recorder(case: Case) -> None:
+    """Times of a step's parts are taken when the device has done its work, if that is asked for."""
     waited = []
-    with patch.object(torch_device, "synchronize", waited.append):
-        with _Stopwatch(device).span("forward"):
-            assert waited == [device]
-        assert waited == [device, device]
+    with device_of_hetero(case.library, case.runtime):
+        model, optimizer = case.build()
+        for waits in (False, True):
+            recorder = Recorder(optimizer.engine, facts_of(optimizer.engine, "net"), waits)
+            with patch.object(torch_device, "synchronize") as synchronize:
+                case.steps(model, optimizer, range(1))
+            waited.append(synchronize.call_count)
+            recorder.close()
+        optimizer.engine.close()
+    assert waited[1] >= waited[0] + 5  # begin and end of forward and backward, end of step()

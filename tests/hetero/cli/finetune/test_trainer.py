@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from transformers import TrainerControl
 
-from hetero.job.checkpoints import Branch, Lineage
-from hetero.job.ranks import ALONE
+from hetero.job.ranks import Ranks
+from hetero.job.run import Observer, TrainingRun
 
 pytest.importorskip("trl", reason="pip install 'hetero[finetune]'")
 
@@ -19,15 +20,17 @@ from hetero.cli.finetune.trainer import RunCallback
 def test_sigterm_while_ranks_agree_ends_the_next_step(tmp_path: Path) -> None:
     """It is not lost, and no rank ends alone."""
 
-    class Ranks:
+    class SignalledRanks(Ranks):
         def gather(self, value: float) -> list[float]:
-            callback.note_sigterm()
+            run.note_sigterm()
             return [value]
 
-    parts: dict[str, Any] = {"ranks": Ranks(), "branch": Branch(Lineage(), tmp_path, ALONE)}
-    others: dict[str, Any] = dict.fromkeys(("trainer", "options", "begin", "folder", "observer"))
-    callback = RunCallback(**parts, **others)
+    options: Any = SimpleNamespace(resume=None, commit_every=None, keeps_state=True)
+    folder: Any = SimpleNamespace(path=tmp_path)
+    run = TrainingRun(options, folder, Observer(), SignalledRanks())
+    nothing: Any = None
+    callback = RunCallback(nothing, run, nothing, [])
     for ends in (False, True):
         control = TrainerControl()
         callback.on_step_end(None, None, control)
-        assert control.should_training_stop is control.should_save is callback.terminated is ends
+        assert control.should_training_stop is control.should_save is run.terminated is ends
