@@ -27,7 +27,9 @@ from hetero.checkpoint.rank_data import Extra, pack_rank_data
 from hetero.checkpoint.stored_checkpoint import StoredCheckpoint
 from hetero.chunk_groups.home_tiles import HomeTiles
 from hetero.runtime.engine import Engine
+from hetero.state.chunk_updates import Snapshot
 from hetero.state.managed_param import ManagedParam
+from offload.errors import CheckpointError
 
 
 @dataclass(frozen=True)
@@ -125,14 +127,14 @@ class OwnChunk:
 class EngineCheckpoint(StoredCheckpoint):
     """The model of an engine, with its optimizers, as far as it is this rank's.
 
-    What is small is read by key. The shards of parameters and states are read in their order,
-    from their homes, past the slots that compute uses.
+    What is small is copied when this is made, and read by key. The shards of parameters and states
+    are read from their homes, past the slots that compute uses, in any thread. From freeze() on a
+    chunk does not change before it was read; one that training waits for comes next.
 
     Attributes:
-        small: tensors that are saved whole: this rank's own, then buffers, by key.
-        rank: this rank's number.
+        small: copies of tensors that are saved whole: this rank's own, then buffers, by key.
+        rank: this rank's number, of `ranks`.
         model: the model's tensors.
-        chunks: what this rank saves of parameters and states.
     """
 
     kind = "model in training"
@@ -146,13 +148,13 @@ class EngineCheckpoint(StoredCheckpoint):
         part: torch.nn.Module | None = None,
         dtype_of: DtypeOf | None = None,
     ) -> None:
-        """Nothing may change while it is read.
+        """Copies what is small.
 
         Args:
             engine: has made the updates under way.
             optimizers: those whose options are saved.
             extra: as hetero.save() takes it; None: neither it nor random numbers are saved.
-            with_chunks: False: what is small is read alone, and `chunks` is empty.
+            with_chunks: False: what is small is read alone.
             part: the part of the engine's model that is saved. Default: all of it.
             dtype_of: of parameters alone, which are saved in this dtype. Optimizer state, seven
                 times as much, is read only where that is not the one they compute in. Default:
@@ -163,15 +165,16 @@ class EngineCheckpoint(StoredCheckpoint):
         """
         super().__init__(Path())
         everyone, replicas = engine.world.everyone, engine.world.replicas
-        self.rank = 0 if everyone is None else everyone.rank
+        self.rank, self.ranks = (0, 1) if everyone is None else (everyone.rank, everyone.size)
         self.model = model = ModelTensors.of(engine, part)
         own: list[torch.Tensor] = []
         records = _optimizer_records(optimizers, model.names, own)
         ranks = [] if extra is None else [pack_rank_data(extra, own)]
-        self.small = {data_key(self.rank, i): t for i, t in enumerate(own)}
+        small = {data_key(self.rank, i): t for i, t in enumerate(own)}
         tensors = _tensor_records(engine, model, dtype_of)
-        tensors |= {key: TensorRecord(tuple(t.shape), t.dtype) for key, t in self.small.items()}
-        self.small |= {master_key(name): t for name, t in model.plain.items()}
+        tensors |= {key: TensorRecord(tuple(t.shape), t.dtype) for key, t in small.items()}
+        small |= {master_key(name): t for name, t in model.plain.items()}
+        self.small = {key: t.detach().cpu().clone() for key, t in small.items()}
         params = {
             name: ParamRecord(model.aliases[name], m.chunk.trainable, m.step)
             for name, m in model.params.items()
@@ -192,39 +195,69 @@ class EngineCheckpoint(StoredCheckpoint):
             by_chunk.setdefault((m.chunk.group_index, m.chunk.id), {})[m] = name
         # Of replicas, which have the same shards, each saves some chunks.
         count, mine = (1, 0) if replicas is None else (replicas.size, replicas.rank)
-        own_chunks = list(by_chunk.values())[mine::count]
-        self.chunks = [OwnChunk(engine, names, dtype_of) for names in own_chunks]
+        own_chunks = [OwnChunk(engine, each, dtype_of) for each in [*by_chunk.values()][mine::count]]
+        self._chunks = {each.chunk: each for each in own_chunks if each.ranges}
+        self._versions = {m: m.version for m in model.params.values()}
+        self._snapshot = Snapshot(reversed(self._chunks))
         self._tiles: dict[int, HomeTiles] = {}
+
+    def freeze(self) -> None:
+        """See StoredCheckpoint. Writes of user code cannot be held back: versions show them."""
+        for chunk_group in {each.chunk_group for each in self._chunks.values()}:
+            chunk_group.updates.versions.snapshots.add(self._snapshot)
 
     def read(self, key: str, begin: int, end: int) -> torch.Tensor:
         """See StoredCheckpoint; of what is small."""
-        return self.small[key].detach().cpu().reshape(-1)[begin:end]
+        return self.small[key].reshape(-1)[begin:end]
 
-    def ranges(self) -> Iterator[Range]:
-        """See StoredCheckpoint; the first rank has buffers, too."""
-        if self.rank == 0:
-            for name in self.manifest.buffers:
-                key = master_key(name)
-                yield key, 0, self.small[key].numel()
-        for chunk in self.chunks:
-            yield from chunk.ranges
+    def regions(self) -> Iterator[list[Range]]:
+        """See StoredCheckpoint: what is small, the first rank's buffers, too, and each chunk."""
+        small = self.small.items()
+        yield [
+            (key, 0, tensor.numel())
+            for key, tensor in small
+            if self.rank == 0 or key.startswith("data/")
+        ]
+        for own in self._chunks.values():
+            yield own.ranges
 
     def contents(self, keys: Container[str]) -> Iterator[tuple[str, int, torch.Tensor]]:
-        """See StoredCheckpoint."""
-        for key in map(master_key, self.manifest.buffers if self.rank == 0 else ()):
-            if key in keys:
-                yield key, 0, self.whole(key).reshape(-1)
-        for chunk in self.chunks:
-            number = chunk.chunk.group_index
-            if number not in self._tiles:
-                self._tiles[number] = HomeTiles(chunk.chunk_group, chunk.with_states)
-            values = chunk.values(self._tiles[number])
-            for (key, begin, _), flat in zip(chunk.ranges, values, strict=True):
+        """See StoredCheckpoint; chunks come first.
+
+        Raises CheckpointError if user code has written to a parameter since this was made.
+        """
+        while (chunk := self._snapshot.take()) is not None:
+            own, upcoming = self._chunks[chunk], self._snapshot.upcoming(chunk)
+            self._require_unchanged(own)
+            if upcoming is not None:
+                self._tiles_of(self._chunks[upcoming]).expect(upcoming)
+            values = own.values(self._tiles_of(own))
+            for (key, begin, _), flat in zip(own.ranges, values, strict=True):
                 if key in keys:
                     yield key, begin, flat
+            self._require_unchanged(own)
+            self._snapshot.copied(chunk)
+        for key, begin, end in next(self.regions()):
+            if key in keys:
+                yield key, begin, self.read(key, begin, end)
+
+    def _tiles_of(self, own: OwnChunk) -> HomeTiles:
+        number = own.chunk.group_index
+        if number not in self._tiles:
+            self._tiles[number] = HomeTiles(own.chunk_group, own.with_states)
+        return self._tiles[number]
+
+    def _require_unchanged(self, own: OwnChunk) -> None:
+        for m, name in own.names.items():
+            if m.version != self._versions[m]:
+                raise CheckpointError(
+                    f"{name} was written to while it was saved, so the checkpoint is not made; "
+                    f"write to parameters after Save.wait(), or save with blocking=True"
+                )
 
     def close(self) -> None:
-        """See StoredCheckpoint."""
+        """See StoredCheckpoint; training waits for nothing any more."""
+        self._snapshot.end()
         while self._tiles:
             self._tiles.popitem()[1].close()
 

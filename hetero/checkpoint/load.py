@@ -20,7 +20,6 @@ import torch
 from hetero.api.loaded_state import in_own_options
 from hetero.api.optimizer import HybridOptimizer
 from hetero.api.whole_state import Piece, fill_parts, parts_by_tile
-from hetero.checkpoint.checkpoint_write import SAME_CLASS
 from hetero.checkpoint.data_writer import Range
 from hetero.checkpoint.engine_checkpoint import STATE_NAMES, ModelTensors
 from hetero.checkpoint.folder import find_checkpoint
@@ -36,7 +35,13 @@ from hetero.checkpoint.rank_data import (
     unpack_extra,
     unpack_random,
 )
-from hetero.checkpoint.save import Optimizers, check_optimizers, engine_of_model, listed
+from hetero.checkpoint.save import (
+    SAME_CLASS,
+    Optimizers,
+    check_optimizers,
+    engine_of_model,
+    listed,
+)
 from hetero.checkpoint.stored_checkpoint import StoredCheckpoint
 from hetero.runtime.engine import Engine
 from hetero.state.managed_param import ManagedParam

@@ -92,31 +92,35 @@ class StoredCheckpoint(ABC):
 
     def parts(self, key: str) -> Iterator[torch.Tensor]:
         """A tensor's elements in order, flat, PART_NUMEL at a time. Raises as read()."""
+        for _, begin, end in self._ranges_of(key):
+            yield self.read(key, begin, end)
+
+    def _ranges_of(self, key: str) -> Iterator[Range]:
         numel = self.manifest.tensors[key].numel
         for begin in range(0, numel, PART_NUMEL):
-            yield self.read(key, begin, min(begin + PART_NUMEL, numel))
+            yield key, begin, min(begin + PART_NUMEL, numel)
 
-    def ranges(self) -> Iterator[Range]:
-        """What this process writes of it in another format, in the order of contents().
+    def freeze(self) -> None:  # noqa: B027
+        """From here on nothing changes before contents() has given it, or close() was called."""
 
-        Each parameter's master and its states follow one another, as loading reads them.
-        """
+    def regions(self) -> Iterator[list[Range]]:
+        """What this process writes of it in another format: a parameter's master and states
+        together, as loading reads them."""
         states: dict[str, list[str]] = {}
         for key in self.manifest.tensors:
             if key.startswith("optimizer/"):
                 states.setdefault(name_of(key), []).append(key)
         for name in (*self.manifest.params, *self.manifest.buffers):
-            for key in (master_key(name), *states.get(name, ())):
-                numel = self.manifest.tensors[key].numel
-                for begin in range(0, numel, PART_NUMEL):
-                    yield key, begin, min(begin + PART_NUMEL, numel)
+            keys = (master_key(name), *states.get(name, ()))
+            yield [each for key in keys for each in self._ranges_of(key)]
 
     def contents(self, keys: Container[str]) -> Iterator[tuple[str, int, torch.Tensor]]:
-        """Of ranges() those of `keys`: the key, the first element, and the values, flat.
+        """Of the ranges of regions() those of `keys`: the key, the first element, and the values,
+        flat, until the next ones are asked for. Regions come in any order.
 
         Raises as read().
         """
-        for key, begin, end in self.ranges():
+        for key, begin, end in (each for region in self.regions() for each in region):
             if key in keys:
                 yield key, begin, self.read(key, begin, end)
 

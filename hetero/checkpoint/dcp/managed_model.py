@@ -11,12 +11,17 @@ from pathlib import Path
 
 import torch
 
-from hetero.checkpoint.checkpoint_write import export
 from hetero.checkpoint.dcp.dcp_checkpoint import DcpCheckpoint
 from hetero.checkpoint.dcp.write import DcpWrite
 from hetero.checkpoint.engine_checkpoint import EngineCheckpoint
 from hetero.checkpoint.load import load_from
-from hetero.checkpoint.save import Optimizers, check_optimizers, engine_of_model, listed
+from hetero.checkpoint.save import (
+    Optimizers,
+    begin_saving,
+    check_optimizers,
+    engine_of_model,
+    listed,
+)
 from hetero.chunks.dtypes import torch_dtype
 from offload.disk.new_folder import NewFolder
 from offload.interrupts import uninterrupted
@@ -67,7 +72,7 @@ def save_dcp(
         state = EngineCheckpoint(engine, optimizers, dtype_of=dtype_of)
         return DcpWrite(state, wanted, state.rank)
 
-    export(engine, folder, f"save {folder.path}", make, _refuse_other)
+    begin_saving(engine, folder, f"save {folder.path}", make).wait()
 
 
 @uninterrupted
@@ -110,9 +115,3 @@ def load_dcp(
         return DcpCheckpoint(Path(path), with_optimizer=bool(optimizers))
 
     load_from(open_stored, engine, optimizers, {}, str(path))
-
-
-def _refuse_other(path: Path) -> None:
-    """Raises ValueError if something is at the path."""
-    if os.path.lexists(path) and not (path.is_dir() and not any(path.iterdir())):
-        raise ValueError(f"{path} is there already; give another path, or remove it")

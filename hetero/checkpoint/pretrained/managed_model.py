@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from hetero.api.access import engine_of
-from hetero.checkpoint.checkpoint_write import export
 from hetero.checkpoint.engine_checkpoint import EngineCheckpoint, ModelTensors
 from hetero.checkpoint.load import load_from
 from hetero.checkpoint.manifest import master_key
@@ -31,6 +30,7 @@ from hetero.checkpoint.pretrained.tensor_names import (
 )
 from hetero.checkpoint.pretrained.weight_files import METADATA, PretrainedWrite
 from hetero.checkpoint.safetensors_header import read
+from hetero.checkpoint.save import begin_saving
 from hetero.chunks.dtypes import torch_dtype
 from hetero.runtime.engine import Engine
 from offload.disk.durable import sync_path
@@ -82,14 +82,12 @@ def save_pretrained(
     model = unwrapped(model)
     engine = engine_of(model.parameters())
     engine.check_usable()
-    new = NewFolder(os.path.realpath(folder), "the export")
-    export(
-        engine,
-        new,
-        "write an export",
-        lambda: _ModelWrite(engine, model, dtype, parse_bytes(max_shard_bytes)),
-        _refuse_other,
-    )
+    new = _ExportFolder(os.path.realpath(folder), "the export")
+
+    def make() -> _ModelWrite:
+        return _ModelWrite(engine, model, dtype, parse_bytes(max_shard_bytes))
+
+    begin_saving(engine, new, "write an export", make).wait()
 
 
 class _ModelWrite(PretrainedWrite):
@@ -124,32 +122,38 @@ class _ModelWrite(PretrainedWrite):
             sync_path(each)
 
 
-def _refuse_other(path: Path) -> None:
-    """Raises ValueError if something is at `path` that must not be replaced."""
-    if not os.path.lexists(path):
-        return
-    if not path.is_dir():
-        raise ValueError(f"{path} is there already, and is no folder; name another one")
-    found = sorted(path.iterdir())
-    weights = [each for each in found if _WEIGHTS.fullmatch(each.name)]
-    others = [each.name for each in found if each.name not in _SMALL_FILES and each not in weights]
-    if others:
-        raise ValueError(
-            f"{path} has {others[0]!r}, which save_pretrained() did not write and would remove; "
-            f"name another folder"
-        )
-    for each in weights:
-        try:
-            writer = read(each).metadata.get("writer")
-        except (CheckpointError, OSError) as error:
-            raise ValueError(f"{path} is no earlier export: {error}; name another one") from error
-        if writer != METADATA["writer"]:
+class _ExportFolder(NewFolder):
+    """A folder in whose place may be an earlier export."""
+
+    def refuse_other(self) -> None:
+        """See NewFolder."""
+        path = self.path
+        if not os.path.lexists(path):
+            return
+        if not path.is_dir():
+            raise ValueError(f"{path} is there already, and is no folder; name another one")
+        found = sorted(path.iterdir())
+        weights = [each for each in found if _WEIGHTS.fullmatch(each.name)]
+        others = {each.name for each in found if each not in weights} - _SMALL_FILES
+        if others:
             raise ValueError(
-                f"{each} was not written by save_pretrained() of hetero, which would remove it; "
-                f"name another folder"
+                f"{path} has {min(others)!r}, which save_pretrained() did not write and would "
+                f"remove; name another folder"
             )
-    if found and not weights:
-        raise ValueError(f"{path} has files and no weights; name another folder")
+        for each in weights:
+            try:
+                writer = read(each).metadata.get("writer")
+            except CheckpointError as error:
+                raise ValueError(
+                    f"{path} is no earlier export: {error}; name another one"
+                ) from error
+            if writer != METADATA["writer"]:
+                raise ValueError(
+                    f"{each} was not written by save_pretrained() of hetero, which would remove "
+                    f"it; name another folder"
+                )
+        if found and not weights:
+            raise ValueError(f"{path} has files and no weights; name another folder")
 
 
 def _write_config(model: torch.nn.Module, dtype: torch.dtype, path: Path) -> None:

@@ -71,7 +71,8 @@ def write_file(
     writer = DataWriter(path, regions, dtypes, io_engine)
     try:
         for number in order or range(len(regions)):
-            writer.write_region(number, (tensors[k][a:b] for k, a, b in regions[number]))
+            for key, begin, end in regions[number]:
+                writer.write(key, begin, tensors[key][begin:end])
         return writer.finish()
     finally:
         writer.close()
