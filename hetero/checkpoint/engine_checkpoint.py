@@ -195,8 +195,9 @@ class EngineCheckpoint(StoredCheckpoint):
             by_chunk.setdefault((m.chunk.group_index, m.chunk.id), {})[m] = name
         # Of replicas, which have the same shards, each saves some chunks.
         count, mine = (1, 0) if replicas is None else (replicas.size, replicas.rank)
-        own_chunks = [OwnChunk(engine, each, dtype_of) for each in [*by_chunk.values()][mine::count]]
-        self._chunks = {each.chunk: each for each in own_chunks if each.ranges}
+        mine_alone = [*by_chunk.values()][mine::count]
+        own_chunks = [OwnChunk(engine, names, dtype_of) for names in mine_alone]
+        self._chunks = {own.chunk: own for own in own_chunks if own.ranges}
         self._versions = {m: m.version for m in model.params.values()}
         self._snapshot = Snapshot(reversed(self._chunks))
         self._tiles: dict[int, HomeTiles] = {}
