@@ -21,12 +21,12 @@ from hetero.api.optimizers import (
     HybridMuon as HybridMuon,
     HybridSGD as HybridSGD,
 )
-from hetero.checkpoint.dcp.managed_model import load_dcp as load_dcp
-from hetero.checkpoint.dcp.managed_model import save_dcp as save_dcp
+from hetero.checkpoint.dcp.dcp_checkpoint import load_dcp as load_dcp
+from hetero.checkpoint.dcp.write import save_dcp as save_dcp
 from hetero.checkpoint.folder import latest_checkpoint as latest_checkpoint
 from hetero.checkpoint.load import Checkpoint as Checkpoint, load as load
-from hetero.checkpoint.pretrained.managed_model import load_pretrained as load_pretrained
-from hetero.checkpoint.pretrained.managed_model import save_pretrained as save_pretrained
+from hetero.checkpoint.pretrained.safetensors_checkpoint import load_pretrained as load_pretrained
+from hetero.checkpoint.pretrained.weight_files import save_pretrained as save_pretrained
 from hetero.checkpoint.save import Save as Save, save as save
 from hetero.compat.shared_names import (
     BucketTensorShardStrategy as BucketTensorShardStrategy,

@@ -89,7 +89,7 @@ class DataWriter:
             padding = -nbytes % PAGE_BYTES
             if padding:
                 self._add(f"{PADDING}{number}", torch.uint8, padding, crc_of(bytes(padding)))
-        head, self._header = self._encoded()
+        _, self._header = self._encoded()
         self._slot, self._filled, self._offset = -1, 0, self._header.data_offset
         self._under_way: deque[tuple[int, IoOp]] = deque()
         self._views: list[torch.Tensor] = []

@@ -29,19 +29,12 @@ from hetero.checkpoint.plain_data import unpack
 from hetero.checkpoint.rank_data import (
     Extra,
     LoopState,
-    check_objects,
     check_random,
     objects_loaded,
     unpack_extra,
     unpack_random,
 )
-from hetero.checkpoint.save import (
-    SAME_CLASS,
-    Optimizers,
-    check_optimizers,
-    engine_of_model,
-    listed,
-)
+from hetero.checkpoint.save import SAME_CLASS, Optimizers, engine_and_optimizers
 from hetero.checkpoint.stored_checkpoint import StoredCheckpoint
 from hetero.runtime.engine import Engine
 from hetero.state.managed_param import ManagedParam
@@ -103,9 +96,7 @@ def load(
         ValueError: it is of another model or optimizer. Nothing is changed.
         HeteroError: another rank met one of these.
     """
-    engine = engine_of_model(model)
-    optimizers = listed(optimizer)
-    check_optimizers(engine, optimizers)
+    engine, optimizers = engine_and_optimizers(model, optimizer)
 
     def open_stored() -> StoredCheckpoint:
         return HeteroCheckpoint(find_checkpoint(Path(path)), engine.config.debugging.io_engine)
@@ -182,7 +173,6 @@ class _Loading:
         if ranks == len(manifest.ranks) and self._optimizers:
             random = unpack_random(manifest.ranks[of_rank], tensor)
             check_random(random)
-        check_objects(extra, found)
         self._loop_state = LoopState(groups, random, found)
         plain = {name: names[name] for name in model.plain if name in names}
         self._plain = {name: stored.whole(master_key(each)) for name, each in plain.items()}

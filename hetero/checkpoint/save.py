@@ -86,10 +86,8 @@ def save(
         raise ValueError(f"keep must be 1 or more, not {keep!r}")
     if sys.byteorder != "little":
         raise CheckpointError("checkpoints are little-endian, and this machine is not")
-    engine = engine_of_model(model)
+    engine, optimizers = engine_and_optimizers(model, optimizer)
     engine.check_usable()
-    optimizers = listed(optimizer)
-    check_optimizers(engine, optimizers)
     folder, given = CheckpointFolder(path, keep), dict(extra or {})
 
     def make() -> HeteroWrite:
@@ -115,24 +113,26 @@ def engine_of_model(model: torch.nn.Module) -> Engine:
     )
 
 
-def listed(optimizer: Optimizers) -> list[HybridOptimizer]:
-    """The optimizers."""
+def engine_and_optimizers(
+    model: torch.nn.Module, optimizer: Optimizers
+) -> tuple[Engine, list[HybridOptimizer]]:
+    """The engine that manages the model, and the optimizers as a list: all of its own, or none.
+
+    Raises HeteroError, ValueError.
+    """
+    engine = engine_of_model(model)
     if optimizer is None:
-        return []
-    return [optimizer] if isinstance(optimizer, HybridOptimizer) else list(optimizer)
-
-
-def check_optimizers(engine: Engine, optimizers: Sequence[HybridOptimizer]) -> None:
-    """Raises ValueError unless they are all of the engine's optimizers, or none."""
+        return engine, []
+    optimizers = [optimizer] if isinstance(optimizer, HybridOptimizer) else list(optimizer)
     known = len(engine.steps.optimizers)
     if optimizers and len(optimizers) != known:
         raise ValueError(
             f"{len(optimizers)} optimizers are given, and the model has {known}; give all, in the "
             f"order of hetero.initialize()"
         )
-    for optimizer in optimizers:
-        if optimizer.engine is not engine:
-            raise ValueError("the optimizer is of another model")
+    if any(each.engine is not engine for each in optimizers):
+        raise ValueError("the optimizer is of another model")
+    return engine, optimizers
 
 
 class Save:

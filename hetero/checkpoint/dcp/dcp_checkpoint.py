@@ -1,4 +1,4 @@
-"""Reads checkpoints of torch.distributed.checkpoint, with or without a model.
+"""Reads checkpoints of torch.distributed.checkpoint, with or without a model to load them into.
 
 Their keys say what they have: the layout of torch's get_state_dict().
 That is {"model": {NAME: tensor}, "optim": {"state": {NAME: {STATE: tensor}}, "param_groups":
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import io
 import math
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,7 @@ import torch
 
 from hetero.checkpoint.data_writer import Range
 from hetero.checkpoint.dcp.metadata import Box, DcpMetadata, Place, read_metadata, rows_around
+from hetero.checkpoint.load import load_from
 from hetero.checkpoint.manifest import (
     OptimizerRecord,
     ParamRecord,
@@ -28,13 +30,55 @@ from hetero.checkpoint.manifest import (
     state_key,
 )
 from hetero.checkpoint.optimizer_guess import optimizer_records
+from hetero.checkpoint.save import Optimizers, engine_and_optimizers
 from hetero.checkpoint.stored_checkpoint import StoredCheckpoint, make_manifest
 from hetero.checkpoint.torch_file import check_memory, load_plain
 from offload.errors import CheckpointError
+from offload.interrupts import uninterrupted
 
 MODEL, OPTIMIZER = "model", "optim"
 STEP = "step"
 _OPTIMIZER_NAMES = (OPTIMIZER, "optimizer")
+
+
+@uninterrupted
+@torch.no_grad()
+def load_dcp(
+    path: str | os.PathLike[str], model: torch.nn.Module, optimizer: Optimizers = None
+) -> None:
+    """Loads a checkpoint of torch.distributed.checkpoint (DCP) into a managed model.
+
+    It may be of FSDP2, of plain torch, or of save_dcp(), with any number of ranks: the state dicts
+    of torch's get_state_dict(model, optimizer) as "model" and "optim" (or "optimizer"), or a
+    model's state dict alone. All ranks must call it. Each reads what its shards need, of one chunk
+    at a time: beside the budgets that takes up to 12 bytes per element of a chunk, and one chunk
+    of the checkpoint's.
+
+    Values become the masters, and parameters their rounding. Options of torch's param groups are
+    taken over; what torch has not (bias_correction) stays.
+
+    Its .metadata is a pickle, which torch would run. Here it may name what DCP writes and nothing
+    else; options are read as torch.load(weights_only=True) does.
+
+    Args:
+        path: the checkpoint's folder.
+        model: after hetero.initialize(), with the same parameters.
+        optimizer: as hetero.initialize() returned it, or the list. Default: the optimizer's states
+            stay, masters excepted.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, it is damaged, or it names something that DCP
+            does not write. If that came late, the model is half loaded, and refuses to be used
+            until another checkpoint is loaded.
+        ValueError: it is of another model or optimizer. Nothing is changed.
+        HeteroError: another rank met one of these.
+    """
+    engine, optimizers = engine_and_optimizers(model, optimizer)
+
+    def open_stored() -> DcpCheckpoint:
+        return DcpCheckpoint(Path(path), with_optimizer=bool(optimizers))
+
+    load_from(open_stored, engine, optimizers, {}, str(path))
 
 
 @dataclass(frozen=True)
