@@ -23,6 +23,7 @@ from offload.errors import CheckpointError
 
 _DEEPEST = 64  # levels, of either direction; recursion ends before Python's own limit
 _LEVELS_OF_JSON = 3  # that a level becomes at most: {"$dict": [[key, value]]}
+_MOST_ALIKE = 100  # keys of one hash, each of which a dict compares with all others
 _DECIMAL_BITS = 1024  # of a number that is kept in digits; Python reads no number of any length
 # Two halves of a character, which JSON would make one of.
 _HALVES = re.compile("[\ud800-\udbff][\udc00-\udfff]")
@@ -92,7 +93,8 @@ def _pack_tensor(value: torch.Tensor, at: _Place, tensors: list[torch.Tensor]) -
         raise ValueError(f"{_text(at)} is a tensor without plain memory; give a dense copy of it")
     if value.dtype not in STORED_DTYPES:
         raise ValueError(
-            f"{_text(at)} is a tensor of {value.dtype}, which safetensors files do not have; convert it"
+            f"{_text(at)} is a tensor of {value.dtype}, which safetensors files do not have; "
+            f"convert it"
         )
     tensors.append(value)
     return {"$tensor": len(tensors) - 1}
@@ -153,7 +155,8 @@ def _unpack(packed: Any, at: _Place, tensor: Callable[[int], torch.Tensor], dept
         content = _unpack(content, at, tensor, depth + 1)
     if not isinstance(content, kind) or isinstance(content, bool):
         raise CheckpointError(
-            f"{_text(at)} is no plain data: {tag} of {shortened(content)}, must be of {kind.__name__}"
+            f"{_text(at)} is no plain data: {tag} of {shortened(content)}, must be of "
+            f"{kind.__name__}"
         )
     try:
         return tensor(content) if tag == "$tensor" else make(content)
@@ -165,6 +168,10 @@ def _of_pairs(kind: Callable[..., Any]) -> Callable[[Any], Any]:
     def make(pairs: Any) -> Any:
         if not all(isinstance(pair, list) for pair in pairs):
             raise ValueError("pairs of keys and values are wanted")
+        # (Compared as texts, whose own hashes nobody can foresee.)
+        alike = Counter(str(hash(pair[0])) for pair in pairs if pair)
+        if max(alike.values(), default=0) > _MOST_ALIKE:
+            raise ValueError("its keys were chosen so that a dict of them takes forever")
         return kind(dict(pairs))
 
     return make

@@ -315,6 +315,16 @@ def test_deep_nesting_is_an_error(tag: str) -> None:
         unpack(packed, "value", TENSORS.__getitem__)
 
 
+def test_keys_of_one_hash_are_refused() -> None:
+    """A dict of a million of them, in 25 MB, would take more than an hour."""
+    pairs = [[number * (2**61 - 1), 0] for number in range(2000)]
+    assert {hash(key) for key, _ in pairs} == {0}
+    for tag in ("$dict", "$ordered_dict", "$counter"):
+        with pytest.raises(CheckpointError, match="value is no plain data: its keys were chosen"):
+            unpack({tag: pairs}, "value", TENSORS.__getitem__)
+        assert len(unpack({tag: pairs[:100]}, "value", TENSORS.__getitem__)) == 100
+
+
 def test_places_cost_nothing_until_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """A long key with many values below it would else be copied for each of these."""
     made = 0
