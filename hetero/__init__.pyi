@@ -8,8 +8,8 @@ from hetero.api.access import (
     grads as grads,
     masters as masters,
     no_sync as no_sync,
+    offload_activations as offload_activations,
 )
-from hetero.api.offload_activations import offload_activations as offload_activations
 from hetero.api.optimizer import HybridOptimizer as HybridOptimizer
 from hetero.api.optimizers import (
     Adam as Adam,

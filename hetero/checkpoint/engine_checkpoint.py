@@ -10,7 +10,7 @@ import torch
 
 from hetero.api.optimizer import HybridOptimizer
 from hetero.api.optimizers import HybridAdagrad, HybridAdam, HybridLion, HybridMuon, HybridSGD
-from hetero.api.whole_state import make_piece, parts_by_tile
+from hetero.api.whole_state import by_chunk, make_piece, parts_by_tile
 from hetero.checkpoint.data_writer import Range
 from hetero.checkpoint.manifest import (
     GroupRecord,
@@ -25,6 +25,7 @@ from hetero.checkpoint.manifest import (
 from hetero.checkpoint.plain_data import STORED_DTYPES, pack
 from hetero.checkpoint.rank_data import Extra, pack_rank_data
 from hetero.checkpoint.stored_checkpoint import StoredCheckpoint
+from hetero.chunk_groups.chunk_group import ChunkGroup
 from hetero.chunk_groups.home_tiles import HomeTiles
 from hetero.runtime.engine import Engine
 from hetero.state.chunk_updates import Snapshot
@@ -98,11 +99,14 @@ class OwnChunk:
     """
 
     def __init__(
-        self, engine: Engine, names: Mapping[ManagedParam, str], dtype_of: DtypeOf | None
+        self,
+        engine: Engine,
+        chunk_group: ChunkGroup,
+        names: Mapping[ManagedParam, str],
+        dtype_of: DtypeOf | None,
     ) -> None:
-        self.names = names
+        self.names, self.chunk_group = names, chunk_group
         self.chunk = next(iter(names)).chunk
-        self.chunk_group = engine.params.group(self.chunk)
         self._by_tile = dict(parts_by_tile(self.chunk_group, names))
         self._stored = {m: _stored_param(engine, name, m, dtype_of) for m, name in names.items()}
         self.with_states = dtype_of is None or any(dtype_of(m) != m.dtype for m in names)
@@ -190,13 +194,13 @@ class EngineCheckpoint(StoredCheckpoint):
             loss_scale=dict(vars(scale)) if scale.dynamic else None,
             ranks=ranks,
         )
-        by_chunk: dict[tuple[int, int], dict[ManagedParam, str]] = {}
-        for name, m in model.params.items() if with_chunks else ():
-            by_chunk.setdefault((m.chunk.group_index, m.chunk.id), {})[m] = name
+        names = {m: name for name, m in model.params.items() if with_chunks}
         # Of replicas, which have the same shards, each saves some chunks.
         count, mine = (1, 0) if replicas is None else (replicas.size, replicas.rank)
-        mine_alone = [*by_chunk.values()][mine::count]
-        own_chunks = [OwnChunk(engine, names, dtype_of) for names in mine_alone]
+        own_chunks = [
+            OwnChunk(engine, chunk_group, {m: names[m] for m in members}, dtype_of)
+            for chunk_group, members in by_chunk(engine, names)[mine::count]
+        ]
         self._chunks = {own.chunk: own for own in own_chunks if own.ranges}
         self._versions = {m: m.version for m in model.params.values()}
         self._snapshot = Snapshot(reversed(self._chunks))

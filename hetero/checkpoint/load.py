@@ -19,7 +19,7 @@ import torch
 
 from hetero.api.loaded_state import in_own_options
 from hetero.api.optimizer import HybridOptimizer
-from hetero.api.whole_state import Piece, fill_parts, parts_by_tile
+from hetero.api.whole_state import Piece, by_chunk, fill_parts, parts_by_tile
 from hetero.checkpoint.data_writer import Range
 from hetero.checkpoint.engine_checkpoint import STATE_NAMES, ModelTensors
 from hetero.checkpoint.folder import find_checkpoint
@@ -308,11 +308,7 @@ class _Loading:
 
     def _ranges(self, names: Mapping[ManagedParam, str]) -> Iterator[list[Range]]:
         """What fill_parts() is going to ask for, in its order."""
-        by_chunk: dict[tuple[int, int], list[ManagedParam]] = {}
-        for m in names:
-            by_chunk.setdefault((m.chunk.group_index, m.chunk.id), []).append(m)
-        for members in by_chunk.values():
-            chunk_group = self._engine.params.group(members[0].chunk)
+        for chunk_group, members in by_chunk(self._engine, names):
             found: list[Range] = []
             for _, parts in parts_by_tile(chunk_group, members):
                 for m, part in parts:

@@ -135,22 +135,20 @@ class StoredCheckpoint(ABC):
         self.close()
 
 
-def manifest_of_values(tensors: Mapping[str, TensorRecord]) -> Manifest:
-    """The manifest of tensors by name that no optimizer's state belongs to."""
-    floating = [name for name, tensor in tensors.items() if tensor.dtype.is_floating_point]
-    return make_manifest(tensors, {name: ParamRecord((), False, 0) for name in floating})
-
-
 def make_manifest(
     tensors: Mapping[str, TensorRecord],
-    params: Mapping[str, ParamRecord],
+    params: Mapping[str, ParamRecord] | None = None,
     optimizers: Iterable[Any] = (),
     states: Mapping[str, TensorRecord] | None = None,
 ) -> Manifest:
     """A manifest of tensors by name, of which `params` are parameters and the rest buffers.
 
-    `states` are those of optimizer states, by key.
+    `params` are by default those of floating-point numbers; `states` are those of optimizer states,
+    by key.
     """
+    if params is None:
+        floating = [name for name, tensor in tensors.items() if tensor.dtype.is_floating_point]
+        params = {name: ParamRecord((), False, 0) for name in floating}
     return Manifest(
         step=max((param.step for param in params.values()), default=0),
         files={},

@@ -23,7 +23,7 @@ from hetero.checkpoint.manifest import TensorRecord, master_key
 from hetero.checkpoint.pretrained.tensor_names import NameMatch, named_tensors, unwrapped
 from hetero.checkpoint.safetensors_header import MAX_HEADER_BYTES, Entry, read
 from hetero.checkpoint.schema import content_of, parse_json, typed
-from hetero.checkpoint.stored_checkpoint import StoredCheckpoint, manifest_of_values
+from hetero.checkpoint.stored_checkpoint import StoredCheckpoint, make_manifest
 from hetero.runtime.engine import Engine
 from offload.errors import CheckpointError, StoreError
 from offload.interrupts import uninterrupted
@@ -116,7 +116,7 @@ class SafetensorsCheckpoint(StoredCheckpoint):
     def rename(self, tensors: dict[str, StoredTensor]) -> None:
         """From here on it has these tensors alone, by these names."""
         self.tensors = tensors
-        self.manifest = manifest_of_values(
+        self.manifest = make_manifest(
             {name: TensorRecord(t.entry.shape, t.entry.dtype) for name, t in tensors.items()}
         )
 
