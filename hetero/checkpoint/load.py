@@ -285,20 +285,23 @@ class _Loading:
 
     def _load_params(self) -> None:
         names = self._names
-        self._stored.expect(self._ranges(names))
+        values = self._stored.values(self._ranges(names))
 
         def fill(piece: Piece) -> None:
-            self._fill(piece, names[piece.managed])
+            self._fill(piece, names[piece.managed], values)
 
         failure = fill_parts(self._engine, names, fill, replaces=bool(self._optimizers))
         self._engine.world.all_or_none(failure, f"load {self._what}", SAME_CLASS)
 
-    def _fill(self, piece: Piece, name: str) -> None:
+    def _fill(
+        self, piece: Piece, name: str, values: Iterator[tuple[str, int, torch.Tensor]]
+    ) -> None:
         """A piece of a parameter gets what the checkpoint has. Raises CheckpointError."""
-        begin, end = piece.part.in_param.start, piece.part.in_param.stop
 
         def read(key: str) -> torch.Tensor:
-            return self._stored.read(key, begin, end).float()
+            found, begin, flat = next(values)
+            assert (found, begin) == (key, piece.part.in_param.start), (found, begin, key)
+            return flat.float()
 
         master = read(master_key(name))
         if self._optimizers and piece.optim_state is not None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -52,25 +54,34 @@ class StoredCheckpoint(ABC):
         self.files: Mapping[str, int] = {}
         self.notes: list[str] = []
 
-    @abstractmethod
+    # A format has one of the next two.
+
     def read(self, key: str, begin: int, end: int) -> torch.Tensor:
         """Elements [begin, end) of a tensor, flat, in the dtype that is stored; not to be changed.
 
         Raises CheckpointError or StoreError.
         """
+        ((_, _, found),) = self.values([[(key, begin, end)]])
+        return found
+
+    def values(self, order: Iterable[Sequence[Range]]) -> Iterator[tuple[str, int, torch.Tensor]]:
+        """Of ranges in this order the key, the first element, and the values, as read() gives them.
+
+        What comes next may be read meanwhile. One such iteration is made at a time.
+
+        Args:
+            order: by chunk of the model that loads, so that a format whose own parts are large
+                can read what a chunk needs at once.
+
+        Raises as read().
+        """
+        for key, begin, end in (each for chunk in order for each in chunk):
+            yield key, begin, self.read(key, begin, end)
 
     def open(self) -> None:  # noqa: B027
         """Opens what read() needs, so that nothing but values can turn out to be damaged later.
 
         Raises CheckpointError.
-        """
-
-    def expect(self, order: Iterable[Sequence[Range]]) -> None:  # noqa: B027
-        """read() is going to be asked for these ranges in this order: they can be read ahead.
-
-        Args:
-            order: by chunk of the model that loads, so that a format whose own parts are large
-                can read what a chunk needs at once.
         """
 
     def whole(self, key: str) -> torch.Tensor:
@@ -115,14 +126,12 @@ class StoredCheckpoint(ABC):
             yield [each for key in keys for each in self._ranges_of(key)]
 
     def contents(self, keys: Container[str]) -> Iterator[tuple[str, int, torch.Tensor]]:
-        """Of the ranges of regions() those of `keys`: the key, the first element, and the values,
-        flat, until the next ones are asked for. Regions come in any order.
+        """values() of the ranges of regions() of `keys`, each until the next is asked for.
 
-        Raises as read().
+        Regions come in any order.
         """
-        for key, begin, end in (each for region in self.regions() for each in region):
-            if key in keys:
-                yield key, begin, self.read(key, begin, end)
+        ranges = (each for region in self.regions() for each in region if each[0] in keys)
+        yield from self.values([*each] for _, each in groupby(ranges, itemgetter(0)))
 
     @abstractmethod
     def close(self) -> None:

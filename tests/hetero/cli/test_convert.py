@@ -273,13 +273,14 @@ def test_a_part_is_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytest.Monke
     save_file({"large": torch.rand(3, 1 << 20)}, tmp_path / "a.safetensors")
     convert(tmp_path / "a.safetensors", tmp_path / "own", "hetero")
     asked = []
-    read = HeteroCheckpoint.read
+    values = HeteroCheckpoint.values
 
-    def note(self: HeteroCheckpoint, key: str, begin: int, end: int) -> torch.Tensor:
-        asked.append(end - begin)
-        return read(self, key, begin, end)
+    def note(self: HeteroCheckpoint, order: Any) -> Iterator[tuple[str, int, torch.Tensor]]:
+        for key, begin, found in values(self, order):
+            asked.append(len(found))
+            yield key, begin, found
 
-    monkeypatch.setattr(HeteroCheckpoint, "read", note)
+    monkeypatch.setattr(HeteroCheckpoint, "values", note)
     for to in ("hf", "dcp", "hetero"):
         convert(tmp_path / "own", tmp_path / to[1:] / "made", to)
         assert asked == [1 << 20] * 3
