@@ -154,6 +154,7 @@ REFUSED = [
     ("exp_avg", lambda t: at(1e39)(t.double()), NOT_FINITE),
     ("exp_avg_sq", at(-1.0), r"has exp_avg_sq with the value -1\.0, must be 0 or more"),
     ("exp_avg", lambda _: "text", r"has exp_avg 'text', must be a tensor"),
+    ("exp_avg", lambda t: t[:2], r"has exp_avg of shape \(2, 64\), and the parameter has"),
     ("master", lambda _: None, r"has master None, must be a tensor"),
     ("exp_avg", lambda t: t.int(), r"has exp_avg of torch\.int32, must be of fp32"),
     ("exp_avg", lambda t: t > 0, r"has exp_avg of torch\.bool, must be of fp32"),
