@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import optim
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -252,7 +253,6 @@ def _torch_options(stored: StoredCheckpoint, packed: Any, where: str) -> dict[st
 def _torch_class(options: Mapping[str, Any]) -> Any:
     """torch's optimizer of the rule that has these options; None for Lion."""
     if "adamw_mode" in options:
-        return torch.optim.AdamW if options["adamw_mode"] else torch.optim.Adam
-    own_options = {"lr_decay": "Adagrad", "dampening": "SGD", "ns_steps": "Muon"}
-    names = [name for option, name in own_options.items() if option in options]
-    return getattr(torch.optim, names[0], None) if names else None
+        return optim.AdamW if options["adamw_mode"] else optim.Adam
+    own_options = {"lr_decay": optim.Adagrad, "dampening": optim.SGD, "ns_steps": optim.Muon}
+    return next((found for option, found in own_options.items() if option in options), None)

@@ -255,9 +255,7 @@ def _write_config(model: torch.nn.Module, dtype: torch.dtype, path: Path) -> Non
     if hasattr(config, "save_pretrained"):
         config = copy.deepcopy(config)
         config.architectures = [type(model).__name__]
-        # transformers called it torch_dtype before 4.56.
-        name = "dtype" if hasattr(config, "dtype") else "torch_dtype"
-        setattr(config, name, str(dtype).removeprefix("torch."))
+        config.dtype = str(dtype).removeprefix("torch.")
         config.save_pretrained(path)
     generation_config: Any = getattr(model, "generation_config", None)
     if hasattr(generation_config, "save_pretrained"):

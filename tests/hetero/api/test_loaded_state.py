@@ -50,8 +50,6 @@ def test_training_goes_on_from_torchs_state(name: str) -> None:
     for seed in range(5):
         step(plain, theirs, seed)
     own = {"bias_correction": True} if HYBRID[name] is hetero.HybridAdam else options
-    if name == "Adam" and "decoupled_weight_decay" not in theirs.param_groups[0]:
-        own["adamw_mode"] = False  # before torch 2.7 the state does not say it
     model, optimizer = managed(HYBRID[name], seed=7, **own)
     step(model, optimizer, 9)
     model.load_state_dict(plain.state_dict())
