@@ -288,11 +288,8 @@ def _lock(folder: str, until: float) -> int:
             unless_locked.callback(os.close, descriptor)
             status = os.fstat(descriptor)
         except OSError as error:
-            if error.errno != errno.ELOOP:
-                raise StoreError(
-                    error.errno, f"cannot be opened: {error.strerror}", path
-                ) from error
-            raise CheckpointError(f"{path} is a link, must be a file; remove it") from None
+            what = f"cannot be opened: {error.strerror}"  # (a link is not followed)
+            raise StoreError(error.errno, what, path) from error
         if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
             raise CheckpointError(
                 f"{path} is no file, or has a second name; must be a file of its own; remove it"
