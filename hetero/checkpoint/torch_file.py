@@ -26,7 +26,7 @@ from hetero.checkpoint.schema import shortened
 from offload.errors import CheckpointError
 
 _MOST_SHARED = 16  # objects per byte of a pickle, in what is used again
-_Base: Any = pickle._Unpickler  # type: ignore[attr-defined]
+_Base: Any = pickle._Unpickler
 _OPCODES = (
     *(pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE, pickle.BININT, pickle.BININT1, pickle.BININT2),
     *(pickle.LONG1, pickle.BINFLOAT, pickle.BINUNICODE, pickle.SHORT_BINUNICODE),

@@ -5,7 +5,6 @@ Of several ranks each keeps a part of an offloaded parameter, and all bring it i
 
 from __future__ import annotations
 
-import mmap
 import weakref
 import zlib
 from collections import OrderedDict
@@ -25,6 +24,7 @@ from hetero.setup.process_share import FirstBudgets
 from hetero.stand_ins.construction_uses import ConstructionAlias
 from hetero.stand_ins.parameter_classes import become, become_plain, memory_in
 from hetero.stand_ins.tile_changes import TileChange, largest_tile, tiles
+from offload._native import Arena
 from offload.disk.scratch_file import ScratchFile, Transfers, make_io_engine
 from offload.errors import BudgetError, HeteroError
 from offload.memory.ledger import Ledger
@@ -126,7 +126,8 @@ def _blocks(nbytes: int) -> Iterator[tuple[int, torch.Tensor]]:
 
 def _block(nbytes: int) -> torch.Tensor:
     """At least so many bytes, whole pages, which go with it."""
-    return torch.frombuffer(mmap.mmap(-1, round_up(nbytes, PAGE_BYTES)), dtype=torch.uint8)
+    size = round_up(nbytes, PAGE_BYTES)
+    return torch.from_dlpack(Arena(size).export(0, size))  # type: ignore[attr-defined]
 
 
 _TRIM_BYTES = 16 << 20  # freed, after which the heap is trimmed
