@@ -95,10 +95,7 @@ def save(
         io_engine = engine.config.debugging.io_engine
         return HeteroWrite(state, state.manifest, state.rank, state.ranks, io_engine)
 
-    made = begin_saving(engine, folder, f"save {folder.path}", make)
-    if blocking:
-        made.wait()
-    return made
+    return save_into(engine, folder, f"save {folder.path}", make, blocking)
 
 
 def engine_of_model(model: torch.nn.Module) -> Engine:
@@ -236,7 +233,7 @@ class _Saver(StateJobs):
 
     @uninterrupted
     def begin(self, folder: NewFolder, what: str, make: Callable[[], CheckpointWrite]) -> Save:
-        """See begin_saving()."""
+        """See save_into()."""
         engine, world = self.engine, self.engine.world
         if self.last is not None and not self.last.was_told:
             self.last.wait()
@@ -287,20 +284,32 @@ class _Saver(StateJobs):
         self.world.together(f"{what} to its end", complete, SAME_CLASS)
 
 
-def begin_saving(
-    engine: Engine, folder: NewFolder, what: str, make: Callable[[], CheckpointWrite]
+def save_into(
+    engine: Engine,
+    folder: NewFolder,
+    what: str,
+    make: Callable[[], CheckpointWrite],
+    blocking: bool = True,
 ) -> Save:
-    """Starts the thread that writes the state of now into a folder. All ranks call it.
+    """Writes the state of now into a folder, in a thread. All ranks call it.
 
     Args:
         engine: the model's.
         folder: the folder.
         what: what all ranks do, with a verb first.
         make: makes this rank's part, when no updates are under way.
+        blocking: waits for the thread.
 
     Raises what this rank met, or another one; HeteroError if ranks would write different things.
     """
     saver = _savers.get(engine)
     if saver is None:
         saver = _savers[engine] = _Saver(engine, "save")
-    return saver.begin(folder, what, make)
+    made = saver.begin(folder, what, make)
+    if blocking:
+        try:
+            made.wait()
+        finally:
+            if made.done:  # (what it met has the caller's frames, and so the model, now)
+                saver.last = None
+    return made

@@ -33,7 +33,7 @@ _OPCODES = (
     *(pickle.BINUNICODE8, pickle.BINBYTES, pickle.SHORT_BINBYTES, pickle.EMPTY_TUPLE),
     *(pickle.EMPTY_DICT, pickle.EMPTY_LIST, pickle.BINPUT, pickle.LONG_BINPUT, pickle.MEMOIZE),
     *(pickle.MARK, pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3, pickle.APPEND),
-    *(pickle.APPENDS, pickle.GLOBAL, pickle.STACK_GLOBAL, pickle.REDUCE, pickle.BINPERSID),
+    *(pickle.APPENDS, pickle.GLOBAL, pickle.STACK_GLOBAL, pickle.BINPERSID),
     *(pickle.PROTO, pickle.FRAME, pickle.STOP),
 )
 
@@ -67,7 +67,7 @@ class _Unpickler(_Base):  # type: ignore[misc]
     def find_class(self, module: str, name: str) -> Any:
         """See pickle.Unpickler: what stands for a name."""
         if self._names is None:
-            return stand_in
+            return StandIn()
         found = self._names.get(f"{module}.{name}")
         if found is None:
             raise CheckpointError(
@@ -94,6 +94,10 @@ class _Unpickler(_Base):  # type: ignore[misc]
         self._check_items(self.metastack[-1][-1], self.stack[::2])
         _Base.load_setitems(self)
 
+    def _make(self) -> None:
+        given, function = self.stack.pop(), self.stack.pop()
+        self.stack.append(StandIn() if self._names is None else function(*given))
+
     def _build(self) -> None:
         state = self.stack.pop()
         if isinstance(self.stack[-1], StandIn):
@@ -117,7 +121,8 @@ class _Unpickler(_Base):  # type: ignore[misc]
 
     dispatch = {  # noqa: RUF012 (as the base class has it)
         **{opcode[0]: _Base.dispatch[opcode[0]] for opcode in _OPCODES},
-        pickle.NEWOBJ[0]: _Base.load_reduce,
+        pickle.REDUCE[0]: _make,
+        pickle.NEWOBJ[0]: _make,
         pickle.BINGET[0]: lambda self: self._get(_Base.load_binget),
         pickle.LONG_BINGET[0]: lambda self: self._get(_Base.load_long_binget),
         pickle.SETITEM[0]: _set_item,

@@ -35,7 +35,7 @@ from hetero.checkpoint.dcp.metadata import METADATA_NAME, Box, boxes_of
 from hetero.checkpoint.engine_checkpoint import EngineCheckpoint
 from hetero.checkpoint.manifest import master_key, state_key
 from hetero.checkpoint.plain_data import pack, unpack
-from hetero.checkpoint.save import Optimizers, begin_saving, engine_and_optimizers
+from hetero.checkpoint.save import Optimizers, engine_and_optimizers, save_into
 from hetero.checkpoint.stored_checkpoint import StoredCheckpoint
 from hetero.chunks.dtypes import torch_dtype
 from offload.disk.durable import write_durably
@@ -91,7 +91,7 @@ def save_dcp(
         state = EngineCheckpoint(engine, optimizers, dtype_of=dtype_of)
         return DcpWrite(state, wanted, state.rank)
 
-    begin_saving(engine, folder, f"save {folder.path}", make).wait()
+    save_into(engine, folder, f"save {folder.path}", make)
 
 
 @dataclass

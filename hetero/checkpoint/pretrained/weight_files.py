@@ -28,7 +28,7 @@ from hetero.checkpoint.manifest import TensorRecord, master_key, name_of
 from hetero.checkpoint.pretrained.safetensors_checkpoint import INDEX_NAME, WEIGHTS_NAME
 from hetero.checkpoint.pretrained.tensor_names import named_tensors, names_to_write, unwrapped
 from hetero.checkpoint.safetensors_header import encode, read
-from hetero.checkpoint.save import begin_saving
+from hetero.checkpoint.save import save_into
 from hetero.checkpoint.stored_checkpoint import StoredCheckpoint
 from hetero.chunks.dtypes import torch_dtype
 from hetero.runtime.engine import Engine
@@ -88,7 +88,7 @@ def save_pretrained(
     def make() -> _ModelWrite:
         return _ModelWrite(engine, model, dtype, parse_bytes(max_shard_bytes))
 
-    begin_saving(engine, new, "write an export", make).wait()
+    save_into(engine, new, "write an export", make)
 
 
 class _ExportFolder(NewFolder):
