@@ -8,8 +8,8 @@ from hetero.api.access import (
     grads as grads,
     masters as masters,
     no_sync as no_sync,
+    offload_activations as offload_activations,
 )
-from hetero.api.offload_activations import offload_activations as offload_activations
 from hetero.api.optimizer import HybridOptimizer as HybridOptimizer
 from hetero.api.optimizers import (
     Adam as Adam,
@@ -21,12 +21,12 @@ from hetero.api.optimizers import (
     HybridMuon as HybridMuon,
     HybridSGD as HybridSGD,
 )
-from hetero.checkpoint.dcp.managed_model import load_dcp as load_dcp
-from hetero.checkpoint.dcp.managed_model import save_dcp as save_dcp
+from hetero.checkpoint.dcp.dcp_checkpoint import load_dcp as load_dcp
+from hetero.checkpoint.dcp.write import save_dcp as save_dcp
 from hetero.checkpoint.folder import latest_checkpoint as latest_checkpoint
 from hetero.checkpoint.load import Checkpoint as Checkpoint, load as load
-from hetero.checkpoint.pretrained.managed_model import load_pretrained as load_pretrained
-from hetero.checkpoint.pretrained.managed_model import save_pretrained as save_pretrained
+from hetero.checkpoint.pretrained.safetensors_checkpoint import load_pretrained as load_pretrained
+from hetero.checkpoint.pretrained.weight_files import save_pretrained as save_pretrained
 from hetero.checkpoint.save import Save as Save, save as save
 from hetero.compat.shared_names import (
     BucketTensorShardStrategy as BucketTensorShardStrategy,

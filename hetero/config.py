@@ -114,10 +114,6 @@ class Config:
             hetero.initialize() goes on from the last commit there, with any number of ranks,
             policy, budgets and dtype; hetero.resume() says which. Default: False. True takes the
             room of all state on NVMe twice, and has steps write what is in RAM there, too.
-        discard_state: a durable state in nvme_path that cannot be gone on from, because it is
-            damaged, incomplete or of another version, is removed, and training begins anew.
-            Default: False, an error that says what is wrong. A state that can be read is gone on
-            from in any case.
         verify_reads: what is read from NVMe is compared with checksums of what was written there,
             so that a bit that the disk has changed is an error with the chunk's and parameters'
             names. Default: False, because it takes compute time of each byte; always so with
@@ -163,7 +159,6 @@ class Config:
     chunk_numel: int | None = None
     durable: bool = False
     commit_every: int = 1
-    discard_state: bool = False
     verify_reads: bool = False
     zero_stage: int = 3
     reduce_dtype: str | None = None
@@ -231,12 +226,10 @@ class Config:
                 f"not {scale!r}"
             )
         check_integer("commit_every", self.commit_every, at_least=0)
-        for name in ("durable", "discard_state", "verify_reads"):
+        for name in ("durable", "verify_reads"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, not {getattr(self, name)!r}")
         self._check_backend()
-        if self.discard_state and not self.durable:
-            raise ValueError("discard_state=True is of no use without durable=True; give it too")
         if self.nvme_path is not None:
             found = check_directories(_paths(self.nvme_path), self.debugging.allow_ram_filesystem)
             self._set("nvme_path", found[0] if len(found) == 1 else found)

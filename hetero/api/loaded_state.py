@@ -58,12 +58,8 @@ def check_torch_arguments(class_name: str, given: Mapping[str, Any]) -> None:
 def refuse_other_rules(groups: Sequence[Mapping[str, Any]]) -> None:
     """Raises ValueError for param groups of torch's optimizers that update by another rule."""
     for index, group in enumerate(groups):
-        for name in _OTHER_RULES:
-            if group.get(name):
-                raise ValueError(
-                    f"{name} of param group {index} of the state is {group[name]!r}, and the "
-                    f"optimizers here have no such rule; it must be False"
-                )
+        options = {name: group.get(name) for name in _OTHER_RULES}
+        check_torch_options(options, f"in param group {index} of the state ")
 
 
 def in_own_options(group: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:

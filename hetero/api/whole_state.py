@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from hetero.chunk_groups.chunk_group import ChunkGroup
+from hetero.chunks.layout import Chunk
 from hetero.runtime.engine import Engine
 from hetero.state.managed_param import ManagedParam
 from hetero.state.optimizer_state import OptimizerState, TilePart, TileState, parts_of
@@ -66,7 +67,7 @@ def read_parts(engine: Engine, managed: Iterable[ManagedParam], visit: Visit) ->
 
     The other ranks need not call it. The optimizer state of each tile is brought in once.
     """
-    for chunk_group, members in _by_chunk(engine, managed):
+    for chunk_group, members in _settled(engine, managed):
         _read_chunk(chunk_group, members, visit)
 
 
@@ -88,7 +89,7 @@ def write_parts(
     All ranks must call it. `replaces`: `visit` sets masters and states of all parameters in the
     chunks of `managed`, so that what there was is not read.
     """
-    for chunk_group, members in _by_chunk(engine, managed):
+    for chunk_group, members in _settled(engine, managed):
         chunk = members[0].chunk
         opened = partial(chunk_group.optim_states.open, chunk, write=True, fresh=replaces)
         engine.steps.meet(f"changing {chunk.name}")
@@ -139,17 +140,24 @@ def _visit_shard(
                 visit(make_piece(chunk_group, m, part, values, optim_state))
 
 
-def _by_chunk(
+def _settled(
     engine: Engine, managed: Iterable[ManagedParam]
-) -> Iterable[tuple[ChunkGroup, list[ManagedParam]]]:
-    """The parameters by their chunks, with all of their updates made, and what was written."""
+) -> list[tuple[ChunkGroup, list[ManagedParam]]]:
+    """by_chunk() with all of their updates made, and what was written."""
     managed = list(managed)
     engine.steps.schedule.revoke_all()
     engine.params.take_in_written(managed)
-    by_chunk: dict[tuple[int, int], list[ManagedParam]] = {}
+    return by_chunk(engine, managed)
+
+
+def by_chunk(
+    engine: Engine, managed: Iterable[ManagedParam]
+) -> list[tuple[ChunkGroup, list[ManagedParam]]]:
+    """The parameters by their chunks, each with its chunk group."""
+    found: dict[Chunk, list[ManagedParam]] = {}
     for m in managed:
-        by_chunk.setdefault((m.chunk.group_index, m.chunk.id), []).append(m)
-    return [(engine.params.group(members[0].chunk), members) for members in by_chunk.values()]
+        found.setdefault(m.chunk, []).append(m)
+    return [(engine.params.group(chunk), members) for chunk, members in found.items()]
 
 
 def parts_by_tile(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,20 +80,17 @@ class DataWriter:
         """
         self._path = path
         self._entries: list[tuple[str, torch.dtype, tuple[int, ...]]] = []
-        self._first: list[int] = []  # by region, the number of its first entry
+        self._crcs: dict[str, int] = {}  # by entry, in the order of the file
         for number, ranges in enumerate(regions):
-            self._first.append(len(self._entries))
             nbytes = 0
             for key, begin, end in ranges:
-                self._entries.append((f"{key}@{begin}", dtypes[key], (end - begin,)))
+                self._add(f"{key}@{begin}", dtypes[key], end - begin, 0)
                 nbytes += (end - begin) * dtypes[key].itemsize
             padding = -nbytes % PAGE_BYTES
             if padding:
-                self._entries.append((f"{PADDING}{number}", torch.uint8, (padding,)))
-        self._crcs = [0] * len(self._entries)
-        head, self._header = self._encoded()
-        self._placed = list(self._header.entries.values())
-        self._nbytes = len(head) + (self._placed[-1].end if self._placed else 0)
+                self._add(f"{PADDING}{number}", torch.uint8, padding, crc_of(bytes(padding)))
+        _, self._header = self._encoded()
+        self._slot, self._filled, self._offset = -1, 0, self._header.data_offset
         self._under_way: deque[tuple[int, IoOp]] = deque()
         self._views: list[torch.Tensor] = []
         self._resources = ExitStack()
@@ -103,8 +100,12 @@ class DataWriter:
             self.close()
             raise
 
+    def _add(self, name: str, dtype: torch.dtype, numel: int, crc: int) -> None:
+        self._entries.append((name, dtype, (numel,)))
+        self._crcs[name] = crc
+
     def _encoded(self) -> tuple[bytes, Header]:
-        checksums = "".join(f"{crc:08x}" for crc in self._crcs)
+        checksums = "".join(f"{crc:08x}" for crc in self._crcs.values())
         return encode(self._entries, {CHECKSUMS: checksums}, alignment=PAGE_BYTES)
 
     def _open(self, io_engine: str) -> None:
@@ -124,7 +125,7 @@ class DataWriter:
         self._free = list(range(_BUFFERS))
 
     def _allocate(self) -> None:
-        nbytes = round_up(self._nbytes, PAGE_BYTES)
+        nbytes = round_up(self._header.file_bytes, PAGE_BYTES)
         try:
             os.posix_fallocate(self._fd, 0, nbytes)
         except OSError as error:
@@ -137,25 +138,26 @@ class DataWriter:
                 str(self._path),
             ) from error
 
-    def write_region(self, number: int, values: Iterable[torch.Tensor]) -> None:
-        """Writes the entries of region `number`, in order. Raises NativeIoError."""
-        entry = self._first[number]
-        self._slot, self._filled = -1, 0
-        if entry < len(self._placed):  # (the last region may have no entries)
-            self._offset = self._header.data_offset + self._placed[entry].begin
-        for each in values:
-            dense = each.detach().cpu().resolve_conj().resolve_neg().contiguous()
-            # (A contiguous tensor of one element, or of none, may have any strides.)
-            source = dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
-            placed = self._placed[entry]
-            assert source.numel() == placed.end - placed.begin, placed.name
-            self._crcs[entry] = self._append(source)
-            entry += 1
-        padding = -self._filled % PAGE_BYTES
-        if padding:
-            self._crcs[entry] = crc_of(bytes(padding))
-        if self._filled:
-            self._flush()
+    def write(self, key: str, begin: int, values: torch.Tensor) -> None:
+        """Writes the range of `key` that begins there. Those of a region come in its order.
+
+        Raises NativeIoError.
+        """
+        placed = self._header.entries[f"{key}@{begin}"]
+        dense = values.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        # (A contiguous tensor of one element, or of none, may have any strides.)
+        source = dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
+        assert source.numel() == placed.end - placed.begin, placed.name
+        self._go_to(self._header.data_offset + placed.begin)
+        self._crcs[placed.name] = self._append(source)
+
+    def _go_to(self, offset: int) -> None:
+        """What is written next goes to byte `offset` of the file, where a region begins."""
+        if offset != self._offset + self._filled:
+            if self._filled:
+                self._flush()
+            assert offset % PAGE_BYTES == 0, offset
+            self._offset = offset
 
     def _append(self, source: torch.Tensor) -> int:
         """Copies bytes to buffers, and starts writing each that is full; returns their checksum."""
@@ -200,19 +202,19 @@ class DataWriter:
 
         Raises NativeIoError, StoreError.
         """
-        head, _ = self._encoded()
-        self._slot, self._filled, self._offset = -1, 0, 0
+        head, header = self._encoded()
+        self._go_to(0)
         self._append(torch.frombuffer(bytearray(head), dtype=torch.uint8))
         if self._filled:
             self._flush()
         while self._under_way:
             self._reap()
         try:
-            os.ftruncate(self._fd, self._nbytes)
+            os.ftruncate(self._fd, header.file_bytes)
             os.fsync(self._fd)
         except OSError as error:
             raise StoreError(error.errno, f"fsync: {error.strerror}", str(self._path)) from error
-        return WrittenFile(self._nbytes, len(head), crc_of(head))
+        return WrittenFile(header.file_bytes, len(head), crc_of(head))
 
     def close(self) -> None:
         """Waits for what is under way, and closes the file; idempotent."""

@@ -10,7 +10,7 @@ import torch
 
 from hetero.api.optimizer import HybridOptimizer
 from hetero.api.optimizers import HybridAdagrad, HybridAdam, HybridLion, HybridMuon, HybridSGD
-from hetero.api.whole_state import make_piece, parts_by_tile
+from hetero.api.whole_state import by_chunk, make_piece, parts_by_tile
 from hetero.checkpoint.data_writer import Range
 from hetero.checkpoint.manifest import (
     GroupRecord,
@@ -25,9 +25,12 @@ from hetero.checkpoint.manifest import (
 from hetero.checkpoint.plain_data import STORED_DTYPES, pack
 from hetero.checkpoint.rank_data import Extra, pack_rank_data
 from hetero.checkpoint.stored_checkpoint import StoredCheckpoint
+from hetero.chunk_groups.chunk_group import ChunkGroup
 from hetero.chunk_groups.home_tiles import HomeTiles
 from hetero.runtime.engine import Engine
+from hetero.state.chunk_updates import Snapshot
 from hetero.state.managed_param import ManagedParam
+from offload.errors import CheckpointError
 
 
 @dataclass(frozen=True)
@@ -96,11 +99,14 @@ class OwnChunk:
     """
 
     def __init__(
-        self, engine: Engine, names: Mapping[ManagedParam, str], dtype_of: DtypeOf | None
+        self,
+        engine: Engine,
+        chunk_group: ChunkGroup,
+        names: Mapping[ManagedParam, str],
+        dtype_of: DtypeOf | None,
     ) -> None:
-        self.names = names
+        self.names, self.chunk_group = names, chunk_group
         self.chunk = next(iter(names)).chunk
-        self.chunk_group = engine.params.group(self.chunk)
         self._by_tile = dict(parts_by_tile(self.chunk_group, names))
         self._stored = {m: _stored_param(engine, name, m, dtype_of) for m, name in names.items()}
         self.with_states = dtype_of is None or any(dtype_of(m) != m.dtype for m in names)
@@ -125,14 +131,14 @@ class OwnChunk:
 class EngineCheckpoint(StoredCheckpoint):
     """The model of an engine, with its optimizers, as far as it is this rank's.
 
-    What is small is read by key. The shards of parameters and states are read in their order,
-    from their homes, past the slots that compute uses.
+    What is small is copied when this is made, and read by key. The shards of parameters and states
+    are read from their homes, past the slots that compute uses, in any thread. From freeze() on a
+    chunk does not change before it was read; one that training waits for comes next.
 
     Attributes:
-        small: tensors that are saved whole: this rank's own, then buffers, by key.
-        rank: this rank's number.
+        small: copies of tensors that are saved whole: this rank's own, then buffers, by key.
+        rank: this rank's number, of `ranks`.
         model: the model's tensors.
-        chunks: what this rank saves of parameters and states.
     """
 
     kind = "model in training"
@@ -146,13 +152,13 @@ class EngineCheckpoint(StoredCheckpoint):
         part: torch.nn.Module | None = None,
         dtype_of: DtypeOf | None = None,
     ) -> None:
-        """Nothing may change while it is read.
+        """Copies what is small.
 
         Args:
             engine: has made the updates under way.
             optimizers: those whose options are saved.
             extra: as hetero.save() takes it; None: neither it nor random numbers are saved.
-            with_chunks: False: what is small is read alone, and `chunks` is empty.
+            with_chunks: False: what is small is read alone.
             part: the part of the engine's model that is saved. Default: all of it.
             dtype_of: of parameters alone, which are saved in this dtype. Optimizer state, seven
                 times as much, is read only where that is not the one they compute in. Default:
@@ -163,15 +169,16 @@ class EngineCheckpoint(StoredCheckpoint):
         """
         super().__init__(Path())
         everyone, replicas = engine.world.everyone, engine.world.replicas
-        self.rank = 0 if everyone is None else everyone.rank
+        self.rank, self.ranks = (0, 1) if everyone is None else (everyone.rank, everyone.size)
         self.model = model = ModelTensors.of(engine, part)
         own: list[torch.Tensor] = []
         records = _optimizer_records(optimizers, model.names, own)
         ranks = [] if extra is None else [pack_rank_data(extra, own)]
-        self.small = {data_key(self.rank, i): t for i, t in enumerate(own)}
+        small = {data_key(self.rank, i): t for i, t in enumerate(own)}
         tensors = _tensor_records(engine, model, dtype_of)
-        tensors |= {key: TensorRecord(tuple(t.shape), t.dtype) for key, t in self.small.items()}
-        self.small |= {master_key(name): t for name, t in model.plain.items()}
+        tensors |= {key: TensorRecord(tuple(t.shape), t.dtype) for key, t in small.items()}
+        small |= {master_key(name): t for name, t in model.plain.items()}
+        self.small = {key: t.detach().cpu().clone() for key, t in small.items()}
         params = {
             name: ParamRecord(model.aliases[name], m.chunk.trainable, m.step)
             for name, m in model.params.items()
@@ -187,44 +194,75 @@ class EngineCheckpoint(StoredCheckpoint):
             loss_scale=dict(vars(scale)) if scale.dynamic else None,
             ranks=ranks,
         )
-        by_chunk: dict[tuple[int, int], dict[ManagedParam, str]] = {}
-        for name, m in model.params.items() if with_chunks else ():
-            by_chunk.setdefault((m.chunk.group_index, m.chunk.id), {})[m] = name
+        names = {m: name for name, m in model.params.items() if with_chunks}
         # Of replicas, which have the same shards, each saves some chunks.
         count, mine = (1, 0) if replicas is None else (replicas.size, replicas.rank)
-        own_chunks = list(by_chunk.values())[mine::count]
-        self.chunks = [OwnChunk(engine, names, dtype_of) for names in own_chunks]
+        own_chunks = [
+            OwnChunk(engine, chunk_group, {m: names[m] for m in members}, dtype_of)
+            for chunk_group, members in by_chunk(engine, names)[mine::count]
+        ]
+        self._chunks = {own.chunk: own for own in own_chunks if own.ranges}
+        self._versions = {m: m.version for m in model.params.values()}
+        self._snapshot = Snapshot(reversed(self._chunks))
         self._tiles: dict[int, HomeTiles] = {}
+
+    def freeze(self) -> None:
+        """See StoredCheckpoint. Writes of user code cannot be held back: versions show them."""
+        for chunk_group in {each.chunk_group for each in self._chunks.values()}:
+            chunk_group.updates.versions.snapshots.add(self._snapshot)
 
     def read(self, key: str, begin: int, end: int) -> torch.Tensor:
         """See StoredCheckpoint; of what is small."""
-        return self.small[key].detach().cpu().reshape(-1)[begin:end]
+        return self.small[key].reshape(-1)[begin:end]
 
-    def ranges(self) -> Iterator[Range]:
-        """See StoredCheckpoint; the first rank has buffers, too."""
-        if self.rank == 0:
-            for name in self.manifest.buffers:
-                key = master_key(name)
-                yield key, 0, self.small[key].numel()
-        for chunk in self.chunks:
-            yield from chunk.ranges
+    def regions(self) -> Iterator[list[Range]]:
+        """See StoredCheckpoint: what is small, the first rank's buffers, too, and each chunk."""
+        small = self.small.items()
+        yield [
+            (key, 0, tensor.numel())
+            for key, tensor in small
+            if self.rank == 0 or key.startswith("data/")
+        ]
+        for own in self._chunks.values():
+            yield own.ranges
 
     def contents(self, keys: Container[str]) -> Iterator[tuple[str, int, torch.Tensor]]:
-        """See StoredCheckpoint."""
-        for key in map(master_key, self.manifest.buffers if self.rank == 0 else ()):
-            if key in keys:
-                yield key, 0, self.whole(key).reshape(-1)
-        for chunk in self.chunks:
-            number = chunk.chunk.group_index
-            if number not in self._tiles:
-                self._tiles[number] = HomeTiles(chunk.chunk_group, chunk.with_states)
-            values = chunk.values(self._tiles[number])
-            for (key, begin, _), flat in zip(chunk.ranges, values, strict=True):
+        """See StoredCheckpoint; chunks come first.
+
+        Raises CheckpointError if user code has written to a parameter since this was made.
+        """
+        while (chunk := self._snapshot.take()) is not None:
+            own, upcoming = self._chunks[chunk], self._snapshot.upcoming(chunk)
+            self._require_unchanged(own)
+            if upcoming is not None:
+                self._tiles_of(self._chunks[upcoming]).expect(upcoming)
+            values = own.values(self._tiles_of(own))
+            for (key, begin, _), flat in zip(own.ranges, values, strict=True):
                 if key in keys:
                     yield key, begin, flat
+            self._require_unchanged(own)
+            self._snapshot.copied(chunk)
+        for key, begin, end in next(self.regions()):
+            if key in keys:
+                yield key, begin, self.read(key, begin, end)
+
+    def _tiles_of(self, own: OwnChunk) -> HomeTiles:
+        number = own.chunk.group_index
+        if number not in self._tiles:
+            self._tiles[number] = HomeTiles(own.chunk_group, own.with_states)
+        return self._tiles[number]
+
+    def _require_unchanged(self, own: OwnChunk) -> None:
+        for m, name in own.names.items():
+            if m.version != self._versions[m]:
+                raise CheckpointError(
+                    f"{name} was written to while it was saved, so the checkpoint is not made; "
+                    f"write to parameters after Save.wait(), or save with blocking=True"
+                )
 
     def close(self) -> None:
-        """See StoredCheckpoint."""
+        """See StoredCheckpoint; training waits for nothing any more."""
+        self._snapshot.end()
         while self._tiles:
             self._tiles.popitem()[1].close()
 

@@ -124,15 +124,12 @@ class CheckpointFolder(NewFolder):
             (folder / NAME).unlink()
         super().remove(folder)
 
-    def begin(self) -> None:
-        """See NewFolder. Raises ValueError, too: at `path` is something that is no checkpoint."""
-        with self.as_store_error("look for the checkpoint's place"):
-            empty = self.path.is_dir() and not any(self.path.iterdir())
-            if self.path.exists() and not empty and not _has_manifest(self.path):
-                raise ValueError(
-                    f"{self.path} is there already, and is no checkpoint; choose another path"
-                )
-        super().begin()
+    def refuse_other(self) -> None:
+        """See NewFolder."""
+        if self.path.exists() and not self.is_empty and not _has_manifest(self.path):
+            raise ValueError(
+                f"{self.path} is there already, and is no checkpoint; choose another path"
+            )
 
     def complete(self) -> None:
         """See NewFolder; then those go that are not kept."""

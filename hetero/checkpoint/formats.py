@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 import shutil
@@ -27,7 +26,7 @@ from hetero.checkpoint.stored_checkpoint import StoredCheckpoint
 from hetero.chunks.dtypes import torch_dtype
 from offload.disk.durable import sync_path
 from offload.disk.new_folder import NewFolder
-from offload.errors import CheckpointError, StoreError
+from offload.errors import CheckpointError
 
 _INCOMPLETE = re.compile(r"\.(.+)\.incomplete")
 FORMATS = ("hetero", "hf", "dcp")
@@ -145,7 +144,6 @@ def convert(
         try:
             with folder.as_store_error(f"write {path}"):
                 folder.begin()
-                _check_space(stored, folder.incomplete, to, wanted)
                 write = _make_write(stored, to, wanted)
                 write.finish(folder, [write.write(folder.incomplete)])
                 if config_file is not None:
@@ -155,23 +153,6 @@ def convert(
         finally:
             folder.abandon()
     return stored
-
-
-def _check_space(
-    stored: StoredCheckpoint, folder: Path, to: str, dtype: torch.dtype | None
-) -> None:
-    """Raises StoreError if the tensors that are written have no room, not even in `dtype`."""
-    nbytes = 0
-    for key, tensor in stored.manifest.tensors.items():
-        if to != "hf" or key.startswith("model/"):
-            size = tensor.dtype.itemsize
-            if dtype is not None and tensor.dtype.is_floating_point:
-                size = min(size, dtype.itemsize)
-            nbytes += tensor.numel * size
-    free = shutil.disk_usage(folder).free
-    if nbytes > free:
-        text = f"{folder.parent} has {free} bytes free, and the checkpoint's tensors are {nbytes}"
-        raise StoreError(errno.ENOSPC, text, str(folder.parent))
 
 
 def _config_file(path: Path) -> Path:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import stat
 from bisect import bisect_right
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import tee
 from pathlib import Path
 
 import torch
@@ -25,7 +25,6 @@ from offload.memory.sizes import PAGE_BYTES, round_up
 
 _AHEAD = 8  # pieces
 _SLOT_BYTES = 8 << 20  # what is larger, a large buffer of the model's, is read in parts
-_CACHED = 8  # pieces: the last ones of a parameter's master and states
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,6 @@ class HeteroCheckpoint(StoredCheckpoint):
         self.manifest = read_manifest(path)
         self.files = {name: file.nbytes for name, file in self.manifest.files.items()}
         self._io_engine = io_engine
-        self._cache: OrderedDict[tuple[str, int], torch.Tensor] = OrderedDict()
         self._file_numbers: dict[str, int] = {}
 
     def open(self) -> None:
@@ -130,20 +128,39 @@ class HeteroCheckpoint(StoredCheckpoint):
                 f"{self.path} has {at} elements of {key!r}, and the manifest says {numel}"
             )
 
-    def expect(self, order: Iterable[Sequence[Range]]) -> None:
-        """See StoredCheckpoint."""
-        reader = self._reader  # (before it is asked where pieces are)
-        pieces = self._pieces_in(each for chunk in order for each in chunk)
-        reader.expect(part for piece in pieces for part in self._parts(piece))
+    def values(self, order: Iterable[Sequence[Range]]) -> Iterator[tuple[str, int, torch.Tensor]]:
+        """See StoredCheckpoint; checksums are verified."""
+        ahead, steps = tee(self._steps(each for chunk in order for each in chunk))
+        read = self._checked(piece for _, pieces in ahead for piece, is_new in pieces if is_new)
+        held: dict[str, torch.Tensor] = {}
+        for (key, begin, end), pieces in steps:
+            found = torch.empty(end - begin, dtype=self.manifest.tensors[key].dtype)
+            for piece, is_new in pieces:
+                if is_new:
+                    held = {k: v for k, v in held.items() if name_of(k) == name_of(key)}
+                    _, held[key], error = next(read)
+                    if error is not None:
+                        raise error
+                first, last = max(begin, piece.begin), min(end, piece.end)
+                values = held[key][first - piece.begin : last - piece.begin]
+                found[first - begin : last - begin] = values
+            yield key, begin, found
 
-    def _pieces_in(self, ranges: Iterable[Range]) -> Iterator[StoredPiece]:
+    def _steps(
+        self, ranges: Iterable[Range]
+    ) -> Iterator[tuple[Range, list[tuple[StoredPiece, bool]]]]:
+        """Of each range the pieces that have it, and whether they are read for it.
+
+        The last piece of each of a parameter's keys is kept for the next ranges.
+        """
         last: dict[str, StoredPiece] = {}
         for key, begin, end in ranges:
+            pieces = []
             for piece in self._overlapping(key, begin, end):
-                if last.get(key) is not piece:
-                    last = {k: p for k, p in last.items() if name_of(k) == name_of(key)}
-                    last[key] = piece
-                    yield piece
+                pieces.append((piece, last.get(key) is not piece))
+                last = {k: p for k, p in last.items() if name_of(k) == name_of(key)}
+                last[key] = piece
+            yield (key, begin, end), pieces
 
     def _overlapping(self, key: str, begin: int, end: int) -> list[StoredPiece]:
         pieces = self._pieces[key]
@@ -163,46 +180,30 @@ class HeteroCheckpoint(StoredCheckpoint):
             yield (FileRange(file, at, stop - at),)
             at = stop
 
-    def read(self, key: str, begin: int, end: int) -> torch.Tensor:
-        """See StoredCheckpoint; checksums are verified."""
-        record = self.manifest.tensors[key]
-        assert 0 <= begin <= end <= record.numel, (key, begin, end)
-        found = torch.empty(end - begin, dtype=record.dtype)
-        for piece in self._overlapping(key, begin, end):
-            first, last = max(begin, piece.begin), min(end, piece.end)
-            values = self._values(piece)
-            found[first - begin : last - begin] = values[first - piece.begin : last - piece.begin]
-        return found
-
-    def _values(self, piece: StoredPiece) -> torch.Tensor:
-        place = (piece.key, piece.begin)
-        values = self._cache.get(place)
-        if values is None:
-            values = self._cache[place] = self._read_piece(piece)
-            if len(self._cache) > _CACHED:
-                self._cache.popitem(last=False)
-        self._cache.move_to_end(place)
-        return values
-
-    def _read_piece(self, piece: StoredPiece) -> torch.Tensor:
-        """Raises CheckpointError."""
-        where = f"elements {piece.begin} to {piece.end} of {piece.key!r}"
-        path = self.path / piece.file
-        values, done = torch.empty(piece.nbytes, dtype=torch.uint8), 0
-        reader = self._reader
-        try:
-            for part in self._parts(piece):
-                (stored,) = reader.read(part)
-                values[done : done + len(stored)] = stored
-                done += len(stored)
-        except NativeIoError as error:
-            raise CheckpointError(f"{where} cannot be read from {path}: {error}") from error
-        if crc32c(values.data_ptr(), piece.nbytes) != piece.crc32c:
-            raise CheckpointError(
-                f"{where} are damaged in {path}: their checksum is not {piece.crc32c:08x}; the "
-                f"disk, or a copy, has changed bytes; load another checkpoint"
-            )
-        return values.view(self.manifest.tensors[piece.key].dtype)
+    def _checked(
+        self, pieces: Iterable[StoredPiece]
+    ) -> Iterator[tuple[StoredPiece, torch.Tensor, CheckpointError | None]]:
+        """The pieces with their values, and what is wrong with each."""
+        ahead, order = tee(pieces)
+        parts = self._reader.pieces(part for piece in ahead for part in self._parts(piece))
+        for piece in order:
+            where = f"elements {piece.begin} to {piece.end} of {piece.key!r}"
+            path, error = self.path / piece.file, None
+            values, done = torch.empty(piece.nbytes, dtype=torch.uint8), 0
+            for _ in self._parts(piece):
+                try:
+                    (stored,) = next(parts).contents()
+                except NativeIoError as failure:
+                    error = CheckpointError(f"{where} cannot be read from {path}: {failure}")
+                else:
+                    values[done : done + len(stored)] = stored
+                    done += len(stored)
+            if error is None and crc32c(values.data_ptr(), piece.nbytes) != piece.crc32c:
+                error = CheckpointError(
+                    f"{where} are damaged in {path}: their checksum is not {piece.crc32c:08x}; the "
+                    f"disk, or a copy, has changed bytes; load another checkpoint"
+                )
+            yield piece, values.view(self.manifest.tensors[piece.key].dtype), error
 
     def verify(self) -> Iterator[tuple[StoredPiece, CheckpointError | None]]:
         """Reads every piece, in the order of the files; yields each, and what is wrong with it.
@@ -211,18 +212,11 @@ class HeteroCheckpoint(StoredCheckpoint):
         """
         pieces = [piece for some in self._pieces.values() for piece in some]
         pieces.sort(key=lambda piece: (piece.file, piece.offset))
-        self._reader.expect(part for piece in pieces for part in self._parts(piece))
-        for piece in pieces:
-            try:
-                self._read_piece(piece)
-            except CheckpointError as error:
-                yield piece, error
-            else:
-                yield piece, None
+        for piece, _, error in self._checked(pieces):
+            yield piece, error
 
     def close(self) -> None:
         """See StoredCheckpoint: waits for what is under way, and closes all files."""
-        self._cache.clear()
         reader = self.__dict__.pop("_reader", None)
         if reader is not None:
             reader.close()

@@ -19,8 +19,7 @@ import torch
 
 from hetero.api.loaded_state import in_own_options
 from hetero.api.optimizer import HybridOptimizer
-from hetero.api.whole_state import Piece, fill_parts, parts_by_tile
-from hetero.checkpoint.checkpoint_write import SAME_CLASS
+from hetero.api.whole_state import Piece, by_chunk, fill_parts, parts_by_tile
 from hetero.checkpoint.data_writer import Range
 from hetero.checkpoint.engine_checkpoint import STATE_NAMES, ModelTensors
 from hetero.checkpoint.folder import find_checkpoint
@@ -30,13 +29,12 @@ from hetero.checkpoint.plain_data import unpack
 from hetero.checkpoint.rank_data import (
     Extra,
     LoopState,
-    check_objects,
     check_random,
     objects_loaded,
     unpack_extra,
     unpack_random,
 )
-from hetero.checkpoint.save import Optimizers, check_optimizers, engine_of_model, listed
+from hetero.checkpoint.save import SAME_CLASS, Optimizers, engine_and_optimizers
 from hetero.checkpoint.stored_checkpoint import StoredCheckpoint
 from hetero.runtime.engine import Engine
 from hetero.state.managed_param import ManagedParam
@@ -98,9 +96,7 @@ def load(
         ValueError: it is of another model or optimizer. Nothing is changed.
         HeteroError: another rank met one of these.
     """
-    engine = engine_of_model(model)
-    optimizers = listed(optimizer)
-    check_optimizers(engine, optimizers)
+    engine, optimizers = engine_and_optimizers(model, optimizer)
 
     def open_stored() -> StoredCheckpoint:
         return HeteroCheckpoint(find_checkpoint(Path(path)), engine.config.debugging.io_engine)
@@ -177,7 +173,6 @@ class _Loading:
         if ranks == len(manifest.ranks) and self._optimizers:
             random = unpack_random(manifest.ranks[of_rank], tensor)
             check_random(random)
-        check_objects(extra, found)
         self._loop_state = LoopState(groups, random, found)
         plain = {name: names[name] for name in model.plain if name in names}
         self._plain = {name: stored.whole(master_key(each)) for name, each in plain.items()}
@@ -290,20 +285,23 @@ class _Loading:
 
     def _load_params(self) -> None:
         names = self._names
-        self._stored.expect(self._ranges(names))
+        values = self._stored.values(self._ranges(names))
 
         def fill(piece: Piece) -> None:
-            self._fill(piece, names[piece.managed])
+            self._fill(piece, names[piece.managed], values)
 
         failure = fill_parts(self._engine, names, fill, replaces=bool(self._optimizers))
         self._engine.world.all_or_none(failure, f"load {self._what}", SAME_CLASS)
 
-    def _fill(self, piece: Piece, name: str) -> None:
+    def _fill(
+        self, piece: Piece, name: str, values: Iterator[tuple[str, int, torch.Tensor]]
+    ) -> None:
         """A piece of a parameter gets what the checkpoint has. Raises CheckpointError."""
-        begin, end = piece.part.in_param.start, piece.part.in_param.stop
 
         def read(key: str) -> torch.Tensor:
-            return self._stored.read(key, begin, end).float()
+            found, begin, flat = next(values)
+            assert (found, begin) == (key, piece.part.in_param.start), (found, begin, key)
+            return flat.float()
 
         master = read(master_key(name))
         if self._optimizers and piece.optim_state is not None:
@@ -313,11 +311,7 @@ class _Loading:
 
     def _ranges(self, names: Mapping[ManagedParam, str]) -> Iterator[list[Range]]:
         """What fill_parts() is going to ask for, in its order."""
-        by_chunk: dict[tuple[int, int], list[ManagedParam]] = {}
-        for m in names:
-            by_chunk.setdefault((m.chunk.group_index, m.chunk.id), []).append(m)
-        for members in by_chunk.values():
-            chunk_group = self._engine.params.group(members[0].chunk)
+        for chunk_group, members in by_chunk(self._engine, names):
             found: list[Range] = []
             for _, parts in parts_by_tile(chunk_group, members):
                 for m, part in parts:

@@ -173,7 +173,7 @@ class Manifest:
             "tensors": {key: tensor.to_json() for key, tensor in self.tensors.items()},
             "ranks": list(self.ranks),
         }
-        text = _lines(content).encode()
+        text = json.dumps(content, allow_nan=False).encode()
         checksum = f'"crc32c": "{crc_of(text):08x}"'.encode()
         if len(text) > _MOST_BYTES:
             raise ValueError(
@@ -181,21 +181,6 @@ class Manifest:
                 f"of `extra` as tensors, which are not in it"
             )
         return text.replace(_CHECKSUM_FIELD, checksum, 1)
-
-
-def _lines(content: Mapping[str, Any]) -> str:
-    """JSON with a line for each member, and for each member of those that are objects."""
-
-    def line(value: Any) -> str:
-        return json.dumps(value, allow_nan=False)
-
-    def member(name: str, value: Any) -> str:
-        if not isinstance(value, dict) or not value:
-            return f"{line(name)}: {line(value)}"
-        inner = ",\n  ".join(f"{line(key)}: {line(each)}" for key, each in value.items())
-        return f"{line(name)}: {{\n  {inner}\n }}"
-
-    return "{\n " + ",\n ".join(member(name, value) for name, value in content.items()) + "\n}\n"
 
 
 _CHECKSUM_FIELD = f'"crc32c": "{_NO_CHECKSUM}"'.encode()

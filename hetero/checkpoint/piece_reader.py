@@ -34,15 +34,23 @@ class FileRange(NamedTuple):
 FileRanges = tuple[FileRange, ...]  # what is read together, and fits into a slot
 
 
-@dataclass
-class _Started:
-    piece: FileRanges
+@dataclass(frozen=True)
+class ReadPiece:
+    """A piece that is being read into a slot."""
+
     slot: int
     reads: list[IoOp]
+    ranges: list[torch.Tensor]
+
+    def contents(self) -> Sequence[torch.Tensor]:
+        """The bytes of each range. Raises NativeIoError if they cannot be read."""
+        for each in self.reads:
+            each.wait()
+        return self.ranges
 
 
 class PieceReader:
-    """Pieces in the order that expect() was given are read ahead; any others when they are needed.
+    """Reads pieces one after the other, and those that come next meanwhile.
 
     Attributes:
         io: the I/O engine, to which the files are added.
@@ -56,9 +64,7 @@ class PieceReader:
         reads cheaper, and takes all of their memory at once.
         """
         self.slot_bytes = slot_bytes
-        self._order: Iterator[FileRanges] = iter(())
-        self._ahead: deque[_Started] = deque()
-        self._used: _Started | None = None
+        self._started: deque[ReadPiece] = deque()
         with ExitStack() as made:
             self.io, _ = make_io_engine(io_engine)
             made.callback(self.io.close)
@@ -70,79 +76,45 @@ class PieceReader:
             self._free = list(range(slots))
             self._resources = made.pop_all()
 
-    def expect(self, order: Iterable[FileRanges]) -> None:
-        """read() is going to be called with these pieces, in this order."""
-        self._order = iter(order)
-        self._read_ahead()
+    def pieces(self, order: Iterable[FileRanges]) -> Iterator[ReadPiece]:
+        """The pieces in this order, each until the next one is asked for.
 
-    def read(self, piece: FileRanges) -> Sequence[torch.Tensor]:
-        """The bytes of each extent, in memory that the next call overwrites.
-
-        Raises NativeIoError if they cannot be read.
+        One such iteration is made at a time: the one before ends. Raises NativeIoError.
         """
-        if self._used is None or self._used.piece != piece:
-            if self._used is not None:
-                used, self._used = self._used, None
-                self._forget(used)
-            self._used = self._take(piece)
-            self._read_ahead()
-        used = self._used
-        try:
-            for each in used.reads:
-                each.wait()
-        except NativeIoError:
-            self._used = None
-            self._forget(used)
-            raise
-        found, at = [], 0
-        slot = self._arena.view(used.slot, 1, torch.uint8)
-        for extent in piece:
-            begin = at + extent.offset % PAGE_BYTES
-            found.append(slot[begin : begin + extent.nbytes])
-            at += extent.page_bytes
-        return found
-
-    def _take(self, piece: FileRanges) -> _Started:
-        """The piece, whose reading was started before, or is now."""
-        if any(each.piece == piece for each in self._ahead):
-            while self._ahead[0].piece != piece:
-                self._forget(self._ahead.popleft())  # it was not asked for in that order
-            return self._ahead.popleft()
-        if not self._free:
-            self._forget(self._ahead.pop())
-        return self._start(piece)
-
-    def _read_ahead(self) -> None:
-        while self._free:
-            piece = next(self._order, None)
-            if piece is None:
+        self._forget_all()
+        waiting = iter(order)
+        while True:
+            while self._free and (piece := next(waiting, None)) is not None:
+                self._start(piece)
+            if not self._started:
                 return
-            self._ahead.append(self._start(piece))
+            yield self._started[0]
+            self._forget()
 
-    def _start(self, piece: FileRanges) -> _Started:
-        started, at = _Started(piece, self._free.pop(), []), 0
-        try:
-            for each in piece:
-                address = self._arena.address(started.slot) + at
-                first = each.offset & -PAGE_BYTES
-                started.reads.append(self.io.read(each.file, address, each.page_bytes, first))
-                at += each.page_bytes
-        except BaseException:
-            self._forget(started)
-            raise
+    def _start(self, piece: FileRanges) -> None:
+        started, at = ReadPiece(self._free.pop(), [], []), 0
+        self._started.append(started)
+        slot = self._arena.view(started.slot, 1, torch.uint8)
+        for each in piece:
+            address, first = self._arena.address(started.slot) + at, each.offset & -PAGE_BYTES
+            started.reads.append(self.io.read(each.file, address, each.page_bytes, first))
+            begin = at + each.offset % PAGE_BYTES
+            started.ranges.append(slot[begin : begin + each.nbytes])
+            at += each.page_bytes
         assert at <= self.slot_bytes
-        return started
 
-    def _forget(self, started: _Started) -> None:
+    def _forget(self) -> None:
+        started = self._started.popleft()
         for each in started.reads:
             with suppress(NativeIoError):
                 each.wait()
         self._free.append(started.slot)
 
+    def _forget_all(self) -> None:
+        while self._started:
+            self._forget()
+
     def close(self) -> None:
         """Waits for what is under way, and frees memory and files; idempotent."""
-        for each in (*self._ahead, *([] if self._used is None else [self._used])):
-            self._forget(each)
-        self._ahead.clear()
-        self._used = None
+        self._forget_all()
         self._resources.close()

@@ -23,8 +23,8 @@ from offload.errors import CheckpointError
 
 _DEEPEST = 64  # levels, of either direction; recursion ends before Python's own limit
 _LEVELS_OF_JSON = 3  # that a level becomes at most: {"$dict": [[key, value]]}
-_DECIMAL_BITS = 1024  # of a number that is kept in digits; Python reads no number of any length
 _MOST_ALIKE = 100  # keys of one hash, each of which a dict compares with all others
+_DECIMAL_BITS = 1024  # of a number that is kept in digits; Python reads no number of any length
 # Two halves of a character, which JSON would make one of.
 _HALVES = re.compile("[\ud800-\udbff][\udc00-\udfff]")
 STORED_DTYPES = frozenset(DTYPES.values())
@@ -39,33 +39,25 @@ def pack(value: Any, name: str, tensors: list[torch.Tensor]) -> Any:
     Raises:
         ValueError: something in it is no plain data; the message has its place.
     """
-    return _pack(value, _Place(name), 0, tensors)
+    return _pack(value, (name,), 0, tensors)
 
 
-class _Place:
-    """Where a value is. It becomes a text in an error alone: there may be long keys and many."""
+_Place = tuple[Any, ...]  # what a value is of, and the keys that lead to it
 
-    def __init__(self, key: Any, outer: _Place | None = None) -> None:
-        self._key = key
-        self._outer = outer
 
-    def __str__(self) -> str:
-        parts = []
-        place = self
-        while place._outer is not None:
-            parts.append(f"[{shortened(place._key)}]")
-            place = place._outer
-        return str(place._key) + "".join(reversed(parts))
+def _text(at: _Place) -> str:
+    """A place as an error says it, where alone it becomes a text: keys may be long, and many."""
+    return str(at[0]) + "".join(f"[{shortened(key)}]" for key in at[1:])
 
 
 def _pack(value: Any, at: _Place, depth: int, tensors: list[torch.Tensor]) -> Any:
     if depth > _DEEPEST:
-        raise ValueError(f"{at} is more than {_DEEPEST} levels deep, or contains itself")
+        raise ValueError(f"{_text(at)} is more than {_DEEPEST} levels deep, or contains itself")
     kind = type(value)
     if kind is int and value.bit_length() > _DECIMAL_BITS:
         return {"$int": hex(value)}
     if kind is str and _HALVES.search(value):
-        raise ValueError(f"{at} is {shortened(value)}, which is not Unicode")
+        raise ValueError(f"{_text(at)} is {shortened(value)}, which is not Unicode")
     if kind in _PLAIN:
         return value
     if kind is float:
@@ -78,19 +70,19 @@ def _pack(value: Any, at: _Place, depth: int, tensors: list[torch.Tensor]) -> An
             array = torch.from_numpy(np.array(value, order="C"))
             packed = _pack_tensor(array, at, tensors)
         except (TypeError, ValueError) as error:
-            raise ValueError(f"{at} is an array of {value.dtype}: {error}") from None
+            raise ValueError(f"{_text(at)} is an array of {value.dtype}: {error}") from None
         return {"$numpy" if kind is np.ndarray else "$numpy_scalar": packed}
     if kind is bytes:
         return {"$bytes": base64.b64encode(value).decode()}
     if kind is torch.dtype:
         return {"$dtype": str(value).removeprefix("torch.")}
     if kind in (list, tuple, torch.Size):
-        items = [_pack(v, _Place(i, at), depth + 1, tensors) for i, v in enumerate(value)]
+        items = [_pack(v, (*at, i), depth + 1, tensors) for i, v in enumerate(value)]
         return items if kind is list else {"$tuple": items}
     if kind in _MAPPINGS:
         return _pack_mapping(value, at, depth, tensors)
     raise ValueError(
-        f"{at} is of type {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot "
+        f"{_text(at)} is of type {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot "
         f"have: it keeps numbers, strings, bytes, tensors, arrays, and lists, tuples and dicts "
         f"of them, and of objects that have state_dict() what that gives"
     )
@@ -98,10 +90,11 @@ def _pack(value: Any, at: _Place, depth: int, tensors: list[torch.Tensor]) -> An
 
 def _pack_tensor(value: torch.Tensor, at: _Place, tensors: list[torch.Tensor]) -> dict[str, int]:
     if value.layout is not torch.strided or value.is_quantized or value.is_meta:
-        raise ValueError(f"{at} is a tensor without plain memory; give a dense copy of it")
+        raise ValueError(f"{_text(at)} is a tensor without plain memory; give a dense copy of it")
     if value.dtype not in STORED_DTYPES:
         raise ValueError(
-            f"{at} is a tensor of {value.dtype}, which safetensors files do not have; convert it"
+            f"{_text(at)} is a tensor of {value.dtype}, which safetensors files do not have; "
+            f"convert it"
         )
     tensors.append(value)
     return {"$tensor": len(tensors) - 1}
@@ -110,7 +103,7 @@ def _pack_tensor(value: torch.Tensor, at: _Place, tensors: list[torch.Tensor]) -
 def _pack_mapping(
     value: Mapping[Any, Any], at: _Place, depth: int, tensors: list[torch.Tensor]
 ) -> Any:
-    packed = {k: _pack(v, _Place(k, at), depth + 1, tensors) for k, v in value.items()}
+    packed = {k: _pack(v, (*at, k), depth + 1, tensors) for k, v in value.items()}
     kind = _MAPPINGS[type(value)]
     if kind is None and all(
         type(key) is str and not key.startswith("$") and not _HALVES.search(key) for key in packed
@@ -118,7 +111,7 @@ def _pack_mapping(
         return packed
     pairs = []
     for key, found in packed.items():
-        where = _Place(f"the key {shortened(key)} of {at}")
+        where = (f"the key {shortened(key)} of {_text(at)}",)
         pairs.append([_pack(key, where, depth + 1, tensors), found])
     return {kind or "$dict": pairs}
 
@@ -138,36 +131,37 @@ def unpack(packed: Any, name: str, tensor: Callable[[int], torch.Tensor]) -> Any
         asked.add(number)
         return tensor(number)
 
-    return _unpack(packed, _Place(name), once, 0)
+    return _unpack(packed, (name,), once, 0)
 
 
 def _unpack(packed: Any, at: _Place, tensor: Callable[[int], torch.Tensor], depth: int) -> Any:
     if depth > _LEVELS_OF_JSON * (_DEEPEST + 1):
-        raise CheckpointError(f"{at} is nested too deeply")
+        raise CheckpointError(f"{_text(at)} is nested too deeply")
     if type(packed) in _PLAIN or type(packed) is float:
         return packed
     if isinstance(packed, list):
-        return [_unpack(v, _Place(i, at), tensor, depth + 1) for i, v in enumerate(packed)]
+        return [_unpack(v, (*at, i), tensor, depth + 1) for i, v in enumerate(packed)]
     if not isinstance(packed, dict):
-        raise CheckpointError(f"{at} is {shortened(packed)}")
+        raise CheckpointError(f"{_text(at)} is {shortened(packed)}")
     if not any(key.startswith("$") for key in packed):
-        return {k: _unpack(v, _Place(k, at), tensor, depth + 1) for k, v in packed.items()}
+        return {k: _unpack(v, (*at, k), tensor, depth + 1) for k, v in packed.items()}
     tag = next(iter(packed))
     if len(packed) != 1 or tag not in _TAGS:
         raise CheckpointError(
-            f"{at} has {shortened(sorted(packed)[:3])}, which this version does not know"
+            f"{_text(at)} has {shortened(sorted(packed)[:3])}, which this version does not know"
         )
     content, (kind, make) = packed[tag], _TAGS[tag]
     if tag != "$tensor":
         content = _unpack(content, at, tensor, depth + 1)
     if not isinstance(content, kind) or isinstance(content, bool):
         raise CheckpointError(
-            f"{at} is no plain data: {tag} of {shortened(content)}, must be of {kind.__name__}"
+            f"{_text(at)} is no plain data: {tag} of {shortened(content)}, must be of "
+            f"{kind.__name__}"
         )
     try:
         return tensor(content) if tag == "$tensor" else make(content)
     except (TypeError, ValueError, OverflowError) as error:
-        raise CheckpointError(f"{at} is no plain data: {error}") from None
+        raise CheckpointError(f"{_text(at)} is no plain data: {error}") from None
 
 
 def _of_pairs(kind: Callable[..., Any]) -> Callable[[Any], Any]:

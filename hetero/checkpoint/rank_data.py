@@ -80,7 +80,7 @@ class LoopState:
             set_random(self.random)
 
 
-def check_objects(extra: Extra, found: Mapping[str, Any]) -> None:
+def _check_objects(extra: Extra, found: Mapping[str, Any]) -> None:
     """Raises ValueError unless each of `extra` is an object with a state in `found`.
 
     Raises CheckpointError for states of generators that are none.
@@ -104,13 +104,13 @@ def objects_loaded(
     """Objects in `extra` have the states of their names in `found` inside the block, and after it.
 
     What an object or the block raises, here or on another rank, gives them back what they had. All
-    ranks call it. Raises CheckpointError, and as check_objects().
+    ranks call it. Raises CheckpointError, and ValueError for what it cannot load.
     """
     before: dict[str, Any] = {}
     try:
         failure: Exception | None = None
         try:
-            check_objects(extra, found)
+            _check_objects(extra, found)
             for name, value in extra.items():
                 with suppress(Exception):  # what cannot be copied has nothing to go back to
                     before[name] = copy.deepcopy(_saved_state(value))
@@ -160,18 +160,28 @@ def unpack_random(data: Any, tensor: Callable[[int], torch.Tensor]) -> dict[str,
 
 
 def check_random(state: Mapping[str, Any]) -> None:
-    """Raises CheckpointError if set_random() would, or random numbers would be no numbers."""
+    """Raises CheckpointError if set_random() would; random numbers are as before."""
+    before = _random_state()
     try:
-        torch.Generator().set_state(state["torch"])
-        random.Random().setstate(state["python"])
+        set_random(state)
+    finally:
+        set_random(before)
+
+
+def set_random(state: Mapping[str, Any]) -> None:
+    """Random numbers go on from there. Raises CheckpointError."""
+    try:
         _check_numpy(state["numpy"])
-        kind = np.random.get_state(legacy=False)["bit_generator"]
-        np.random.RandomState(getattr(np.random, kind)()).set_state(state["numpy"])
+        torch.set_rng_state(state["torch"])
+        random.setstate(state["python"])
+        np.random.set_state(state["numpy"])
         cuda = state.get("cuda", [])
         if not isinstance(cuda, list):
             raise TypeError(f"of GPUs it is a {type(cuda).__name__}")
+        if torch.accelerator.is_available() and len(cuda) == torch.accelerator.device_count():
+            torch.get_device_module().set_rng_state_all(cuda)
     except Exception as error:
-        raise _no_random_state(error) from error
+        raise CheckpointError(f"the state of random numbers is of no use: {error}") from error
 
 
 def _check_numpy(state: Any) -> None:
@@ -184,23 +194,6 @@ def _check_numpy(state: Any) -> None:
             raise ValueError("numpy's is no tuple")
     if type(position) is not int or not 0 <= position <= end:
         raise ValueError(f"numpy's is at {position!r}, must be 0 to {end}")
-
-
-def set_random(state: Mapping[str, Any]) -> None:
-    """Random numbers go on from there. Raises CheckpointError."""
-    try:
-        torch.set_rng_state(state["torch"])
-        random.setstate(state["python"])
-        np.random.set_state(state["numpy"])
-        cuda = state.get("cuda", [])
-        if torch.accelerator.is_available() and len(cuda) == torch.accelerator.device_count():
-            torch.get_device_module().set_rng_state_all(cuda)
-    except Exception as error:
-        raise _no_random_state(error) from error
-
-
-def _no_random_state(error: Exception) -> CheckpointError:
-    return CheckpointError(f"the state of random numbers is of no use: {error}")
 
 
 def _part(data: Any, name: str) -> Any:

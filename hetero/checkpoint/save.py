@@ -1,4 +1,4 @@
-"""Saving a checkpoint, while training waits or beside it.
+"""Saving a model in training, while training waits or beside it, in whatever format.
 
 Small things (param groups, loss scale, random numbers, buffers, `extra`) are copied at the call,
 after the updates under way. A thread then copies this rank's shards from their homes, past the
@@ -8,9 +8,9 @@ then. So forward and backward wait for nothing, and a step for what the disk has
 them. Writes of user code to a resident parameter's memory cannot be held back; versions show them,
 and the save is an error that names the parameter. A save that is waited for is the same.
 
-Each rank writes one file, of replicas each a part of the chunks. The ranks agree that all have
-written, over connections of their own; then the first one writes the manifest and puts the folder
-in its place.
+Each rank writes its shards, of replicas each a part of the chunks. The ranks agree that all have
+written, over connections of their own; then the first one writes what is left (the manifest) and
+puts the folder in its place.
 """
 
 from __future__ import annotations
@@ -21,25 +21,24 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import closing
 from pathlib import Path
 
 import torch
 
 from hetero.api.optimizer import HybridOptimizer
-from hetero.checkpoint.checkpoint_write import HeteroWrite, write_together
-from hetero.checkpoint.data_writer import DataWriter, Range
-from hetero.checkpoint.engine_checkpoint import EngineCheckpoint, OwnChunk, finish_updates
+from hetero.checkpoint.checkpoint_write import CheckpointWrite, HeteroWrite
+from hetero.checkpoint.engine_checkpoint import EngineCheckpoint, finish_updates
 from hetero.checkpoint.folder import CheckpointFolder
 from hetero.checkpoint.rank_data import Extra
-from hetero.chunk_groups.home_tiles import HomeTiles
 from hetero.runtime.engine import Engine
-from hetero.state.chunk_updates import Snapshot
-from offload.errors import CheckpointError, HeteroError
+from offload.disk.new_folder import NewFolder
+from offload.errors import CheckpointError, HeteroError, StoreError
 from offload.interrupts import uninterrupted
 from offload.memory.operation import THREAD_PREFIX
 
 Optimizers = HybridOptimizer | Sequence[HybridOptimizer] | None
+SAME_CLASS: tuple[type[HeteroError], ...] = (CheckpointError, StoreError)  # on all ranks
 
 
 def save(
@@ -87,14 +86,16 @@ def save(
         raise ValueError(f"keep must be 1 or more, not {keep!r}")
     if sys.byteorder != "little":
         raise CheckpointError("checkpoints are little-endian, and this machine is not")
-    engine = engine_of_model(model)
+    engine, optimizers = engine_and_optimizers(model, optimizer)
     engine.check_usable()
-    optimizers = listed(optimizer)
-    check_optimizers(engine, optimizers)
-    made = _Saver.of(engine).begin(Path(path), optimizers, dict(extra or {}), keep)
-    if blocking:
-        made.wait()
-    return made
+    folder, given = CheckpointFolder(path, keep), dict(extra or {})
+
+    def make() -> HeteroWrite:
+        state = EngineCheckpoint(engine, optimizers, given)
+        io_engine = engine.config.debugging.io_engine
+        return HeteroWrite(state, state.manifest, state.rank, state.ranks, io_engine)
+
+    return save_into(engine, folder, f"save {folder.path}", make, blocking)
 
 
 def engine_of_model(model: torch.nn.Module) -> Engine:
@@ -109,24 +110,26 @@ def engine_of_model(model: torch.nn.Module) -> Engine:
     )
 
 
-def listed(optimizer: Optimizers) -> list[HybridOptimizer]:
-    """The optimizers."""
+def engine_and_optimizers(
+    model: torch.nn.Module, optimizer: Optimizers
+) -> tuple[Engine, list[HybridOptimizer]]:
+    """The engine that manages the model, and the optimizers as a list: all of its own, or none.
+
+    Raises HeteroError, ValueError.
+    """
+    engine = engine_of_model(model)
     if optimizer is None:
-        return []
-    return [optimizer] if isinstance(optimizer, HybridOptimizer) else list(optimizer)
-
-
-def check_optimizers(engine: Engine, optimizers: Sequence[HybridOptimizer]) -> None:
-    """Raises ValueError unless they are all of the engine's optimizers, or none."""
+        return engine, []
+    optimizers = [optimizer] if isinstance(optimizer, HybridOptimizer) else list(optimizer)
     known = len(engine.steps.optimizers)
     if optimizers and len(optimizers) != known:
         raise ValueError(
             f"{len(optimizers)} optimizers are given, and the model has {known}; give all, in the "
             f"order of hetero.initialize()"
         )
-    for optimizer in optimizers:
-        if optimizer.engine is not engine:
-            raise ValueError("the optimizer is of another model")
+    if any(each.engine is not engine for each in optimizers):
+        raise ValueError("the optimizer is of another model")
+    return engine, optimizers
 
 
 class Save:
@@ -226,122 +229,87 @@ _savers: weakref.WeakKeyDictionary[Engine, _Saver] = weakref.WeakKeyDictionary()
 
 
 class _Saver(StateJobs):
-    """Makes the saves of an engine."""
-
-    @classmethod
-    def of(cls, engine: Engine) -> _Saver:
-        saver = _savers.get(engine)
-        if saver is None:
-            saver = _savers[engine] = cls(engine, "save")
-        return saver
+    """Makes the saves of an engine, in whatever format."""
 
     @uninterrupted
-    def begin(
-        self,
-        path: Path,
-        optimizers: Sequence[HybridOptimizer],
-        extra: Extra,
-        keep: int | None,
-    ) -> Save:
-        """Starts the thread that saves the state of now."""
-        engine = self.engine
+    def begin(self, folder: NewFolder, what: str, make: Callable[[], CheckpointWrite]) -> Save:
+        """See save_into()."""
+        engine, world = self.engine, self.engine.world
         if self.last is not None and not self.last.was_told:
             self.last.wait()
-        folder = CheckpointFolder(path, keep)
 
-        def prepare() -> _LiveWrite:
+        def prepare() -> CheckpointWrite:
             finish_updates(engine)
-            write = _LiveWrite(EngineCheckpoint(engine, optimizers, extra), engine)
-            if write.leads:
+            write = make()
+            if world.everyone is None or world.everyone.rank == 0:
                 folder.begin()
+                with folder.as_store_error(f"write {folder.noun}"):
+                    write.begin(folder.incomplete)
             return write
 
         try:
-            write = engine.world.together(f"begin to save {path}", prepare, (CheckpointError,))
+            write = world.together(f"begin to {what}", prepare, SAME_CLASS)
+            world.require_equal({"the files": write.digest}, "the exports")
         except BaseException:
             folder.abandon()
             raise
-        write.freeze()
+        write.stored.freeze()
 
         def job() -> None:
             try:
-                what = f"save {folder.path}"
-                write_together(self.world, folder, what, write, (CheckpointError,))
+                self._write(folder, what, write)
             finally:
-                write.release()
+                write.stored.close()
                 folder.abandon()
 
         return self.start(folder.path, job)
 
+    def _write(self, folder: NewFolder, what: str, write: CheckpointWrite) -> None:
+        """Each rank writes its part into a folder that was begun, which then gets its name."""
+        everyone = self.world.everyone
 
-class _LiveWrite(HeteroWrite):
-    """This rank's part of a checkpoint of a model that goes on training.
+        def write_part() -> bytes:
+            folder.require_seen(self.world.name)
+            with folder.as_store_error(f"write {folder.noun}"), closing(write.stored):
+                return write.write(folder.incomplete)
 
-    What is small is copied when this is made. Chunks are copied by write(), in another thread: from
-    freeze() until release() nothing changes one before it is copied.
+        def complete() -> None:
+            if everyone is None or everyone.rank == 0:
+                with folder.as_store_error(f"complete {folder.noun}"):
+                    write.finish(folder, parts)
+                folder.complete()
+
+        part = self.world.together(what, write_part, SAME_CLASS)
+        parts = [part] if everyone is None else everyone.all_gather_bytes(part, what)
+        self.world.together(f"{what} to its end", complete, SAME_CLASS)
+
+
+def save_into(
+    engine: Engine,
+    folder: NewFolder,
+    what: str,
+    make: Callable[[], CheckpointWrite],
+    blocking: bool = True,
+) -> Save:
+    """Writes the state of now into a folder, in a thread. All ranks call it.
+
+    Args:
+        engine: the model's.
+        folder: the folder.
+        what: what all ranks do, with a verb first.
+        make: makes this rank's part, when no updates are under way.
+        blocking: waits for the thread.
+
+    Raises what this rank met, or another one; HeteroError if ranks would write different things.
     """
-
-    def __init__(self, state: EngineCheckpoint, engine: Engine) -> None:
-        everyone = engine.world.everyone
-        self.leads, ranks = state.rank == 0, 1 if everyone is None else everyone.size
-        io_engine = engine.config.debugging.io_engine
-        super().__init__(state, state.manifest, state.rank, ranks, io_engine)
-        self._chunk_groups = list(engine.chunk_groups)
-        self._small = {
-            key: tensor.detach().cpu().clone()
-            for key, tensor in state.small.items()
-            if self.leads or key.startswith("data/")
-        }
-        self._chunks = {
-            (each.chunk.group_index, each.chunk.id): each for each in state.chunks if each.ranges
-        }
-        self._versions = {m: m.version for m in state.model.params.values()}
-        self._snapshot = Snapshot(each.chunk for each in reversed(self._chunks.values()))
-
-    def freeze(self) -> None:
-        """From here on a chunk does not change before it is copied."""
-        for chunk_group in self._chunk_groups:
-            chunk_group.updates.versions.snapshots.add(self._snapshot)
-
-    def release(self) -> None:
-        """Training waits for nothing any more; idempotent."""
-        self._snapshot.end()
-
-    def write(self, folder: Path) -> bytes:
-        """See CheckpointWrite; training waits for nothing after it."""
+    saver = _savers.get(engine)
+    if saver is None:
+        saver = _savers[engine] = _Saver(engine, "save")
+    made = saver.begin(folder, what, make)
+    if blocking:
         try:
-            return super().write(folder)
+            made.wait()
         finally:
-            self.release()
-
-    def regions(self) -> list[list[Range]]:
-        """See HeteroWrite: what is small, and each chunk."""
-        small = [(key, 0, tensor.numel()) for key, tensor in self._small.items()]
-        return [small, *(own.ranges for own in self._chunks.values())]
-
-    def fill(self, writer: DataWriter) -> None:
-        """See HeteroWrite; raises CheckpointError, too: a chunk was written to meanwhile."""
-        number = {key: i for i, key in enumerate(self._chunks, 1)}
-        with ExitStack() as resources:
-            tiles = [HomeTiles(chunk_group) for chunk_group in self._chunk_groups]
-            for each in tiles:
-                resources.callback(each.close)
-            while (chunk := self._snapshot.take()) is not None:
-                key = (chunk.group_index, chunk.id)
-                self._require_unchanged(self._chunks[key])
-                upcoming = self._snapshot.upcoming(chunk)
-                if upcoming is not None:
-                    tiles[upcoming.group_index].expect(upcoming)
-                values = self._chunks[key].values(tiles[chunk.group_index])
-                writer.write_region(number[key], values)
-                self._require_unchanged(self._chunks[key])
-                self._snapshot.copied(chunk)
-            writer.write_region(0, self._small.values())
-
-    def _require_unchanged(self, chunk: OwnChunk) -> None:
-        for m, name in chunk.names.items():
-            if m.version != self._versions[m]:
-                raise CheckpointError(
-                    f"{name} was written to while it was saved, so the checkpoint is not made; "
-                    f"write to parameters after Save.wait(), or save with blocking=True"
-                )
+            if made.done:  # (what it met has the caller's frames, and so the model, now)
+                saver.last = None
+    return made

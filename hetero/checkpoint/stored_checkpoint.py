@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -52,25 +54,34 @@ class StoredCheckpoint(ABC):
         self.files: Mapping[str, int] = {}
         self.notes: list[str] = []
 
-    @abstractmethod
+    # A format has one of the next two.
+
     def read(self, key: str, begin: int, end: int) -> torch.Tensor:
         """Elements [begin, end) of a tensor, flat, in the dtype that is stored; not to be changed.
 
         Raises CheckpointError or StoreError.
         """
+        ((_, _, found),) = self.values([[(key, begin, end)]])
+        return found
+
+    def values(self, order: Iterable[Sequence[Range]]) -> Iterator[tuple[str, int, torch.Tensor]]:
+        """Of ranges in this order the key, the first element, and the values, as read() gives them.
+
+        What comes next may be read meanwhile. One such iteration is made at a time.
+
+        Args:
+            order: by chunk of the model that loads, so that a format whose own parts are large
+                can read what a chunk needs at once.
+
+        Raises as read().
+        """
+        for key, begin, end in (each for chunk in order for each in chunk):
+            yield key, begin, self.read(key, begin, end)
 
     def open(self) -> None:  # noqa: B027
         """Opens what read() needs, so that nothing but values can turn out to be damaged later.
 
         Raises CheckpointError.
-        """
-
-    def expect(self, order: Iterable[Sequence[Range]]) -> None:  # noqa: B027
-        """read() is going to be asked for these ranges in this order: they can be read ahead.
-
-        Args:
-            order: by chunk of the model that loads, so that a format whose own parts are large
-                can read what a chunk needs at once.
         """
 
     def whole(self, key: str) -> torch.Tensor:
@@ -92,33 +103,35 @@ class StoredCheckpoint(ABC):
 
     def parts(self, key: str) -> Iterator[torch.Tensor]:
         """A tensor's elements in order, flat, PART_NUMEL at a time. Raises as read()."""
+        for _, begin, end in self._ranges_of(key):
+            yield self.read(key, begin, end)
+
+    def _ranges_of(self, key: str) -> Iterator[Range]:
         numel = self.manifest.tensors[key].numel
         for begin in range(0, numel, PART_NUMEL):
-            yield self.read(key, begin, min(begin + PART_NUMEL, numel))
+            yield key, begin, min(begin + PART_NUMEL, numel)
 
-    def ranges(self) -> Iterator[Range]:
-        """What this process writes of it in another format, in the order of contents().
+    def freeze(self) -> None:  # noqa: B027
+        """From here on nothing changes before contents() has given it, or close() was called."""
 
-        Each parameter's master and its states follow one another, as loading reads them.
-        """
+    def regions(self) -> Iterator[list[Range]]:
+        """What this process writes of it in another format: a parameter's master and states
+        together, as loading reads them."""
         states: dict[str, list[str]] = {}
         for key in self.manifest.tensors:
             if key.startswith("optimizer/"):
                 states.setdefault(name_of(key), []).append(key)
         for name in (*self.manifest.params, *self.manifest.buffers):
-            for key in (master_key(name), *states.get(name, ())):
-                numel = self.manifest.tensors[key].numel
-                for begin in range(0, numel, PART_NUMEL):
-                    yield key, begin, min(begin + PART_NUMEL, numel)
+            keys = (master_key(name), *states.get(name, ()))
+            yield [each for key in keys for each in self._ranges_of(key)]
 
     def contents(self, keys: Container[str]) -> Iterator[tuple[str, int, torch.Tensor]]:
-        """Of ranges() those of `keys`: the key, the first element, and the values, flat.
+        """values() of the ranges of regions() of `keys`, each until the next is asked for.
 
-        Raises as read().
+        Regions come in any order.
         """
-        for key, begin, end in self.ranges():
-            if key in keys:
-                yield key, begin, self.read(key, begin, end)
+        ranges = (each for region in self.regions() for each in region if each[0] in keys)
+        yield from self.values([*each] for _, each in groupby(ranges, itemgetter(0)))
 
     @abstractmethod
     def close(self) -> None:
@@ -131,22 +144,20 @@ class StoredCheckpoint(ABC):
         self.close()
 
 
-def manifest_of_values(tensors: Mapping[str, TensorRecord]) -> Manifest:
-    """The manifest of tensors by name that no optimizer's state belongs to."""
-    floating = [name for name, tensor in tensors.items() if tensor.dtype.is_floating_point]
-    return make_manifest(tensors, {name: ParamRecord((), False, 0) for name in floating})
-
-
 def make_manifest(
     tensors: Mapping[str, TensorRecord],
-    params: Mapping[str, ParamRecord],
+    params: Mapping[str, ParamRecord] | None = None,
     optimizers: Iterable[Any] = (),
     states: Mapping[str, TensorRecord] | None = None,
 ) -> Manifest:
     """A manifest of tensors by name, of which `params` are parameters and the rest buffers.
 
-    `states` are those of optimizer states, by key.
+    `params` are by default those of floating-point numbers; `states` are those of optimizer states,
+    by key.
     """
+    if params is None:
+        floating = [name for name, tensor in tensors.items() if tensor.dtype.is_floating_point]
+        params = {name: ParamRecord((), False, 0) for name in floating}
     return Manifest(
         step=max((param.step for param in params.values()), default=0),
         files={},

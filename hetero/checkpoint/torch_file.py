@@ -1,11 +1,11 @@
 """Reads pickles, and files of torch.save(), that have tensors and plain data, and runs nothing.
 
-Nine bytes of a pickle can ask for a memo of 2^31 entries, and forty lines for a tuple that has the
-same tuple twice, that has another one twice, and so on: its hash or its text takes years. So
-opcodes are followed here, in Python: names come from a table, nothing else is called, and what is
-used again counts as often as it is there. torch.load(weights_only=True) runs nothing of a file
-either, but takes what it asks for, also an archive that was compressed to a thousandth, or a tensor
-of 2^36 elements that all are the same four bytes. So files for it are followed first.
+Forty lines of a pickle can ask for a tuple that has the same tuple twice, that has another one
+twice, and so on: its hash or its text takes years. So pickles are read by Python's own unpickler in
+Python, with the opcodes that torch writes: names come from a table, nothing else is called, and
+what is used again counts as often as it is there. torch.load(weights_only=True) runs nothing of a
+file either, but takes what it asks for, also an archive that was compressed to a thousandth, or a
+tensor of 2^36 elements that all are the same four bytes. So files for it are read so first.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from __future__ import annotations
 import io
 import os
 import pickle
-import pickletools
 import re
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import IO, Any
 
@@ -26,12 +26,16 @@ from hetero.checkpoint.schema import shortened
 from offload.errors import CheckpointError
 
 _MOST_SHARED = 16  # objects per byte of a pickle, in what is used again
-_MARK: Any = object()
-_PLAIN_OPCODES = {
-    *("NONE", "BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "BINUNICODE"),
-    *("SHORT_BINUNICODE", "BINUNICODE8", "BINBYTES", "SHORT_BINBYTES"),
-}
-_CONSTANTS: dict[str, Any] = {"NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
+_Base: Any = pickle._Unpickler
+_OPCODES = (
+    *(pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE, pickle.BININT, pickle.BININT1, pickle.BININT2),
+    *(pickle.LONG1, pickle.BINFLOAT, pickle.BINUNICODE, pickle.SHORT_BINUNICODE),
+    *(pickle.BINUNICODE8, pickle.BINBYTES, pickle.SHORT_BINBYTES, pickle.EMPTY_TUPLE),
+    *(pickle.EMPTY_DICT, pickle.EMPTY_LIST, pickle.BINPUT, pickle.LONG_BINPUT, pickle.MEMOIZE),
+    *(pickle.MARK, pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3, pickle.APPEND),
+    *(pickle.APPENDS, pickle.GLOBAL, pickle.STACK_GLOBAL, pickle.BINPERSID),
+    *(pickle.PROTO, pickle.FRAME, pickle.STOP),
+)
 
 
 class StandIn(dict[str, Any]):
@@ -41,103 +45,27 @@ class StandIn(dict[str, Any]):
     __eq__ = object.__eq__
 
 
-def _key(value: Any) -> Any:
-    """A key of a dict, whose hash takes no time. Raises ValueError for others."""
-    for each in value if type(value) is tuple else (value,):
-        if not isinstance(each, (str, int, float, bytes, type(None), StandIn)):
-            raise ValueError(f"it has the key {shortened(value)}")
-    return value
+def stand_in(*_: Any) -> StandIn:
+    """Makes a StandIn, whatever it is made of."""
+    return StandIn()
 
 
-class _Unpickler:
-    """The stack and the memo of a pickle."""
+class _Unpickler(_Base):  # type: ignore[misc]
+    """Knows few opcodes, and of names those in a table."""
 
     def __init__(self, content: bytes, names: Mapping[str, Any] | None) -> None:
-        self._content, self._names = content, names
+        super().__init__(io.BytesIO(content))
+        self._names = names
         self._left = 1000 + _MOST_SHARED * len(content)
-        self._stack: list[Any] = []
-        self._memo: list[Any] = []
 
-    def load(self) -> Any:
-        for opcode, arg, _ in pickletools.genops(self._content):
-            self._one(opcode.name, arg)
-        return self._pop()
+    def persistent_load(self, pid: Any) -> Any:
+        """See pickle.Unpickler: what torch keeps outside of pickles."""
+        if self._names is not None:
+            raise ValueError("it refers to something outside of it")
+        return StandIn()
 
-    def _one(self, name: str, arg: Any) -> None:
-        push = self._stack.append
-        if name in _PLAIN_OPCODES:
-            push(arg)
-        elif name in _CONSTANTS:
-            push(_CONSTANTS[name])
-        elif name in ("EMPTY_DICT", "EMPTY_LIST"):
-            push({} if name == "EMPTY_DICT" else [])
-        elif name in ("BINGET", "LONG_BINGET"):
-            self._count(self._memo[arg])
-            push(self._memo[arg])
-        elif name in ("BINPUT", "LONG_BINPUT", "MEMOIZE"):
-            if name != "MEMOIZE" and arg != len(self._memo):
-                raise ValueError(f"it puts number {arg} into a memo of {len(self._memo)}")
-            self._memo.append(self._stack[-1])
-        elif name == "MARK":
-            push(_MARK)
-        elif name == "TUPLE":
-            push(tuple(self._to_mark()))
-        elif name in ("TUPLE1", "TUPLE2", "TUPLE3"):
-            push(tuple([self._pop() for _ in range(int(name[-1]))][::-1]))
-        elif name in ("APPEND", "APPENDS"):
-            parts = [self._pop()] if name == "APPEND" else self._to_mark()
-            list.extend(self._stack[-1], parts)
-        elif name in ("SETITEM", "SETITEMS"):
-            pair = name == "SETITEM"
-            parts = [self._pop(), self._pop()][::-1] if pair else self._to_mark()
-            pairs = zip(parts[::2], parts[1::2], strict=True)
-            dict.update(self._stack[-1], {_key(key): value for key, value in pairs})
-        elif name == "GLOBAL":
-            push(self._find(*arg.split(" ", 1)))
-        elif name == "STACK_GLOBAL":
-            of_module = self._pop()
-            push(self._find(self._pop(), of_module))
-        elif name in ("REDUCE", "NEWOBJ"):
-            given, function = self._pop(), self._pop()
-            push(StandIn() if self._names is None else function(*given))
-        elif name == "BUILD":
-            state = self._pop()
-            if isinstance(self._stack[-1], StandIn):
-                self._stack[-1].update(state if isinstance(state, dict) else {"values": state})
-            elif type(self._stack[-1]) is not dict:  # (an OrderedDict's attributes are left out)
-                raise ValueError(f"it gives attributes to {shortened(self._stack[-1])}")
-        elif name == "BINPERSID" and self._names is None:
-            self._pop()
-            push(StandIn())
-        elif name not in ("PROTO", "FRAME", "STOP"):
-            raise ValueError(f"it has the opcode {name}, which torch does not write")
-
-    def _pop(self) -> Any:
-        found = self._stack.pop()
-        if found is _MARK:
-            raise ValueError("it lacks an object")
-        return found
-
-    def _to_mark(self) -> list[Any]:
-        parts = []
-        while (part := self._stack.pop()) is not _MARK:
-            parts.append(part)
-        return parts[::-1]
-
-    def _count(self, value: Any) -> None:
-        """Counts the objects in what is used again. Raises ValueError if there are too many."""
-        waiting = [value]
-        while waiting:
-            self._left -= 1
-            if self._left < 0:
-                raise ValueError("it has more objects in it than it has bytes for")
-            each = waiting.pop()
-            if isinstance(each, (list, tuple)):
-                waiting += each
-            elif isinstance(each, dict):
-                waiting += each.values()
-
-    def _find(self, module: Any, name: Any) -> Any:
+    def find_class(self, module: str, name: str) -> Any:
+        """See pickle.Unpickler: what stands for a name."""
         if self._names is None:
             return StandIn()
         found = self._names.get(f"{module}.{name}")
@@ -148,6 +76,59 @@ class _Unpickler:
                 f"only by torch, and only if you trust who wrote it"
             )
         return found
+
+    def _check_items(self, target: Any, keys: Sequence[Any]) -> None:
+        """Raises ValueError unless `target` is a dict and the hashes of `keys` take no time."""
+        if not isinstance(target, dict):
+            raise ValueError(f"it sets items of {shortened(target)}")
+        for key in keys:
+            for each in key if type(key) is tuple else (key,):
+                if not isinstance(each, (str, int, float, bytes, type(None), StandIn)):
+                    raise ValueError(f"it has the key {shortened(key)}")
+
+    def _set_item(self) -> None:
+        self._check_items(self.stack[-3], self.stack[-2:-1])
+        _Base.load_setitem(self)
+
+    def _set_items(self) -> None:
+        self._check_items(self.metastack[-1][-1], self.stack[::2])
+        _Base.load_setitems(self)
+
+    def _make(self) -> None:
+        given, function = self.stack.pop(), self.stack.pop()
+        self.stack.append(StandIn() if self._names is None else function(*given))
+
+    def _build(self) -> None:
+        state = self.stack.pop()
+        if isinstance(self.stack[-1], StandIn):
+            self.stack[-1].update(state if isinstance(state, dict) else {"values": state})
+        elif type(self.stack[-1]) is not dict:  # (an OrderedDict's attributes are left out)
+            raise ValueError(f"it gives attributes to {shortened(self.stack[-1])}")
+
+    def _get(self, load: Callable[[Any], None]) -> None:
+        """Counts the objects in what is used again. Raises ValueError if there are too many."""
+        load(self)
+        waiting = [self.stack[-1]]
+        while waiting:
+            self._left -= 1
+            if self._left < 0:
+                raise ValueError("it has more objects in it than it has bytes for")
+            each = waiting.pop()
+            if isinstance(each, (list, tuple)):
+                waiting += each
+            elif isinstance(each, dict):
+                waiting += each.values()
+
+    dispatch = {  # noqa: RUF012 (as the base class has it)
+        **{opcode[0]: _Base.dispatch[opcode[0]] for opcode in _OPCODES},
+        pickle.REDUCE[0]: _make,
+        pickle.NEWOBJ[0]: _make,
+        pickle.BINGET[0]: lambda self: self._get(_Base.load_binget),
+        pickle.LONG_BINGET[0]: lambda self: self._get(_Base.load_long_binget),
+        pickle.SETITEM[0]: _set_item,
+        pickle.SETITEMS[0]: _set_items,
+        pickle.BUILD[0]: _build,
+    }
 
 
 def unpickle(content: bytes, where: str, names: Mapping[str, Any] | None = None) -> Any:
@@ -184,14 +165,12 @@ def load_plain(source: Path | io.BytesIO, where: str) -> Any:
             it has, or names something that is no plain data.
     """
     try:
-        if isinstance(source, io.BytesIO):
-            _check(source, source.getbuffer().nbytes, where)
-            return torch.load(source, map_location="cpu", weights_only=True)
-        if not source.is_file() and source.exists():  # opening a pipe would wait for a writer
-            raise CheckpointError(f"{where} is not a regular file")
-        with source.open("rb") as stream:
-            _check(stream, os.fstat(stream.fileno()).st_size, where)
-        return torch.load(source, map_location="cpu", weights_only=True, mmap=True)
+        is_file = isinstance(source, Path)
+        if isinstance(source, Path) and source.exists() and not source.is_file():
+            raise CheckpointError(f"{where} is not a regular file")  # (a pipe has no end)
+        with source.open("rb") if isinstance(source, Path) else nullcontext(source) as stream:
+            _check(stream, where)
+        return torch.load(source, map_location="cpu", weights_only=True, mmap=is_file)
     except CheckpointError:
         raise
     except OSError as error:
@@ -207,8 +186,9 @@ def load_plain(source: Path | io.BytesIO, where: str) -> Any:
         raise CheckpointError(f"{where} is damaged: {type(error).__name__}: {text}") from None
 
 
-def _check(stream: IO[bytes], nbytes: int, where: str) -> None:
+def _check(stream: IO[bytes], where: str) -> None:
     """Raises CheckpointError, or an error of zipfile's; the stream is at its beginning after it."""
+    nbytes = stream.seek(0, os.SEEK_END)
     with zipfile.ZipFile(stream) as archive:
         members = archive.infolist()
         if any(member.compress_type != zipfile.ZIP_STORED for member in members):

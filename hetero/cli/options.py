@@ -27,7 +27,7 @@ class FinetuneOptions(TrainOptions):
     """The options of `hetero finetune`; raises ValueError for values that make no sense."""
 
     # The folder and the epochs say the first three, TRL does without the rest.
-    LEFT_OUT = "config vocab_size steps save_model commit_every discard_state timeline"
+    LEFT_OUT = "config vocab_size steps save_model commit_every timeline"
 
     model: str = option(
         "folder of a causal language model with its tokenizer, as save_pretrained() writes it", ""
@@ -111,7 +111,7 @@ class PlanOptions(TrainOptions):
     LEFT_OUT = (
         "data recompute allow_ram_filesystem tiled_loss backend threads prefetch verify_reads"
         " io_engine link_gbps steps lr warmup schedule weight_decay clip seed run_dir save_every"
-        " save_model commit_every discard_state keep resume timeline live log_every"
+        " save_model commit_every keep resume timeline live log_every"
     )
 
     vocab_size: int | None = option("of a model by name (default: as published)")

@@ -295,7 +295,7 @@ class DurableState(StateJobs):
             ranks=files.ranks,
             manifest=state.manifest,
             groups=(),
-            small={key: t.detach().cpu().clone() for key, t in state.small.items()},
+            small=state.small,
         )
         return record, {m: name for name, m in state.model.params.items()}
 

@@ -31,7 +31,7 @@ from hetero.state.state_files import (
     numbers_of,
 )
 from offload.disk.durable import sync_path
-from offload.errors import CheckpointError, HeteroError, PeerError, StoreError
+from offload.errors import CheckpointError, StoreError
 
 _PATIENCE_S = 10.0  # until a process that was killed a moment ago has let go of the lock
 _T = TypeVar("_T")
@@ -85,13 +85,10 @@ class StateFolder:
         notes: lines for the user about what was not as the last start should have left it.
     """
 
-    def __init__(
-        self, directories: Sequence[str], world: ProcessGroups, discards: bool = False
-    ) -> None:
+    def __init__(self, directories: Sequence[str], world: ProcessGroups) -> None:
         """Takes the folders for this training, and looks for its last commit. All ranks call it.
 
-        Removes nothing but files of starts that came to no commit. `discards`: what cannot be gone
-        on from is removed.
+        Removes nothing but files of starts that came to no commit.
 
         Raises:
             StoreError: the folders cannot be made or read.
@@ -111,16 +108,7 @@ class StateFolder:
             places = self._on_all("use the folders of the durable state", self._make)
             self._leads = self._is_leader(places)
             self._on_all("take the folders of the durable state", self._take)
-            try:
-                generation = self._find()
-            except PeerError:
-                raise
-            except HeteroError as error:
-                if not discards:
-                    raise
-                self.notes.append(f"the durable state was discarded: {error}")
-                self._on_all("discard the durable state", self._discard)
-                generation = self._find()
+            generation = self._find()
         except BaseException:
             self.close()
             raise
@@ -270,27 +258,10 @@ class StateFolder:
                     with contextlib.suppress(OSError):  # another rank was faster
                         os.unlink(os.path.join(folder, name))
 
-    def _discard(self) -> None:
-        """Removes all that a durable state has in these folders. Raises StoreError."""
-        if not self._leads:
-            return
-        for folder in self.folders:
-            for name in sorted(os.listdir(folder)):  # (numbers first: a set without files is new)
-                path = os.path.join(folder, name)
-                if numbers_of(name) is not None or name in SET_NAMES:
-                    try:
-                        os.unlink(path)
-                    except OSError as error:
-                        what = f"cannot be removed: {error.strerror}"
-                        raise StoreError(error.errno, what, path) from error
-
 
 def _removable(folders: Iterable[str]) -> str:
     """The end of an error: how to begin anew."""
-    return (
-        f"; to begin anew give discard_state=True (--discard-state), which removes the durable "
-        f"state in {', '.join(folders)}"
-    )
+    return f"; to begin anew, without what was committed, remove {' and '.join(folders)}"
 
 
 def _check_owner(folder: str) -> None:
@@ -317,11 +288,8 @@ def _lock(folder: str, until: float) -> int:
             unless_locked.callback(os.close, descriptor)
             status = os.fstat(descriptor)
         except OSError as error:
-            if error.errno != errno.ELOOP:
-                raise StoreError(
-                    error.errno, f"cannot be opened: {error.strerror}", path
-                ) from error
-            raise CheckpointError(f"{path} is a link, must be a file; remove it") from None
+            what = f"cannot be opened: {error.strerror}"  # (a link is not followed)
+            raise StoreError(error.errno, what, path) from error
         if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
             raise CheckpointError(
                 f"{path} is no file, or has a second name; must be a file of its own; remove it"

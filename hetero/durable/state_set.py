@@ -156,36 +156,26 @@ def _whole_set(
     known: Mapping[str, StateSet],
     found: Mapping[str, StateSet | None],
 ) -> list[str]:
-    """The folders by place. Raises CheckpointError unless they are all of one set."""
+    """The folders by place. Raises CheckpointError unless they are one whole set."""
     first, one = next(iter(known.items()))
     wanted = [os.path.dirname(each) for each in one.paths(first)]
-    for folder, each in known.items():
-        if each.set != one.set:
-            others = [os.path.dirname(path) for path in each.paths(folder)]
-            raise CheckpointError(
-                f"nvme_path has folders of two durable states: {first} is of that in {wanted}, and "
-                f"{folder} of that in {others}; give one of the two lists"
-            )
     by_place: dict[int, str] = {}
+    wrong: list[str] = []
     for folder in folders:
         part = found[folder]
         if part is None or part.set != one.set:
-            raise CheckpointError(
-                f"{folder} has no part of the durable state in {wanted}; give nvme_path={wanted}, "
-                f"wherever these are now. For other folders save a checkpoint (hetero.save()), and "
-                f"load it in a training with a new nvme_path"
-            )
-        if part.place in by_place or len(part.folders) != len(one.folders):
-            raise CheckpointError(
-                f"{folder} is a copy of {by_place.get(part.place, first)}: both say that they are "
-                f"folder {part.place} of the same durable state; give one of them"
-            )
-        by_place[part.place] = folder
-    missing = [each for place, each in enumerate(wanted) if place not in by_place]
-    if missing:
+            what = "is of another one" if folder in known else "has no part of it"
+            wrong.append(f"{folder} {what}")
+        elif part.place in by_place or len(part.folders) != len(wanted):
+            wrong.append(f"{folder} is a copy of {by_place.get(part.place, first)}")
+        else:
+            by_place[part.place] = folder
+    wrong += [f"{each} is missing" for i, each in enumerate(wanted) if i not in by_place]
+    if wrong:
         raise CheckpointError(
-            f"{first} is of a durable state in {len(wanted)} folders, and nvme_path lacks "
-            f"{missing}; give nvme_path={wanted}, in any order, wherever these are now"
+            f"{first} is of a durable state in {wanted}, and {', '.join(wrong)}; give "
+            f"nvme_path={wanted}, in any order, wherever these are now. For other folders save a "
+            f"checkpoint (hetero.save()), and load it in a training with a new nvme_path"
         )
     return [by_place[place] for place in range(len(wanted))]
 

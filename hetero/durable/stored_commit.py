@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import tee
 from pathlib import Path
 
 import torch
@@ -130,38 +131,44 @@ class StoredCommit(StoredCheckpoint):
         """See StoredCheckpoint."""
         _ = self._reader
 
-    def expect(self, order: Iterable[Sequence[Range]]) -> None:
-        """See StoredCheckpoint."""
-        self._reader.expect(self._pieces(each for chunk in order for each in chunk))
-
-    def _pieces(self, order: Iterable[Range]) -> Iterator[FileRanges]:
-        """A master and its states are read together."""
-        last = None
-        for key, begin, end in order:
-            for place in _cut(name_of(key), begin, end):
-                if place[0] in self._places and place != last:
-                    last = place
-                    yield self._piece(*place)
-
-    def read(self, key: str, begin: int, end: int) -> torch.Tensor:
+    def values(self, order: Iterable[Sequence[Range]]) -> Iterator[tuple[str, int, torch.Tensor]]:
         """See StoredCheckpoint; checksums are verified."""
-        if key in self._small:
-            return self._small[key].reshape(-1)[begin:end]
-        found = torch.empty(end - begin, dtype=self.manifest.tensors[key].dtype)
-        for place in _cut(name_of(key), begin, end):
-            try:
-                arrays = iter(self._reader.read(self._piece(*place)))
-            except NativeIoError as error:
-                raise CheckpointError(
-                    f"{place[0]} of the last commit cannot be read: {error.args[1]}: {error}"
-                ) from error
-            done = place[1] - begin
-            for part in self._parts(*place):
-                count = len(self._ranges(self._places[place[0]], part))
-                values = self._decode(key, part, [next(arrays) for _ in range(count)])
-                found[done : done + len(values)] = values
-                done += len(values)
-        return found
+        ahead, steps = tee(self._steps(each for chunk in order for each in chunk))
+        places = (place for _, places in ahead for place, is_new in places if is_new)
+        read = self._reader.pieces(self._piece(*place) for place in places)
+        arrays: Sequence[torch.Tensor] = ()
+        for (key, begin, end), cuts in steps:
+            if key in self._small:
+                yield key, begin, self._small[key].reshape(-1)[begin:end]
+                continue
+            found = torch.empty(end - begin, dtype=self.manifest.tensors[key].dtype)
+            for (name, at, stop), is_new in cuts:
+                if is_new:
+                    try:
+                        arrays = next(read).contents()
+                    except NativeIoError as error:
+                        raise CheckpointError(
+                            f"{name} of the last commit cannot be read: {error.args[1]}: {error}"
+                        ) from error
+                rest, done = iter(arrays), at - begin
+                for part in self._parts(name, at, stop):
+                    count = len(self._ranges(self._places[name], part))
+                    values = self._decode(key, part, [next(rest) for _ in range(count)])
+                    found[done : done + len(values)] = values
+                    done += len(values)
+            yield key, begin, found
+
+    def _steps(self, ranges: Iterable[Range]) -> Iterator[tuple[Range, list[tuple[Range, bool]]]]:
+        """Of each range what of its parameter a slot takes at a time, and whether that is read for
+        it: a master and its states are read together."""
+        last: Range | None = None
+        for key, begin, end in ranges:
+            cuts = []
+            for at in range(begin, end, _PIECE_NUMEL) if key not in self._small else ():
+                cut = name_of(key), at, min(at + _PIECE_NUMEL, end)
+                cuts.append((cut, cut != last))
+                last = cut
+            yield (key, begin, end), cuts
 
     def _piece(self, name: str, begin: int, end: int) -> FileRanges:
         """The arrays of elements [begin, end) of a parameter."""
@@ -304,12 +311,6 @@ def _shards(records: Sequence[Record], folder: Path) -> list[dict[int, tuple[Rec
         if missing:
             raise CheckpointError(f"the last commit in {folder} lacks shards {missing}")
     return found
-
-
-def _cut(name: str, begin: int, end: int) -> Iterator[tuple[str, int, int]]:
-    """Elements [begin, end) of a parameter, as much as a slot takes at a time."""
-    for at in range(begin, end, _PIECE_NUMEL):
-        yield name, at, min(at + _PIECE_NUMEL, end)
 
 
 def _merged_manifest(records: Sequence[Record]) -> Manifest:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from hetero.checkpoint.pretrained.managed_model import save_pretrained
+from hetero.checkpoint.pretrained.weight_files import save_pretrained
 
 _BESIDE = "export"  # a folder in the folder, while files are on their way
 

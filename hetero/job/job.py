@@ -289,6 +289,5 @@ def memory_config(
         host_memory=host_memory,
         nvme_path=nvme_path or None,
         durable=options.commit_every is not None,
-        discard_state=options.discard_state and options.commit_every is not None,
         commit_every=0,  # the loop commits, with its scheduler and its place in the data
     )

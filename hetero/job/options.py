@@ -279,12 +279,6 @@ class TrainOptions:
         least=1,
         advanced=True,
     )
-    discard_state: bool = option(
-        "with --commit-every: a state in --nvme-path that cannot be gone on from is removed, and"
-        " the run begins anew; without it that is an error",
-        False,
-        advanced=True,
-    )
     keep: int = option("so many last checkpoints of the run stay", 2, least=1, advanced=True)
     resume: str | None = option(
         "go on from a checkpoint, or from the last one in a run folder, with any number of ranks"

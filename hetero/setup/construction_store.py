@@ -5,11 +5,11 @@ Of several ranks each keeps a part of an offloaded parameter, and all bring it i
 
 from __future__ import annotations
 
-import mmap
 import weakref
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from operator import itemgetter
 from typing import Any
 
@@ -24,7 +24,8 @@ from hetero.setup.process_share import FirstBudgets
 from hetero.stand_ins.construction_uses import ConstructionAlias
 from hetero.stand_ins.parameter_classes import become, become_plain, memory_in
 from hetero.stand_ins.tile_changes import TileChange, largest_tile, tiles
-from offload.disk.scratch_file import ScratchFile
+from offload._native import Arena
+from offload.disk.scratch_file import ScratchFile, Transfers, make_io_engine
 from offload.errors import BudgetError, HeteroError
 from offload.memory.ledger import Ledger
 from offload.memory.process_memory import trim_heap
@@ -37,10 +38,11 @@ BLOCK_BYTES = 4 << 20  # of one transfer to or from the file
 class ConstructionFile:
     """Bytes of offloaded parameters, in a file that is made when the first ones are written."""
 
-    def __init__(self, paths: Sequence[str], ledger: Ledger) -> None:
-        self._paths = paths
-        self._ledger = ledger
+    def __init__(self, config: Config, ledger: Ledger) -> None:
+        self._config, self._ledger = config, ledger
         self._file: ScratchFile | None = None
+        self._transfers: Transfers | None = None
+        self._resources = ExitStack()
 
     @property
     def notes(self) -> list[str]:
@@ -49,31 +51,27 @@ class ConstructionFile:
 
     def write(self, flat: torch.Tensor, space: slice) -> slice:
         """Writes bytes to `space`, or to a new one if they do not fit there. Returns where."""
-        if self._file is None:
-            self._file = ScratchFile(self._paths, self._ledger, Account.INIT)
+        file = self._file or self._open()
         if space.stop - space.start < flat.numel():
-            offset = self._file.reserve(flat.numel())
+            offset = file.reserve(flat.numel())
             space = slice(offset, offset + flat.numel())
         for begin, block in _blocks(flat.numel()):
             part = flat[begin : begin + len(block)]
-            torch.frombuffer(block, dtype=torch.uint8)[: part.numel()].copy_(part)
-            whole_pages = block[: round_up(part.numel(), PAGE_BYTES)]
-            self._file.write_from(whole_pages, space.start + begin)
+            block[: part.numel()].copy_(part)
+            self._write(block[: part.numel()], space.start + begin)
         return space
 
     def change(self, space: slice, nbytes: int, dtype: torch.dtype, change: TileChange) -> None:
         """Makes a change to the first `nbytes` of a space, in which values of `dtype` are."""
-        assert self._file is not None
         itemsize = dtype.itemsize
-        most = largest_tile(BLOCK_BYTES // itemsize) * itemsize
-        block = memoryview(mmap.mmap(-1, round_up(min(most, nbytes), PAGE_BYTES)))
+        block = _block(min(largest_tile(BLOCK_BYTES // itemsize) * itemsize, nbytes))
         for tile in tiles(nbytes // itemsize, BLOCK_BYTES // itemsize):
             numel, offset = tile.stop - tile.start, space.start + tile.start * itemsize
-            whole_pages = block[: round_up(numel * itemsize, PAGE_BYTES)]
+            values = block[: numel * itemsize]
             if not change.fills:
-                self._file.read_into(whole_pages, offset)
-            change.apply(torch.frombuffer(block, dtype=dtype)[:numel])
-            self._file.write_from(whole_pages, offset)
+                self._read(values, offset)
+            change.apply(values.view(dtype))
+            self._write(values, offset)
 
     def read_into(self, raw: torch.Tensor, offset: int) -> None:
         """Fills `raw`, flat bytes, with those from `offset` on."""
@@ -86,26 +84,50 @@ class ConstructionFile:
         end = skip + raw.numel()
         for begin, block in _blocks(end):
             length = min(len(block), end - begin)
-            self._file.read_into(block[: round_up(length, PAGE_BYTES)], offset - skip + begin)
+            self._read(block[:length], offset - skip + begin)
             first = max(skip, begin)
-            content = torch.frombuffer(block, dtype=torch.uint8)[first - begin : length]
-            raw[first - skip : begin + length - skip] = content
+            raw[first - skip : begin + length - skip] = block[first - begin : length]
 
     def close(self) -> None:
         """Frees the file."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        self._resources.close()
+        self._file = None
+
+    def _open(self) -> ScratchFile:
+        paths = self._config.nvme_paths
+        self._file = made = ScratchFile(paths, self._ledger, Account.INIT)
+        self._resources.callback(made.close)
+        engine, _ = make_io_engine(self._config.debugging.io_engine, len(paths))
+        self._resources.callback(engine.close)
+        self._transfers = Transfers(engine, made)
+        return made
+
+    def _read(self, block: torch.Tensor, offset: int) -> None:
+        """Fills the whole pages that have a block. Raises NativeIoError."""
+        assert self._transfers is not None
+        nbytes = round_up(len(block), PAGE_BYTES)
+        self._transfers.read(block.data_ptr(), nbytes, offset).wait()
+
+    def _write(self, block: torch.Tensor, offset: int) -> None:
+        """Writes the whole pages that have a block. Raises NativeIoError."""
+        assert self._transfers is not None
+        nbytes = round_up(len(block), PAGE_BYTES)
+        self._transfers.write(block.data_ptr(), nbytes, offset).wait()
 
 
-def _blocks(nbytes: int) -> Iterator[tuple[int, memoryview]]:
-    """Yields (offset, page-aligned block) over `nbytes`; every block is the same memory."""
+def _blocks(nbytes: int) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yields (offset, block of whole pages) over `nbytes`; every block is the same memory."""
     if not nbytes:  # a rank's part of a parameter of few elements
         return
-    size = min(BLOCK_BYTES, round_up(nbytes, PAGE_BYTES))
-    memory = memoryview(mmap.mmap(-1, size))
-    for begin in range(0, nbytes, size):
-        yield begin, memory
+    block = _block(min(BLOCK_BYTES, nbytes))
+    for begin in range(0, nbytes, len(block)):
+        yield begin, block
+
+
+def _block(nbytes: int) -> torch.Tensor:
+    """At least so many bytes, whole pages, which go with it."""
+    size = round_up(nbytes, PAGE_BYTES)
+    return torch.from_dlpack(Arena(size).export(0, size))  # type: ignore[attr-defined]
 
 
 _TRIM_BYTES = 16 << 20  # freed, after which the heap is trimmed
@@ -144,7 +166,7 @@ class ConstructionStore:
             },
             weakly(self._relieve),
         )
-        self.file = ConstructionFile(config.nvme_paths, self.ledger)
+        self.file = ConstructionFile(config, self.ledger)
         self.params: OrderedDict[int, ConstructionParam] = OrderedDict()
         self.in_block = self.is_placing = self.is_closed = False
         self._untrimmed_bytes = 0

@@ -219,7 +219,7 @@ def initialize(
                 _check(model, optimizers)
             if made.durable:
                 _check_commits(made, optimizers)
-                folder = StateFolder(made.nvme_paths, world, made.discard_state)
+                folder = StateFolder(made.nvme_paths, world)
                 resources.callback(folder.close)
             for name, param in model.named_parameters():
                 construction.adopt(param, name)

@@ -8,11 +8,8 @@ import fcntl
 import os
 import tempfile
 import weakref
-from collections.abc import Callable
 
-from offload.disk.directories import format_free
 from offload.errors import StoreError
-from offload.memory.sizes import PAGE_BYTES
 
 
 class MemberFile:
@@ -58,14 +55,6 @@ class MemberFile:
             os.ftruncate(self.fd, nbytes)
         self.nbytes = nbytes
 
-    def read_into(self, memory: memoryview, offset: int) -> None:
-        """Fills page-aligned `memory` from the file, in this thread. Raises StoreError."""
-        self._transfer(os.preadv, "read", memory, offset)
-
-    def write_from(self, memory: memoryview, offset: int) -> None:
-        """Writes page-aligned `memory` to the file, in this thread. Raises StoreError."""
-        self._transfer(os.pwritev, "write", memory, offset)
-
     def remove(self) -> None:
         """Closes the file, and takes its name away, if it has one."""
         self.close()
@@ -95,31 +84,6 @@ class MemberFile:
             os.posix_fallocate(self.fd, offset, nbytes)
         finally:
             fcntl.fcntl(self.fd, fcntl.F_SETFL, flags)
-
-    def _transfer(
-        self,
-        call: Callable[[int, list[memoryview], int], int],
-        verb: str,
-        memory: memoryview,
-        offset: int,
-    ) -> None:
-        done = 0
-        while done < len(memory):
-            try:
-                moved = call(self.fd, [memory[done:]], offset + done)
-            except OSError as error:
-                raise StoreError(
-                    error.errno,
-                    f"{verb} of {len(memory) - done} bytes at offset {offset + done} failed: "
-                    f"{error.strerror}; {format_free(self.directory)} free",
-                    self.path,
-                ) from error
-            # O_DIRECT goes on at page boundaries only: redo the page that a short transfer cut.
-            whole = moved if done + moved == len(memory) else moved & -PAGE_BYTES
-            if whole == 0:
-                how = f"moved {moved} bytes only" if moved else "met the end of the file"
-                raise StoreError(errno.EIO, f"{verb} at offset {offset + done} {how}", self.path)
-            done += whole
 
     def _open(self) -> int:
         try:

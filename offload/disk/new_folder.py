@@ -53,6 +53,16 @@ class NewFolder:
         """Whether it was whole once, and its removal has not begun. Raises OSError."""
         return folder.is_dir()
 
+    def refuse_other(self) -> None:
+        """Raises ValueError if at its place is something that must not be replaced; OSError."""
+        if os.path.lexists(self.path) and not self.is_empty:
+            raise ValueError(f"{self.path} is there already; give another path, or remove it")
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether an empty folder is at its place. Raises OSError."""
+        return self.path.is_dir() and not any(self.path.iterdir())
+
     def is_related(self, name: str) -> bool:
         """Whether what crashes have left of a folder of this name goes with this one's."""
         return name == self.path.name
@@ -67,10 +77,12 @@ class NewFolder:
         Raises:
             CheckpointError: another process makes it now.
             StoreError: the folder cannot be made.
-            ValueError: it would replace the working folder, which programs would stay in.
+            ValueError: it would replace something else, or the working folder, which programs
+                would stay in.
         """
         self._refuse_working_folder()
         with self.as_store_error(f"make a folder for {self.noun}"):
+            self.refuse_other()
             make_durable(self.path.parent)
             self._remove_leftovers()
             with contextlib.suppress(FileExistsError):

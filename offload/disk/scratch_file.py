@@ -125,14 +125,6 @@ class ScratchFile:
         self.nbytes += nbytes
         return offset
 
-    def read_into(self, memory: memoryview, offset: int) -> None:
-        """Fills page-aligned `memory` from the file, in this thread. Raises StoreError."""
-        self._each_part(memory, offset, MemberFile.read_into)
-
-    def write_from(self, memory: memoryview, offset: int) -> None:
-        """Writes page-aligned `memory` to the file, in this thread. Raises StoreError."""
-        self._each_part(memory, offset, MemberFile.write_from)
-
     def close(self) -> None:
         """Frees the space, unless the files have a name; idempotent."""
         if self.members:
@@ -201,21 +193,6 @@ class ScratchFile:
                     f"({format_free(member.directory)} free): {error.strerror}",
                     member.directory,
                 ) from error
-
-    def _each_part(
-        self,
-        memory: memoryview,
-        offset: int,
-        transfer: Callable[[MemberFile, memoryview, int], None],
-    ) -> None:
-        done = 0
-        while done < len(memory):
-            if not self.members:
-                raise StoreError(errno.EBADF, "the scratch file is closed", "")
-            member, member_offset, run_bytes = self.stripes.place(offset + done)
-            part = memory[done : done + run_bytes]
-            transfer(self.members[member], part, member_offset)
-            done += len(part)
 
 
 def checksum_bytes(file_bytes: int) -> int:

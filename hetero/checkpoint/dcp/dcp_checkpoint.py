@@ -1,4 +1,4 @@
-"""Reads checkpoints of torch.distributed.checkpoint, with or without a model.
+"""Reads checkpoints of torch.distributed.checkpoint, with or without a model to load them into.
 
 Their keys say what they have: the layout of torch's get_state_dict().
 That is {"model": {NAME: tensor}, "optim": {"state": {NAME: {STATE: tensor}}, "param_groups":
@@ -10,7 +10,7 @@ dict), whose options are by parameter, and a model's state dict alone, without a
 from __future__ import annotations
 
 import io
-import math
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +20,7 @@ import torch
 
 from hetero.checkpoint.data_writer import Range
 from hetero.checkpoint.dcp.metadata import Box, DcpMetadata, Place, read_metadata, rows_around
+from hetero.checkpoint.load import load_from
 from hetero.checkpoint.manifest import (
     OptimizerRecord,
     ParamRecord,
@@ -28,13 +29,55 @@ from hetero.checkpoint.manifest import (
     state_key,
 )
 from hetero.checkpoint.optimizer_guess import optimizer_records
+from hetero.checkpoint.save import Optimizers, engine_and_optimizers
 from hetero.checkpoint.stored_checkpoint import StoredCheckpoint, make_manifest
 from hetero.checkpoint.torch_file import check_memory, load_plain
 from offload.errors import CheckpointError
+from offload.interrupts import uninterrupted
 
 MODEL, OPTIMIZER = "model", "optim"
 STEP = "step"
 _OPTIMIZER_NAMES = (OPTIMIZER, "optimizer")
+
+
+@uninterrupted
+@torch.no_grad()
+def load_dcp(
+    path: str | os.PathLike[str], model: torch.nn.Module, optimizer: Optimizers = None
+) -> None:
+    """Loads a checkpoint of torch.distributed.checkpoint (DCP) into a managed model.
+
+    It may be of FSDP2, of plain torch, or of save_dcp(), with any number of ranks: the state dicts
+    of torch's get_state_dict(model, optimizer) as "model" and "optim" (or "optimizer"), or a
+    model's state dict alone. All ranks must call it. Each reads what its shards need, of one chunk
+    at a time: beside the budgets that takes up to 12 bytes per element of a chunk, and one chunk
+    of the checkpoint's.
+
+    Values become the masters, and parameters their rounding. Options of torch's param groups are
+    taken over; what torch has not (bias_correction) stays.
+
+    Its .metadata is a pickle, which torch would run. Here it may name what DCP writes and nothing
+    else; options are read as torch.load(weights_only=True) does.
+
+    Args:
+        path: the checkpoint's folder.
+        model: after hetero.initialize(), with the same parameters.
+        optimizer: as hetero.initialize() returned it, or the list. Default: the optimizer's states
+            stay, masters excepted.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, it is damaged, or it names something that DCP
+            does not write. If that came late, the model is half loaded, and refuses to be used
+            until another checkpoint is loaded.
+        ValueError: it is of another model or optimizer. Nothing is changed.
+        HeteroError: another rank met one of these.
+    """
+    engine, optimizers = engine_and_optimizers(model, optimizer)
+
+    def open_stored() -> DcpCheckpoint:
+        return DcpCheckpoint(Path(path), with_optimizer=bool(optimizers))
+
+    load_from(open_stored, engine, optimizers, {}, str(path))
 
 
 @dataclass(frozen=True)
@@ -172,9 +215,6 @@ class DcpCheckpoint(StoredCheckpoint):
                 f"{len(layout.others)} entries are of neither a model nor an optimizer: "
                 f"{', '.join(layout.others[:3])}{', ...' if len(layout.others) > 3 else ''}"
             )
-        self._order: Iterator[Sequence[Range]] = iter(())
-        # What is in memory, by key: the first element, and the rows that begin with it, flat.
-        self._held: dict[str, tuple[int, torch.Tensor]] = {}
 
     def _states(
         self, name: str, wanted: Sequence[str], param: TensorRecord
@@ -238,41 +278,36 @@ class DcpCheckpoint(StoredCheckpoint):
             first += len(each)
         return made
 
-    def expect(self, order: Iterable[Sequence[Range]]) -> None:
-        """See StoredCheckpoint; of a chunk everything is in memory at once."""
-        self._order = iter(order)
+    def values(self, order: Iterable[Sequence[Range]]) -> Iterator[tuple[str, int, torch.Tensor]]:
+        """See StoredCheckpoint: what is asked for of a chunk is in memory at once."""
+        for chunk in order:
+            rows = self._rows(chunk)
+            for key, begin, end in chunk:
+                if key in rows:
+                    first, flat = rows[key]
+                    yield key, begin, flat[begin - first : end - first]
+                else:  # the state of a parameter that was never updated
+                    dtype = self.manifest.tensors[key].dtype
+                    yield key, begin, torch.zeros(end - begin, dtype=dtype)
+            rows.clear()  # before the next ones take memory
 
-    def read(self, key: str, begin: int, end: int) -> torch.Tensor:
-        """See StoredCheckpoint; without expect() the whole tensor is in memory."""
-        if key not in self._keys:
-            return torch.zeros(end - begin, dtype=self.manifest.tensors[key].dtype)
-        if not self._holds(key, begin, end):
-            self._held = {}  # before the next one takes memory
-            self._hold(next(self._order, ()))
-        if not self._holds(key, begin, end):
-            self._hold([(key, 0, self.manifest.tensors[key].numel)])
-        first, rows = self._held[key]
-        return rows[begin - first : end - first]
-
-    def _holds(self, key: str, begin: int, end: int) -> bool:
-        first, rows = self._held.get(key, (math.inf, torch.empty(0)))
-        return first <= begin and end <= first + len(rows)
-
-    def _hold(self, ranges: Sequence[Range]) -> None:
-        """Reads the rows that have these ranges."""
+    def _rows(self, ranges: Sequence[Range]) -> dict[str, tuple[int, torch.Tensor]]:
+        """The rows that have these ranges, by key: the first element, and they, flat."""
         around: dict[str, tuple[int, int]] = {}
         for key, begin, end in ranges:
             first, last = around.get(key, (begin, end))
             around[key] = min(first, begin), max(last, end)
+        found: dict[str, tuple[int, torch.Tensor]] = {}
         wanted: dict[str, tuple[Box, torch.Tensor]] = {}
         for key, (begin, end) in around.items():
             if key in self._keys:
                 record = self.manifest.tensors[key]
                 box, first = rows_around(record.shape, begin, end)
                 rows = torch.empty(box.sizes, dtype=record.dtype)
-                self._held[key] = first, rows.view(-1)
+                found[key] = first, rows.view(-1)
                 wanted[self._keys[key]] = box, rows
         self._fill(wanted)
+        return found
 
     def _check_files(self) -> dict[str, int]:
         """The sizes of the files. Raises CheckpointError if one is missing or too short."""
@@ -349,8 +384,7 @@ class DcpCheckpoint(StoredCheckpoint):
         return load_plain(content, f"{key!r} of {path}")
 
     def close(self) -> None:
-        """See StoredCheckpoint."""
-        self._held = {}
+        """See StoredCheckpoint; nothing is held."""
 
 
 def _group_of(

@@ -1,7 +1,7 @@
 """Reads the .metadata of a DCP checkpoint, a pickle, without running anything that is in it.
 
-torch reads it by pickle.load(), which calls whatever a file names. Here torch_file.py follows it,
-and stand-ins for DCP's objects keep what they are given until it was checked. DCP cuts tensors into
+torch reads it by pickle.load(), which calls whatever a file names. Here torch_file.py reads it, and
+stand-ins for DCP's objects keep what they are given until it was checked. DCP cuts tensors into
 boxes, which have offsets and sizes; a range of the flat tensor is several of them.
 """
 
@@ -17,16 +17,12 @@ import torch
 
 from hetero.checkpoint.manifest import TensorRecord, check_shape
 from hetero.checkpoint.schema import LARGEST, content_of, member, shortened, typed
-from hetero.checkpoint.torch_file import StandIn, unpickle
+from hetero.checkpoint.torch_file import stand_in, unpickle
 from offload.errors import CheckpointError
 
 METADATA_NAME = ".metadata"  # the file that says what the checkpoint has
 _MOST_BYTES = 1 << 30  # of the file, which is read at once
 _LONGEST_NAME = 4096  # of a file, or of a key's path in a nested state dict
-
-
-def _stand_in(*_: Any) -> StandIn:
-    return StandIn()
 
 
 def _unused(*_: Any) -> None:
@@ -39,9 +35,9 @@ _PATHS = ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath", "Path"
 # What DCP's pickles name, and what stands for it.
 _NAMES: dict[str, Any] = {
     **{f"torch.{name}": value for name, value in vars(torch).items() if type(value) is torch.dtype},
-    **{f"{_METADATA}.{name}": _stand_in for name in _CLASSES.split()},
-    **{f"{_METADATA}.{name}": _stand_in for name in ("TensorProperties", "StorageMeta")},
-    "torch.distributed.checkpoint.filesystem._StorageInfo": _stand_in,
+    **{f"{_METADATA}.{name}": stand_in for name in _CLASSES.split()},
+    **{f"{_METADATA}.{name}": stand_in for name in ("TensorProperties", "StorageMeta")},
+    "torch.distributed.checkpoint.filesystem._StorageInfo": stand_in,
     "torch.Size": lambda values=(): values,
     "collections.OrderedDict": lambda *_: {},  # (its items come after it)
     "torch.serialization._get_layout": _unused,

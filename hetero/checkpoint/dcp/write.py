@@ -1,8 +1,9 @@
-"""Writes a checkpoint as DCP does, a piece at a time.
+"""Writes a checkpoint as DCP does, a piece at a time: one of another format, or a managed model.
 
-It is one of another format, or a model in training. Each rank writes one file, in which
-torch.save() puts one box of a tensor after the other; the first one writes .metadata, which says
-where each is. A flat range of a tensor is at most 2n - 1 boxes of n dimensions.
+DCP's checkpoints have no checksums, random numbers and `extra`: they are for exchange. Each rank
+writes one file, in which torch.save() puts one box of a tensor after the other; the first one
+writes .metadata, which says where each is. A flat range of a tensor is at most 2n - 1 boxes of n
+dimensions.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import optim
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -30,16 +32,66 @@ from torch.distributed.checkpoint.metadata import (
 from hetero.checkpoint.checkpoint_write import CheckpointWrite
 from hetero.checkpoint.dcp.dcp_checkpoint import MODEL, OPTIMIZER, STEP
 from hetero.checkpoint.dcp.metadata import METADATA_NAME, Box, boxes_of
+from hetero.checkpoint.engine_checkpoint import EngineCheckpoint
 from hetero.checkpoint.manifest import master_key, state_key
 from hetero.checkpoint.plain_data import pack, unpack
+from hetero.checkpoint.save import Optimizers, engine_and_optimizers, save_into
 from hetero.checkpoint.stored_checkpoint import StoredCheckpoint
+from hetero.chunks.dtypes import torch_dtype
 from offload.disk.durable import write_durably
 from offload.disk.new_folder import NewFolder
 from offload.errors import CheckpointError
+from offload.interrupts import uninterrupted
 
 _OWN = ("bias_correction", "adamw_mode")  # options that torch's optimizers lack
 
 KeyPath = tuple[str | int, ...]  # of a key in the nested state dict
+
+
+@uninterrupted
+@torch.no_grad()
+def save_dcp(
+    path: str | os.PathLike[str],
+    model: torch.nn.Module,
+    optimizer: Optimizers = None,
+    *,
+    dtype: str | torch.dtype = "fp32",
+) -> None:
+    """Saves a managed model as a checkpoint of torch.distributed.checkpoint (DCP).
+
+    dcp.load() reads it into FSDP2's and plain torch's state dicts, whatever their ranks: the layout
+    is {"model": ..., "optim": ...} with what torch's get_state_dict(model, optimizer) gives. All
+    ranks must call it, between steps: each writes its own shards, from their homes, a few MiB at a
+    time. Names of tied parameters share their bytes.
+
+    It has no random numbers, no loss scale, no `extra` and no checksums: to go on with the same
+    bits, use hetero.save().
+
+    Args:
+        path: the checkpoint's folder, which must not be there yet, or be empty; all ranks must see
+            the same one.
+        model: as hetero.initialize() returned it.
+        optimizer: likewise, or the list; their states are in fp32, their options in the words of
+            torch's optimizers. Default: parameters and buffers alone.
+        dtype: of parameters, "fp32" (default: the masters as they are), "bf16" or "fp16" (or
+            torch's); buffers keep their own.
+
+    Raises:
+        ValueError: something is at `path`, or torch's optimizers have no such option.
+        StoreError, NativeIoError: the files cannot be written. Nothing is left then.
+        CheckpointError: a rank does not see the folder that the first one has made.
+        HeteroError: another rank met one of these.
+    """
+    engine, optimizers = engine_and_optimizers(model, optimizer)
+    engine.check_usable()
+    wanted, folder = torch_dtype(dtype), NewFolder(path)
+
+    def make() -> DcpWrite:
+        dtype_of = None if optimizers else lambda _: wanted
+        state = EngineCheckpoint(engine, optimizers, dtype_of=dtype_of)
+        return DcpWrite(state, wanted, state.rank)
+
+    save_into(engine, folder, f"save {folder.path}", make)
 
 
 @dataclass
@@ -201,7 +253,6 @@ def _torch_options(stored: StoredCheckpoint, packed: Any, where: str) -> dict[st
 def _torch_class(options: Mapping[str, Any]) -> Any:
     """torch's optimizer of the rule that has these options; None for Lion."""
     if "adamw_mode" in options:
-        return torch.optim.AdamW if options["adamw_mode"] else torch.optim.Adam
-    own_options = {"lr_decay": "Adagrad", "dampening": "SGD", "ns_steps": "Muon"}
-    names = [name for option, name in own_options.items() if option in options]
-    return getattr(torch.optim, names[0], None) if names else None
+        return optim.AdamW if options["adamw_mode"] else optim.Adam
+    own_options = {"lr_decay": optim.Adagrad, "dampening": optim.SGD, "ns_steps": optim.Muon}
+    return next((found for option, found in own_options.items() if option in options), None)

@@ -1,31 +1,128 @@
 """Writes a folder of Hugging Face's: safetensors files, and their index if there are several.
 
-All ranks plan the files alike: places of tensors follow from names, dtypes and shapes. Each then
-writes its own ranges into the same files, and the first one their headers, too.
+Parameters of a managed model are written as they are, or rounded once from fp32 masters if another
+dtype is asked for; only then is optimizer state read. Ties that the model declares are written
+once. All ranks plan the files alike: places of tensors follow from names, dtypes and shapes. Each
+then writes its own ranges into the same files, and the first one their headers, too.
 """
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from hetero.api.access import engine_of
 from hetero.checkpoint.checkpoint_write import CheckpointWrite
-from hetero.checkpoint.manifest import TensorRecord, name_of
+from hetero.checkpoint.engine_checkpoint import EngineCheckpoint
+from hetero.checkpoint.manifest import TensorRecord, master_key, name_of
 from hetero.checkpoint.pretrained.safetensors_checkpoint import INDEX_NAME, WEIGHTS_NAME
-from hetero.checkpoint.safetensors_header import encode
+from hetero.checkpoint.pretrained.tensor_names import named_tensors, names_to_write, unwrapped
+from hetero.checkpoint.safetensors_header import encode, read
+from hetero.checkpoint.save import save_into
 from hetero.checkpoint.stored_checkpoint import StoredCheckpoint
-from offload.disk.durable import write_all, write_durably
+from hetero.chunks.dtypes import torch_dtype
+from hetero.runtime.engine import Engine
+from offload.disk.durable import sync_path, write_all, write_durably
 from offload.disk.new_folder import NewFolder
+from offload.errors import CheckpointError
+from offload.interrupts import uninterrupted
+from offload.memory.sizes import parse_bytes
 
 # By this an earlier export is told from a folder that somebody else has made.
 METADATA = {"format": "pt", "writer": "hetero"}
+_SMALL_FILES = {"config.json", "generation_config.json", INDEX_NAME}
+_WEIGHTS = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors")
+
+
+@uninterrupted
+@torch.no_grad()
+def save_pretrained(
+    model: torch.nn.Module,
+    folder: str | os.PathLike[str],
+    dtype: str | torch.dtype | None = None,
+    max_shard_bytes: int | str = "5GiB",
+) -> None:
+    """Exports a managed model as a folder that Hugging Face's from_pretrained() reads.
+
+    It has config.json and generation_config.json, if the model has such, and safetensors files with
+    the parameters and buffers of state_dict(). Values go from where parameters live to the files, a
+    few MiB at a time. All ranks must call it, between steps, and see the same folder: each writes
+    what it keeps into the same files. What was there before stays until the new folder is whole and
+    durable; if anything fails it is as it was.
+
+    Names are those of state_dict(). Where transformers had converted a folder as it loaded it
+    (fused experts, renamed layers) it reads these names, too; other programs may know only the
+    folder's. Names that the model declares as tied (`_tied_weights_keys`) are written once. Not
+    written are a tokenizer, and the code of a model that needs trust_remote_code.
+
+    Args:
+        model: one that went through hetero.initialize().
+        folder: made with its parents; or empty, or an earlier export, which is replaced.
+        dtype: "fp32", "bf16" or "fp16" (or torch's) of all parameters, rounded from fp32 masters.
+            Default: the dtype that each computes in. Buffers keep their own.
+        max_shard_bytes: a file has no more bytes of tensors, unless a single tensor has.
+
+    Raises:
+        ValueError: `folder` is something else or has other files, an option is wrong, the model has
+            adapters of PEFT, or something that safetensors files cannot have.
+        StoreError: the folder cannot be written.
+        CheckpointError: a rank does not see the folder that the first one has made.
+        UnmanagedParameterError: the model is not managed.
+        HeteroError: another rank met one of these, or ranks differ.
+    """
+    model = unwrapped(model)
+    engine = engine_of(model.parameters())
+    engine.check_usable()
+    new = _ExportFolder(os.path.realpath(folder), "the export")
+
+    def make() -> _ModelWrite:
+        return _ModelWrite(engine, model, dtype, parse_bytes(max_shard_bytes))
+
+    save_into(engine, new, "write an export", make)
+
+
+class _ExportFolder(NewFolder):
+    """A folder in whose place may be an earlier export."""
+
+    def refuse_other(self) -> None:
+        """See NewFolder."""
+        path = self.path
+        if not os.path.lexists(path):
+            return
+        if not path.is_dir():
+            raise ValueError(f"{path} is there already, and is no folder; name another one")
+        found = sorted(path.iterdir())
+        weights = [each for each in found if _WEIGHTS.fullmatch(each.name)]
+        others = {each.name for each in found if each not in weights} - _SMALL_FILES
+        if others:
+            raise ValueError(
+                f"{path} has {min(others)!r}, which save_pretrained() did not write and would "
+                f"remove; name another folder"
+            )
+        for each in weights:
+            try:
+                writer = read(each).metadata.get("writer")
+            except CheckpointError as error:
+                raise ValueError(
+                    f"{path} is no earlier export: {error}; name another one"
+                ) from error
+            if writer != METADATA["writer"]:
+                raise ValueError(
+                    f"{each} was not written by save_pretrained() of hetero, which would remove "
+                    f"it; name another folder"
+                )
+        if found and not weights:
+            raise ValueError(f"{path} has files and no weights; name another folder")
 
 
 @dataclass(frozen=True)
@@ -118,6 +215,51 @@ class PretrainedWrite(CheckpointWrite):
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
             text = json.dumps(index, indent=2, sort_keys=True) + "\n"
             write_durably(folder.incomplete / INDEX_NAME, text.encode())
+
+
+class _ModelWrite(PretrainedWrite):
+    """One rank's part of an export of a managed model."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        model: torch.nn.Module,
+        dtype: str | torch.dtype | None,
+        most_bytes: int,
+    ) -> None:
+        """Raises ValueError."""
+        if getattr(model, "peft_config", None):
+            raise ValueError(
+                "the model has adapters of PEFT; its own save_pretrained() writes these, and a "
+                "whole model is what merge_and_unload() makes of them before initialize()"
+            )
+        given = None if dtype is None else torch_dtype(dtype)
+        state = EngineCheckpoint(engine, [], part=model, dtype_of=lambda m: given or m.dtype)
+        tensors = named_tensors(model, state.model.names)
+        names = names_to_write(model, tensors)
+        keys = {name: master_key(state.model.names[id(tensors[name])]) for name in names}
+        super().__init__(state, keys, most_bytes, rank=state.rank)
+        self._model = model
+        self._dtype = given or engine.chunk_groups[0].dtypes.torch_compute
+
+    def begin(self, folder: Path) -> None:
+        """See CheckpointWrite."""
+        _write_config(self._model, self._dtype, folder)
+        for each in folder.iterdir():
+            sync_path(each)
+
+
+def _write_config(model: torch.nn.Module, dtype: torch.dtype, path: Path) -> None:
+    """What from_pretrained() makes the model from, where it is one of transformers'."""
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "save_pretrained"):
+        config = copy.deepcopy(config)
+        config.architectures = [type(model).__name__]
+        config.dtype = str(dtype).removeprefix("torch.")
+        config.save_pretrained(path)
+    generation_config: Any = getattr(model, "generation_config", None)
+    if hasattr(generation_config, "save_pretrained"):
+        generation_config.save_pretrained(path)
 
 
 def _shards(tensors: Mapping[str, TensorRecord], most_bytes: int) -> list[list[str]]:

@@ -15,10 +15,6 @@ from hetero.api.loaded_state import momentum_sum
 from hetero.chunk_groups import muon_directions
 from tests.support.training.small_net import SETTINGS, Settings
 
-needs_torchs = pytest.mark.skipif(
-    not hasattr(torch.optim, "Muon"), reason="this torch has no torch.optim.Muon (2.9 has)"
-)
-
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -107,7 +103,6 @@ class Pair:
 
 
 @pytest.mark.covering(1)
-@needs_torchs
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_it_has_torchs_bits(options: dict[str, Any], settings: Settings, tmp_path: Path) -> None:
@@ -117,7 +112,6 @@ def test_it_has_torchs_bits(options: dict[str, Any], settings: Settings, tmp_pat
     pair.close()
 
 
-@needs_torchs
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_with_micro_batches_clipping_and_schedulers(settings: Settings, tmp_path: Path) -> None:
     pair = Pair(settings, tmp_path, OPTIONS["default"])
@@ -177,7 +171,6 @@ def test_the_bits_are_the_same_in_every_place(dtype: str, state_dtype: str, tmp_
         assert all(map(torch.equal, found, wanted)), settings
 
 
-@needs_torchs
 def test_bf16_equals_a_loop_with_fp32_masters(tmp_path: Path) -> None:
     """But for the bit of the momentum that masters take."""
     model, optimizer = managed(tmp_path, placement_policy="cpu", dtype="bf16")
@@ -250,7 +243,6 @@ def test_a_failure_between_the_passes_ends_the_engine(
     optimizer.engine.close()
 
 
-@needs_torchs
 def test_state_goes_to_torch_and_back(tmp_path: Path) -> None:
     pair = Pair({"placement_policy": "cpu"}, tmp_path, OPTIONS["default"])
     for seed in range(2):

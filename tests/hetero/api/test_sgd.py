@@ -221,36 +221,3 @@ def test_a_state_that_is_loaded_before_initialize_is_only_looked_at() -> None:
     optimizer.load_state_dict({**optimizer.state_dict(), "state": {0: state}})
     assert "momentum_buffer" in optimizer.state_dict()["state"][0]
     assert "momentum_buffer" in state
-
-
-def bf16_buffer(buffer: torch.Tensor) -> torch.Tensor:
-    """An fp32 buffer as it is kept beside bf16 parameters, without the bit that masters take."""
-    return (buffer.view(torch.int32) & ~1).view(torch.float32)
-
-
-def test_bf16_equals_a_loop_with_fp32_masters(tmp_path: Path) -> None:
-    lr, momentum, dampening = 0.05, 0.9, 0.5
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
-    masters = [param.detach().clone() for param in model.parameters()]
-    optimizer = hetero.HybridSGD(model.parameters(), lr, momentum, dampening)
-    model, optimizer = hetero.initialize(model, optimizer, placement_policy="cpu", dtype="bf16")
-    torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)).bfloat16()
-    buffers: list[torch.Tensor] = []
-    for seed in range(5):
-        for each in (model, plain):
-            loss_of(each, seed).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        grads = [param.grad.float() for param in plain.parameters()]
-        kept = [bf16_buffer(buffer).mul(momentum) for buffer in buffers]
-        buffers = [
-            b.add(g, alpha=1 - dampening) for b, g in zip(kept, grads, strict=False)
-        ] or grads
-        for param, master, buffer in zip(plain.parameters(), masters, buffers, strict=True):
-            master.add_(buffer, alpha=-lr)
-            param.data.copy_(master)
-            param.grad = None
-        assert all(map(torch.equal, hetero.masters(model.parameters()), masters))
-    optimizer.engine.close()

@@ -31,12 +31,11 @@ PEERS: list[tuple[Any, Any]] = [
     (hetero.Adam, torch.optim.Adam),
     (hetero.HybridSGD, torch.optim.SGD),
     (hetero.HybridAdagrad, torch.optim.Adagrad),
-    (hetero.HybridMuon, getattr(torch.optim, "Muon", None)),
+    (hetero.HybridMuon, torch.optim.Muon),
     # (Adam's and Lion's own papers name no more; their defaults are ours.)
     (hetero.HybridAdam, torch.optim.AdamW),
     (hetero.CPUAdam, torch.optim.AdamW),
 ]
-PEERS = [(own, peer) for own, peer in PEERS if peer is not None]
 OWN_DEFAULTS = {hetero.HybridAdam: {"weight_decay"}, hetero.CPUAdam: {"weight_decay"}}
 OTHER_UPDATES = {"amsgrad", "maximize", "differentiable", "initial_accumulator_value"}
 NO_EFFECT = {"foreach", "fused", "capturable"}

@@ -204,10 +204,10 @@ def test_a_disk_error_in_the_thread_ends_no_wait_of_training(
     model, optimizer = build(PLACES["disk"], tmp_path)
     steps(model, optimizer, range(1))
 
-    def fail(self: DataWriter, number: int, values: object) -> None:
+    def fail(self: DataWriter, key: str, begin: int, values: object) -> None:
         raise OSError(errno.EIO, "a bad disk")
 
-    monkeypatch.setattr(DataWriter, "write_region", fail)
+    monkeypatch.setattr(DataWriter, "write", fail)
     with held_back(monkeypatch):
         made = hetero.save(tmp_path / "saved", model, optimizer, blocking=False)
         steps(model, optimizer, range(1, 3))

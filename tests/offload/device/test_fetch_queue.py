@@ -20,6 +20,7 @@ from offload.memory.arena import HostArena
 from offload.memory.ledger import Ledger
 from offload.memory.tiers import Account, Tier
 from tests.support.native.gates import GatedBackend, GatedTransfers
+from tests.support.native.scratch_files import write_to
 from tests.support.waiting import until
 
 SLOT = 8192
@@ -78,7 +79,7 @@ class Rig:
         for chunk, extent in extents.items():
             whole = torch.from_dlpack(_native.Arena(extent.nbytes).export(0, extent.nbytes))
             whole[: self.used[chunk]] = self.want(chunk)
-            self.scratch.write_from(memoryview(whole.numpy()), extent.offset)
+            write_to(self.scratch, memoryview(whole.numpy()), extent.offset)
         self.host = HostArena(host_slots, SLOT, self.ledger, Account.SHARD)
         self.host_cache = SlotCache(
             self.host,

@@ -12,6 +12,7 @@ from offload.disk.scratch_file import Extent, ScratchFile
 from offload.memory.arena import HostArena
 from offload.memory.ledger import Ledger
 from offload.memory.tiers import Account, Tier
+from tests.support.native.scratch_files import read_from, write_to
 from tests.support.waiting import until
 
 SLOT = 8192
@@ -69,11 +70,11 @@ class Rig:
 
     def put(self, chunk: int, content: torch.Tensor) -> None:
         aligned = self.bounce(len(content)).copy_(content)
-        self.scratch.write_from(memoryview(aligned.numpy()), self.extents[chunk].offset)
+        write_to(self.scratch, memoryview(aligned.numpy()), self.extents[chunk].offset)
 
     def on_file(self, chunk: int) -> torch.Tensor:
         aligned = self.bounce(self.extents[chunk].nbytes)
-        self.scratch.read_into(memoryview(aligned.numpy()), self.extents[chunk].offset)
+        read_from(self.scratch, memoryview(aligned.numpy()), self.extents[chunk].offset)
         return aligned
 
     def tensor(self, chunk: int) -> torch.Tensor:

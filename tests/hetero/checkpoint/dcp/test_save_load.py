@@ -304,22 +304,15 @@ def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
     model, optimizer = managed(tmp_path)
     step(model, optimizer)
     hetero.save_dcp(tmp_path / "saved", model, optimizer)
-    wrong = {
-        "only in the checkpoint:\n    unused": lambda net: delattr(net, "unused"),
-        "odd: .* in the checkpoint": lambda net: setattr(
-            net, "odd", nn.Parameter(torch.ones(5, 7, 12))
-        ),
-    }
-    for told, change in wrong.items():
-        net = Net()
-        change(net)
-        made, own = hetero.initialize(
-            net, HETERO["adamw"](groups_of(net)), dtype="bf16", placement_policy="cpu"
-        )
-        before = masters(made)
-        with pytest.raises(ValueError, match=told):
-            hetero.load_dcp(tmp_path / "saved", made, own)
-        assert_same(masters(made), before)
+    net = Net()
+    del net.unused
+    made, own = hetero.initialize(
+        net, HETERO["adamw"](groups_of(net)), dtype="bf16", placement_policy="cpu"
+    )
+    before = masters(made)
+    with pytest.raises(ValueError, match="only in the checkpoint:\n    unused"):
+        hetero.load_dcp(tmp_path / "saved", made, own)
+    assert_same(masters(made), before)
     net = Net()
     params = [p for p in net.parameters() if p.requires_grad]
     one = hetero.HybridAdam([{"params": params[:1]}, {"params": params[1:]}])
@@ -342,7 +335,7 @@ def test_torchs_other_rules_are_refused(tmp_path: Path) -> None:
     params, state = get_state_dict(other, optimizer)
     dcp.save({"model": params, "optim": state}, checkpoint_id=tmp_path / "saved")
     model, own = managed(tmp_path)
-    with pytest.raises(ValueError, match="amsgrad of param group 0"):
+    with pytest.raises(ValueError, match="in param group 0 of the state amsgrad=True"):
         hetero.load_dcp(tmp_path / "saved", model, own)
     own.param_groups[0]["bias_correction"] = False
     with pytest.raises(ValueError, match="bias_correction=False"):

@@ -388,7 +388,7 @@ def point_elsewhere(folder: Path) -> None:
         (lambda folder: spoil_index(folder, lambda i: {"weight_map": {"a": 1}}), "a string"),
         (
             lambda folder: (folder / "model.safetensors.index.json").write_text("[" * 100_000),
-            "lists and objects",
+            "is damaged: it is no JSON",
         ),
     ],
 )
