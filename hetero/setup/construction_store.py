@@ -25,7 +25,8 @@ from hetero.stand_ins.construction_uses import ConstructionAlias
 from hetero.stand_ins.parameter_classes import become, become_plain, memory_in
 from hetero.stand_ins.tile_changes import TileChange, largest_tile, tiles
 from offload._native import Arena
-from offload.disk.scratch_file import ScratchFile, Transfers, make_io_engine
+from offload.cache.slot_cache import Transfers
+from offload.disk.scratch_file import ScratchFile, make_io_engine
 from offload.errors import BudgetError, HeteroError
 from offload.memory.ledger import Ledger
 from offload.memory.process_memory import trim_heap

@@ -6,7 +6,8 @@ import os
 import torch
 
 from offload import _native
-from offload.disk.scratch_file import ScratchFile, Transfers
+from offload.cache.slot_cache import Transfers
+from offload.disk.scratch_file import ScratchFile
 from offload.memory.sizes import PAGE_BYTES
 
 MIB = 1 << 20
