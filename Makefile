@@ -15,7 +15,7 @@ BUILD_INPUTS := setup.py pyproject.toml CMakeLists.txt \
 # a disk, for other ranks, for an end.
 TEST_JOBS ?= 5
 # A test that hangs says where, by the stacks of all threads after so many seconds.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --jobs $(TEST_JOBS) -x -q \
+PYTEST := $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder -x -q \
 	-o faulthandler_timeout=900
 
 PYTHON_SOURCES := hetero offload bench tests docs/site docs/examples setup.py

@@ -10,7 +10,6 @@ import tempfile
 import time
 import zlib
 from collections.abc import Iterator
-from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -24,10 +23,9 @@ from offload import _native
 from offload.disk.directories import ram_filesystem
 from tests.support.covering import covering
 from tests.support.ranks import quick_python as quick
-from tests.support.ranks.processes import RankPool, share_server
+from tests.support.ranks.processes import RankPool
 from tests.support.schedule import Recorder, longest_first
 from tests.support.waiting import PATIENCE_S
-from tests.support.workers import Workers
 
 # Many tests have state files in temporary folders, which must not be RAM.
 if ram_filesystem(tempfile.gettempdir()):
@@ -38,15 +36,13 @@ if ram_filesystem(tempfile.gettempdir()):
         pytest.exit("tests need a temporary folder on a disk: TMPDIR=DIR", returncode=4)
     tempfile.tempdir = os.environ["TMPDIR"] = str(on_disk[0])
 
-# Several tests at a time leave a core each, as do processes that they start (the Makefile says 1);
-# bits do not depend on it.
-torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 2)))
+# Several tests at a time leave a core each, as do processes that they start; bits do not depend on
+# it.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
 
-# A worker cannot use CUDA if the process that has forked it has called it, as torch does else where
-# it is asked for devices.
-os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-
-# Tables are as wide as the documents show them.
+# Tables are as wide as the documents show them, also where pytest-xdist says that a worker has 80.
 os.environ["COLUMNS"] = "120"
 
 # Arrow's own allocator reserves a GiB, which counts where a test limits a process.
@@ -73,19 +69,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """`--covering`: for runs in which each case takes long."""
     parser.addoption("--covering", type=int, default=99, help="lowers the n of all covering(n)")
     parser.addoption("--record-seconds", action="store_true", help="writes tests/seconds.txt anew")
-    parser.addoption("--jobs", type=int, default=1, help="processes that run a file of tests each")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("--record-seconds"):
+    """Workers of pytest-xdist report to their controller, which alone records."""
+    if config.getoption("--record-seconds") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Recorder())
-    if config.getoption("--jobs") > 1 and not config.option.collectonly:
-        config.pluginmanager.register(Workers(config.getoption("--jobs")))
-        # Imports what processes of tests need, while this one collects the tests.
-        capture = config.pluginmanager.getplugin("capturemanager")
-        capture.resume_global_capture()  # it has the output that it has when it starts
-        share_server()
-        capture.suspend_global_capture()
 
 
 def axes(case: pytest.Item) -> dict[str, tuple[object, ...]]:
@@ -101,8 +90,8 @@ def axes(case: pytest.Item) -> dict[str, tuple[object, ...]]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks the cases of a product as extra that its covering(n) can do without; of several jobs
-    the files that take longest are the first ones."""
+    """Marks the cases of a product as extra that its covering(n) can do without; workers begin with
+    the files that take longest."""
     products: dict[str, list[pytest.Item]] = {}
     for item in items:
         if not hasattr(item, "callspec") or item.get_closest_marker("extra"):
@@ -117,7 +106,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for number, case in enumerate(cases):
             if number not in chosen:
                 case.add_marker("extra")
-    if config.getoption("--jobs") > 1:
+    if hasattr(config, "workerinput"):
         longest_first(items)
 
 
@@ -150,11 +139,9 @@ def own_threads() -> set[str]:
     return found
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
+def pytest_collection_finish() -> None:
     """What importing all tests has made stays for good: no collection need go through it again.
     With it, each of nothing_left()'s takes half a second."""
-    if session.config.getoption("--jobs") > 1:
-        import_module("tests.support.ranks.imported")  # once, and not in each worker
     gc.collect()
     gc.freeze()
 

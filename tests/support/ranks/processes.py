@@ -2,8 +2,7 @@
 
 A *call* is one function run on every rank, in a process group of its own. The processes outlive
 calls; after a failed call they are replaced, because nobody knows what state they are in. All are
-forks of one server that has nothing but imported what tests need, which takes seconds; with
-`--jobs` it is the same one for all workers.
+forks of one server that has nothing but imported what tests need, which takes seconds.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import contextlib
 import datetime
 import faulthandler
 import gc
+import multiprocessing
 import os
 import pickle
 import shutil
@@ -23,7 +23,6 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
@@ -39,31 +38,15 @@ _TIMEOUT_S = 120.0
 _GRACE_S = 0.5  # after a failure, for the other ranks to say what they met
 _DUMP_S = 0.5  # for a rank to write all of where it is
 
-# What the server imports, while it has a single thread; what is missing here, or in this
-# environment, a rank imports itself.
+# What the server imports, while it has a single thread; what is missing here a rank imports itself.
 _IMPORTED = [
     "tests.support.ranks.imported",
     "tests.support.ranks.rank_training",
     "tests.support.ranks.chunk_group_ranks",
     "tests.support.overlap.any_training",
     "tests.support.ranks.loading",
-    "tests.support.ranks.overlapping",
-    "tests.support.checkpoint.dcp_ranks",
-    "tests.support.checkpoint.exporting_ranks",
-    "tests.support.compat.deepspeed_ranks",
-    "tests.support.compatibility.runs",
-    "tests.support.cuda.ranks",
-    "tests.support.durable.committing",
-    "tests.support.gathering.closing",
-    "tests.support.gathering.deviating",
-    "tests.support.gathering.peer_memory",
-    "tests.support.training.on_device",
     "tests.zoo.rank_loops",
     "tests.zoo.rank_runs",
-    "torch.distributed.run",
-    "hetero.cli.main",
-    "hetero.cli.train",
-    "hetero.cli.finetune.run",
 ]
 
 
@@ -103,36 +86,8 @@ def forked(function: Callable[..., Any], *args: Any) -> ForkServerProcess:
     return process
 
 
-def share_server() -> None:
-    """Starts the server, and lets forks of this process use the same one."""
-    _context()
-    server = forkserver._forkserver
-    server.ensure_running()
-    server.ensure_running = lambda: None  # (in a fork it would look for a child of its own)
-
-
-class _Fork(ForkServerProcess):
-    """Its output goes where that of the test goes which starts it; the server's is elsewhere."""
-
-    def start(self) -> None:
-        self._outputs = [Connection(os.dup(number), readable=False) for number in (1, 2)]
-        super().start()
-        for output in self._outputs:
-            output.close()
-
-    def run(self) -> None:
-        for number, output in enumerate(self._outputs, start=1):
-            os.dup2(output.fileno(), number)
-            output.close()
-        super().run()
-
-
-class _Forks(ForkServerContext):
-    Process = _Fork
-
-
 def _context() -> ForkServerContext:
-    context = _Forks()
+    context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_IMPORTED)
     return context
 
