@@ -1,8 +1,7 @@
 """Muon's directions: what comes between the two passes of its update (Dtypes.passes).
 
 The first pass leaves each matrix's momentum, and the second one moves each matrix along it as it is
-then. In between it is orthogonalised by torch.optim.Muon's own iteration, so with its bits: all
-singular values of a matrix become about 1.
+then. In between it is orthogonalised: all singular values of a matrix become about 1.
 
 The gradient stays as it is: directions are memory of their own, in the parameter's place in the
 first pass and in the gradient's in the second. Optimizer state passes the disk once each way as
@@ -18,7 +17,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.optim._muon import _zeropower_via_newtonschulz as newton_schulz
 
 from hetero.chunks.layout import Chunk, Layout
 from hetero.ranks.communicator import Communicator
@@ -147,6 +145,31 @@ class MuonDirections:
 def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """All of them one after the other, in RAM."""
     return torch.cat([torch.empty(0, dtype=torch.bfloat16), *(part.cpu() for part in parts)])
+
+
+def newton_schulz(
+    matrix: torch.Tensor, coefficients: Sequence[float], steps: int, eps: float
+) -> torch.Tensor:
+    """An orthogonal matrix near `matrix`: U V^T of its singular value decomposition U S V^T.
+
+    Nearly: the iteration of Jordan et al. ("Muon: An optimizer for hidden layers in neural
+    networks", 2024) goes on where singular values are between about 0.7 and 1.2. Operators and
+    their order, and so the bits, are those of torch.optim.Muon.
+
+    Args:
+        matrix: 2-D, bf16; it may be overwritten.
+        coefficients: a, b, c of the polynomial a x + b x^3 + c x^5 of each singular value.
+        steps: how often it is applied.
+        eps: the smallest norm by which the matrix is divided at first.
+    """
+    a, b, c = coefficients
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.T if is_tall else matrix  # the products are of the smaller side
+    x.div_(x.norm().clamp(min=eps))
+    for _ in range(steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if is_tall else x
 
 
 def _dealt(
