@@ -62,7 +62,7 @@ settings.load_profile("hetero")
 # Of make test-all.
 settings.register_profile("thorough", settings.get_profile("hetero"), max_examples=300)
 # For builds that run many times slower.
-settings.register_profile("sanitized", settings.get_profile("hetero"), max_examples=10)
+settings.register_profile("sanitized", settings.get_profile("hetero"), max_examples=5)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -22,14 +22,21 @@ from offload.errors import BudgetError, HeteroError
 from offload.memory.arena import HostArena
 from offload.memory.tiers import Tier
 from tests.support.cuda.delays import delayed_streams
-from tests.support.cuda.watch import Watch
+from tests.support.cuda.ranks import fake_device
 from tests.support.native.fake_cuda import FakeRuntime
-from tests.support.training.loops import Run, batches, build, train
+from tests.support.training.emulated import (
+    LARGE,
+    assert_same_bits,
+    data,
+    emulated,
+    reference,
+    trained,
+)
+from tests.support.training.loops import Run, batches, build
 from tests.support.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
-SMALL, LARGE = "300KiB", "64MiB"
 SETTINGS = [
     pytest.param({"placement_policy": "cpu"}, id="cpu"),
     pytest.param({"placement_policy": "cpu", "prefetch": False}, id="cpu-no-prefetch"),
@@ -42,32 +49,17 @@ SETTINGS = [
     pytest.param({"placement_policy": "auto", "device_memory": LARGE}, id="auto-all-on-device"),
     pytest.param({"placement_policy": "cuda", "device_memory": LARGE}, id="all-on-device"),
 ]
-REFERENCES: dict[Any, Run] = {}
 
 
 @pytest.fixture
-def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeRuntime]:
+def runtime() -> Iterator[FakeRuntime]:
     """The device that Config's backend will be; what torch computes is watched."""
-    made = FakeRuntime()
-    monkeypatch.setattr("hetero.config.cuda_available", lambda: True)
-    monkeypatch.setattr("hetero.config.default_device_bytes", lambda *_: 64 << 20)
-    monkeypatch.setattr("hetero.config.CudaBackend", lambda: CudaBackend(made))
-    with Watch(made):
+    with fake_device() as made:
         yield made
 
 
 def options(path: Path, settings: dict[str, Any], **more: Any) -> dict[str, Any]:
-    given = {"device_memory": SMALL, "chunk_numel": 4096, "nvme_path": str(path)}
-    return {"backend": "cuda", "initial_loss_scale": 256.0, **given, **settings, **more}
-
-
-def reference(dtype: str, accumulate: int) -> Run:
-    """The same training in RAM."""
-    key = dtype, accumulate
-    if key not in REFERENCES:
-        model, optimizer = build(placement_policy="cpu", dtype=dtype, initial_loss_scale=256.0)
-        REFERENCES[key] = train(model, optimizer, batches(6), accumulate, clip=1.0)
-    return REFERENCES[key]
+    return emulated(path, settings, backend="cuda", **more)
 
 
 @pytest.mark.covering(1)
@@ -80,20 +72,8 @@ def reference(dtype: str, accumulate: int) -> Run:
 def test_same_bits_as_cpu(
     runtime: FakeRuntime, settings: dict[str, Any], dtype: str, accumulate: int, tmp_path: Path
 ) -> None:
-    given = options(tmp_path, settings, dtype=dtype)
-    if dtype == "fp32":
-        for name in ("device_memory", "host_memory"):
-            if str(given.get(name, "")).endswith("KiB"):
-                given[name] = f"{2 * int(given[name][:-3])}KiB"
-    model, optimizer = build(**given)
-    engine = optimizer.engine
+    engine = assert_same_bits(tmp_path, settings, dtype, accumulate, backend="cuda")
     assert engine.backend.kind == "cuda"
-    on_device = [tier is Tier.DEVICE for tier in engine.placement.param]
-    run = train(model, optimizer, batches(6), accumulate, clip=1.0)
-    assert run.same_bits(reference(dtype, accumulate))
-    assert engine.ledger.peak_bytes["device"] <= (engine.ledger.budget_bytes["device"] or 0)
-    assert (engine.traffic.h2d > 0) == (engine.traffic.d2h > 0) == (not all(on_device))
-    assert set(engine.ledger.in_use_bytes.values()) == {0}
     assert runtime.page_locked == {}
 
 
@@ -241,8 +221,7 @@ def test_ram_that_cannot_be_pinned_is_told_and_used(runtime: FakeRuntime, tmp_pa
     runtime.page_lockable = False
     model, optimizer = build(**options(tmp_path, {"placement_policy": "cpu"}, dtype="bf16"))
     assert [n for n in optimizer.engine.notes if NOT_PAGE_LOCKED in n]
-    run = train(model, optimizer, batches(6), 1, clip=1.0)
-    assert run.same_bits(reference("bf16", 1))
+    assert trained(model, optimizer).same_bits(reference("bf16"))
 
 
 def test_a_gradient_that_is_lost_on_the_link(runtime: FakeRuntime, tmp_path: Path) -> None:
@@ -284,7 +263,7 @@ def test_homes_and_slots_move_and_bits_are_the_same(
     engine = optimizer.engine
     ways = [("1MiB", "600KiB"), ("16MiB", "600KiB"), ("1MiB", LARGE), ("16MiB", "1MiB")]
     run, counts = Run(), []
-    for number, x in enumerate(batches(6)):
+    for number, x in enumerate(data()):
         loss = model(input_ids=x, labels=x).loss
         optimizer.backward(loss)
         run.losses.append(loss.item())
@@ -296,7 +275,7 @@ def test_homes_and_slots_move_and_bits_are_the_same(
         run.norms.append(hetero.clip_grad_norm_(model.parameters(), 1.0).item())
         optimizer.step()
         optimizer.zero_grad()
-    expected = reference(dtype, 1)
+    expected = reference(dtype)
     run.masters = hetero.masters(model.parameters())
     assert (run.losses, run.norms) == (expected.losses, expected.norms)
     assert all(map(torch.equal, run.masters, expected.masters))
@@ -316,8 +295,7 @@ def test_streams_that_sleep_change_no_bit(
 ) -> None:
     model, optimizer = build(**options(tmp_path, {"placement_policy": policy}, dtype="bf16"))
     with delayed_streams(runtime, seed=0) as slept:
-        run = train(model, optimizer, batches(6), 1, clip=1.0)
-    assert run.same_bits(reference("bf16", 1))
+        assert trained(model, optimizer).same_bits(reference("bf16"))
     assert slept == set(runtime.streams)
 
 
@@ -334,7 +312,7 @@ def test_homes_that_leave_the_device_do_not_stop_it_each(
     assert homes - 3 * engine.placement.param.count(Tier.DEVICE) > 3
     assert len(stops) == 1
     monkeypatch.undo()
-    assert train(model, optimizer, batches(6), 1, clip=1.0).same_bits(reference("bf16", 1))
+    assert trained(model, optimizer).same_bits(reference("bf16"))
 
 
 def test_a_copy_that_failed_leaves_homes_where_they_were(
@@ -351,7 +329,7 @@ def test_a_copy_that_failed_leaves_homes_where_they_were(
     assert engine.placement == placed
     runtime.failure = None
     engine.set_budget(device_memory="600KiB")
-    assert train(model, optimizer, batches(6), 1, clip=1.0).same_bits(reference("bf16", 1))
+    assert trained(model, optimizer).same_bits(reference("bf16"))
 
 
 def test_a_device_without_room_for_homes_leaves_them_where_they_were(
@@ -367,7 +345,7 @@ def test_a_device_without_room_for_homes_leaves_them_where_they_were(
     assert engine.placement == placed
     runtime.total = 1 << 30
     engine.set_budget(device_memory=LARGE)
-    assert train(model, optimizer, batches(6), 1, clip=1.0).same_bits(reference("bf16", 1))
+    assert trained(model, optimizer).same_bits(reference("bf16"))
 
 
 def test_capturing_a_training_step_is_refused(runtime: FakeRuntime, tmp_path: Path) -> None:
@@ -379,7 +357,7 @@ def test_capturing_a_training_step_is_refused(runtime: FakeRuntime, tmp_path: Pa
     with pytest.raises(HeteroError, match="CUDA graph is being captured"):
         model(input_ids=tokens)
     runtime.captures = False
-    assert train(model, optimizer, batches(6), 1, clip=1.0).same_bits(reference("bf16", 1))
+    assert trained(model, optimizer).same_bits(reference("bf16"))
 
 
 def test_slots_in_ram_stay_pinned_until_no_copy_uses_them(

@@ -19,7 +19,15 @@ from offload.memory.operation import Operation
 from offload.memory.tiers import Account, Tier
 from tests.support.ranks import rank_training
 from tests.support.ranks.processes import RankPool
-from tests.support.training.emulated import LARGE, SMALL, device_cache, emulated, reference
+from tests.support.training.emulated import (
+    LARGE,
+    SMALL,
+    assert_same_bits,
+    device_cache,
+    emulated,
+    reference,
+    trained,
+)
 from tests.support.training.loops import batches, build, tiny_gpt2, train
 from tests.support.training.smallest import smallest_host_memory
 
@@ -60,20 +68,8 @@ SETTINGS = [
 def test_same_bits_as_cpu(
     settings: dict[str, Any], dtype: str, accumulate: int, tmp_path: Path
 ) -> None:
-    options = emulated(tmp_path, settings, dtype=dtype)
-    if dtype == "fp32":
-        for name in ("device_memory", "host_memory"):
-            if str(options.get(name, "")).endswith("KiB"):
-                options[name] = f"{2 * int(options[name][:-3])}KiB"
-    model, optimizer = build(**options)
-    engine = optimizer.engine
+    engine = assert_same_bits(tmp_path, settings, dtype, accumulate)
     assert engine.backend.device.type == "cpu"
-    on_device = [tier is Tier.DEVICE for tier in engine.placement.param]
-    run = train(model, optimizer, batches(6), accumulate, clip=1.0)
-    assert run.same_bits(reference(dtype, accumulate))
-    assert engine.ledger.peak_bytes["device"] <= (engine.ledger.budget_bytes["device"] or 0)
-    assert (engine.traffic.h2d > 0) == (engine.traffic.d2h > 0) == (not all(on_device))
-    assert set(engine.ledger.in_use_bytes.values()) == {0}
 
 
 def test_fp32_gradients_accumulate_in_fp32(tmp_path: Path) -> None:
@@ -183,8 +179,7 @@ def test_buffers_of_the_link_are_within_the_smallest_budget(tmp_path: Path, poli
     engine = optimizer.engine
     held = engine.ledger.used(Tier.HOST, Account.LINK)
     assert held == prod(link_buffers(engine.layout, engine.chunk_groups[0].dtypes)) > 0
-    run = train(model, optimizer, batches(6), clip=1.0)
-    assert run.same_bits(reference("bf16", 1))
+    assert trained(model, optimizer).same_bits(reference("bf16"))
     assert engine.ledger.peak_bytes["host"] <= least
 
 

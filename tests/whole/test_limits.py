@@ -448,7 +448,7 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("one_thread")
-@settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=2, deadline=None, suppress_health_check=list(HealthCheck))
 @given(cases)
 @example((ALL, DEVIATING, Place(OPTIONS)))
 @example((ALL, DEVIATING, Place({**OPTIONS, "dtype": "fp16"}, host=1.5)))

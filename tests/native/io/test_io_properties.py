@@ -258,6 +258,4 @@ def test_engine_behaves_like_its_model(any_kind):
         kind = any_kind
 
     gc.collect()  # what others left would go in the middle of an example and be missed as ours
-    run_state_machine_as_test(
-        Machine, settings=settings(max_examples=30, stateful_step_count=25, deadline=None)
-    )
+    run_state_machine_as_test(Machine, settings=settings(stateful_step_count=25))

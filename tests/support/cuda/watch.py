@@ -21,17 +21,14 @@ Ranges = list[tuple[int, int]]  # addresses and bytes
 
 
 @cache
-def _makes_a_view(func: Any) -> bool:
+def _arguments(func: Any) -> list[tuple[str, bool]] | None:
+    """Names, and whether the operator writes to them; None if it makes a view."""
     schema = func._schema
     if schema.name == "aten::set_":  # which makes the tensor one
-        return True
-    return any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
-
-
-@cache
-def _arguments(func: Any) -> list[tuple[str, bool]]:
-    """Names, and whether the operator writes to them."""
-    aliases = ((each.name, each.alias_info) for each in func._schema.arguments)
+        return None
+    if any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns):
+        return None
+    aliases = ((each.name, each.alias_info) for each in schema.arguments)
     return [(name, alias is not None and alias.is_write) for name, alias in aliases]
 
 
@@ -60,11 +57,11 @@ class Watch(TorchDispatchMode):
     ) -> Any:
         given = dict(kwargs or {})
         runtime = self._runtime
-        if runtime.is_on_device or _makes_a_view(func):
+        arguments = None if runtime.is_on_device else _arguments(func)
+        if arguments is None:
             return func(*args, **given)
         reads: Ranges = []
         writes: Ranges = []
-        arguments = _arguments(func)
         named = [given.get(name) for name, _ in arguments[len(args) :]]
         for (_, is_written), value in zip(arguments, [*args, *named], strict=True):
             (writes if is_written else reads).extend(self._ranges(value))
@@ -87,12 +84,14 @@ class Watch(TorchDispatchMode):
             ):
                 return []
             begin = value.data_ptr()
-            span = sum((n - 1) * abs(s) for n, s in zip(value.shape, value.stride(), strict=True))
             if begin == 0:
                 return []
             for address, nbytes in self._runtime.page_locked.items():
                 if address <= begin < address + nbytes:
                     return []
+            if value.is_contiguous():
+                return [(begin, value.nbytes)]
+            span = sum((n - 1) * abs(s) for n, s in zip(value.shape, value.stride(), strict=True))
             return [(begin, (span + 1) * value.element_size())]
         # (A storage can be iterated over too, byte by byte.)
         if isinstance(value, (list, tuple)):

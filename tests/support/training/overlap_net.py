@@ -16,7 +16,6 @@ from tests.support.training.loops import same
 
 WIDTH = 64
 STEPS = 4
-OVERLAPS = ["auto", "none", "forward", "backward", "both"]
 
 PLACES: dict[str, dict[str, Any]] = {
     "ram": {"placement_policy": "cpu"},
