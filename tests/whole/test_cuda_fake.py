@@ -159,6 +159,18 @@ def test_values_that_the_host_changes_while_they_are_fetched(
     optimizer.engine.close()
 
 
+def test_a_home_changes_when_nothing_copies_from_it(runtime: FakeRuntime, tmp_path: Path) -> None:
+    """What the device computes with such a copy may be as late as the copy."""
+    _model, optimizer = build(**options(tmp_path, {"placement_policy": "cpu"}))
+    (chunk_group,) = optimizer.engine.chunk_groups
+    copies, chunk = chunk_group.params.copies, chunk_group.layout.chunks[0]
+    copies.cache.begin(chunk.id, must=True)
+    assert runtime.copying
+    copies.drop(chunk)
+    assert not runtime.copying
+    optimizer.engine.close()
+
+
 def test_states_go_out_and_come_back(runtime: FakeRuntime, tmp_path: Path) -> None:
     for settings in ({"placement_policy": "cuda"}, {"placement_policy": "auto"}):
         model, optimizer = build(

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from offload import _native
 from offload.cache.slot_cache import FileBacking, HostCopy, SharedCache, SlotCache, UseOrder
-from offload.device.fetch_queue import FetchQueue
+from offload.device.fetch_queue import ChunkFetch, FetchQueue
 from offload.disk.scratch_file import Extent, ScratchFile
 from offload.errors import BudgetError
 from offload.memory.arena import HostArena
@@ -199,18 +199,22 @@ def test_a_demand_fetch_is_next(rig):
     """The others are queued for the single slot in RAM, which chunk 0 holds."""
     r = rig(5, 1, [1] * 5)
     r.learn(0, 1, 2, 3, 4)
-    staged = []
-    start = r.shared.start
+    staged, demanded = [], threading.Event()
+    start, finish = r.shared.start, r.fetches.finish
 
     def watched(chunk: int) -> HostCopy | None:
         found = start(chunk)
         if found is not None:
             staged.append(chunk)
-        elif chunk == 4:  # it is the next in the queue
+        elif demanded.is_set():  # whichever is the next in the queue
             r.transfers.gate.open()
         return found
 
-    r.shared.start = watched
+    def finish_noted(fetch: ChunkFetch) -> None:
+        demanded.set()
+        finish(fetch)
+
+    r.shared.start, r.fetches.finish = watched, finish_noted
     with r.transfers.gate.closed():
         r.cache.prefetch(4)
         assert torch.equal(r.use(4), r.want(4))
@@ -336,14 +340,14 @@ def test_who_opens_a_chunk_waits_for_another_thread_s_block(rig):
     waited = []
 
     def wait_or_open(timeout_s: float | None = None) -> None:
-        waited.append(timeout_s)
         close.set()
-        wait(timeout_s)
+        waited.append(wait(timeout_s))
 
     wait, shared._changed.wait = shared._changed.wait, wait_or_open
     with shared.open(1) as flat:
         assert torch.equal(flat[: r.used[1]], r.want(1))
     assert waited
+    assert all(waited), "it was not told"
     thread.join()
 
 
