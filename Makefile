@@ -31,8 +31,8 @@ LOCK_SOURCES = $(shell find native -name '*.cpp' -not -path '*/isa/*' -not -name
 # of processes, each of which would compile this project anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help train test test-all bench bench-io bench-adam bench-checkpoint docs \
-	cuda-check wheel lint tidy format clean
+.PHONY: help train test test-all bench bench-io bench-adam bench-bound bench-checkpoint \
+	docs cuda-check wheel lint tidy format clean
 
 help:
 	@echo "make train   train a language model of 304M parameters in a process of 1.5 GiB, about"
@@ -43,8 +43,8 @@ help:
 	@echo "             kernels against each other and against 64-bit ARM's in an emulator, the"
 	@echo "             build without liburing, and a run's page in a browser"
 	@echo "make bench   step time and memory beside plain PyTorch; options as for train"
-	@echo "make bench-io, bench-adam"
-	@echo "             disk and update kernels beside their limits and other systems;"
+	@echo "make bench-io, bench-adam, bench-bound"
+	@echo "             disk, update kernels, training step beside their limits and other systems;"
 	@echo "             options: make bench-io ARGS='--path DIR --json'"
 	@echo "make bench-checkpoint"
 	@echo "             saves and loads beside the disk's limit and PyTorch's; options as for bench-io"
@@ -74,6 +74,9 @@ bench-io: $(VENV)/train.stamp $(VENV)/fio.stamp
 
 bench-adam: $(VENV)/train.stamp
 	$(BIN)/python -m bench.adam $(ARGS)
+
+bench-bound: $(VENV)/train.stamp
+	$(BIN)/python -m bench.bound $(or $(ARGS),--nvme-path .)
 
 bench-checkpoint: $(VENV)/train.stamp
 	$(BIN)/python -m bench.checkpoint $(or $(ARGS),--path .)

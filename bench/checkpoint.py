@@ -51,6 +51,17 @@ QUIET_S = 0.2
 WARM_UP_STEPS = 8
 
 
+def wait_until_quiet(job: Job) -> None:
+    """Waits until the engine moves nothing in the background, which would slow down what is
+    measured next."""
+    engine = job.engine
+    engine.synchronize()
+    before = None
+    while before != engine.traffic:  # of what is read ahead
+        before = engine.traffic
+        time.sleep(QUIET_S)
+
+
 def options(parser: argparse.ArgumentParser) -> None:
     add_options(
         parser,
@@ -115,36 +126,26 @@ class HeteroCheckpoints:
         for _ in range(steps):
             self.step()
         found["alone_step_s"] = (time.perf_counter() - begin_s) / steps
-        self._wait_until_quiet()
+        wait_until_quiet(self._job)
 
         def begin() -> Callable[[], object]:
             return hetero.save(self._path, *self._state(), blocking=False).wait
 
         self.step()
         found |= steps_beside(begin, self.step)
-        self._wait_until_quiet()
+        wait_until_quiet(self._job)
         return found
 
     def warm_up(self) -> None:
         """Makes steps until those that follow are like those of a long training."""
         for _ in range(WARM_UP_STEPS):
             self.step()
-        self._wait_until_quiet()
+        wait_until_quiet(self._job)
 
     def step(self) -> None:
         """Makes one."""
         self._made += 1
         one_step(self._job, self._made)
-
-    def _wait_until_quiet(self) -> None:
-        """Waits until the engine moves nothing in the background, which would slow down what is
-        measured next."""
-        engine = self._job.engine
-        engine.synchronize()
-        before = None
-        while before != engine.traffic:  # of what is read ahead
-            before = engine.traffic
-            time.sleep(QUIET_S)
 
     def _state(self) -> tuple[Any, hetero.HybridOptimizer]:
         return self._job.model, self._job.optimizer
@@ -156,7 +157,7 @@ class HeteroCheckpoints:
         before = engine.traffic
         figures = timed(body)
         after = engine.traffic
-        self._wait_until_quiet()
+        wait_until_quiet(self._job)
         figures = with_rate(figures, self._path)
         own = figures["bytes"]
         read = after.disk_read - before.disk_read + (own if what == "load" else 0)

@@ -1,4 +1,4 @@
-"""Steps beside what they were predicted to take, and beside their bound, in many configurations.
+"""Steps beside what they were predicted to take, in many configurations.
 
 usage: python -m bench.predict [--model gpt2-medium] [--seq-len 256] [--nvme-path DIR]
                                [--only nvme] [--max-grad-norm 1] [--json]
@@ -7,10 +7,6 @@ A round measures the machine's profile, then traces one step of the model with a
 its forward and backward are the seconds of computing. From these two alone steps are predicted for
 every configuration: policies, shares of the model state in RAM, one and several micro-batches. Then
 each is trained for some steps, and the median without the first two is what was measured.
-
-The bound of a step is the larger of two times: the traced step's, once for each micro-batch but for
-its update; and the step's bytes on NVMe at the profile's rates. What is updated during backward is
-updated once more if the step turns out to be clipped: --max-grad-norm 0 clips none, 1e-30 all.
 
 A machine's disk and clock change within minutes, so each round has a profile and a trace of its
 own, errors are taken within a round, and a configuration counts with the median of its errors.
@@ -29,7 +25,7 @@ from typing import Any
 
 from bench.harness.program import Program, add_options, left_out, tell, whole
 from bench.harness.rounds import Rounds, Sample
-from bench.harness.tables import middle, number, of_figures, ranged, size
+from bench.harness.tables import middle, number, of_figures, size
 from hetero.job.job import open_job
 from hetero.job.loop import one_step
 from hetero.job.models import MODEL_NAMES, count_parameters, model_config, wanted_vocab_size
@@ -166,7 +162,7 @@ def train(
     """Medians of the steps, in seconds and bytes.
 
     With a profile and the step in RAM of one micro-batch what was predicted before them, too, each
-    beside what was measured, with the error of the step and its bound.
+    beside what was measured, with the error of the step.
     """
     gc.collect()
     predicted: dict[str, float] = {}
@@ -194,24 +190,9 @@ def train(
         measured[f"{name}_s"] = statistics.median(step.parts_s[name] for step in steady)
     for key, link in MOVED.items():
         measured[key] = statistics.mean(step.traffic_bytes[link] for step in steady)
-    if profile is not None and traced is not None:
-        in_ram_s = traced["step_s"] + (batches - 1) * (traced["forward_s"] + traced["backward_s"])
-        bound_s = max(in_ram_s, nvme_s(profile, *(measured[key] for key in MOVED)))
-        predicted |= {"bound_s": bound_s, "of_bound": measured["step_s"] / bound_s}
+    if predicted:
         predicted["error"] = predicted["predicted_step_s"] / measured["step_s"] - 1
     return {**measured, **predicted}
-
-
-def nvme_s(profile: Profile, read: float, written: float) -> float:
-    """Seconds that the disk needs for so many bytes, of which as many as can be move both ways at
-    once."""
-    both = min(read, written)
-    ways = (
-        (2 * both, profile.nvme_mixed_bytes_per_s),
-        (read - both, profile.nvme_read_bytes_per_s),
-        (written - both, profile.nvme_write_bytes_per_s),
-    )
-    return sum(nbytes / rate for nbytes, rate in ways if rate is not None)
 
 
 def _error(value: Mapping[str, float]) -> str:
@@ -222,8 +203,6 @@ COLUMNS = (
     ("step s", "step_s", number(3)),
     ("predicted", "predicted_step_s", number(3)),
     ("error", "error", _error),
-    ("bound", "bound_s", number(3)),
-    ("step / bound", "of_bound", ranged()),
     *((name, f"{name}_s", number()) for name in PHASES),
     *((f"predicted {name}", f"predicted_{name}_s", number()) for name in PHASES),
     ("read", "nvme_read_bytes", size),

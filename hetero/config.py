@@ -286,8 +286,9 @@ class Config:
         self._set("debug", self.debugging.for_backend(self.backend))
         if self.placement_policy == "cuda" and self.backend == "cpu":
             raise ValueError(
-                "placement_policy='cuda' needs a CUDA device, and the compute device here is the CPU: "
-                "give backend='cuda' or 'auto' where torch sees a GPU, or use 'auto', 'cpu' or 'nvme'"
+                "placement_policy='cuda' needs a CUDA device, and the compute device here is the "
+                "CPU: give backend='cuda' or 'auto' where torch sees a GPU, or use 'auto', 'cpu' "
+                "or 'nvme'"
             )
 
     @property
