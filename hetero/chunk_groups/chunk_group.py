@@ -440,7 +440,9 @@ class _ChunkGroupBuilder:
         copies = self._make_copies(arenas, homes, shard_cache, shards, gathering, order)
         prefetch = config.debugging.prefetch
         agreed: AgreedGathers | None = None
-        if gathering is not None and not homes.whole:
+        by_ram = self._backend.separate and not self._layout.shard.between_devices
+        # (Through RAM to a device: who needs a chunk reads it when there is room.)
+        if gathering is not None and not homes.whole and not by_ram:
             agreed = AgreedGathers(
                 self._layout, gathering, homes.is_resident, copies.cache, prefetch
             )
@@ -503,7 +505,6 @@ class _ChunkGroupBuilder:
                     whole_home,
                     in_ram,
                     {c.id: c.used_numel * self._dtypes.param_bytes for c in chunks},
-                    common=gathering,
                 )
             )
             backing: Backing = fetches
