@@ -124,9 +124,10 @@ class Config:
             optimizers.
         zero_stage: what the ranks share out. 1: optimizer state. 2: gradients too. 3 (default):
             parameters too. A lower stage needs more memory; 1 and 2 gather parameters once, at
-            the end of step(), and not in forward and backward.
-        reduce_dtype: dtype in which gradients travel between ranks. Default: grad_dtype; in stage
-            1 it must be that. Sums are made in fp32 anyway; "bf16" halves the traffic of fp32.
+            the end of step(), and not in forward and backward. 1 keeps gradients whole until
+            step(), and averages them once however many micro-batches there are, as no_sync() does.
+        reduce_dtype: dtype in which gradients travel between ranks. Default: grad_dtype. Sums are
+            made in fp32 anyway; "bf16" halves the traffic of fp32.
         rank_timeout_s: seconds for which a rank waits for another before it gives it up with a
             PeerError that names it. Default: 600. Raise it if one rank may be that much slower.
         process_memory: limit of the whole process (RSS), activations and libraries included, or
@@ -197,12 +198,6 @@ class Config:
         if self.reduce_dtype is not None:
             reduce = check_dtype(self.reduce_dtype, "reduce_dtype")
             self._set("reduce_dtype", reduce)
-            if self.zero_stage == 1 and reduce != (self.grad_dtype or compute):
-                raise ValueError(
-                    f"reduce_dtype={reduce!r}: in stage 1 gradients are kept whole and travel as "
-                    f"they are kept, in {self.grad_dtype or compute}; set grad_dtype, or "
-                    f"zero_stage=2"
-                )
         if not is_number(self.rank_timeout_s) or not 0 < self.rank_timeout_s < math.inf:
             raise ValueError(
                 f"rank_timeout_s must be a number of seconds, such as 600, not "

@@ -443,11 +443,6 @@ def add_and_sum(
 ) -> float:
     """target += source, in fp32 and rounded once, as torch does. Returns as copy_and_sum()."""
 
-def mean_and_sums(
-    dtype: DtypeName, sources: Sequence[int], target: int, ranges: Sequence[tuple[int, int]]
-) -> list[float]:
-    """mean() of `ranges`, (first element, numel), of the arrays; returns their sums of squares."""
-
 def stream(param: int, grad: int, exp_avg: int, exp_avg_sq: int, numel: int) -> None:
     """The memory yardstick: adds fp32[numel] `grad` to the other three arrays, in the blocks and on
     the threads of an update. Moves 28 bytes per element with next to no arithmetic."""

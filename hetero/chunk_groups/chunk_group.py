@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar
 
@@ -178,32 +178,6 @@ class ChunkGroup:
     def note_placement(self, placement: Placement) -> None:
         """Homes and slots are now where `placement` says."""
         self.placement = placement
-
-    def placement_if_reducing_at_end(self) -> Placement:
-        """The placement with room for whole gradients until the end of backward."""
-        shard, made = self.layout.shard, self.placement
-        if self.reduce_at_end or self.ranks is None or not shard.grads:
-            return made
-        slots = sum(c.slots for c in self.layout.chunks if c.trainable)
-        more = max(0, slots - made.bucket_slots)
-        more_bytes = more * SlotBytes.of(self.layout, self.dtypes).bucket
-        made = replace(made, bucket_slots=made.bucket_slots + more)
-        if self.plan.spec.averages_on_device:
-            return replace(made, device_bytes=made.device_bytes + more_bytes)
-        return replace(made, host_bytes=made.host_bytes + more_bytes)
-
-    def begin_reducing_at_end(self) -> None:
-        """Keeps gradients whole until the end of backward from now on; idempotent.
-
-        Raises BudgetError if there is no room for them, with nothing changed.
-        """
-        if not self.reduce_at_end:
-            placement = self.placement_if_reducing_at_end()
-            more_slots = placement.bucket_slots - self.placement.bucket_slots
-            if self.ranks is not None:
-                self.ranks.grad_reducer.means.reserve(more_slots)
-            self.placement, self.reduce_at_end = placement, True
-            self.resources.enter_context(self.no_sync())
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Inside the block gradients are only added up on each rank."""
@@ -466,7 +440,9 @@ class _ChunkGroupBuilder:
         copies = self._make_copies(arenas, homes, shard_cache, shards, gathering, order)
         prefetch = config.debugging.prefetch
         agreed: AgreedGathers | None = None
-        if gathering is not None and not homes.whole:
+        by_ram = self._backend.separate and not self._layout.shard.between_devices
+        # (Through RAM to a device: who needs a chunk reads it when there is room.)
+        if gathering is not None and not homes.whole and not by_ram:
             agreed = AgreedGathers(
                 self._layout, gathering, homes.is_resident, copies.cache, prefetch
             )
@@ -529,7 +505,6 @@ class _ChunkGroupBuilder:
                     whole_home,
                     in_ram,
                     {c.id: c.used_numel * self._dtypes.param_bytes for c in chunks},
-                    common=gathering,
                 )
             )
             backing: Backing = fetches
@@ -586,13 +561,10 @@ class _ChunkGroupBuilder:
         dtype, received = self._dtypes.torch_reduce, placement.receive_slots
         if self.plan.spec.averages_on_device and placement.longest_trained:
             on_device = partial(self._bucket_arena, self._backend.arena, slot_bytes)
-            device_buckets: DevicePool | None = None
-            in_ram: HostArena | None = None
-            if layout.shard.grads:
-                grad_offload = None
-                device_buckets = DevicePool(on_device, placement.bucket_slots)
-                in_ram = self._bucket_arena(self._backend.host_arena, shard_bytes, received)
-                in_ram.commit_all()
+            grad_offload = None
+            device_buckets = DevicePool(on_device, placement.bucket_slots)
+            in_ram = self._bucket_arena(self._backend.host_arena, shard_bytes, received)
+            in_ram.commit_all()
             means = self._make_device_means(grads, in_ram, slot_bytes, shard_bytes)
             pool = DevicePool(on_device, received)
             buffers = ReduceBuffers(dtype, device_buckets, pool, None, device=means)
@@ -602,11 +574,9 @@ class _ChunkGroupBuilder:
             if self.world.replicas is not None and placement.longest_trained:
                 between_replicas = in_arena(shard_bytes, placement.longest_trained)
                 between_replicas.commit_all()
-            buckets: SlotPool | None = None
-            if layout.shard.grads:
-                trained_slots = sum(c.slots for c in layout.chunks if c.trainable)
-                slots = placement.bucket_slots
-                buckets = SlotPool(in_arena(slot_bytes, max(trained_slots, slots)), slots)
+            trained_slots = sum(c.slots for c in layout.chunks if c.trainable)
+            slots = placement.bucket_slots
+            buckets = SlotPool(in_arena(slot_bytes, max(trained_slots, slots)), slots)
             received_pool = SlotPool(in_arena(slot_bytes, received), received)
             buffers = ReduceBuffers(dtype, buckets, received_pool, between_replicas)
         trained = [m for m in self.members if m.chunk.trainable]
@@ -623,7 +593,7 @@ class _ChunkGroupBuilder:
         return self._owned(make(slots, slot_bytes, self._ledger, Account.BUCKET))
 
     def _make_device_means(
-        self, grads: Grads, in_ram: HostArena | None, slot_bytes: int, shard_bytes: int
+        self, grads: Grads, in_ram: HostArena, slot_bytes: int, shard_bytes: int
     ) -> DeviceMeans:
         assert isinstance(self._backend, CudaBackend)
         assert self.world.everyone is not None
@@ -636,8 +606,8 @@ class _ChunkGroupBuilder:
         between: torch.Tensor | None = None
         if replicas is not None:
             between = self._bucket_arena(make, shard_bytes, longest).view(0, longest, dtype)
-        spare = self._bucket_arena(make, slot_bytes, longest).view(0, longest, dtype)
-        memory = MeanMemory(spare, in_ram, between)
+        zeros = self._bucket_arena(make, slot_bytes, longest).view(0, longest, dtype)
+        memory = MeanMemory(zeros, in_ram, between)
         return self._owned(
             DeviceMeans(self.world, group, self._backend, grads.homes, self._layout.shard, memory)
         )

@@ -88,18 +88,16 @@ class Shard:
     Attributes:
         rank: this rank's number among those that share a chunk.
         ranks: the number of these ranks; shards are equal parts.
-        grads: GRAD is sharded (ZeRO stages 2 and 3); else each rank keeps it whole.
         params: PARAM is sharded (ZeRO stage 3); else each rank keeps it whole.
         replicas: the number of groups of ranks that have all shards each.
         between_devices: each rank has a DEVICE of its own, and these gather parameters from each
             other's memory (NCCL); else RAM does (gloo).
 
-    OPTIM_STATE is always sharded.
+    GRAD and OPTIM_STATE are always sharded.
     """
 
     rank: int = 0
     ranks: int = 1
-    grads: bool = True
     params: bool = True
     replicas: int = 1
     between_devices: bool = False

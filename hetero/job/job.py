@@ -241,16 +241,15 @@ def arrange_shape(
 
     Chunks are shared as the options say of all `ranks`. Raises PlacementError.
     """
-    stage, shared_by = config.zero_stage, options.shard_ranks or ranks.count
-    sharded = {"grads": stage >= 2, "params": stage >= 3}
-    replicas = ranks.count // shared_by
+    shared_by = options.shard_ranks or ranks.count
+    stage_3, replicas = config.zero_stage >= 3, ranks.count // shared_by
     return arrange(
         shape,
         config,
         make_optimizer(options, shape).dtypes(config),
         host_bytes,
         disk_bytes,
-        shard=Shard(ranks.rank % shared_by, shared_by, replicas=replicas, **sharded),
+        shard=Shard(ranks.rank % shared_by, shared_by, params=stage_3, replicas=replicas),
         device_bytes=device_bytes,
         policy=options.policy,
     )

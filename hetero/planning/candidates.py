@@ -164,9 +164,7 @@ class PlacementCandidates:
 
     def _allows(self, counts: ChunkCounts) -> bool:
         rest, shard = self._ranked_without(counts.device), self._spec.layout.shard
-        return (shard.params or counts.param == len(rest.chunks)) and (
-            shard.grads or counts.grad >= rest.trained
-        )
+        return shard.params or counts.param == len(rest.chunks)
 
     def _all_candidates(self) -> Iterable[Candidate]:
         policy = self._spec.policy
@@ -281,10 +279,9 @@ class PlacementCandidates:
         bucket_slots = receive_slots = 0
         if averaged:
             receive_slots = self._longest_trained * (2 if more_grad else 1)
-            if shard.grads:
-                bucket_slots = self._longest_trained + more_gathered
-                if self._spec.reduce_at_end:
-                    bucket_slots = everything.trained_slots[-1]
+            bucket_slots = self._longest_trained + more_gathered
+            if self._spec.reduce_at_end:
+                bucket_slots = everything.trained_slots[-1]
         if not (trained_param_on_disk or grad_on_disk or optim_state_on_disk):
             buffers = 0
         buffer_bytes = slot.optim_state
@@ -305,10 +302,8 @@ class PlacementCandidates:
         if averaged and shard.replicas > 1:  # what other replicas send
             reduce_bytes += self._longest_trained * slot.bucket // shard.ranks
         if self._spec.averages_on_device:
-            # Zeros, or what comes from whole homes in RAM.
-            reduce_bytes += self._longest_trained * slot.bucket
-            if shard.grads:  # means on their way home
-                pools += receive_slots * slot.bucket // shard.ranks
+            reduce_bytes += self._longest_trained * slot.bucket  # zeros
+            pools += receive_slots * slot.bucket // shard.ranks  # means on their way home
         else:
             pools += reduce_bytes
         device_bytes = grad_offload_bytes = 0
@@ -320,7 +315,7 @@ class PlacementCandidates:
             device_bytes += trained * (slot.grad + slot.optim_state)
             if self._spec.averages_on_device:
                 device_bytes += reduce_bytes
-            if rest.trained and not (self._spec.averages_on_device and shard.grads):
+            if rest.trained and not self._spec.averages_on_device:
                 grad_offload_bytes = self._largest_grad_bytes * (2 if more_gathered else 1)
             device_bytes += grad_offload_bytes + (gathered_slots + unkept_slots) * slot.gathered
             # More slots on DEVICE only save fetches: they take nothing from anything else.

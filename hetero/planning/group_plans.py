@@ -57,8 +57,8 @@ class ChunkGroupPlan:
     """One chunk group: parameters of one compute dtype, which are laid out and placed together.
 
     Of several ranks only one chunk group averages gradients during backward; the others keep them
-    whole until its end (`reduce_at_end`). If two did, a rank could wait in one for a rank that
-    waits in the other.
+    whole until its end (`reduce_at_end`), in stage 1 all do. If two did not, a rank could wait in
+    one for a rank that waits in the other.
     """
 
     spec: GroupSpec
@@ -200,7 +200,6 @@ def make_shard(config: Config, world: ProcessGroups, between_devices: bool = Fal
     return Shard(
         world.rank,
         world.ranks,
-        grads=config.zero_stage >= 2,
         params=config.zero_stage >= 3,
         replicas=world.size // world.ranks,
         between_devices=between_devices,
@@ -268,7 +267,7 @@ def _in_fp32(dtypes: Dtypes, config: Config) -> Dtypes:
         dtypes,
         compute="fp32",
         grad=dtypes.grad if config.grad_dtype else "fp32",
-        reduce=dtypes.reduce if config.zero_stage >= 2 else None,
+        reduce=dtypes.reduce,
     )
 
 
@@ -352,7 +351,6 @@ def plan_chunk_groups(
     budgets: Budgets,
     shard: Shard,
     first: int = 0,
-    reducing: int | None = 0,
     policy: str | None = None,
 ) -> tuple[ChunkGroupPlan, ...]:
     """Lays out and places chunk groups for parameters of several kinds.
@@ -365,7 +363,6 @@ def plan_chunk_groups(
         budgets: of all these chunk groups together.
         shard: what this rank has of it all.
         first: the number of the first of them.
-        reducing: the number of the chunk group that averages gradients during backward.
         policy: in the place of the configuration's placement_policy.
 
     Raises:
@@ -393,7 +390,7 @@ def plan_chunk_groups(
                     policy or config.placement_policy,
                     replace(left, waiting=waiting),
                     concurrent_slots(_gathered_together(model, chunk_of)),
-                    reduce_at_end=number != reducing,
+                    reduce_at_end=number > 0 or config.zero_stage == 1,
                     overlaps_updates=config.debugging.overlap.repeats,
                     checksums=file_checksums(config),
                 )

@@ -80,7 +80,7 @@ class SlotBytes:
         whole, tile, shard = layout.slot_numel, layout.tile_numel, layout.shard
         return cls(
             (tile if shard.params else whole) * dtypes.param_bytes,
-            (tile if shard.grads else whole) * dtypes.grad_bytes,
+            tile * dtypes.grad_bytes,
             dtypes.optim_state_bytes(tile),
             whole * dtypes.param_bytes,
             whole * dtypes.reduce_bytes,

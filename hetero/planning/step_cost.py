@@ -344,16 +344,17 @@ class Plan:
     def _gradients(self, work: PhaseCost, made: Placement) -> float:
         """Gradients of all micro-batches go home; returns the seconds that compute waits."""
         count, shard, slot = self.micro_batches, self.layout.shard, self._slot
-        means_s = self._average(work, count) if shard.grads else 0.0
+        at_end = self.group.spec.reduce_at_end
+        means_s = 0.0 if at_end else self._average(work, count)
         on_disk = self._slots(made.grad, Tier.DISK) * slot.grad
-        if shard.grads and shard.ranks * shard.replicas > 1 and self._between_devices:
+        if shard.ranks * shard.replicas > 1 and self._between_devices:
             down = self._slots(made.grad, Tier.HOST, Tier.DISK) * slot.grad  # means of shards alone
+            down *= 1 if at_end else count
         else:
             away = [c for c in self._trained if made.grad[c.id] is not Tier.DEVICE]
-            down = (
-                sum(s.param.numel for c in away for s in c.slices) * self.group.dtypes.param_bytes
-            )
-        ways_s = self._move(work, "d2h", count * down)
+            numel = sum(s.param.numel for c in away for s in c.slices)
+            down = count * numel * self.group.dtypes.param_bytes
+        ways_s = self._move(work, "d2h", down)
         ways_s += self._move(work, "nvme_written", count * on_disk, mixes=True)
         ways_s += self._move(work, "nvme_read", (count - 1) * on_disk, mixes=True)  # to add to
         chunks = count * len(self._trained)
@@ -431,23 +432,21 @@ class Plan:
     def _communicate_at_end(self, work: PhaseCost, made: Placement) -> float:
         """What ranks do around the update; returns its seconds.
 
-        They agree on the step, and average gradients (stage 1) and gather parameters (stages 1 and
-        2) that they have whole. Between devices what is at home in RAM crosses the link for that.
+        They agree on the step, average gradients if they do that at the end, and gather parameters
+        that they have whole (stages 1 and 2). Between devices what is at home in RAM crosses the
+        link for that.
         """
-        shard, slot, up, down = self.layout.shard, self._slot, 0, 0
+        shard, slot = self.layout.shard, self._slot
         total_s = 0.0 if self.network is None else self.network.agreement_s()
-        if not shard.grads:
+        if self.group.spec.reduce_at_end:
             total_s += self._average(work, 1)
-            if shard.ranks * shard.replicas > 1:
-                up = self._slots(made.grad, Tier.HOST, Tier.DISK) * slot.bucket
-                down = up // shard.ranks
         if shard.ranks > 1 and not shard.params:
             whole = sum(c.slots for c in self._trained) * slot.gathered
             total_s += self._gather(work, whole, len(self._trained))
-            in_ram = self._slots(made.param, Tier.HOST, Tier.DISK) * slot.gathered
-            up, down = up + in_ram // shard.ranks, down + in_ram - in_ram // shard.ranks
-        if self._between_devices:
-            total_s += self._move(work, "h2d", up) + self._move(work, "d2h", down)
+            if self._between_devices:
+                in_ram = self._slots(made.param, Tier.HOST, Tier.DISK) * slot.gathered
+                up = in_ram // shard.ranks
+                total_s += self._move(work, "h2d", up) + self._move(work, "d2h", in_ram - up)
         return total_s
 
 

@@ -178,8 +178,6 @@ class Migration:
         self._arenas.forget_read_ahead()
         chunk_group.params.copies.clear()
         chunk_group.grads.slots.flush()
-        if self._grad_reducer is not None:
-            self._grad_reducer.means.release_views()
         if chunk_group.device is not None:
             chunk_group.device.backend.synchronize()
 

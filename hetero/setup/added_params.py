@@ -148,12 +148,8 @@ def _make_chunk_groups(
     ]
     kinds = kinds_of([s for s, _ in specs], is_kept, engine.config, [dtypes] * len(specs))
     shard, first = engine.layout.shard, len(engine.chunk_groups)
-    # The chunk group with most to train reduces gradients during backward, the others at its end.
-    trained = [sum(s.numel for s in some if s.trainable) for _, some in kinds]
-    most = max(group.trained_numel for group in engine.chunk_groups if not group.reduce_at_end)
-    early = first + trained.index(max(trained)) if max(trained) > most else None
-    budgets = _budgets(engine, reduce_at_end=early is not None)
-    plans = plan_chunk_groups(model, kinds, by_index, engine.config, budgets, shard, first, early)
+    budgets = _budgets(engine)
+    plans = plan_chunk_groups(model, kinds, by_index, engine.config, budgets, shard, first)
     _begin_alike(engine, model, by_index.values())
     spare_bytes = budgets.host - budgets.taken_host
     spare_bytes -= sum(plan.placement.host_bytes for plan in plans)
@@ -161,11 +157,6 @@ def _make_chunk_groups(
         chunk_groups = [
             _make(engine, plan, by_index, first_number, spare_bytes, resources) for plan in plans
         ]
-        if early is not None:
-            # What is under way in one chunk group must not meet another one's backward.
-            engine.steps.grad_intake.average(force=True)
-            for chunk_group in engine.chunk_groups:
-                chunk_group.begin_reducing_at_end()
         resources.pop_all()
     engine.params.first_number.update(first_number)
     return chunk_groups
@@ -285,32 +276,18 @@ def _refuse_scaled(specs: Sequence[tuple[ParamSpec, torch.nn.Parameter]]) -> Non
             )
 
 
-def _budgets(engine: Engine, reduce_at_end: bool) -> Budgets:
-    """The engine's budgets, less what its chunk groups have planned or, if that is more, use.
-
-    `reduce_at_end`: all of them are going to keep gradients whole until the end of backward.
-    """
-    chunk_groups = engine.chunk_groups
-    for chunk_group in chunk_groups:
-        chunk_group.params.copies.cache.shrink()
-    in_use = engine.ledger.in_use_bytes
-    placements = [
-        chunk_group.placement_if_reducing_at_end() if reduce_at_end else chunk_group.placement
-        for chunk_group in chunk_groups
-    ]
+def _budgets(engine: Engine) -> Budgets:
+    """The engine's budgets, less what its chunk groups have planned or, if that is more, use."""
     budgets = budgets_of(engine.shared, {})
-    for chunk_group, placement in zip(chunk_groups, placements, strict=True):
+    for chunk_group in engine.chunk_groups:
+        chunk_group.params.copies.cache.shrink()
         slot = SlotBytes.of(chunk_group.layout, chunk_group.dtypes)
-        budgets = budgets.minus(placement, slot)
-    # Some slots may be in use beyond the plan.
-    # What reducing at the end takes beside what is planned now.
-    more = sum(placement.host_bytes for placement in placements)
-    more -= sum(chunk_group.placement.host_bytes for chunk_group in chunk_groups)
-    used_host = in_use[Tier.HOST.value] + more
+        budgets = budgets.minus(chunk_group.placement, slot)
+    in_use = engine.ledger.in_use_bytes  # some slots may be in use beyond the plan
     agree = engine.world.agree
     return replace(
         budgets,
-        taken_host=agree(max(budgets.taken_host, used_host), max, "budgets"),
+        taken_host=agree(max(budgets.taken_host, in_use[Tier.HOST.value]), max, "budgets"),
         taken_disk=agree(max(budgets.taken_disk, in_use[Tier.DISK.value]), max, "budgets"),
         taken_device=agree(max(budgets.taken_device, in_use[Tier.DEVICE.value]), max, "budgets"),
     )

@@ -227,7 +227,6 @@ def initialize(
             backend = made.make_backend()
             resources.callback(backend.close)
             shard = make_shard(made, world, can_gather_between_devices(world, backend))
-            _check_for_ranks(made, shard)
             arrangement = _arrange(model, construction, optimizers, views, shard)
             start_alike(model, arrangement, construction)
             resources.enter_context(construction.placing())
@@ -287,19 +286,6 @@ def _arrange(
             return arrangement
     assert refusal is not None
     raise construction.budgets.in_its_words(refusal) from None
-
-
-def _check_for_ranks(config: Config, shard: Shard) -> None:
-    """Raises ValueError if gradients would be at home where ranks cannot average them."""
-    several = shard.ranks * shard.replicas > 1 and not shard.between_devices
-    on_gpu = config.backend == "cuda" and config.placement_policy in ("auto", "cuda")
-    if several and on_gpu and not shard.grads:
-        raise ValueError(
-            f"zero_stage=1 with ranks that share a GPU, or without NCCL, averages gradients in "
-            f"RAM, and with placement_policy={config.placement_policy!r} some would be at home on "
-            f"the GPU; give each rank a GPU of its own, or zero_stage=2 or 3, or "
-            f"placement_policy='cpu' or 'nvme'"
-        )
 
 
 def _check_commits(config: Config, optimizers: Sequence[HybridOptimizer]) -> None:

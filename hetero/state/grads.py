@@ -4,9 +4,8 @@ Sums of squares are taken where a gradient is written if that can be, so the nor
 no pass over the gradients, and no read of those in the file. A sum is of the values as they are
 kept, after rounding. It takes a pass of its own, when it is asked for or before the gradient leaves
 its slots, after writes of user code, for gradients that are not contiguous or come from a device's
-memory, and in stage 1 where devices or replicas make most of the mean. Sums are in double, in fixed
-lanes and blocks, so they depend on no layout. All micro-batches are summed: which one is the last
-is not known when it comes.
+memory. Sums are in double, in fixed lanes and blocks, so they depend on no layout. All
+micro-batches are summed: which one is the last is not known when it comes.
 """
 
 from __future__ import annotations
@@ -205,7 +204,7 @@ class Grads:
     dtype. With several ranks a reducer stands between autograd and this. DISK-homed gradients pass
     through slots. Sums of squares are taken as gradients are written, those of DISK-homed ones at
     the latest before they leave the slots, and are remembered until the gradient changes. Memory
-    is given out for writing by _to_write() and open_home() alone, which forget the sums.
+    is given out for writing by _to_write() alone, which forgets the sums.
 
     From a DEVICE of its own gradients come through a GradOffload, but those that stay there. What
     needs the kept ones waits for those on their way.
@@ -300,25 +299,6 @@ class Grads:
             ratio = managed.grad_factor / factor
             self.change(managed, lambda kept: kept.mul_(ratio))
         managed.grad_factor = factor
-
-    def open_home(self, chunk: Chunk) -> torch.Tensor:
-        """The chunk's home in memory, whole, to be written to; no update reads it any more."""
-        self.wait_unused(chunk)
-        self._sums.drop(self.members(chunk))
-        return self.homes.flat(chunk)
-
-    def parts(self, chunk: Chunk) -> list[slice]:
-        """Where the gradients of its members() are in this rank's shard, in their order."""
-        return [self._parts[m] for m in self.members(chunk)]
-
-    def note_means(self, chunk: Chunk, sums: Sequence[float] | None) -> None:
-        """What open_home() gave holds the means now. `sums` are the sums of squares of its
-        members() in this rank's shard; None: nobody took them.
-        """
-        members = self.members(chunk)
-        self._sums.drop(members)
-        if sums is not None:
-            self._sums.update(zip(members, sums, strict=True))
 
     def merge(self, chunk: Chunk, mean: torch.Tensor, kept: Container[ManagedParam]) -> None:
         """Keeps a shard's gradient, flat, added to what is there for the parameters in `kept`."""

@@ -278,7 +278,7 @@ class Homes:
         self._shard = shard = layout.shard
         self._dtype, sharded = {
             StateKind.PARAM: (dtypes.torch_compute, shard.params),
-            StateKind.GRAD: (dtypes.torch_grad, shard.grads),
+            StateKind.GRAD: (dtypes.torch_grad, True),
             StateKind.OPTIM_STATE: (torch.uint8, True),
         }[state_kind]
         self.whole = not sharded or shard.ranks == 1

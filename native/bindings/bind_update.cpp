@@ -147,21 +147,6 @@ double bound_summed_write(const std::string& source_dtype, Address source, const
   return write(from_dtype, from, to_dtype, pointer(target, numel, "target"), numel);
 }
 
-std::vector<double> bound_mean_and_sums(
-    const std::string& dtype, const std::vector<Address>& sources, Address target,
-    const std::vector<std::pair<std::size_t, std::size_t>>& ranges) {
-  if (sources.empty()) throw std::invalid_argument("a mean needs at least one source");
-  std::vector<Range> found;
-  std::size_t numel = 0;
-  for (const auto& [first, count] : ranges) {
-    found.push_back({first, count});
-    numel += count;
-  }
-  std::vector<const char*> from;
-  for (const Address source : sources) from.push_back(pointer(source, numel, "source"));
-  return mean_and_sums(parse_dtype(dtype), from, pointer(target, numel, "target"), found);
-}
-
 void bound_stream(Address param, Address grad, Address exp_avg, Address exp_avg_sq,
                   std::size_t numel) {
   stream(pointer(param, numel, "param"), pointer(grad, numel, "grad"),
@@ -248,8 +233,6 @@ void bind_kernels(py::module_& module) {
              "dtype"_a, "target"_a, "numel"_a, ReleaseGil());
   module.def("add_and_sum", &bound_summed_write<add_and_sum>, "source_dtype"_a, "source"_a,
              "dtype"_a, "target"_a, "numel"_a, ReleaseGil());
-  module.def("mean_and_sums", &bound_mean_and_sums, "dtype"_a, "sources"_a, "target"_a, "ranges"_a,
-             ReleaseGil());
   module.def("stream", &bound_stream, "param"_a, "grad"_a, "exp_avg"_a, "exp_avg_sq"_a, "numel"_a,
              ReleaseGil());
 }

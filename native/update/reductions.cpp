@@ -1,6 +1,7 @@
 #include "update/reductions.h"
 
 #include <algorithm>
+#include <numeric>
 
 #include "base/worker_pool.h"
 #include "update/isa/isa.h"
@@ -10,23 +11,15 @@ namespace hetero {
 
 namespace {
 
-std::size_t sum_blocks(std::size_t numel) { return (numel + kSumNumel - 1) / kSumNumel; }
-
-double in_order(std::span<const double> sums) {
-  double total = 0.0;
-  for (const double sum : sums) total += sum;
-  return total;
-}
-
 // The sum of `sum(first, numel)` over the blocks of an array, which the pool computes.
 template <class Sum>
 double over_blocks(std::size_t numel, Sum sum) {
-  std::vector<double> sums(sum_blocks(numel));
+  std::vector<double> sums((numel + kSumNumel - 1) / kSumNumel);
   WorkerPool::instance().run(sums.size(), [&](std::size_t i) {
     const std::size_t first = i * kSumNumel;
     sums[i] = sum(first, std::min(kSumNumel, numel - first));
   });
-  return in_order(sums);
+  return std::accumulate(sums.begin(), sums.end(), 0.0);  // in order
 }
 
 // By a kernel for the target's dtype and the source's.
@@ -57,29 +50,6 @@ double copy_and_sum(Dtype source_dtype, const char* source, Dtype dtype, char* t
 double add_and_sum(Dtype source_dtype, const char* source, Dtype dtype, char* target,
                    std::size_t numel) {
   return write_and_sum(kernels().add_and_sum, source_dtype, source, dtype, target, numel);
-}
-
-std::vector<double> mean_and_sums(Dtype dtype, const std::vector<const char*>& sources,
-                                  char* target, std::span<const Range> ranges) {
-  const Kernels::SummedMean kernel = kernels().mean_and_sum[static_cast<std::size_t>(dtype)];
-  std::vector<Range> blocks;  // of all ranges, for one use of the pool
-  for (const Range& range : ranges) {
-    for (std::size_t i = 0; i < range.numel; i += kSumNumel) {
-      blocks.push_back({range.first + i, std::min(kSumNumel, range.numel - i)});
-    }
-  }
-  std::vector<double> sums(blocks.size());
-  WorkerPool::instance().run(blocks.size(), [&](std::size_t i) {
-    sums[i] = kernel(sources.data(), sources.size(), blocks[i].first, blocks[i].numel, target);
-  });
-  std::vector<double> totals;
-  std::span<const double> left = sums;
-  for (const Range& range : ranges) {
-    const std::size_t count = sum_blocks(range.numel);
-    totals.push_back(in_order(left.first(count)));
-    left = left.subspan(count);
-  }
-  return totals;
 }
 
 void mean(Dtype dtype, const std::vector<const char*>& sources, char* target, std::size_t numel) {

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <cstddef>
-#include <span>
 #include <vector>
 
 #include "update/update_kind.h"
@@ -31,17 +30,6 @@ double copy_and_sum(Dtype source_dtype, const char* source, Dtype dtype, char* t
 // target += source: added in fp32 and rounded once to the target's dtype. Returns as above.
 double add_and_sum(Dtype source_dtype, const char* source, Dtype dtype, char* target,
                    std::size_t numel);
-
-// A range of an array's elements.
-struct Range {
-  std::size_t first = 0;
-  std::size_t numel = 0;
-};
-
-// mean() of the elements in `ranges`, which do not overlap; the others stay as they are. Returns
-// sum_of_squares() of each range of the target, taken in the same pass over memory.
-std::vector<double> mean_and_sums(Dtype dtype, const std::vector<const char*>& sources,
-                                  char* target, std::span<const Range> ranges);
 
 // The memory yardstick: p += g, m += g, v += g over fp32 arrays, in the blocks and on the threads
 // of an update with next to no arithmetic, so its time is the memory's. Moves 28 bytes per element.

@@ -230,30 +230,19 @@ class CudaBackend(Backend):
             arena, slot, run = self._arenas.find(task.received)
             stream, flat, kernel = streams.collectives, task.flat, self._mean_kernel
             assert kernel is not None, "prepare_means() was not called"
-            waits = [*after, *arena.before_write(slot, run)]
-            if task.sent is not None:
-                flat = task.sent
-                unused = [*after, *self.unused_after(flat)]
-                waits.append(self._start(streams.copies, flat, task.flat, unused).event)
-                self.h2d_bytes += flat.nbytes
-            for event in waits:
+            for event in [*after, *arena.before_write(slot, run)]:
                 self.runtime.wait(stream, event)
         with self.runtime.on(stream):
             if streams.group is not None:
                 received = task.received
                 _average_in_group(kernel, streams.group, flat, received, task.mean)
-            exchanged = self.runtime.record(stream)
             if streams.replicas is not None:
                 assert task.between is not None
                 mine = flat if streams.group is None else task.mean
                 own = task.between.chunk(streams.replicas.size())[0]
                 _average_in_group(kernel, streams.replicas, mine, task.between, own)
                 streams.replicas._allgather_base(_bytes(task.mean), _bytes(own)).wait()
-                exchanged = exchanged if streams.group is not None else self.runtime.record(stream)
         with self._lock:
-            if task.sent is not None:
-                sent_in, first, length = self._arenas.find(flat)
-                sent_in.written(first, length, exchanged)
             done = self.runtime.record(stream)
             if task.in_ram is not None:
                 check_sides(task.in_ram, task.mean)
@@ -398,21 +387,19 @@ class MeanTask:
     The caller keeps `flat` and `in_ram` until it is there.
 
     Attributes:
-        flat: what this device has, of n equal parts; on the device, or in RAM if there is `sent`.
+        flat: what this device has, of n equal parts.
         received: as many elements in slots of an arena, for the parts that are sent to it.
-        mean: where the mean of its parts comes to, on the device: rather the first part of
-            `received`, if it is to go on to RAM.
-        sent: as many elements as `flat`, in slots of an arena, to which that is copied from RAM.
+        mean: where the mean of its parts comes to, on the device: the first part of `received`,
+            say.
         between: as many elements as the mean, on the device, for what replicas send.
         in_ram: memory in RAM to which the mean is copied; None: it stays on the device.
 
-    Several tasks may have the same `received`, `sent` and `between`.
+    Several tasks may have the same `received` and `between`.
     """
 
     flat: torch.Tensor
     received: torch.Tensor
     mean: torch.Tensor
-    sent: torch.Tensor | None = None
     between: torch.Tensor | None = None
     in_ram: torch.Tensor | None = None
 

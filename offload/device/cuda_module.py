@@ -18,7 +18,6 @@ from offload.errors import HeteroError
 THREADS = 256  # of a block, as native/update/cuda/group.h has it
 _PROTOTYPES = {
     "cuDevicePrimaryCtxRetain": (POINTER(c_void_p), c_int),
-    "cuDevicePrimaryCtxRelease_v2": (c_int,),
     "cuDeviceGetPCIBusId": (c_char_p, c_int, c_int),
     "cuCtxPushCurrent_v2": (c_void_p,),
     "cuCtxPopCurrent_v2": (POINTER(c_void_p),),
@@ -62,18 +61,12 @@ class CudaModule:
         """
         code = compile_kernels(kind, torch.cuda.get_device_capability(index))
         self._driver = _driver()
-        self._index = index
         self._functions: dict[str, c_void_p] = {}
         self._module = c_void_p()
-        self._context = c_void_p()
-        _check(self._driver.cuDevicePrimaryCtxRetain(byref(self._context), index), "context")
-        try:
-            with _in_context(self._context):
-                loaded = self._driver.cuModuleLoadData(byref(self._module), code)
-                _check(loaded, "loading kernels")
-        except BaseException:
-            self.close()
-            raise
+        self._context = c_void_p(primary_context(index))
+        with _in_context(self._context):
+            loaded = self._driver.cuModuleLoadData(byref(self._module), code)
+            _check(loaded, "loading kernels")
 
     def launch(self, kernel: str, blocks: int, arguments: Sequence[Any], stream: Any) -> None:
         """Starts `blocks` blocks of THREADS threads on torch's `stream`.
@@ -98,13 +91,11 @@ class CudaModule:
 
     def close(self) -> None:
         """Unloads them; none of them is running. Idempotent."""
-        if self._context.value is None:
+        if self._module.value is None:
             return
         with suppress(HeteroError), _in_context(self._context):
-            if self._module.value is not None:
-                self._driver.cuModuleUnload(self._module)
-        self._driver.cuDevicePrimaryCtxRelease_v2(self._index)
-        self._module, self._context = c_void_p(), c_void_p()
+            self._driver.cuModuleUnload(self._module)
+        self._module = c_void_p()
         self._functions.clear()
 
 

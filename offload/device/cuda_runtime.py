@@ -30,49 +30,10 @@ from offload.device.nccl import has_nccl, nccl_group
 from offload.memory.arena import HostArena
 
 Stream = Any
+Event = Any  # torch's, recorded once: streams and hosts wait for that point alone
 # By device, the handles of streams that nobody has any more.
 _UNUSED_STREAMS: defaultdict[int, deque[int]] = defaultdict(deque)
 _POLL_S = 0.0005  # CUDA knows no wait for an event with a limit
-
-
-class Event:
-    """A point in a stream, which was recorded once. Its memory goes back when nobody has it.
-
-    Whoever is going to wait for the point, or to ask for it, has this object until then. A wait
-    that a stream was given is no reason to keep it: streams wait for what was recorded when they
-    were told to, and not for what is recorded later (cudaEventRecord() says so). So the device's
-    event can be recorded anew as soon as this object is gone, whether the point has come or not.
-    """
-
-    __slots__ = ("__weakref__", "_free", "raw")
-
-    def __init__(self, raw: Any, free: deque[Any]) -> None:
-        """`raw` is the device's event, which goes to `free` in the end."""
-        self.raw = raw
-        self._free = free
-
-    def __del__(self) -> None:
-        self._free.append(self.raw)
-
-
-class EventPool:
-    """Gives events out, as many at a time as are wanted, and makes only those that it lacks.
-
-    Any thread may use it, the garbage collector in the middle of a call, too.
-    """
-
-    def __init__(self, make: Callable[[], Any]) -> None:
-        """`make` makes an event of the device."""
-        self._make = make
-        self._free: deque[Any] = deque()  # whose append() and pop() need no lock
-
-    def take(self) -> Event:
-        """An event that nobody else has; the caller records it."""
-        try:
-            raw = self._free.pop()
-        except IndexError:
-            raw = self._make()
-        return Event(raw, self._free)
 
 
 def choose_gpu() -> None:
@@ -99,7 +60,6 @@ class CudaRuntime:
         # Inside on(stream) it is the calling thread's current one.
         self.on: Callable[[Stream], AbstractContextManager[object]] = self._torch.stream
         self._streams: weakref.WeakValueDictionary[int, Stream] = weakref.WeakValueDictionary()
-        self._events = EventPool(lambda: self._torch.Event(blocking=True))  # who waits sleeps
 
     def new_stream(self) -> Stream:
         """A stream of its own, as long as somebody has it.
@@ -135,17 +95,17 @@ class CudaRuntime:
 
     def record(self, stream: Stream) -> Event:
         """An event that comes when all work that `stream` was given so far is done."""
-        event = self._events.take()
-        event.raw.record(stream)
+        event = self._torch.Event(blocking=True)  # who waits sleeps
+        event.record(stream)
         return event
 
     def wait(self, stream: Stream, event: Event) -> None:
         """What `stream` is given from now on is done after `event`; the host goes on."""
-        stream.wait_event(event.raw)
+        stream.wait_event(event)
 
     def done(self, event: Event) -> bool:
         """Whether the event has come. Raises RuntimeError if work on the device failed."""
-        return bool(event.raw.query())
+        return bool(event.query())
 
     def comes_within(self, event: Event, seconds: float) -> bool:
         """Whether `event` comes; the host waits so long at most. Raises RuntimeError as done()."""
@@ -158,7 +118,7 @@ class CudaRuntime:
 
     def synchronize(self, event: Event) -> None:
         """The host sleeps until `event`. Raises RuntimeError as done()."""
-        event.raw.synchronize()
+        event.synchronize()
 
     def synchronize_all(self) -> None:
         """The host waits for all work on the device. Raises RuntimeError as done()."""
@@ -171,7 +131,7 @@ class CudaRuntime:
 
     def handle(self, event: Event) -> int:
         """The driver's handle of an event, for as long as the caller has the event."""
-        return int(event.raw.cuda_event)
+        return int(event.cuda_event)
 
     def offload_queue(self, stream: Stream, buffers: HostArena) -> OffloadQueue:
         """A queue whose copies are in `stream`; the rest is as OffloadQueue.on_cuda() has it."""

@@ -18,7 +18,6 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import torch
 
@@ -65,20 +64,6 @@ class ChunkFetch:
         self.queue.cancel(self)
 
 
-class CommonReads(Protocol):
-    """Knows which chunks all processes read together, in one order.
-
-    Such reads do not overtake each other although somebody waits for one, and are not left out
-    although nobody needs the chunk any more.
-    """
-
-    def is_common(self, chunk: int) -> bool:
-        """Whether the next read of the chunk is one of all processes."""
-
-    def leave_out(self, chunk: int) -> None:
-        """In the place of that read: this process does not need what is read."""
-
-
 class FetchQueue:
     """Fetches chunks to slots of a device: the Backing of a cache there.
 
@@ -93,7 +78,6 @@ class FetchQueue:
         home: Callable[[int], torch.Tensor | None],
         in_ram: SharedCache,
         used_bytes: Mapping[int, int],
-        common: CommonReads | None = None,
     ) -> None:
         """
         Args:
@@ -101,14 +85,12 @@ class FetchQueue:
             home: The whole chunk, flat, if its home is in RAM; else None.
             in_ram: Brings the other chunks to RAM.
             used_bytes: How many bytes of a chunk's slots are copied.
-            common: What knows which chunks other processes read, too.
         """
         self._arena = arena
         self._backend = backend
         self._home = home
         self._in_ram = in_ram
         self._used_bytes = used_bytes
-        self._common = common
         self._changed = threading.Condition()  # reentrant; guards all below, and fetches
         self._queue: deque[ChunkFetch] = deque()
         self._under_way = 0  # fetches STAGING or COPYING
@@ -150,21 +132,15 @@ class FetchQueue:
         """Stages chunks of the queue, in order, as far as there is room. Needs the lock."""
         while self._queue:
             fetch = self._queue[0]
-            if fetch.state is FetchState.DONE:  # cancelled
-                self._queue.popleft()
-                self._leave_out(fetch)
-                continue
             try:
                 in_ram = self._in_ram.start(fetch.chunk)
             except Exception as error:
                 self._queue.popleft()
-                self._leave_out(fetch)
                 self._end(fetch, error)
                 continue
             if in_ram is None:
                 return
             self._queue.popleft()
-            self._leave_out(fetch)  # where RAM has had it still, nothing was read
             self._under_way += 1
             fetch.in_ram, fetch.state = in_ram, FetchState.STAGING
             if in_ram.op is None:
@@ -174,13 +150,6 @@ class FetchQueue:
                 self._staging.do(partial(self._stage, fetch, in_ram))
             except RuntimeError as error:  # its thread cannot start
                 self._end(fetch, error)
-
-    def _is_common(self, fetch: ChunkFetch) -> bool:
-        return self._common is not None and self._common.is_common(fetch.chunk)
-
-    def _leave_out(self, fetch: ChunkFetch) -> None:
-        if self._common is not None and self._common.is_common(fetch.chunk):
-            self._common.leave_out(fetch.chunk)
 
     def _stage(self, fetch: ChunkFetch, in_ram: HostCopy) -> None:
         """In a thread: waits until RAM has the chunk, and starts its copy."""
@@ -238,14 +207,13 @@ class FetchQueue:
             if under_way is not None:
                 under_way.cancel()
             elif fetch.state is FetchState.QUEUED:
-                if not self._is_common(fetch):
-                    self._queue.remove(fetch)
+                self._queue.remove(fetch)
                 self._end(fetch, cancelled())
 
     def finish(self, fetch: ChunkFetch) -> None:
-        """For ChunkFetch: until it is done; it gets room next, unless it stays in order."""
+        """For ChunkFetch: until it is done; it gets room next."""
         with self._changed:
-            if fetch in self._queue and not self._is_common(fetch):
+            if fetch in self._queue:
                 self._queue.remove(fetch)
                 self._queue.appendleft(fetch)
                 self._start_queued()
@@ -253,7 +221,6 @@ class FetchQueue:
                 if fetch.state is FetchState.QUEUED and not self._under_way:
                     # Room comes from fetches alone.
                     self._queue.remove(fetch)
-                    self._leave_out(fetch)
                     self._end(fetch, self._in_ram.no_room(fetch.chunk))
                 else:
                     self._changed.wait()

@@ -8,8 +8,6 @@ import torch
 
 from offload.memory.arena import HostArena
 
-_EACH = 1 << 32  # numbers of slots for each arena of a DevicePool
-
 
 class SlotPool:
     """First-fit allocation of runs of slots.
@@ -41,11 +39,6 @@ class SlotPool:
         """A flat tensor over a run that take() allocated; it is no pin."""
         return self.arena.view(first, run, dtype)
 
-    def reserve(self, more: int) -> None:
-        """Raises the limit by `more` slots. Raises BudgetError, with nothing changed."""
-        self.arena.commit(self._limit, more)
-        self._limit += more
-
     def refit(self, slots: int, limit: int) -> None:
         """Gives the arena `slots` slots and a new limit, while none is allocated.
 
@@ -72,26 +65,22 @@ class SlotPool:
 class DevicePool:
     """As SlotPool, of memory that is taken and given back as a whole.
 
-    Slots up to the limit are in one arena, and in one more for each reserve(). A run beyond the
-    limit has an arena of its own.
+    Slots up to the limit are in one arena. A run beyond the limit has an arena of its own.
     """
 
     def __init__(self, make: Callable[[int], HostArena], limit: int) -> None:
         """`make` makes an arena of so many slots, charged, which others close in the end."""
         self._make = make
-        self._pools = [SlotPool(make(limit), limit)]
+        self._pool = SlotPool(make(limit), limit)
         self._beyond: dict[int, HostArena] = {}  # by the number of its first slot, a negative one
         self._spare: list[HostArena] = []  # for runs beyond the limit; without slots
         self._last = 0
 
     def take(self, run: int, beyond: bool = False) -> int | None:
         """As SlotPool.take()."""
-        for number, pool in enumerate(self._pools):
-            first = pool.take(run)
-            if first is not None:
-                return number * _EACH + first
-        if not beyond:
-            return None
+        first = self._pool.take(run)
+        if first is not None or not beyond:
+            return first
         arena = self._spare.pop() if self._spare else self._make(0)
         try:
             arena.resize(run)
@@ -106,20 +95,12 @@ class DevicePool:
         """As SlotPool.view()."""
         if first < 0:
             return self._beyond[first].view(0, run, dtype)
-        return self._pools[first // _EACH].view(first % _EACH, run, dtype)
-
-    def reserve(self, more: int) -> None:
-        """As SlotPool.reserve()."""
-        if more:
-            self._pools.append(SlotPool(self._make(more), more))
+        return self._pool.view(first, run, dtype)
 
     def refit(self, slots: int, limit: int) -> None:
         """As SlotPool.refit(); `slots` beyond the limit are made when they are needed."""
         assert not self._beyond
-        for pool in self._pools[1:]:
-            pool.refit(0, 0)
-        del self._pools[1:]
-        self._pools[0].refit(limit, limit)
+        self._pool.refit(limit, limit)
 
     def give_back(self, first: int, run: int) -> None:
         """Frees a run that take() allocated."""
@@ -128,4 +109,4 @@ class DevicePool:
             arena.resize(0)
             self._spare.append(arena)
         else:
-            self._pools[first // _EACH].give_back(first % _EACH, run)
+            self._pool.give_back(first, run)

@@ -161,7 +161,8 @@ class TestBytes:
             capacity, used = found["capacity"], found["used"]
             param, optim_state = (2, 10) if dtype == "bf16" else (4, 8)
             assert used["param"] == capacity * param // (n if stage == 3 else 1)
-            assert used["grad"] == capacity * param // (n if stage >= 2 else 1)
+            assert used["grad"] == capacity * param // n
+            assert (used["bucket"] > capacity * param) == (stage == 1)
             assert used["optim_state"] == capacity * optim_state // n
             assert (used["gathered"] > 0) == (stage == 3)
 

@@ -381,8 +381,10 @@ class AgreedGathers:
         try:
             if not has_it and self._begin(chunk.id, must):
                 pass  # the slots' backing starts it
-            elif not (has_it or must) or not self.gathering.take_part(chunk, must):
+            elif not (has_it or must):
                 return False
+            else:
+                self.gathering.stream.start(chunk)
         finally:
             self._is_starting = False
         self._started += 1
@@ -390,17 +392,11 @@ class AgreedGathers:
 
     def _begin(self, chunk: int, must: bool) -> bool:
         """Starts bringing the chunk to slots, with all ranks; False if there is no room."""
-        if not self.gathering.expect(chunk, must):  # by the backing of the slots
-            return False
-        has_begun = False
         try:
-            has_begun = self.cache.begin(chunk, must)
-        except BudgetError:
-            pass  # who needs it in a moment, and not only other ranks, meets it again
-        finally:
-            if not has_begun:
-                self.gathering.forget_expected(chunk)
-        return has_begun
+            with self.gathering.together(chunk):  # by the backing of the slots
+                return self.cache.begin(chunk, must)
+        except BudgetError:  # who needs it in a moment, and not only other ranks, meets it again
+            return False
 
     # Other ranks
 

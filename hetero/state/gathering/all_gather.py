@@ -14,7 +14,7 @@ import contextlib
 import copy
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
@@ -407,10 +407,8 @@ class Gathering:
         self._dtype = dtype
         self.one_sided_wait_s = 0.0
         self.stream = stream
-        # Chunks of which all ranks are about to make an all-gather, which this one has begun, and
-        # told when one is started. Reads that need room in RAM are started by other threads.
-        self._expected: set[int] = set()
-        self._changed = threading.Condition()
+        # The chunk and the thread of the block of together(): other reads are of this rank alone.
+        self._common: tuple[int, int] | None = None
 
     @property
     def wait_s(self) -> float:
@@ -423,66 +421,23 @@ class Gathering:
         return all(chunk in self._shards.homes for chunk in self._layout.chunks)
 
     def read(self, chunk: int, slot: int) -> Operation:
-        """Starts gathering a chunk into the slots from `slot` on, with all ranks if expected."""
+        """Starts gathering a chunk into the slots from `slot` on, as together() says."""
         found = self._layout.chunks[chunk]
         whole = self._arena.view(slot, found.slots, self._dtype)
-        started = self.start_expected(chunk, lambda: self.start(found, whole))
-        return self.read_alone(found, whole) if started is None else started
+        return self.start(found, whole) if self.is_common(chunk) else self.read_alone(found, whole)
 
-    def expect(self, chunk: int, must: bool) -> bool:
-        """All ranks are about to make an all-gather of the chunk: its next read() takes part.
-
-        One of the same chunk may not have been started yet. If this is a `must` it is waited for,
-        as in take_part(), and else this returns False.
-        """
-        with self._changed:
-            if chunk in self._expected and not must:
-                return False
-            self._wait_until(lambda: chunk not in self._expected)
-            self._expected.add(chunk)
-            return True
-
-    def forget_expected(self, chunk: int) -> None:
-        """The chunk's next read() is of this rank alone; idempotent."""
-        with self._changed:
-            self._expected.discard(chunk)
-            self._changed.notify_all()
-
-    def start_expected(self, chunk: int, start: Callable[[], CommonGather]) -> CommonGather | None:
-        """What `start` gives, if all ranks are about to gather the chunk; else None."""
-        with self._changed:
-            if chunk not in self._expected:
-                return None
-            started = start()
-            self.forget_expected(chunk)
-            return started
-
-    def take_part(self, chunk: Chunk, must: bool) -> bool:
-        """Starts an all-gather of a chunk that this rank does not keep, after those expected.
-
-        These may have no room in RAM yet, through which they go to a device. If it is a `must`,
-        this waits until they have been started: others that are under way end, and give them room.
-        Else it returns False.
-        """
-        with self._changed:
-            if self._expected and not must:
-                return False
-            self._wait_until(lambda: not self._expected)
-            self.stream.start(chunk)
-        return True
-
-    def _wait_until(self, is_so: Callable[[], bool]) -> None:
-        """Until it is so. Holds the lock."""
-        while not self._changed.wait_for(is_so, LOOK_S):
-            deliver_signals()
+    @contextlib.contextmanager
+    def together(self, chunk: int) -> Iterator[None]:
+        """Inside the block this thread's read() of the chunk is an all-gather of all ranks."""
+        self._common = chunk, threading.get_ident()
+        try:
+            yield
+        finally:
+            self._common = None
 
     def is_common(self, chunk: int) -> bool:
-        """Whether all ranks are about to gather the chunk."""
-        return chunk in self._expected
-
-    def leave_out(self, chunk: int) -> None:
-        """In the place of read(): this rank takes part in the gather for the others alone."""
-        self.start_expected(chunk, lambda: self.stream.start(self._layout.chunks[chunk]))
+        """Whether the chunk is read in the block of together()."""
+        return self._common == (chunk, threading.get_ident())
 
     def start(self, chunk: Chunk, whole: torch.Tensor) -> CommonGather:
         """Starts gathering a chunk to `whole`, flat, with all ranks."""
@@ -525,11 +480,10 @@ class DeviceGathers:
         self._fetches = fetches
 
     def read(self, chunk: int, slot: int) -> Operation:
-        """Starts bringing a chunk to the slots from `slot` on, with all ranks if expected."""
+        """Starts bringing a chunk to the slots from `slot` on, as Gathering.together() says."""
+        if not self._gathering.is_common(chunk):
+            return self._fetches.read(chunk, slot)
         found = self._layout.chunks[chunk]
         whole = self._arena.view(slot, found.slots, torch.uint8)
-        alone, start = self._fetches.read, self._gathering.stream.start
-        started = self._gathering.start_expected(
-            chunk, lambda: start(found, whole, lambda: alone(chunk, slot).wait())
-        )
-        return alone(chunk, slot) if started is None else started
+        read_alone = lambda: self._fetches.read(chunk, slot).wait()  # noqa: E731
+        return self._gathering.stream.start(found, whole, read_alone)

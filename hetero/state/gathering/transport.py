@@ -8,7 +8,8 @@ from which the other ranks' shards are copied to RAM. Homes of one chunk may be 
 rank, and in RAM of another: to the others it is all the same.
 
 Gathers to homes in RAM have one slot on the device, so the next chunk's goes up when this one's has
-come down. Ranks that share a GPU gather in RAM, by gloo, and so does what Muon's updates exchange.
+come down. Ranks that share a GPU gather whole homes in RAM, by gloo, and what Muon's updates
+exchange; shards they read one-sided, to slots in RAM on their way to the device.
 """
 
 from __future__ import annotations

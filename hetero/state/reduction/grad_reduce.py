@@ -28,7 +28,7 @@ from hetero.ranks.peers import Channel
 from hetero.ranks.process_groups import ProcessGroups
 from hetero.state.grads import Grads, LossScale, put_grad
 from hetero.state.managed_param import ManagedParam
-from hetero.state.reduction.means import Bucket, BucketState, DeviceMean, RankMean, ReduceBuffers
+from hetero.state.reduction.means import Bucket, DeviceMean, RankMean, ReduceBuffers
 from offload.device.grad_offload import GradOffload
 from offload.errors import BudgetError, HeteroError
 from offload.timeline import marked
@@ -113,7 +113,6 @@ class _Sending:
     chunk: Chunk
     bucket: Bucket | None  # None: this rank has no gradient of it, and sends zeros
     received_slot: int
-    received: torch.Tensor
     mean: RankMean | DeviceMean
 
 
@@ -167,11 +166,6 @@ class ChunkMeans:
         self._accumulated: set[ManagedParam] = set()  # the next mean is added to the kept gradient
 
     @property
-    def has_whole_homes(self) -> bool:
-        """Whether the buckets are GRAD homes of whole chunks (stage 1)."""
-        return self._memory.buckets is None
-
-    @property
     def is_sending(self) -> bool:
         """Whether some mean is under way."""
         return bool(self._sending)
@@ -179,11 +173,7 @@ class ChunkMeans:
     @property
     def is_idle(self) -> bool:
         """Whether no gradient waits to be averaged, or is being averaged."""
-        if self._sending:
-            return False
-        if self._memory.buckets is not None:
-            return not self._buckets
-        return all(bucket.state is BucketState.MEAN for bucket in self._buckets.values())
+        return not self._sending and not self._buckets
 
     def has_mean(self, chunk: Chunk) -> bool:
         """Whether the kept gradient of the chunk is the mean of all that came."""
@@ -194,35 +184,22 @@ class ChunkMeans:
         return self._grad_offload is None or not any(map(self._grad_offload.busy, members))
 
     def unsent(self) -> set[int]:
-        """The ids of chunks with gradients of which no mean is begun."""
+        """The ids of chunks with gradients of which no mean is begun; while none is under way."""
+        assert not self._sending
         return {
             chunk_id
             for chunk_id, bucket in self._buckets.items()
-            if bucket.state is BucketState.FILLING and any(m.has_grad for m in bucket.filled)
+            if any(m.has_grad for m in bucket.filled)
         }
-
-    def release_views(self) -> None:
-        """Drops the views of GRAD homes, which may then move. Only while idle."""
-        if self._memory.buckets is None:
-            for bucket in self._buckets.values():
-                bucket.flat = torch.empty(0)
 
     def resize(self, bucket_slots: int, received_slots: int) -> None:
         """Gives the pools other numbers of slots, while idle. Raises BudgetError."""
         self._memory.resize(bucket_slots, received_slots)
 
-    def reserve(self, slots: int) -> None:
-        """Adds bucket slots to those that are charged all the time.
-
-        Raises BudgetError, with nothing changed.
-        """
-        if self._memory.buckets is not None:
-            self._memory.buckets.reserve(slots)
-
     # Buckets
 
     def open(self, chunk: Chunk, beyond: bool = False) -> Bucket | None:
-        """The chunk's bucket, in state FILLING, when no mean of it is under way any more.
+        """The chunk's bucket, to be filled, when no mean of it is under way any more.
 
         Returns None if the pool, whose number of slots is a soft limit, has none left. Slots
         `beyond` the limit are charged; raises BudgetError if there is no room for them.
@@ -234,16 +211,10 @@ class ChunkMeans:
             if bucket is None:
                 return None
             self._buckets[chunk.id] = bucket
-        elif bucket.slot is None:
-            bucket.flat = self._grads.open_home(chunk)  # which may have moved
-        if bucket.state is BucketState.MEAN:
-            self._reopen_mean(chunk, bucket)
         return bucket
 
     def _make_bucket(self, chunk: Chunk, beyond: bool) -> Bucket | None:
         pool = self._memory.buckets
-        if pool is None:
-            return Bucket(self._grads.open_home(chunk), None)
         try:
             slot = pool.take(chunk.slots, beyond=beyond)
         except BudgetError as error:
@@ -255,24 +226,6 @@ class ChunkMeans:
             return None
         return Bucket(pool.view(slot, chunk.slots, self._memory.dtype), slot)
 
-    def _reopen_mean(self, chunk: Chunk, bucket: Bucket) -> None:
-        """Stage 1: makes of a mean this rank's part of a sum, to which more gradients are added.
-
-        The sum over all ranks and replicas is then what it was: this rank's shard holds the mean
-        times the number of ranks, on one of the replicas, and the rest is zero.
-        """
-        for m in self._grads.members(chunk):
-            if m.has_grad:
-                self._grads.set_factor(m, self._loss_scale.grad_factor, accumulate=True)
-        shard = self._layout.shard.range(bucket.flat.numel())
-        bucket.flat[: shard.start].zero_()
-        bucket.flat[shard.stop :].zero_()
-        bucket.flat[shard].mul_(self._world.size)
-        if self._world.replicas is not None and self._world.replicas.rank > 0:
-            bucket.flat[shard].zero_()
-        bucket.filled = {m for m in self._grads.members(chunk) if m.has_grad}
-        bucket.state = BucketState.FILLING
-
     def put(
         self, bucket: Bucket, managed: ManagedParam, grad: torch.Tensor, accumulate: bool
     ) -> None:
@@ -282,8 +235,6 @@ class ChunkMeans:
         grad_offload = self._grad_offload
         if grad_offload is not None and not grad_offload.limit_bytes:
             grad_offload = None
-        if bucket.slot is None and self._grads.homes.on_device(managed.chunk):
-            grad_offload = None  # it stays there
         put_grad(managed, grad, into, accumulate, grad_offload)
         if self._memory.device is not None:
             bucket.computed.append(self._memory.device.record())
@@ -296,18 +247,16 @@ class ChunkMeans:
     def free_cleared(self) -> None:
         """Frees buckets whose gradients were all cleared before they were sent."""
         for chunk_id, bucket in list(self._buckets.items()):
-            if bucket.slot is not None and not any(m.has_grad for m in bucket.filled):
+            if not any(m.has_grad for m in bucket.filled):
                 if self._grad_offload is not None:
                     for m in bucket.filled:
                         self._grad_offload.wait_ended(m)
                 self._free_bucket(self._layout.chunks[chunk_id], bucket)
 
     def _free_bucket(self, chunk: Chunk, bucket: Bucket) -> None:
-        """Gives the bucket's slot back to the pool, if it is in one."""
-        if bucket.slot is not None:
-            assert self._memory.buckets is not None
-            self._memory.buckets.give_back(bucket.slot, chunk.slots)
-            del self._buckets[chunk.id]
+        """Gives the bucket's slot back to the pool."""
+        self._memory.buckets.give_back(bucket.slot, chunk.slots)
+        del self._buckets[chunk.id]
 
     # Averaging
 
@@ -318,7 +267,7 @@ class ChunkMeans:
         Returns those that have one.
         """
         self.finish(chunk)
-        bucket = self.open(chunk) if self.has_whole_homes else self._buckets.get(chunk.id)
+        bucket = self._buckets.get(chunk.id)
         if bucket is not None:
             self._wait_for_gradients(chunk, bucket)
         pool = self._memory.received
@@ -329,7 +278,6 @@ class ChunkMeans:
         received = pool.view(slot, chunk.slots, self._memory.dtype)
         sent: list[ManagedParam] = []
         if bucket is not None:
-            bucket.state = BucketState.SENDING
             for m in self._grads.members(chunk):
                 if m in bucket.filled and m.has_grad:
                     sent.append(m)
@@ -337,7 +285,7 @@ class ChunkMeans:
                     m.part_of(bucket.flat).zero_()
         what = f"the gradient of {chunk.name}"
         mean = self._memory.begin_mean(self._world, chunk, bucket, received, slot, what)
-        self._sending.append(_Sending(chunk, bucket, slot, received, mean))
+        self._sending.append(_Sending(chunk, bucket, slot, mean))
         return sent
 
     def take_new(self) -> list[Chunk]:
@@ -349,10 +297,6 @@ class ChunkMeans:
             self.finish_oldest()
         new, self.new = self.new, []
         return new
-
-    def _own_part(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a chunk's whole gradient."""
-        return whole[self._layout.shard.range(whole.numel())]
 
     def _wait_for_gradients(self, chunk: Chunk, bucket: Bucket) -> None:
         """Returns when no gradient of the chunk is on its way from the device.
@@ -379,28 +323,11 @@ class ChunkMeans:
         oldest.mean.wait()
         self.wait_s += time.perf_counter() - began_s
         members = self._grads.members(oldest.chunk)
-        if self._memory.buckets is None:
-            assert oldest.bucket is not None
-            sums: list[float] | None = None
-            if isinstance(oldest.mean, DeviceMean):
-                oldest.mean.take()  # it has come to its place
-            else:
-                mean = self._own_part(oldest.bucket.flat)
-                sums = oldest.mean.compute_parts(mean, self._grads.parts(oldest.chunk))
-            oldest.bucket.computed.clear()
-            oldest.bucket.state = BucketState.MEAN
-            oldest.bucket.filled.clear()
-            self._grads.note_means(oldest.chunk, sums)
-        else:
-            if isinstance(oldest.mean, DeviceMean):
-                mean = oldest.mean.take()
-            else:  # in memory that nobody needs any more
-                mean = self._own_part(oldest.bucket.flat if oldest.bucket else oldest.received)
-                oldest.mean.compute(mean)
-            accumulated = {m for m in members if m in self._accumulated and m.has_grad}
-            for m in accumulated:
-                self._grads.set_factor(m, self._loss_scale.grad_factor, accumulate=True)
-            self._grads.merge(oldest.chunk, mean, accumulated)
+        mean = oldest.mean.take()
+        accumulated = {m for m in members if m in self._accumulated and m.has_grad}
+        for m in accumulated:
+            self._grads.set_factor(m, self._loss_scale.grad_factor, accumulate=True)
+        self._grads.merge(oldest.chunk, mean, accumulated)
         self._memory.received.give_back(oldest.received_slot, oldest.chunk.slots)
         if oldest.bucket is not None:
             self._free_bucket(oldest.chunk, oldest.bucket)
@@ -416,9 +343,8 @@ class ChunkMeans:
 class GradReducer:
     """Takes gradients of whole chunks and hands this rank's shard of their mean to `grads`.
 
-    With sharded gradients (stages 2 and 3) chunks are averaged during backward, in buckets that are
-    used again and again; in stage 1, and inside no_sync(), once, when reduce_all() is called, from
-    buckets that stay.
+    Chunks are averaged during backward, in buckets that are used again and again; inside no_sync()
+    once, when reduce_all() is called, from buckets that stay. In stage 1 that is always so.
     """
 
     def __init__(
@@ -450,8 +376,8 @@ class GradReducer:
 
     @property
     def reduces_in_backward(self) -> bool:
-        """Whether chunks are averaged while backward runs: stages 2 and 3, outside no_sync()."""
-        return not (self.means.has_whole_homes or self._no_sync_depth)
+        """Whether chunks are averaged while backward runs: outside no_sync()."""
+        return not self._no_sync_depth
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -517,7 +443,7 @@ class GradReducer:
     # Buckets
 
     def _open(self, chunk: Chunk) -> Bucket:
-        """The chunk's bucket, in state FILLING.
+        """The chunk's bucket, to be filled.
 
         When all slots are in use, they are reclaimed in this order, each until the chunk fits: the
         oldest bucket that is being sent; the next chunks in the order of sending, complete or not

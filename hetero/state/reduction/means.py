@@ -1,15 +1,14 @@
 """Means of gradients over the ranks of a shard group and over its replicas, and their memory.
 
-Gradients wait in buckets, or are in whole homes (stage 1), until they are averaged. Where devices
-make means, buckets are on the device, and homes in RAM are copied there when it is their turn. The
-devices send each other their parts, and a kernel adds up what has come, in fp32 in the order of
-ranks, and rounds it once: the bits are those of RankMean. With hybrid sharding they then do the
-same with the replicas' devices. Of a bucket this rank's shard of the mean alone crosses the link.
+Gradients wait in buckets until they are averaged. Where devices make means, buckets are on the
+device. The devices send each other their parts, and a kernel adds up what has come, in fp32 in the
+order of ranks, and rounds it once: the bits are those of RankMean. With hybrid sharding they then
+do the same with the replicas' devices. Of a bucket this rank's shard of the mean alone crosses the
+link.
 """
 
 from __future__ import annotations
 
-import enum
 import mmap
 import threading
 from collections.abc import Sequence
@@ -51,6 +50,7 @@ class RankMean:
         world: ProcessGroups,
         flat: torch.Tensor,
         received: torch.Tensor,
+        into: torch.Tensor,
         replica_arena: HostArena | None,
         what: str,
     ) -> None:
@@ -62,6 +62,7 @@ class RankMean:
             world: the ranks.
             flat: this rank's gradient, whole; zeros if it has none. It is not written to.
             received: memory of as many elements for the parts that ranks send to this one.
+            into: gets the mean: this rank's part of `flat`, or of `received`.
             replica_arena: holds what other replicas send; None without replicas.
             what: names the gradient in errors.
         """
@@ -69,6 +70,7 @@ class RankMean:
         self._replica_arena = replica_arena
         self._flat = flat
         self._received = received
+        self._into = into
         self._what = what
         self._sending: Collective | PartsFromPeers | None = None
         shard = world.shard
@@ -80,83 +82,41 @@ class RankMean:
         if self._sending is not None:
             self._sending.wait()
 
-    def compute(self, into: torch.Tensor) -> None:
-        """Makes the mean, after wait(); all replicas of a shard must do so.
+    def take(self) -> torch.Tensor:
+        """Makes the mean over all ranks, flat, after wait(); all replicas of a shard must do so.
 
-        It goes to `into`, flat, of the length of a part; that may be this rank's part of `flat`, or
-        of `received`. Raises PeerError.
+        Once. Raises PeerError.
         """
         if self._world.shard is None:
-            into.copy_(self._flat)
+            self._into.copy_(self._flat)
         else:
-            _average(self._world.shard, self._received, self._flat, into)
+            _average(self._world.shard, self._received, self._flat, self._into)
         if self._replica_arena is not None:
-            average_over_replicas(self._world, self._replica_arena, into, self._what)
+            self._average_over_replicas(self._replica_arena)
+        return self._into
 
-    def compute_parts(self, into: torch.Tensor, parts: Sequence[slice]) -> list[float] | None:
-        """compute() for some elements of this rank's part of the gradient; others have no meaning.
-
-        Args:
-            into: where the mean goes, as compute() says.
-            parts: ranges of elements that do not overlap.
-
-        Returns:
-            The sum of squares of each of `parts`, taken in the same pass over memory; None with
-            replicas, from which most of the mean comes then.
-
-        Raises:
-            PeerError: another rank failed, or did not come.
-        """
-        if self._world.replicas is not None:
-            self.compute(into)
-            return None
-        assert self._world.shard is not None
-        return _native.mean_and_sums(
-            check_dtype(str(into.dtype), "dtype"),
-            _addresses(self._world.shard, self._received, self._flat),
-            into.data_ptr(),
-            [(part.start, part.stop - part.start) for part in parts],
-        )
-
-
-def average_over_replicas(
-    world: ProcessGroups, arena: HostArena, into: torch.Tensor, what: str
-) -> None:
-    """Makes of a shard group's mean that of all ranks; all replicas of the shard must call it.
-
-    Args:
-        world: the ranks.
-        arena: holds what other replicas send.
-        into: the mean of this rank's shard group, flat and in RAM, which becomes that of all.
-        what: names the gradient in errors.
-
-    Raises PeerError.
-    """
-    replicas = world.replicas
-    assert replicas is not None
-    received = arena.view(0, arena.slots, into.dtype)[: into.numel()]
-    replicas.begin_all_to_all(received, into, what, Channel.GRADIENTS).wait()
-    own = into.chunk(replicas.size)[replicas.rank]
-    _average(replicas, received, into, own)
-    parts = GatheredParts(into, replicas.size)
-    replicas.gather_parts(own, parts, what, Channel.GRADIENTS)
+    def _average_over_replicas(self, arena: HostArena) -> None:
+        """Makes of the shard group's mean that of all ranks; `arena` holds what replicas send."""
+        replicas, into = self._world.replicas, self._into
+        assert replicas is not None
+        received = arena.view(0, arena.slots, into.dtype)[: into.numel()]
+        replicas.begin_all_to_all(received, into, self._what, Channel.GRADIENTS).wait()
+        own = into.chunk(replicas.size)[replicas.rank]
+        _average(replicas, received, into, own)
+        parts = GatheredParts(into, replicas.size)
+        replicas.gather_parts(own, parts, self._what, Channel.GRADIENTS)
 
 
 def _average(
     group: Communicator, received: torch.Tensor, flat: torch.Tensor, into: torch.Tensor
 ) -> None:
-    """Writes the mean of the parts of all members of `group` to `into`."""
-    addresses = _addresses(group, received, flat)
-    _native.mean(check_dtype(str(into.dtype), "dtype"), addresses, into.data_ptr(), into.numel())
-
-
-def _addresses(group: Communicator, received: torch.Tensor, flat: torch.Tensor) -> list[int]:
-    """Where the members' parts are, in the members' order: this rank's own in `flat`."""
+    """Writes the mean of the parts of all members of `group` to `into`; its own is in `flat`."""
     part_bytes = received.nbytes // group.size
-    return [
+    addresses = [
         (flat if peer == group.rank else received).data_ptr() + peer * part_bytes
         for peer in range(group.size)
     ]
+    _native.mean(check_dtype(str(into.dtype), "dtype"), addresses, into.data_ptr(), into.numel())
 
 
 @dataclass(frozen=True)
@@ -164,17 +124,15 @@ class MeanMemory:
     """Memory for means, beside the buckets and what is received.
 
     Attributes:
-        spare: on the device, as many elements as the longest chunk has. They become zeros, which
-            are sent where a rank has no gradient; or, where homes of gradients are whole (stage 1)
-            and so have zeros, they are for what is sent from RAM.
-        in_ram: slots for means on their way home, one for each slot of what is received; None if
-            homes are whole, to which means come at once.
+        zeros: on the device, as many elements as the longest chunk has: what a rank without a
+            gradient sends. DeviceMeans writes the zeros.
+        in_ram: slots for means on their way home, one for each slot of what is received.
         between: on the device, for what other replicas send, a shard of the longest chunk; None
             without replicas.
     """
 
-    spare: torch.Tensor
-    in_ram: HostArena | None
+    zeros: torch.Tensor
+    in_ram: HostArena
     between: torch.Tensor | None
 
 
@@ -207,8 +165,7 @@ class DeviceMeans:
         self._homes = homes
         self._shard = shard
         self._memory = memory
-        if memory.in_ram is not None:
-            memory.spare.zero_()
+        memory.zeros.zero_()
         self._zeroed = self.record()
         self.worker = Worker("means")
 
@@ -229,32 +186,22 @@ class DeviceMeans:
 
         Args:
             chunk: whose gradient it is.
-            flat: this rank's, whole; None: it has none, and sends zeros. A whole home gets the mean
-                in this rank's part of it.
+            flat: this rank's, whole; None: it has none, and sends zeros.
             computed: the events after which other streams than the current one have made it.
             received: memory of as many elements for what other ranks send; the current stream may
                 have work with it.
             slot: the number of the first slot that `received` is in.
             what: names the gradient in errors.
         """
-        memory, on_device = self._memory, self._homes.on_device(chunk)
+        memory, in_ram = self._memory, None
         computed = [*computed, self.record()]
         part = self._shard.numel(received.numel())
-        mean, sent, in_ram = received[:part], None, None
-        if memory.in_ram is None:
-            assert flat is not None
-            own = flat[self._shard.range(flat.numel())]
-            if on_device:
-                mean = own
-            else:
-                sent, in_ram = memory.spare[: flat.numel()], own
-        else:
-            if flat is None:
-                flat, computed = memory.spare[: received.numel()], [self._zeroed, computed[-1]]
-            if not on_device:
-                in_ram = memory.in_ram.view(slot, chunk.slots, received.dtype)
+        if flat is None:
+            flat, computed = memory.zeros[: received.numel()], [self._zeroed, computed[-1]]
+        if not self._homes.on_device(chunk):
+            in_ram = memory.in_ram.view(slot, chunk.slots, received.dtype)
         between = None if memory.between is None else memory.between[:part]
-        task = MeanTask(flat, received, mean, sent, between, in_ram)
+        task = MeanTask(flat, received, received[:part], between, in_ram)
         return DeviceMean(self, task, computed, what)
 
     def note_exchanged(self, whole_bytes: int) -> None:
@@ -267,9 +214,8 @@ class DeviceMeans:
 
     def resize(self, slots: int) -> None:
         """As many slots as there are for what is received. Raises BudgetError."""
-        if self._memory.in_ram is not None:
-            self._memory.in_ram.resize(slots)
-            self._memory.in_ram.commit(0, slots)
+        self._memory.in_ram.resize(slots)
+        self._memory.in_ram.commit(0, slots)
 
     def close(self) -> None:
         """Ends the thread, when all that was started is given to the device; idempotent."""
@@ -340,8 +286,7 @@ class ReduceBuffers:
 
     Attributes:
         dtype: of gradients on their way between ranks.
-        buckets: slots for buckets, in stages 2 and 3; None in stage 1, where GRAD homes are whole,
-            and are the buckets.
+        buckets: slots for buckets.
         received: slots for what other ranks of the shard group send, one whole chunk at a time.
         replicas: slots of RAM for what other replicas of this shard send; None without replicas.
         device: makes the means, also those over replicas, where ranks have devices of their own:
@@ -349,15 +294,14 @@ class ReduceBuffers:
     """
 
     dtype: torch.dtype
-    buckets: Pool | None
+    buckets: Pool
     received: Pool
     replicas: HostArena | None
     device: DeviceMeans | None = None
 
     def resize(self, bucket_slots: int, received_slots: int) -> None:
         """Gives the pools other numbers of slots, of which none is taken. Raises BudgetError."""
-        if self.buckets is not None:
-            self.buckets.refit(max(self.most_buckets, bucket_slots), bucket_slots)
+        self.buckets.refit(max(self.most_buckets, bucket_slots), bucket_slots)
         self.received.refit(received_slots, received_slots)
         if self.device is not None:
             self.device.resize(received_slots)
@@ -386,9 +330,11 @@ class ReduceBuffers:
         if self.device is not None:
             computed = [] if bucket is None else bucket.computed
             return self.device.start(chunk, flat, computed, received, slot, what)
+        whole = received if flat is None else flat  # memory that nobody needs afterwards
+        into = whole if world.shard is None else whole.chunk(world.shard.size)[world.shard.rank]
         if flat is None:
             flat = _zeros(received.numel(), self.dtype)
-        return RankMean(world, flat, received, self.replicas, what)
+        return RankMean(world, flat, received, into, self.replicas, what)
 
     @property
     def most_buckets(self) -> int:
@@ -403,21 +349,15 @@ def _zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.frombuffer(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE), dtype=dtype)
 
 
-class BucketState(enum.Enum):
-    """What a bucket's memory holds, and who may touch it."""
-
-    FILLING = "this rank's gradients, which autograd adds"
-    SENDING = "this rank's gradients, which messages to other ranks read"
-    MEAN = "in this rank's shard of it the mean over the ranks, elsewhere nothing (stage 1)"
-
-
 @dataclass
 class Bucket:
-    """A chunk's gradient as this rank computed it, flat, the whole chunk."""
+    """A chunk's gradient as this rank computed it, flat, the whole chunk.
+
+    It gets what autograd adds, until it is sent: then messages to other ranks read it.
+    """
 
     flat: torch.Tensor
-    slot: int | None  # of the pool; None: the bucket is the chunk's GRAD home
-    state: BucketState = BucketState.FILLING
+    slot: int  # of the pool
     filled: set[ManagedParam] = field(default_factory=set)  # their gradients are in it
     # On a device: after which of its work they are.
     computed: list[Event] = field(default_factory=list)

@@ -78,8 +78,6 @@ struct Kernels {
   using Stream = void (*)(const UpdateArrays&, std::size_t numel);
   // They write the target, and return the sum of squares of what they have written.
   using SummedWrite = double (*)(const char* source, char* target, std::size_t numel);
-  using SummedMean = double (*)(const char* const* sources, std::size_t count, std::size_t first,
-                                std::size_t numel, char* target);
 
   // How a carrier is kept; the tables' columns are its dtype.
   struct Splits {
@@ -101,7 +99,6 @@ struct Kernels {
   Mean mean[kDtypes];
   SummedWrite copy_and_sum[kDtypes][kDtypes];  // by the target's dtype and the source's
   SummedWrite add_and_sum[kDtypes][kDtypes];   // likewise
-  SummedMean mean_and_sum[kDtypes];
   Stream stream;
 };
 

@@ -48,8 +48,6 @@ constexpr Kernels make_kernels(std::index_sequence<numbers...>) {
                        add_and_sum_block<V, bf16, fp16>},
                       {add_and_sum_block<V, fp16, fp32>, add_and_sum_block<V, fp16, bf16>,
                        add_and_sum_block<V, fp16, fp16>}},
-      .mean_and_sum = {mean_and_sum_block<V, fp32>, mean_and_sum_block<V, bf16>,
-                       mean_and_sum_block<V, fp16>},
       .stream = stream_block<V>,
   };
 }

@@ -112,16 +112,6 @@ double add_and_sum_block(const char* source, char* target, std::size_t numel) {
   return write_and_sum<V, dtype>(target, numel, add, Ahead<source_size>{source});
 }
 
-// As mean_block().
-template <class V, Dtype dtype>
-double mean_and_sum_block(const char* const* sources, std::size_t count, std::size_t first,
-                          std::size_t numel, char* target) {
-  return write_and_sum<V, dtype>(target + first * element_bytes(dtype), numel,
-                                 [=](std::size_t begin, std::size_t n) {
-                                   mean_block<V, dtype>(sources, count, first + begin, n, target);
-                                 });
-}
-
 // The memory yardstick: p += g, m += g, v += g in fp32. Four arrays are read and three written, as
 // by fp32 Adam, with next to no arithmetic.
 template <class V>

@@ -295,24 +295,22 @@ def test_between_devices_only_shards_cross_the_link() -> None:
         assert traffic[0][way] == 2 * traffic[1][way] > 0
 
 
-@pytest.mark.parametrize("grads", [False, True])
-def test_between_devices_what_is_whole_in_ram_crosses_the_link_for_gathers_and_means(
-    grads: bool,
-) -> None:
+@pytest.mark.parametrize("at_end", [False, True])
+def test_between_devices_what_is_whole_in_ram_crosses_the_link_for_gathers(at_end: bool) -> None:
     placed = placement((HOST,) * CHUNKS, (HOST,) * CHUNKS, (HOST,) * CHUNKS, slots=CHUNKS)
     costs = []
     for between in (False, True):
-        shard = Shard(0, 2, grads=grads, params=False, between_devices=between)
+        shard = Shard(0, 2, params=False, between_devices=between)
         layout = layout_of(*[2 * SLOT] * CHUNKS, shard=shard)
-        costs.append(make_plan(layout, separate_profile()).cost_of(placed))
+        made = make_plan(layout, separate_profile())
+        spec = replace(made.group.spec, reduce_at_end=at_end)
+        costs.append(replace(made, group=replace(made.group, spec=spec)).cost_of(placed))
     slot = SlotBytes.of(layout, BF16)
     assert costs[0].traffic["sent"] == costs[1].traffic["sent"]
     more = {way: costs[1].traffic[way] - costs[0].traffic[way] for way in ("h2d", "d2h")}
     whole, bucket = CHUNKS * slot.gathered, CHUNKS * slot.bucket
-    if grads:  # of gradients a shard comes down in backward, and not all
-        assert more == {"h2d": whole // 2, "d2h": whole // 2 - bucket // 2}
-    else:
-        assert more == {"h2d": whole // 2 + bucket, "d2h": whole // 2 + bucket // 2}
+    # Of gradients a shard comes down, and not all.
+    assert more == {"h2d": whole // 2, "d2h": whole // 2 - bucket // 2}
     update = [cost.phases[2] for cost in costs]
     assert update[1].seconds > update[0].seconds
 

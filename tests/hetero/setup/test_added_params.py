@@ -43,7 +43,7 @@ def test_unfreezing_inside_no_sync(ranks2: RankPool, stage: int) -> None:
 def test_a_rank_that_is_done_sends_what_others_need_for_their_backward(
     ranks2: RankPool, stage: int
 ) -> None:
-    ranks2.run(chunk_group_ranks.other_modules_than_the_early_chunk_group_sends, stage)
+    ranks2.run(chunk_group_ranks.other_modules_of_what_came_later, stage)
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -286,23 +286,6 @@ Digest summed_write_digest(const Kernels::SummedWrite& write, Dtype source_dtype
   return digest;
 }
 
-Digest summed_mean_digest(Dtype dtype) {
-  Digest digest;
-  Random random(6);
-  for (const std::size_t numel : kLengths) {
-    std::vector<Array> arrays(3, Array(format_of(dtype), numel));
-    Array sum(Format::fp64, 1);
-    for (Array& array : arrays) array.fill(random, true);
-    const char* const sources[] = {arrays[0].at(), arrays[1].at(), arrays[2].at()};
-    const double result = kernels().mean_and_sum[static_cast<std::size_t>(dtype)](
-        sources, 3, 0, numel, arrays[1].at());
-    std::memcpy(sum.at(), &result, sizeof result);
-    digest.add(arrays[1]);
-    digest.add(sum);
-  }
-  return digest;
-}
-
 // By the CPU's own instruction where it has one, and for "scalar" by the tables.
 Digest checksum_digest() {
   Digest digest;
@@ -344,7 +327,6 @@ void print_digests(const std::string& isa) {
     norm_digest(dtype, false).print(isa, "sum-of-squares-" + std::string(name_of(dtype)));
     norm_digest(dtype, true).print(isa, "sum-of-squares-finite-" + std::string(name_of(dtype)));
     mean_digest(dtype).print(isa, "mean-" + std::string(name_of(dtype)));
-    summed_mean_digest(dtype).print(isa, "mean-and-sum-" + std::string(name_of(dtype)));
     for (std::size_t k = 0; k < kDtypes; ++k) {
       const auto source = static_cast<Dtype>(k);
       const std::string of = std::string(name_of(source)) + "-" + name_of(dtype);

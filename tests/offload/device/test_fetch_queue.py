@@ -35,24 +35,6 @@ def pattern(nbytes: int, seed: int) -> torch.Tensor:
     )
 
 
-class Common:
-    """Reads that all processes make, as CommonReads; `log` has them, and those left out."""
-
-    def __init__(self, *chunks: int) -> None:
-        self.expected = set(chunks)
-        self.log: list[tuple[int, str]] = []
-
-    def is_common(self, chunk: int) -> bool:
-        return chunk in self.expected
-
-    def leave_out(self, chunk: int) -> None:
-        self.note(chunk, "left out")
-
-    def note(self, chunk: int, what: str) -> None:
-        self.expected.remove(chunk)
-        self.log.append((chunk, what))
-
-
 class Rig:
     """Chunks of `runs` slots; those in `at_home` are in RAM for good, the others in a file."""
 
@@ -63,7 +45,6 @@ class Rig:
         runs: list[int],
         at_home: tuple[int, ...] = (),
         rate: float = FAST,
-        common: Common | None = None,
     ) -> None:
         self.ledger = Ledger({Tier.HOST: host_slots * SLOT, Tier.DEVICE: device_slots * SLOT})
         self.engine = _native.IoEngine("threads", threads=1)
@@ -91,9 +72,7 @@ class Rig:
         self.shared = SharedCache(self.host_cache, UINT8)
         self.backend = GatedBackend(rate)
         self.arena = self.backend.arena(device_slots, SLOT, self.ledger, Account.GATHERED)
-        self.fetches = FetchQueue(
-            self.arena, self.backend, self.homes.get, self.shared, self.used, common
-        )
+        self.fetches = FetchQueue(self.arena, self.backend, self.homes.get, self.shared, self.used)
         self.order = UseOrder()
         self.cache = SlotCache(self.arena, self.fetches, self.runs, self.order, "chunk {}".format)
 
@@ -233,50 +212,6 @@ def test_what_is_dropped_is_not_fetched(rig):
         until(lambda: r.staged() == 0)
     assert r.backend.h2d_bytes == 0
     assert torch.equal(r.use(1), r.want(1))
-
-
-def test_common_reads_keep_their_order_and_none_is_missing(rig):
-    """One waits for room in RAM, which the first one has; another one is not needed any more."""
-    common = Common(1, 2, 3)
-    r = rig(5, 1, [1] * 5, common=common)
-    r.learn(0, 1, 2, 3)
-    start = r.shared.start
-
-    def noted(chunk: int) -> HostCopy | None:
-        found = start(chunk)
-        if found is not None and common.is_common(chunk):
-            common.note(chunk, "read")
-        return found
-
-    r.shared.start = noted
-    with r.transfers.gate.closed():
-        r.cache.prefetch(4)
-        r.cache.drop(2)
-        assert common.log == []
-    assert torch.equal(r.use(3), r.want(3))  # it is waited for, and does not overtake
-    assert common.log == [(1, "read"), (2, "left out"), (3, "read")]
-    assert torch.equal(r.use(1), r.want(1))
-
-
-def test_a_common_read_of_what_ram_still_has_is_left_out(rig):
-    common = Common()
-    r = rig(2, 2, [1, 1], common=common)
-    assert torch.equal(r.use(1), r.want(1))
-    r.cache.drop(1)  # from the device alone
-    common.expected.add(1)
-    assert torch.equal(r.use(1), r.want(1))
-    assert common.log == [(1, "left out")]
-    assert r.engine.stats["reads"] == 1
-
-
-def test_a_common_read_that_is_dropped_next_is_left_out_at_once(rig):
-    common = Common(1)
-    r = rig(3, 1, [1, 1, 1], common=common)
-    r.learn(0, 1)
-    with r.transfers.gate.closed():
-        r.cache.prefetch(2)
-        r.cache.drop(1)
-        assert common.log == [(1, "left out")]
 
 
 def test_a_chunk_dropped_while_it_is_read_can_be_fetched_again(rig):

@@ -23,7 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload import _native
 from offload._native import UpdateKind
-from offload.device.cuda_runtime import Event, EventPool
+from offload.device.cuda_runtime import Event
 from offload.memory.arena import HostArena
 from tests.support.cuda.fake_driver import CONTEXT, FakeDriver, FakeEvent
 from tests.support.cuda.fake_nccl import FakeNccl
@@ -85,9 +85,7 @@ class FakeRuntime:
         self.arrived = threading.Condition(self.lock)
         self.collectives = 0  # under way with other devices
         self.current = threading.local()
-        self.events = EventPool(FakeEvent)
-        # What was recorded as each event that somebody has.
-        self.recorded: weakref.WeakKeyDictionary[Event, Recording] = weakref.WeakKeyDictionary()
+        self.events: weakref.WeakSet[FakeEvent] = weakref.WeakSet()  # that somebody has
         self.driver = FakeDriver(self)
         self.order = StreamOrder()
 
@@ -143,8 +141,9 @@ class FakeRuntime:
                 self._grad_offload(stream)
 
     def record(self, stream: FakeStream) -> Event:
-        event = self.events.take()
-        event.raw.last = self.recorded[event] = self.recording(stream)
+        event = FakeEvent()
+        event.last = self.recording(stream)
+        self.events.add(event)
         return event
 
     def recording(self, stream: FakeStream) -> Recording:
@@ -155,9 +154,8 @@ class FakeRuntime:
         return recording
 
     def moment(self, event: Event) -> Recording:
-        """What the event stands for, which must be what was recorded as it."""
-        found = self.recorded[event]
-        assert event.raw.last is found, "an event was recorded anew that somebody has"
+        """What the event stands for."""
+        found: Recording = event.last
         return found
 
     def wait(self, stream: FakeStream, event: Event) -> None:
@@ -292,7 +290,7 @@ class FakeRuntime:
             ctypes.memset(address, 0xFF, nbytes)
 
     def handle(self, event: Event) -> int:
-        return self.driver.handle(self.moment(event), event.raw)
+        return self.driver.handle(self.moment(event), event)
 
     def offload_queue(self, stream: FakeStream, buffers: HostArena) -> _native.OffloadQueue:
         sizes = buffers.address(0), buffers.slots, buffers.slot_bytes

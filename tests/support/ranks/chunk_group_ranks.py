@@ -49,7 +49,7 @@ def twins(rank: int, world: int, frozen: bool) -> str:
 
 
 def inside_no_sync(rank: int, world: int, stage: int) -> list[torch.Tensor]:
-    """Most is unfrozen inside no_sync(): nothing is sent there, and who averages early is right."""
+    """Most is unfrozen inside no_sync(): nothing is sent there, and later at backward's end."""
     model = build("unfreeze-most")
     optimizer = hetero.HybridAdam(model.parameters(), lr=1e-2)
     model, optimizer = hetero.initialize(
@@ -72,8 +72,8 @@ def inside_no_sync(rank: int, world: int, stage: int) -> list[torch.Tensor]:
     assert [
         chunk_group.ranks.grad_reducer.reduces_in_backward for chunk_group in engine.chunk_groups
     ] == [
-        False,
         True,
+        False,
     ]
     loss_of(model, inputs(rank, 1)).backward()
     optimizer.step()
@@ -83,7 +83,7 @@ def inside_no_sync(rank: int, world: int, stage: int) -> list[torch.Tensor]:
 
 
 def mostly_unfrozen(rank: int, stage: int) -> tuple[Experts, hetero.HybridAdam]:
-    """Eight experts that come later, and average early, beside what is held."""
+    """Eight experts that come later."""
     torch.manual_seed(0)
     model = Experts(8)
     model.experts.requires_grad_(False)
@@ -95,7 +95,7 @@ def mostly_unfrozen(rank: int, stage: int) -> tuple[Experts, hetero.HybridAdam]:
     return model, optimizer
 
 
-def other_modules_than_the_early_chunk_group_sends(rank: int, world: int, stage: int) -> None:
+def other_modules_of_what_came_later(rank: int, world: int, stage: int) -> None:
     """One rank is done while the other needs its part to go on with its backward."""
     model, optimizer = mostly_unfrozen(rank, stage)
     model.experts.requires_grad_(True)
@@ -110,9 +110,7 @@ def other_modules_than_the_early_chunk_group_sends(rank: int, world: int, stage:
 
 
 def unfrozen_between_micro_batches(rank: int, world: int, stage: int) -> None:
-    """The chunk group that has begun to average is held from then on; ranks use modules in other
-    order.
-    """
+    """Parameters come while means are under way; ranks use modules in other order."""
     model, optimizer = mostly_unfrozen(rank, stage)
     for _ in range(2):  # the second backward averages in the order of the first
         model(inputs(rank, 0), None).square().mean().backward()

@@ -34,10 +34,8 @@ def test_of_a_mean_over_replicas_one_shard_crosses_the_link(ranks4: RankPool) ->
         assert same(mine["masters"], other["masters"])
 
 
-def test_in_stage_1_the_whole_goes_up_and_a_shard_of_the_mean_comes_back(
-    ranks2: RankPool,
-) -> None:
-    """Beside parameters, which do the reverse."""
+def test_in_stage_1_a_shard_of_the_mean_comes_once(ranks2: RankPool) -> None:
+    """Beside parameters, of which a shard goes up."""
     options = {"placement_policy": "cpu", "device_memory": "2MiB", "dtype": "bf16"}
     options |= {"zero_stage": 1, "overlap_updates": "none"}
     in_ram = ranks2.run(ranks.train, options)
@@ -45,8 +43,8 @@ def test_in_stage_1_the_whole_goes_up_and_a_shard_of_the_mean_comes_back(
         # Of the other rank's shards, in every step and of the first values.
         gathered = (ranks.STEPS + 1) * mine["chunks"] * CHUNK_BYTES // 2
         means = mine["chunks"] * CHUNK_BYTES * ranks.STEPS
-        assert mine["h2d"] - other["h2d"] == means + gathered
-        assert mine["d2h"] - other["d2h"] == means // 2 + gathered
+        assert mine["h2d"] - other["h2d"] == gathered
+        assert mine["d2h"] - other["d2h"] == gathered - means // 2
         assert same(mine["masters"], other["masters"])
 
 
@@ -107,7 +105,9 @@ def test_what_comes_to_the_device_gets_the_room_of_slots_that_are_needed_no_more
     least = re.search(r"smallest that works is [^(]*\((\d+) bytes\)", str(refused.value))
     assert least is not None
     budget = str(int(least[1]) + more * CHUNK_BYTES)
-    options |= {"placement_policy": "auto", "device_memory": "400KiB"}
+    # (In stage 1 a device has all gradients whole.)
+    few = "400KiB" if stage > 1 else "600KiB"
+    options |= {"placement_policy": "auto", "device_memory": few}
     for slots, in_ram in ranks2.run(ranks.with_nccl, ranks.homes_after_a_move, options, budget):
         assert (slots, in_ram) == (0, 0)
 
@@ -121,7 +121,7 @@ def test_what_comes_to_the_device_gets_the_room_of_slots_that_are_needed_no_more
 )
 def test_budgets_that_move(ranks2: RankPool, stage: int, policy: str) -> None:
     """(In stages 1 and 2 chunks are on the device of one rank, and in RAM of the other.)"""
-    budgets = ["64MiB", "700KiB", "1MiB", "300KiB", "64MiB"]
+    budgets = ["64MiB", "700KiB", "1MiB", "300KiB" if stage > 1 else "600KiB", "64MiB"]
     wanted = ranks2.run(
         ranks.train_while_budgets_move,
         {"backend": "cpu", "dtype": "bf16", "zero_stage": stage},
