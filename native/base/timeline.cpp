@@ -46,7 +46,10 @@ Recording stop() {
   if (!on()) throw std::logic_error("no timeline is being recorded");
   detail::recording.store(false, std::memory_order_relaxed);
   all.current.end = Clock::now();
-  return std::exchange(all.current, {});
+  Recording found = std::exchange(all.current, {});
+  // A thread may wait between the end of what it notes and the note, as long as others have the CPU.
+  std::ranges::stable_sort(found.intervals, {}, &Interval::end);
+  return found;
 }
 
 void note(Lane lane, Clock::time_point begin, std::uint64_t bytes, Clock::time_point end) noexcept {

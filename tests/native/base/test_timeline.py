@@ -161,12 +161,14 @@ def test_recordings_begin_and_end_while_others_note():
         thread.start()
     found = 0
     deadline = time.monotonic() + 30
-    while found < 100 and time.monotonic() < deadline:
-        _, _, lanes, _ = record(lambda: time.sleep(0.001), capacity=50)
-        found += len(lanes.get("update", []))
-    stop.set()
-    for thread in threads:
-        thread.join()
+    try:
+        while found < 100 and time.monotonic() < deadline:
+            _, _, lanes, _ = record(lambda: time.sleep(0.001), capacity=50)
+            found += len(lanes.get("update", []))
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
     assert found >= 100
 
 
