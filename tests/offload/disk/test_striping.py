@@ -221,7 +221,7 @@ class TestBytes:
         _, memory = memory_of(2 * PAGE_BYTES)
         with pytest.raises(NativeIoError) as failure:
             read_from(scratch, memoryview(memory.numpy()), MIB)
-        assert directories[1] in str(failure.value.args)
+        assert directories[1] in str(failure.value)
 
 
 class TestShares:
