@@ -22,13 +22,14 @@ import secrets
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from hashlib import blake2b
 from typing import NamedTuple
 
 import torch
 
 from hetero.ranks.collectives import Collectives, GatheredParts, as_bytes
 from hetero.ranks.peers import Channel
-from hetero.ranks.start.machine import processes_id
+from hetero.ranks.start.machine import boot_id
 from hetero.ranks.waiting import WaitingJob
 from offload import _native
 from offload.memory.operation import Worker
@@ -43,7 +44,7 @@ def connect_peer_memory(peers: Collectives) -> PeerMemory | None:
     """
     what = "looking for ranks of this machine"
     mark = torch.tensor([1 + secrets.randbits(62)])
-    mine = torch.tensor([processes_id(), os.getpid(), mark.data_ptr(), int(mark)])
+    mine = torch.tensor([_place(), os.getpid(), mark.data_ptr(), int(mark)])
     found = peers.all_gather(mine, what)
     processes = [Process(*numbers) for numbers in found[:, 1:].tolist()]
     memory = PeerMemory(peers, mark, processes)
@@ -64,6 +65,12 @@ def connect_peer_memory(peers: Collectives) -> PeerMemory | None:
         return memory
     memory.withdraw()
     return None
+
+
+def _place() -> int:
+    """A number of this boot of this machine, and of the processes that this one can see."""
+    place = f"{boot_id()} {os.stat('/proc/self/ns/pid').st_ino}"
+    return int.from_bytes(blake2b(place.encode(), digest_size=7).digest(), "little")
 
 
 _PIECE_BYTES = 4 << 20  # on its way to a device

@@ -6,7 +6,6 @@ import contextlib
 import ipaddress
 import os
 import socket
-from hashlib import blake2b
 from pathlib import Path
 
 import psutil
@@ -26,12 +25,6 @@ def machine_id() -> bytes:
     Host names alone may be the same on several machines, as "localhost" is.
     """
     return f"{socket.gethostname()}/{boot_id()}".encode()
-
-
-def processes_id() -> int:
-    """A number of this boot of this machine, and of the processes that this one can see."""
-    place = f"{boot_id()} {os.stat('/proc/self/ns/pid').st_ino}"
-    return int.from_bytes(blake2b(place.encode(), digest_size=7).digest(), "little")
 
 
 def choose_interface() -> None:

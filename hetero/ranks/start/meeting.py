@@ -1,28 +1,32 @@
 """Where ranks meet before they are connected: in torch.distributed's store.
 
 A rank that waits there, or for the others' connections, learns within a moment that another one has
-failed, and why (absent()), and that the process of one that has come has ended, if it ran on this
-machine. Of others whoever started the process sees the end (torchrun does, and ends all), or the
-time limit tells.
+failed, and why (absent()). That the process of another rank has ended, it sees by the connection
+that the default process group has to that process, if this group is gloo's: on it each rank sends
+one byte when it has been connected, so that receiving that fails if it cannot be connected any
+more. NCCL has no such connection; there only whoever started the process sees its end (torchrun
+does, and ends the others).
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
+import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
-import psutil
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from hetero.ranks.start.machine import processes_id
 from hetero.ranks.waiting import name_error
 from offload.errors import PeerError
+from offload.memory.operation import Worker
 
 _FIRST_POLL_S, _POLL_S = 0.01, 0.1
 
@@ -90,6 +94,9 @@ def _nothing() -> None:
 
 
 _LOOK_S = 0.02
+_FIRST_TAG = 1 << 30  # on the default process group, where other code has small ones
+_TAGS = 1 << 29  # from the first one on, by the names of meetings
+_FOREVER = timedelta(days=365)
 _FAILED = "failed"  # the key of the text of the first rank that cannot come
 _met: dict[str, int] = {}  # meetings by the beginning of their names; they agree on all ranks
 
@@ -109,6 +116,8 @@ def meet(ranks: Sequence[int], timeout_s: float, before: str = "hetero") -> Iter
     except BaseException as error:
         tell_failure(meeting.store, error)
         raise
+    finally:
+        meeting.end()
 
 
 class Meeting:
@@ -124,12 +133,11 @@ class Meeting:
         self._ranks = ranks
         self.name = _next_name(ranks, before)
         self.store = _store_of(self.name)
-        self._processes: dict[int, int] = {}  # of ranks of this machine that have come
+        self._connected = _Connected(ranks, self.name)
 
     def look(self) -> None:
         """Raises PeerError if a rank failed, or is gone, before all were connected."""
-        # Before what it told before it ended is looked up.
-        gone = [rank for rank, process in self._processes.items() if not _is_alive(process)]
+        gone = list(self._connected.gone)  # before what it told before it ended is looked up
         if self.store.check([_FAILED]):
             raise PeerError(self.store.get(_FAILED).decode())
         if gone:
@@ -140,22 +148,18 @@ class Meeting:
 
     def wait_for_all(self, timeout_s: float) -> None:
         """Returns when all ranks have come. Raises PeerError."""
-        missing, started = dict.fromkeys(self._ranks), time.monotonic()
+        here, started = {rank: f"here/{rank}" for rank in self._ranks}, time.monotonic()
         try:
-            mine = processes_id()
-            self.store.set(f"here/{dist.get_rank()}", f"{mine} {os.getpid()}")
+            self.store.set(here[dist.get_rank()], "")
             while True:
-                for rank in [r for r in missing if self.store.check([f"here/{r}"])]:
-                    del missing[rank]
-                    found, process = map(int, self.store.get(f"here/{rank}").split())
-                    if found == mine:
-                        self._processes[rank] = process
+                all_here = self.store.check(list(here.values()))
                 self.look()
-                if not missing:
+                if all_here:
                     return
                 if time.monotonic() - started > timeout_s:
+                    missing = next(r for r, key in here.items() if not self.store.check([key]))
                     raise PeerError(
-                        f"rank {next(iter(missing))} did not take part in hetero's start within "
+                        f"rank {missing} did not take part in hetero's start within "
                         f"{timeout_s:.0f} s; it hangs, is much slower, or runs other code than "
                         f"rank {dist.get_rank()}. All ranks must make the same calls; raise "
                         f"rank_timeout_s (now {timeout_s:g}) if it is only slow"
@@ -168,13 +172,9 @@ class Meeting:
                 f"error"
             ) from error
 
-
-def _is_alive(process: int) -> bool:
-    """Whether the process of that number has not ended."""
-    try:
-        return bool(psutil.Process(process).status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
+    def end(self) -> None:
+        """This rank has been connected, or has told that it failed."""
+        self._connected.tell()
 
 
 def tell_failure(store: Any, error: BaseException) -> None:
@@ -200,3 +200,64 @@ def _next_name(ranks: Sequence[int], before: str = "hetero") -> str:
 def _store_of(meeting: str) -> Any:
     store = dist.distributed_c10d._get_default_store()
     return dist.distributed_c10d.PrefixStore(meeting, store)
+
+
+class _Connected:
+    """One byte from each of the other ranks, over the connections of the default process group.
+
+    Attributes:
+        gone: the ranks whose processes have ended before they sent theirs.
+    """
+
+    def __init__(self, ranks: Sequence[int], meeting: str) -> None:
+        """Receives the other ranks' bytes, in a thread each."""
+        self.gone: list[int] = []
+        self._group, self._tag = _default_gloo(), _FIRST_TAG + zlib.crc32(meeting.encode()) % _TAGS
+        self._byte = torch.zeros(1, dtype=torch.uint8)
+        self._others = [rank for rank in ranks if rank != dist.get_rank() and self._group]
+        self._sent: dict[int, Any] = {}
+        self._has_told = threading.Event()
+        for rank in self._others:
+            worker = Worker(f"meeting-{rank}", idle_s=0.0, end=partial(self._give_up, rank))
+            worker.do(partial(self._exchange, rank))
+
+    def tell(self) -> None:
+        """Sends this rank's byte to each of the others; idempotent."""
+        if not self._has_told.is_set():
+            for rank in self._others:
+                with contextlib.suppress(RuntimeError):
+                    self._sent[rank] = self._group.send([self._byte], rank, self._tag)
+            self._has_told.set()
+
+    def _exchange(self, rank: int) -> None:
+        try:
+            self._receive(rank)
+        except RuntimeError:
+            self.gone.append(rank)
+        self._has_told.wait()
+        if rank in self._sent:  # gloo leaves out what it has not sent when the handle goes
+            with contextlib.suppress(RuntimeError):
+                self._sent[rank].wait(_FOREVER)
+
+    def _receive(self, rank: int) -> None:
+        self._group.recv([torch.zeros_like(self._byte)], rank, self._tag).wait(_FOREVER)
+
+    def _give_up(self, rank: int) -> None:
+        """Ends the threads when the program ends, and with them the default process group.
+
+        As Communicator.break_off() does.
+        """
+        self._has_told.set()
+        with contextlib.suppress(RuntimeError):
+            byte = torch.zeros_like(self._byte)
+            self._group.recv([byte], rank, _FIRST_TAG - 1).wait(timedelta(milliseconds=1))
+
+
+def _default_gloo() -> Any:
+    """gloo's part of the default process group, whose connections last; None if it has none."""
+    group = dist.distributed_c10d._get_default_group()
+    with contextlib.suppress(RuntimeError):
+        backend = group._get_backend(torch.device("cpu"))
+        if isinstance(backend, dist.ProcessGroupGloo):
+            return backend
+    return None

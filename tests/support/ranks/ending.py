@@ -202,6 +202,8 @@ def fail_before_start(rank: int, place: Place, how: str) -> None:
     dist.barrier()
     torch.manual_seed(0)
     bad = rank == 1
+    if bad and how == "die":
+        os._exit(3)
     options = dict(OPTIONS)
     if how == "directory":
         options |= {"placement_policy": "nvme", "host_memory": "400KiB"}
