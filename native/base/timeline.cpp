@@ -47,7 +47,7 @@ Recording stop() {
   detail::recording.store(false, std::memory_order_relaxed);
   all.current.end = Clock::now();
   Recording found = std::exchange(all.current, {});
-  // A thread may wait between the end of what it notes and the note, as long as others have the CPU.
+  // A thread may wait between the end of what it notes and the note, while others have the CPU.
   std::ranges::stable_sort(found.intervals, {}, &Interval::end);
   return found;
 }
