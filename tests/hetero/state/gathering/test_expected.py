@@ -7,8 +7,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from hetero.chunks.layout import Chunk
+from hetero.ranks.collectives import GatheredParts
 from hetero.state.gathering.all_gather import Gathering
 
 
@@ -63,6 +65,15 @@ def test_a_chunk_is_expected_again_when_the_gather_before_is_started(gathering: 
     assert gathering.stream.started == [1, 1]
     gathering.leave_out(1)  # which nobody expects
     assert gathering.stream.started == [1, 1]
+
+
+def test_memory_that_was_let_go_is_not_written_to() -> None:
+    whole = torch.zeros(8, dtype=torch.uint8)
+    parts = GatheredParts(whole, 2)
+    parts.store(0, torch.ones(2, 2, dtype=torch.uint8))
+    assert parts.let_go()
+    parts.store(2, torch.ones(2, 2, dtype=torch.uint8))
+    assert whole.view(2, 4).tolist() == [[1, 1, 0, 0]] * 2
 
 
 def test_what_could_not_begin_is_not_waited_for(gathering: Gathering) -> None:
