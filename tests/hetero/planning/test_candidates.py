@@ -156,10 +156,7 @@ def building_peak(layout: Layout, made: Placement, slot: SlotBytes, rank: int, d
 @given(
     numels=st.lists(st.integers(1, 2 * SLOT), min_size=1, max_size=8),
     frozen=st.sets(st.integers(0, 7)),
-    shard=st.builds(
-        Shard, st.just(0), st.integers(2, 4), grads=st.booleans(), params=st.just(False)
-    )
-    | st.builds(Shard, st.just(0), st.integers(2, 4)),
+    shard=st.builds(Shard, st.just(0), st.integers(2, 4), params=st.booleans()),
     disk=st.sampled_from([0, AMPLE]),
 )
 def test_ranks_have_room_for_what_they_bring_to_chunks(numels, frozen, shard, disk):
