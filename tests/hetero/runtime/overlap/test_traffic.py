@@ -199,4 +199,5 @@ def test_all_are_taken_back_for_a_use(tmp_path: Path) -> None:
     assert steps.engine.traffic.disk_write == before.disk_write
     guess, late = steps.per_tile(RIGHT), steps.per_tile(LATE)
     assert steps.step() == (guess + late) * steps.tiles
+    steps.backward()  # of the next step, in which they are updated early again
     steps.engine.close()
