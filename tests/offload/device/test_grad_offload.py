@@ -238,6 +238,14 @@ def test_closing_waits_for_no_copy(rig, add):
         assert not place.eq(1).all()
 
 
+def test_what_comes_after_the_end_is_refused_and_not_charged(rig):
+    r = rig()
+    r.grad_offload.close()
+    with pytest.raises(HeteroError, match="the engine was closed"):
+        r.take(0, torch.ones(500), torch.zeros(500))
+    assert r.charged() == 0
+
+
 def test_a_replaced_gradient_may_be_lost(rig):
     """It is cleared while it is under way, and fails when the next one has been given."""
     r = rig(rate=1e6)

@@ -16,7 +16,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import hetero
+from hetero.chunk_groups.update_tasks import Update
+from hetero.chunks.layout import Chunk
 from offload.device.backend import EmulatedBackend
+from offload.device.grad_offload import GradOffload
 from offload.errors import HeteroError
 from tests.support.training.overlap_net import (
     PLACES,
@@ -399,6 +402,92 @@ def test_updates_are_made_while_backward_runs(tmp_path: Path, place: str) -> Non
     optimizer.step()
     assert pipeline.stats["tasks"] - before == tiles
     optimizer.engine.close()
+
+
+def test_a_device_has_no_copy_of_what_begins_to_be_updated(tmp_path: Path) -> None:
+    """It could be in the middle of making it."""
+
+    def loop(model: nn.Module, optimizer: Any, overlap: str) -> Seen:
+        (chunk_group,) = optimizer.engine.chunk_groups
+        cache, submit = chunk_group.params.copies.cache, chunk_group.update_tasks.submit
+        early: list[int] = []
+
+        def watched(update: Update, last: bool) -> None:
+            if not last:
+                early.extend(each.chunk.id for each in update.chunks)
+            assert not any(cache.holds(each.chunk.id) for each in update.chunks)
+            submit(update, last)
+
+        chunk_group.update_tasks.submit = watched
+        losses = [one_step(model, optimizer, step) for step in range(STEPS)]
+        assert bool(early) == (overlap == "backward")
+        return [torch.tensor(losses)]
+
+    assert_same_bits(tmp_path, "emulated", ["backward"], loop)
+
+
+def test_nothing_is_fetched_ahead_that_may_be_taken_back(tmp_path: Path) -> None:
+    """The copy would have the new values after that."""
+
+    def loop(model: nn.Module, optimizer: Any, overlap: str) -> Seen:
+        (chunk_group,) = optimizer.engine.chunk_groups
+        params, updates = chunk_group.params, chunk_group.updates
+        for step in range(STEPS):
+            loss_of(model, step).backward()
+            updates.wait_all_computed()
+            early = [state.chunk.id for state in updates.speculative]
+            assert bool(early) == (overlap == "backward" and step > 0)
+            params.copies.cache.prefetch(len(updates.chunks), params._is_being_updated)
+            params.copies.cache.finish_transfers()
+            assert not any(map(params.copies.cache.holds, early))
+            optimizer.step()
+            optimizer.zero_grad()
+        return []
+
+    assert_same_bits(tmp_path, "emulated", ["backward"], loop)
+
+
+def test_gradients_in_slots_stay_until_their_update_is_made(tmp_path: Path) -> None:
+    """The first one is held until backward waits for it."""
+
+    def loop(model: nn.Module, optimizer: Any, overlap: str) -> Seen:
+        (chunk_group,) = optimizer.engine.chunk_groups
+        pipeline, wait = chunk_group.pipeline, chunk_group.updates.wait_computed
+        waited: list[int] = []
+
+        def release_and_wait(chunk: Chunk) -> None:
+            waited.append(chunk.id)
+            pipeline.release()
+            wait(chunk)
+
+        losses = [one_step(model, optimizer, step) for step in range(2)]
+        loss = loss_of(model, 2)
+        if overlap == "backward":
+            pipeline.hold(0)
+            chunk_group.updates.wait_computed = release_and_wait
+        loss.backward()
+        pipeline.release()
+        assert bool(waited) == (overlap == "backward")
+        optimizer.step()
+        return [torch.tensor([*losses, loss.item()])]
+
+    assert_same_bits(tmp_path, "disk", ["backward"], loop)
+
+
+def test_a_gradient_that_is_on_its_way_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def loop(model: nn.Module, optimizer: Any, overlap: str) -> Seen:
+        begun = Begun(optimizer)
+        losses = [one_step(model, optimizer, step) for step in range(2)]
+        with monkeypatch.context() as patch:
+            patch.setattr(GradOffload, "busy", lambda self, owner: True)
+            loss_of(model, 2).backward()
+            assert begun.now == 0
+        optimizer.step()
+        return [torch.tensor(losses)]
+
+    assert_same_bits(tmp_path, "emulated", ["backward"], loop)
 
 
 def test_a_chunk_whose_gradient_was_lost_is_not_taken_for_updated(tmp_path: Path) -> None:

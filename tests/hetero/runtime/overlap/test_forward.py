@@ -213,6 +213,40 @@ def test_a_change_while_the_update_goes_on_comes_after_it(
     assert_same_bits(tmp_path, "optim_states", ["forward"], loop, lambda: Net(tied=False))
 
 
+def test_a_gradient_that_an_update_reads_is_changed_after_it(tmp_path: Path) -> None:
+    """The first update is held until something waits for it."""
+
+    def loop(model: nn.Module, optimizer: Any, overlap: str) -> Seen:
+        (chunk_group,) = optimizer.engine.chunk_groups
+        pipeline, wait = chunk_group.pipeline, chunk_group.updates.wait_computed
+
+        def release_and_wait(chunk: Any) -> None:
+            pipeline.release()
+            wait(chunk)
+
+        one_step(model, optimizer, 0)
+        loss_of(model, 1).backward()
+        if overlap == "forward":
+            pipeline.hold(0)
+            chunk_group.updates.wait_computed = release_and_wait
+        optimizer.step()
+        hetero.clip_grad_value_(model.parameters(), 1e-6)
+        pipeline.release()
+        optimizer.zero_grad()
+        one_step(model, optimizer, 2)
+        return []
+
+    assert_same_bits(tmp_path, "optim_states", ["forward"], loop, lambda: Net(tied=False))
+
+
+def test_step_waits_for_what_is_in_memory_unless_it_is_told_not_to(tmp_path: Path) -> None:
+    for overlap in ("auto", "both"):
+        model, optimizer = build(Net, tmp_path, "ram", overlap)
+        one_step(model, optimizer, 0)
+        assert (under_way(optimizer) == 0) == (overlap == "auto")
+        optimizer.engine.close()
+
+
 def test_step_inside_gathered(tmp_path: Path) -> None:
     """What is in use in place has its new value after it; a copy would lose it."""
     model, optimizer = build(Net, tmp_path, "ram", "forward")
