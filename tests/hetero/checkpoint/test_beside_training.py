@@ -154,6 +154,24 @@ def test_parameters_that_are_unfrozen_wait_too(
     optimizer.engine.close()
 
 
+def test_a_commit_lets_nothing_go_that_a_save_copies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next update waits for the save, although the commit is over."""
+    model, optimizer = build({**PLACES["cpu"], "durable": True, "commit_every": 0}, tmp_path)
+    steps(model, optimizer, range(2))
+    then = whole(model, optimizer)
+    with held_back(monkeypatch) as go:
+        made = hetero.save(tmp_path / "saved", model, optimizer, blocking=False)
+        hetero.commit(model, blocking=True)
+        steps(model, optimizer, range(2, 3))
+        assert go.is_set()
+    made.wait(60)
+    hetero.load(tmp_path / "saved", model, optimizer)
+    assert same(whole(model, optimizer), then)
+    optimizer.engine.close()
+
+
 def test_a_write_by_user_code_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody can hold it back: it goes to memory that compute uses."""
     model, optimizer = build(PLACES["cpu"], tmp_path)

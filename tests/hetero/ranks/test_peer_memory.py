@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from hetero.ranks.collectives import GatheredParts
 from tests.support.gathering import peer_memory
 from tests.support.ranks.processes import RankPool
 
@@ -105,3 +106,13 @@ def test_who_reads_what_its_owner_has_freed_is_told() -> None:
     assert first == ""
     assert "rank 0 closed its engine" in second
     assert "needed it for it" in second
+
+
+def test_memory_that_was_let_go_is_not_written_to() -> None:
+    """A gather that a rank does not wait for any more goes on, for the others."""
+    whole = torch.zeros(8, dtype=torch.uint8)
+    parts = GatheredParts(whole, 2)
+    parts.store(0, torch.ones(2, 2, dtype=torch.uint8))
+    assert parts.let_go()
+    parts.store(2, torch.ones(2, 2, dtype=torch.uint8))
+    assert whole.view(2, 4).tolist() == [[1, 1, 0, 0]] * 2

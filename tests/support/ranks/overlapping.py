@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 from unittest.mock import patch
 
@@ -11,6 +11,7 @@ import torch
 import hetero
 from hetero.chunk_groups.update_tasks import UpdateTasks
 from hetero.chunks.layout import Chunk
+from hetero.runtime.update_schedule import UpdateSchedule
 from tests.support.ranks.rank_training import inputs, make
 
 
@@ -90,6 +91,48 @@ def read_while_submitting(
     masters = hetero.masters(model.parameters())
     optimizer.engine.close()
     return saw, masters
+
+
+def asked_before_the_update(
+    rank: int, world: int, options: dict[str, Any]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Rank 0 has made a step, and asks rank 1 for values whose update that has not begun.
+
+    Returns what each rank saw right after the step, and the masters.
+    """
+    options = {"chunk_numel": 16384, "rank_timeout_s": 20.0, "overlap_updates": "none"} | options
+    model, optimizer = make("layers", options)
+    (chunk_group,) = optimizer.engine.chunk_groups
+    assert chunk_group.ranks is not None
+    (server,) = chunk_group.ranks.servers
+    wait_for, reply = server._versions.wait_for, server.peers.reply
+    asked, answered = Event(), Event()
+
+    def wait_noted(chunk: Chunk, version: int) -> None:
+        asked.set()
+        wait_for(chunk, version)
+
+    def reply_noted(*arguments: Any) -> None:
+        reply(*arguments)
+        answered.set()
+
+    def submit_late(*arguments: Any) -> None:
+        assert asked.wait(20.0)
+        answered.wait(0.3)  # (an answer could be late, but not early)
+        submit_rest(*arguments)
+
+    submit_rest = UpdateSchedule._submit_rest
+    model(inputs(rank, 0, 128)).square().mean().backward()
+    with (
+        patch.object(server._versions, "wait_for", wait_noted),
+        patch.object(server.peers, "reply", reply_noted),
+        patch.object(UpdateSchedule, "_submit_rest", submit_late if rank == 1 else submit_rest),
+    ):
+        optimizer.step()
+        seen = [layer.weight.detach().clone() for layer in model.layers]
+    masters = hetero.masters(model.parameters())
+    optimizer.engine.close()
+    return seen, masters
 
 
 def failed_update(rank: int, world: int, options: dict[str, Any]) -> str:

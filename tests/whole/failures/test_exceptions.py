@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import hetero
+from hetero.runtime.step import GradIntake
 from tests.support.training.loops import batches, build, train
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -54,6 +55,31 @@ def test_training_goes_on_after_an_exception(
     optimizer.zero_grad()
     run = train(model, optimizer, batches(3), clip=1.0)
     assert all(map(torch.equal, run.masters, reference(3)))
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_a_gradient_that_cannot_be_kept_leaves_the_one_before(
+    settings: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = build(dtype="fp32", nvme_path=str(tmp_path), **settings)
+    tokens = batches(1)[0]
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    before = hetero.grads(model.parameters())
+
+    def stop(*_: object) -> None:
+        raise Stop
+
+    with monkeypatch.context() as patch:
+        patch.setattr(GradIntake, "keep", stop)
+        loss = model(input_ids=tokens, labels=tokens).loss
+        with pytest.raises(Stop):
+            loss.backward()
+        del loss
+    for grad, old in zip(hetero.grads(model.parameters()), before, strict=True):
+        assert grad is not None
+        assert old is not None
+        assert torch.equal(grad, old)
+    optimizer.engine.close()
 
 
 @pytest.mark.parametrize("settings", SETTINGS)

@@ -58,6 +58,11 @@ def test_updates_during_backward(
         assert all(count > 0 for count in early[2:5]) == (stage > 1)
 
 
+def test_a_rank_that_is_a_step_behind_gives_no_old_values(ranks2: RankPool) -> None:
+    for seen, masters in ranks2.run(overlapping.asked_before_the_update, {"zero_stage": 3}):
+        assert all(map(torch.equal, seen, masters))
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_failed_update_is_told_to_the_ranks_that_need_its_values(
     ranks2: RankPool, stage: int

@@ -150,8 +150,10 @@ def test_a_failed_write_leaves_everything_where_it_was(nth: int, tmp_path: Path)
     assert engine.placement == placed
     assert engine.ledger.in_use_bytes["host"] == in_use["host"]
     assert engine.ledger.budget_bytes["host"] == MOST // 2
+    disk_bytes = engine.ledger.in_use_bytes["disk"]
     training.step()
     engine.set_budget(LEAST)
+    assert engine.ledger.in_use_bytes["disk"] == disk_bytes, "space was not given back"
     assert same(training.finish(), reference())
 
 
@@ -214,6 +216,24 @@ class TestInUse:
         assert torch.equal(mine, value)
         del mine
         training.engine.set_budget(LEAST)
+        assert same(training.finish(), reference())
+
+    def test_a_view_of_a_gathered_copy(self, tmp_path: Path) -> None:
+        training = start(tmp_path, **RAM | {"host_memory": LEAST})
+        engine = training.engine
+        param = next(
+            p
+            for p in training.model.parameters()
+            if engine.placement.param[engine.find(p).chunk.id] is Tier.DISK
+        )
+        with hetero.gathered(param):
+            mine = param.detach()
+        value = mine.clone()
+        with pytest.raises(InUseError, match="parameters are gathered"):
+            engine.set_budget(MOST)
+        assert torch.equal(mine, value)
+        del mine
+        engine.set_budget(MOST)
         assert same(training.finish(), reference())
 
     @pytest.mark.parametrize("host_memory", [LEAST, MOST])
