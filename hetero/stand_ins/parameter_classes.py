@@ -166,15 +166,23 @@ CHANGE_MEMORY = {torch.Tensor.set_, *(getattr(torch.Tensor, n) for n in _CHANGE_
 
 def become(param: torch.nn.Parameter, data: torch.Tensor, absent: bool) -> None:
     """Points the parameter's memory to `data`, which is not its values if they are `absent`."""
-    base = _base_of(type(param))
     if absent:  # before: who comes in between asks the owner
-        param.__class__ = _absent_class(base)
+        set_absent(param, True)
     if "_hetero_itself" not in param.__dict__:
         # torch.utils.swap_tensors() refuses a tensor that has a weak reference.
         param._hetero_itself = weakref.ref(param)  # type: ignore[attr-defined]
     with torch._C.DisableTorchFunction():
         torch.Tensor.data.__set__(param, data)  # type: ignore[attr-defined]
     if not absent:
+        set_absent(param, False)
+
+
+def set_absent(param: torch.nn.Parameter, absent: bool) -> None:
+    """Gives the parameter the class of absent ones, whose uses ask the owner, or of others."""
+    base = _base_of(type(param))
+    if absent:
+        param.__class__ = _absent_class(base)
+    else:
         param.__class__ = PresentParameter if base is torch.nn.Parameter else base
 
 

@@ -13,7 +13,7 @@ import torch
 
 from hetero.chunks.layout import Chunk, Layout, ParamSlice
 from hetero.stand_ins.grad_placeholder import GradOps, GradPlaceholder
-from hetero.stand_ins.parameter_classes import become
+from hetero.stand_ins.parameter_classes import become, set_absent
 from offload.errors import HeteroError
 
 _CPU = torch.device("cpu")
@@ -167,12 +167,16 @@ class ManagedParam:
             become(self.param, data, absent=self._guarded or data is self.stand_in)
 
     def guard(self, guarded: bool) -> None:
-        """While it is guarded it has the class of absent parameters, also if it has its values."""
+        """While it is guarded it has the class of absent parameters, also if it has its values.
+
+        Its memory stays as it is: another thread may be using it, and while torch makes the graph
+        of that use it has a lock of the parameter's, and waits for the GIL. Setting `.data` waits
+        for this lock with the GIL held.
+        """
         with _CHANGING, torch._C.DisableTorchFunction():
-            data = torch.Tensor.data.__get__(self.param)  # type: ignore[attr-defined]
             is_absent = self.param.data_ptr() == self.stand_in.data_ptr()
             self._guarded = guarded
-            become(self.param, data, absent=guarded or is_absent)
+            set_absent(self.param, guarded or is_absent)
 
     def unload(self) -> None:
         """UNPLACED: the chunk has the first values, so the memory that had them can be freed.

@@ -239,6 +239,44 @@ def test_one_thread_at_a_time_changes_parameters(
     optimizer.engine.close()
 
 
+def test_memory_of_what_a_thread_uses_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch has a lock of it, and waits for the GIL, which setting `.data` would hold."""
+    model, optimizer = on_disk(tmp_path)
+    inside, go_on = threading.Event(), threading.Event()
+    main = threading.current_thread()
+    given: list[nn.Parameter] = []
+    become = managed_param.become
+
+    def stop(*_: object) -> None:
+        if threading.current_thread() is not main:
+            inside.set()
+            assert go_on.wait(60)
+
+    def noted(param: nn.Parameter, data: torch.Tensor, absent: bool) -> None:
+        given.append(param)
+        become(param, data, absent)
+
+    handle = model.first.register_forward_pre_hook(stop)
+    thread = threading.Thread(target=model, args=(inputs(),))
+    thread.start()
+    assert inside.wait(60)
+    used = [m.param for m in optimizer.engine.params.in_order() if m.uses]
+    assert used
+    monkeypatch.setattr(managed_param, "become", noted)
+    with torch.no_grad():
+        model(inputs())
+    monkeypatch.undo()
+    go_on.set()
+    thread.join()
+    assert given
+    assert not {id(param) for param in given} & {id(param) for param in used}
+    handle.remove()
+    train_a_step(model, optimizer)
+    optimizer.engine.close()
+
+
 def test_what_a_thread_left_behind_is_released(tmp_path: Path) -> None:
     """SystemExit, as KeyboardInterrupt, ends a forward without torch's calling its hooks."""
     model, optimizer = on_disk(tmp_path)
