@@ -41,15 +41,14 @@ from typing import Any
 
 import torch
 
-from bench import checkpoint
 from bench.harness.program import Program, add_options, byte_size, list_of, tell, whole
 from bench.harness.rounds import Sample, run_rounds
 from bench.harness.tables import middle, number, of_figures, ranged, size
 from bench.io import disk_alone
+from bench.work.job_steps import JobSteps
 from hetero.chunks.dtypes import Dtypes
 from hetero.job.data import load_corpus
 from hetero.job.job import Job, open_job
-from hetero.job.loop import one_step
 from hetero.job.models import (
     build_model,
     count_parameters,
@@ -59,7 +58,6 @@ from hetero.job.models import (
 )
 from hetero.job.options import TrainOptions, add_train_arguments
 from hetero.job.run_folder import RunFolder
-from hetero.reporting.run_record import PARTS, StepPoint
 from offload.errors import HeteroError
 from offload.profile.measure import UpdateArrays
 
@@ -79,8 +77,6 @@ STATE_BYTES = 16  # per parameter: a third of it is the budget, by default
 UPDATE_NUMEL = 32 << 20  # of the arrays that updates are measured on: beyond any cache
 STREAM_NUMEL = 16 << 20  # four arrays of 64 MiB: no cache holds them
 RESOURCES = ("compute", "link", "NVMe", "DRAM")
-# Norms that no gradient reaches, and that every one exceeds.
-NEVER_CLIPS, ALWAYS_CLIPS = 1e30, 1e-30
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -171,53 +167,6 @@ def _measure(
         "contenders": figures,
         "bound": max(RESOURCES, key=lambda part: middle(figures["hetero"][part])),
     }
-
-
-class JobSteps:
-    """The training steps of a job, in samples of several in a row."""
-
-    def __init__(self, job: Job, clipped: float) -> None:
-        """`clipped`: the share of steps whose gradients are clipped, evenly spread, whatever their
-        norms."""
-        self._job = job
-        self._clipped = clipped
-        self._made = 0
-        # Of the disk's bytes of the last sample.
-        self.read_share = 0.5
-
-    def warm_up(self) -> None:
-        """Makes steps until those that follow are like those of a long training."""
-        for _ in range(checkpoint.WARM_UP_STEPS):
-            self.one()
-
-    def one(self) -> StepPoint:
-        """Makes a step."""
-        self._made += 1
-        clips = int(self._made * self._clipped) > int((self._made - 1) * self._clipped)
-        norm = ALWAYS_CLIPS if clips else NEVER_CLIPS
-        options = replace(self._job.options, clip=norm)
-        return one_step(replace(self._job, options=options), self._made)
-
-    def sample(self, steps: int) -> dict[str, float]:
-        """Means of `steps` steps after one that is not counted; then all is written."""
-        self.one()
-        before = self._job.engine.traffic
-        begin_s = time.perf_counter()
-        made = [self.one() for _ in range(steps)]
-        seconds = time.perf_counter() - begin_s
-        after = self._job.engine.traffic
-        checkpoint.wait_until_quiet(self._job)
-        moved = {
-            name: (getattr(after, name) - getattr(before, name)) / steps
-            for name in ("h2d", "d2h", "disk_read", "disk_write")
-        }
-        nvme = moved["disk_read"] + moved["disk_write"]
-        self.read_share = moved["disk_read"] / nvme if nvme else 0.5
-        return {
-            "step_s": seconds / steps,
-            **{f"{part}_s": statistics.mean(step.parts_s[part] for step in made) for part in PARTS},
-            **moved,
-        }
 
 
 class ComputeAlone:

@@ -24,7 +24,6 @@ import argparse
 import contextlib
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -38,28 +37,14 @@ from bench.harness.trial import run_trial
 from bench.io import disk_alone
 from bench.peers.timing import drop_pages, steps_beside, timed, with_rate
 from bench.train import write_workload
+from bench.work.job_steps import JobSteps
 from hetero.job.job import Job, open_job
-from hetero.job.loop import one_step
 from hetero.job.models import model_label, wanted_vocab_size
 from hetero.job.options import TrainOptions
 from hetero.job.run_folder import RunFolder
 
 PEERS = ("torch", "dcp")
 TIMEOUT_S = 1800.0
-QUIET_S = 0.2
-# Until updates during backward have followed a change of the share (hetero's FactorPrediction).
-WARM_UP_STEPS = 8
-
-
-def wait_until_quiet(job: Job) -> None:
-    """Waits until the engine moves nothing in the background, which would slow down what is
-    measured next."""
-    engine = job.engine
-    engine.synchronize()
-    before = None
-    while before != engine.traffic:  # of what is read ahead
-        before = engine.traffic
-        time.sleep(QUIET_S)
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -108,7 +93,7 @@ class HeteroCheckpoints:
 
     def __init__(self, job: Job, folder: Path, disk: Callable[[float], Sample]) -> None:
         self._job, self._disk = job, disk
-        self._made = 0  # steps
+        self._steps = JobSteps(job)
         self._path = folder / "hetero"
 
     def sample(self, steps: int) -> Sample:
@@ -121,31 +106,20 @@ class HeteroCheckpoints:
             self._job.engine.synchronize()  # what it gives to NVMe is there
 
         found |= self._moved("load", load)
-        self.step()
-        begin_s = time.perf_counter()
-        for _ in range(steps):
-            self.step()
-        found["alone_step_s"] = (time.perf_counter() - begin_s) / steps
-        wait_until_quiet(self._job)
+        alone = self._steps.sample(steps)
 
         def begin() -> Callable[[], object]:
             return hetero.save(self._path, *self._state(), blocking=False).wait
 
-        self.step()
-        found |= steps_beside(begin, self.step)
-        wait_until_quiet(self._job)
-        return found
+        self._steps.one()
+        found |= steps_beside(begin, self._steps.one)
+        self._steps.wait_until_quiet()
+        return {**found, "alone_step_s": alone["step_s"]}
 
     def warm_up(self) -> None:
         """Makes steps until those that follow are like those of a long training."""
-        for _ in range(WARM_UP_STEPS):
-            self.step()
-        wait_until_quiet(self._job)
-
-    def step(self) -> None:
-        """Makes one."""
-        self._made += 1
-        one_step(self._job, self._made)
+        self._steps.warm_up()
+        self._steps.wait_until_quiet()
 
     def _state(self) -> tuple[Any, hetero.HybridOptimizer]:
         return self._job.model, self._job.optimizer
@@ -157,7 +131,7 @@ class HeteroCheckpoints:
         before = engine.traffic
         figures = timed(body)
         after = engine.traffic
-        wait_until_quiet(self._job)
+        self._steps.wait_until_quiet()
         figures = with_rate(figures, self._path)
         own = figures["bytes"]
         read = after.disk_read - before.disk_read + (own if what == "load" else 0)

@@ -18,6 +18,7 @@ from bench.checkpoint import HeteroCheckpoints, of_beside
 from bench.peers.checkpoint import CheckpointPeer
 from bench.peers.timing import MemoryAbove, drop_pages, steps_beside, with_rate
 from bench.train import write_workload
+from bench.work import job_steps
 from hetero.job.job import open_job
 from hetero.job.options import TrainOptions
 from hetero.job.run_folder import RunFolder
@@ -32,8 +33,8 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A configuration's file; yardsticks and pauses are smaller than what a machine needs to be
     measured."""
     monkeypatch.setattr(bench_io, "DISK_WINDOW_S", 0.01)
-    monkeypatch.setattr(bench_checkpoint, "QUIET_S", 0.01)
-    monkeypatch.setattr(bench_checkpoint, "WARM_UP_STEPS", 2)
+    monkeypatch.setattr(job_steps, "QUIET_S", 0.01)
+    monkeypatch.setattr(job_steps, "WARM_UP_STEPS", 2)
     (tmp_path / "model.json").write_text(json.dumps(MODEL))
     (tmp_path / "text").write_bytes(b"the quick brown fox jumps over the lazy dog. " * 50)
     (tmp_path / "nvme").mkdir()

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from bench import adam, bound, checkpoint, cuda, io, predict
+from bench import adam, bound, cuda, io, predict
 from bench.harness.program import Program
+from bench.work import job_steps
 from offload import _native
 from offload.profile.measure import READ_SHARES
 from tests.support.training.loops import SMALLEST_MODEL
@@ -36,8 +37,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_python: None) -
         (io, "DISK_WINDOW_S", 0.01),
         (bound, "STREAM_NUMEL", 1 << 16),
         (bound, "UPDATE_NUMEL", 1 << 16),
-        (checkpoint, "QUIET_S", 0.01),
-        (checkpoint, "WARM_UP_STEPS", 2),
+        (job_steps, "QUIET_S", 0.01),
+        (job_steps, "WARM_UP_STEPS", 2),
     ):
         monkeypatch.setattr(module, name, value)
     configurations = (("cpu", None, 2), ("auto", 0.5, 1), ("nvme", 0.4, 3), ("auto", 0.01, 1))
