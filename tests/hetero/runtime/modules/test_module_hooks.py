@@ -6,6 +6,7 @@ import contextlib
 import errno
 import gc
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -204,35 +205,44 @@ def test_a_use_while_parameters_become_one_threads_again(
     optimizer.engine.close()
 
 
-def test_one_thread_at_a_time_changes_parameters(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Their memory and their class: neither thread puts back what another one has changed."""
-    model, optimizer = on_disk(tmp_path)
+@contextlib.contextmanager
+def another_inside(model: Net) -> Iterator[None]:
+    """Another thread is inside a forward, before the first layer, until the block ends."""
     inside, go_on = threading.Event(), threading.Event()
     main = threading.current_thread()
-    held: list[bool] = []
-    become = managed_param.become
 
     def stop(*_: object) -> None:
         if threading.current_thread() is not main:
             inside.set()
             assert go_on.wait(60)
 
+    handle = model.first.register_forward_pre_hook(stop)
+    thread = threading.Thread(target=model, args=(inputs(),))
+    thread.start()
+    try:
+        assert inside.wait(60)
+        yield
+    finally:
+        go_on.set()
+        thread.join()
+        handle.remove()
+
+
+def test_one_thread_at_a_time_changes_parameters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their memory and their class: neither thread puts back what another one has changed."""
+    model, optimizer = on_disk(tmp_path)
+    held: list[bool] = []
+    become = managed_param.become
+
     def noted(param: nn.Parameter, data: torch.Tensor, absent: bool) -> None:
         held.append(managed_param._CHANGING._is_owned())  # type: ignore[attr-defined]
         become(param, data, absent)
 
     monkeypatch.setattr(managed_param, "become", noted)
-    handle = model.first.register_forward_pre_hook(stop)
-    thread = threading.Thread(target=model, args=(inputs(),))
-    thread.start()
-    assert inside.wait(60)
-    with torch.no_grad():
+    with another_inside(model), torch.no_grad():
         model(inputs())
-    go_on.set()
-    thread.join()
-    handle.remove()
     train_a_step(model, optimizer)
     assert held
     assert all(held)
@@ -244,35 +254,21 @@ def test_memory_of_what_a_thread_uses_stays(
 ) -> None:
     """Torch has a lock of it, and waits for the GIL, which setting `.data` would hold."""
     model, optimizer = on_disk(tmp_path)
-    inside, go_on = threading.Event(), threading.Event()
-    main = threading.current_thread()
     given: list[nn.Parameter] = []
     become = managed_param.become
-
-    def stop(*_: object) -> None:
-        if threading.current_thread() is not main:
-            inside.set()
-            assert go_on.wait(60)
 
     def noted(param: nn.Parameter, data: torch.Tensor, absent: bool) -> None:
         given.append(param)
         become(param, data, absent)
 
-    handle = model.first.register_forward_pre_hook(stop)
-    thread = threading.Thread(target=model, args=(inputs(),))
-    thread.start()
-    assert inside.wait(60)
-    used = [m.param for m in optimizer.engine.params.in_order() if m.uses]
+    with another_inside(model):
+        used = [m.param for m in optimizer.engine.params.in_order() if m.uses]
+        with monkeypatch.context() as patch, torch.no_grad():
+            patch.setattr(managed_param, "become", noted)
+            model(inputs())
     assert used
-    monkeypatch.setattr(managed_param, "become", noted)
-    with torch.no_grad():
-        model(inputs())
-    monkeypatch.undo()
-    go_on.set()
-    thread.join()
     assert given
     assert not {id(param) for param in given} & {id(param) for param in used}
-    handle.remove()
     train_a_step(model, optimizer)
     optimizer.engine.close()
 

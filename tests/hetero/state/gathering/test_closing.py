@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from hetero.ranks.collectives import GatheredParts
 from tests.support.gathering.closing import (
     break_off_when_one_has,
     close_early,
@@ -70,12 +69,3 @@ def check(ranks: RankPool, options: dict[str, Any], quits: list[int], pause_s: f
             continue
         assert all(map(torch.equal, outputs, right))
         assert "closed its engine" in told
-
-
-def test_memory_that_was_let_go_is_not_written_to() -> None:
-    whole = torch.zeros(8, dtype=torch.uint8)
-    parts = GatheredParts(whole, 2)
-    parts.store(0, torch.ones(2, 2, dtype=torch.uint8))
-    assert parts.let_go()
-    parts.store(2, torch.ones(2, 2, dtype=torch.uint8))
-    assert whole.view(2, 4).tolist() == [[1, 1, 0, 0]] * 2
