@@ -31,6 +31,7 @@ from hetero.job.loop import one_step
 from hetero.job.models import MODEL_NAMES, count_parameters, model_config, wanted_vocab_size
 from hetero.job.options import OVERLAPS, TrainOptions
 from hetero.job.run_folder import RunFolder
+from hetero.overlap import OverlapUpdates
 from hetero.planning.profiles import find_profile
 from hetero.planning.step_cost import Computing, Work, figures, predict
 from offload.errors import HeteroError
@@ -174,7 +175,10 @@ def train(
                 profile,
                 Work(options.batch_size * options.seq_len, batches),
                 Computing(traced["forward_s"] * batches, traced["backward_s"] * batches),
-                overlap=options.overlap,
+                # All steps are clipped: no guess of an update during backward is right.
+                overlap=OverlapUpdates.FORWARD
+                if options.overlap is OverlapUpdates.AUTO and options.clip
+                else options.overlap,
             )
             made = figures(plans)
             predicted = {f"predicted_{key}": made[key] for key in ("step_s", *MOVED)}

@@ -289,8 +289,14 @@ class Engine:
 
             relocation = Relocation(self.params, shared, pause, self.homes_moved)
             budget_moves = BudgetMoves(relocation, beside, activations)
+            schedule = self.steps.schedule
             predictions = StepPredictions(
-                self.chunk_groups, shared, budget_moves.group_plans, tracer, activations
+                self.chunk_groups,
+                shared,
+                budget_moves.group_plans,
+                tracer,
+                lambda: schedule.speculates,
+                activations,
             )
         except BaseException:
             self.lifetime.abort()

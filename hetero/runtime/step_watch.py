@@ -17,6 +17,7 @@ from torch._compile import _disable_dynamo
 
 from hetero.activations.store import ActivationStore
 from hetero.chunk_groups.chunk_group import ChunkGroup, Shared
+from hetero.overlap import OverlapUpdates
 from hetero.planning.group_plans import ChunkGroupPlan
 from hetero.planning.network import Network
 from hetero.planning.profiles import saved_profile
@@ -354,18 +355,20 @@ class StepPredictions:
         shared: Shared,
         group_plans: Callable[[], Sequence[ChunkGroupPlan]],
         tracer: StepTracer,
+        speculates: Callable[[], bool],
         activations: ActivationStore | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Predicts steps of `chunk_groups`, of which more may come.
 
-        `group_plans` gives them as they are placed now, `tracer` the latest step; `activations`
-        may have an I/O engine of their own.
+        `group_plans` gives them as they are placed now, `tracer` the latest step, and `speculates`
+        says whether updates are made during backward; `activations` may have an I/O engine of their
+        own.
         """
         self._shared = shared
         self._world = chunk_groups[0].world
         self._group_plans = group_plans
-        self._tracer = tracer
+        self._tracer, self._speculates = tracer, speculates
         backend = shared.backend
         self.learned = LearnedRates(lambda: counters_of(chunk_groups, backend, activations), clock)
         self._has_noted = False
@@ -437,13 +440,16 @@ class StepPredictions:
         elif made is None:
             return []
         config = self._shared.config
+        overlap = config.debugging.overlap
+        if overlap is OverlapUpdates.AUTO and not self._speculates():
+            overlap = OverlapUpdates.FORWARD
         return predict(
             groups,
             rates,
             Work(EXPECTED_TOKENS) if made is None else Work(0, made.micro_batches),
             None if made is None else made.computing,
             prefetch=config.debugging.prefetch,
-            overlap=config.debugging.overlap,
+            overlap=overlap,
             network=network,
         )
 

@@ -76,6 +76,12 @@ class UpdateSchedule:
         self._in_backward = False  # a gradient has come in this step
         self._group_of: dict[int, int] = {}  # by id(param): index of its param group
 
+    @property
+    def speculates(self) -> bool:
+        """Whether updates are made during backward, going by recent steps, if there are any."""
+        known = self._prediction.guess() is not None or not self._prediction.has_steps
+        return self.overlap.in_backward and known
+
     # During backward
 
     def begin_backward(self) -> None:
@@ -377,6 +383,11 @@ class FactorPrediction:
         if self._always or count >= max(1, LEAST_SHARE * len(self._recent)):
             return factor
         return None
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether note() was called."""
+        return bool(self._recent)
 
     def note(self, factor: float | None) -> None:
         """A step was made, with this factor of all gradients; None if a guess could not help:

@@ -123,7 +123,7 @@ def test_without_a_disk_nothing_is_said_of_it() -> None:
 class Steps:
     """StepPredictions of a made-up engine, whose chunk groups a test has placed."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, overlap: str = "none") -> None:
         self.counting = Counting()
         self.tracer: Any = SimpleNamespace(latest=None)
         layout = layout_of(*[SLOT] * 12)
@@ -131,17 +131,23 @@ class Steps:
         self.group = ChunkGroupPlan(spec, place(spec))
         assert Tier.DISK in self.group.placement.optim_state
         self.notes: list[str] = []
+        self.speculates = True
         world = SimpleNamespace(size=1, local_ranks=1, is_on_several_machines=False)
         group: Any = SimpleNamespace(world=world)
         shared: Any = SimpleNamespace(
             ledger=SimpleNamespace(budget_bytes=dict.fromkeys(("device", "host", "disk"))),
             backend=SimpleNamespace(separate=False),
-            config=hetero.Config.make(overlap_updates="none"),
+            config=hetero.Config.make(overlap_updates=overlap),
             notes=self.notes,
         )
         monkeypatch.setattr(step_watch, "counters_of", lambda *_: self.counting.now)
         self.predictions = StepPredictions(
-            [group], shared, lambda: [self.group], self.tracer, None, lambda: self.counting.now_s
+            [group],
+            shared,
+            lambda: [self.group],
+            self.tracer,
+            lambda: self.speculates,
+            clock=lambda: self.counting.now_s,
         )
 
     def make(self, moved: Counters, seconds: float, computing_s: float, count: int = 1) -> None:
@@ -181,6 +187,19 @@ def test_a_step_is_predicted_by_its_own_rates(steps: Steps) -> None:
     assert "bound by: NVMe" in table
     assert "last 3 steps" in table
     assert "is estimated" not in table
+
+
+def test_a_step_whose_guess_is_wrong_is_predicted_without_updates_in_backward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    steps = Steps(monkeypatch, "auto")
+    steps.make(streamed(steps, 1e4), 30.0, computing_s=6.0, count=4)
+    found = {}
+    for steps.speculates in (True, False):
+        (made,) = steps.predictions.plans()
+        found[steps.speculates] = [phase.name for phase in made.cost.phases]
+    together = "forward, backward and update"
+    assert found == {True: [together], False: ["forward and update", "backward"]}
 
 
 def test_a_saved_profile_goes_before_what_was_learned(
