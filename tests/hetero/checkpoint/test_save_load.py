@@ -47,6 +47,7 @@ RULES_AND_DTYPES = [
 PLACES: dict[str, Settings] = {
     "cpu": {"placement_policy": "cpu"},
     "disk": {"placement_policy": "nvme", "host_memory": "256KiB"},
+    "parameters on disk": {"placement_policy": "nvme", "host_memory": "96KiB"},
     "speculative": {"placement_policy": "nvme", "host_memory": "1MiB", "overlap_updates": "both"},
     "waiting": {"placement_policy": "auto", "host_memory": "200KiB", "overlap_updates": "none"},
     "large chunks": {"placement_policy": "nvme", "host_memory": "1MiB", "chunk_numel": 16384},

@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 import hetero
 from tests.hetero.checkpoint.test_save_load import PLACES, build, same, steps, whole
 
-_BUDGETS = ("200KiB", "300KiB", "1MiB")
+_BUDGETS = ("96KiB", "200KiB", "1MiB")  # the first one for parameters on NVMe
 
 
 class AnyChanges(RuleBasedStateMachine):
@@ -95,7 +95,9 @@ class AnyChanges(RuleBasedStateMachine):
         shutil.rmtree(copy)
 
 
-@pytest.mark.parametrize("place", ["cpu", "disk", "speculative", "waiting", "emulated", "cuda"])
+@pytest.mark.parametrize(
+    "place", ["cpu", "disk", "parameters on disk", "speculative", "waiting", "emulated", "cuda"]
+)
 @pytest.mark.usefixtures("fake_cuda")
 def test_any_changes(place: str) -> None:
     machine = type("AnyChangesThere", (AnyChanges,), {"place": place})

@@ -18,6 +18,7 @@ from tests.hetero.checkpoint.test_save_load import (
     RULES_AND_DTYPES,
     build,
     first,
+    loss_of,
     same,
     steps,
     whole,
@@ -115,6 +116,32 @@ def test_steps_since_the_last_commit_are_lost(tmp_path: Path) -> None:
     assert last.step == 3
     assert same(whole(model, optimizer), wanted)
     optimizer.engine.close()
+
+
+@pytest.mark.parametrize("place", ["cpu", "disk", "parameters on disk"])
+def test_writes_between_commits_are_the_later_ones(place: str, tmp_path: Path) -> None:
+    """What user code writes outside of steps, and of gathered(), is no part of the last commit, and
+    part of the next one."""
+    options = {**PLACES[place], **DURABLE, "commit_every": 0}
+    scratch = folder(tmp_path, "scratch")
+    model, optimizer = build(options, scratch)
+    steps(model, optimizer, range(3))
+    hetero.commit(model, blocking=True)
+    stored = whole(model, optimizer)
+    for param in model.parameters():
+        torch.nn.init.constant_(param, 0.25)
+    for _ in range(2):
+        loss_of(model, 3)  # for whose uses what was written leaves RAM
+    earlier = crashed(scratch, tmp_path / "earlier")
+    hetero.commit(model, blocking=True)
+    written = whole(model, optimizer)
+    later = crashed(scratch, tmp_path / "later")
+    optimizer.engine.close()
+    assert not same(written, stored)
+    for copy, wanted in ((earlier, stored), (later, written)):
+        model, optimizer = build(options, copy, seed=7)
+        assert same(whole(model, optimizer), wanted)
+        optimizer.engine.close()
 
 
 def warmup(step: int) -> float:
