@@ -160,12 +160,13 @@ class FSDPModule:
         if not recurse:
             raise ValueError("set_requires_gradient_sync(recurse=False): it is for whole models")
         module: Any = self
-        own = _sharded[module]
-        own.syncs = requires_gradient_sync
-        if _is_managed(module):
-            own.unsynced.close()
-            if not own.syncs:
-                own.unsynced.enter_context(no_sync(module))
+        root = _outermost(module)
+        whole = _sharded[root]
+        whole.syncs = requires_gradient_sync
+        if _is_managed(root):
+            whole.unsynced.close()
+            if not whole.syncs:
+                whole.unsynced.enter_context(no_sync(root))
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Gradients are the ranks' sum divided by `factor`, instead of by the number of ranks.
