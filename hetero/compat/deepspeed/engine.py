@@ -205,12 +205,12 @@ class DeepSpeedEngine(torch.nn.Module):
 
         return tree_map_only(torch.Tensor, hooked, outputs)
 
-    def _on_output_grad(self, grad: torch.Tensor) -> torch.Tensor | None:
+    def _on_output_grad(self, grad: torch.Tensor | None) -> torch.Tensor | None:
         """Divides what a backward() of the loop's own brings, as engine.backward() does the loss.
 
         Raises DeepSpeedUseError under fp16 if scale() was not called.
         """
-        if _running:
+        if _running or grad is None:  # as a function of the user's may give
             return None
         if self.loss_scale != 1.0 and not self._is_announced:
             raise DeepSpeedUseError(

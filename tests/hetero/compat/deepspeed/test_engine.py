@@ -293,6 +293,25 @@ def test_outputs_that_are_made_of_others(of_logits: bool) -> None:
     torch.testing.assert_close(*found)
 
 
+class WithoutGradient(torch.autograd.Function):
+    """Sums, and gives no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> None:
+        return None
+
+
+def test_an_output_may_get_no_gradient() -> None:
+    engine = engine_of(gradient_accumulation_steps=2)
+    WithoutGradient.apply(engine(torch.ones(2, 64))).backward()
+    assert engine.module.first.weight.grad is None
+    engine.destroy()
+
+
 def test_the_loss_is_a_scalar() -> None:
     engine = engine_of()
     for call in (engine.scale, engine.backward):
