@@ -93,12 +93,18 @@ METHODS = KeyTable(
 
 @dataclasses.dataclass
 class _Sharding:
-    """What fully_shard() and the methods of a module were told of it; `options` are hetero's."""
+    """What fully_shard() and the methods of a module were told of it.
 
-    mesh: DeviceMesh | None
-    stage: int
+    Attributes:
+        same: by FSDP2's names, what all modules of one engine must say alike.
+        precision: the policy of dtypes.
+        dtype: that modules compute in, by hetero's name.
+        options: hetero's.
+    """
+
+    same: dict[str, Any]
     precision: MixedPrecisionPolicy
-    placement: str
+    dtype: str
     options: dict[str, Any]
     divide_factor: float | None = None  # of gradients; None: the number of ranks
     is_divided: bool = False  # hooks follow the factor
@@ -154,12 +160,13 @@ class FSDPModule:
         if not recurse:
             raise ValueError("set_requires_gradient_sync(recurse=False): it is for whole models")
         module: Any = self
-        own = _sharded[module]
-        own.syncs = requires_gradient_sync
-        if _is_managed(module):
-            own.unsynced.close()
-            if not own.syncs:
-                own.unsynced.enter_context(no_sync(module))
+        root = _outermost(module)
+        whole = _sharded[root]
+        whole.syncs = requires_gradient_sync
+        if _is_managed(root):
+            whole.unsynced.close()
+            if not whole.syncs:
+                whole.unsynced.enter_context(no_sync(root))
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Gradients are the ranks' sum divided by `factor`, instead of by the number of ranks.
@@ -243,6 +250,13 @@ def fully_shard(
             "slots keep what is gathered as long as they have room",
         )
     precision = MixedPrecisionPolicy() if mp_policy is None else mp_policy
+    dtype = _dtype("param_dtype", precision.param_dtype) or "fp32"
+    same = {
+        "reshard_after_forward": reshard_after_forward is not False,
+        "mesh": mesh,
+        "offload_policy": isinstance(offload_policy, CPUOffloadPolicy),
+        "mp_policy.reduce_dtype": _dtype("reduce_dtype", precision.reduce_dtype),
+    }
     if not precision.cast_forward_inputs:
         raise ValueError(
             "mp_policy: cast_forward_inputs=False: hetero casts a model's inputs always"
@@ -252,9 +266,7 @@ def fully_shard(
             raise ValueError(f"fully_shard() was called on this {type(each).__name__} before")
         plain: type = type(each)
         each.__class__ = _sharded_class(plain)
-        stage = 2 if reshard_after_forward is False else 3
-        placement = "cpu" if isinstance(offload_policy, CPUOffloadPolicy) else "auto"
-        _sharded[each] = _Sharding(mesh, stage, precision, placement, own)
+        _sharded[each] = _Sharding(same, precision, dtype, own)
     return module
 
 
@@ -310,10 +322,10 @@ def _initialize(root: Any) -> None:
     order = {id(param): number for number, param in enumerate(root.parameters())}
     optimizers.sort(key=lambda each: min(order.get(key, len(order)) for key in _ids(each)))
     given: Any = optimizers[0] if len(optimizers) == 1 else optimizers
-    config = _config(root, policy)
-    start(root, given, config, mesh=policy.mesh)
+    config = _config(root)
+    start(root, given, config, mesh=policy.same["mesh"])
     if config.dtype != "fp32":
-        _Masters(root, optimizers[0].engine)
+        _put_masters(root, optimizers[0].engine)
     for module in root.modules():
         if module in _sharded:
             _divide_gradients(module)
@@ -329,7 +341,8 @@ def _divide_gradients(module: torch.nn.Module) -> None:
 
     def divided(grad: torch.Tensor) -> torch.Tensor:
         assert own.divide_factor is not None
-        return grad * ((ranks() if own.mesh is None else own.mesh.size()) / own.divide_factor)
+        mesh = own.same["mesh"]
+        return grad * ((ranks() if mesh is None else mesh.size()) / own.divide_factor)
 
     inner = [m for m in module.modules() if isinstance(m, FSDPModule) and m is not module]
     others = {id(param) for m in inner for param in m.parameters()}
@@ -338,93 +351,73 @@ def _divide_gradients(module: torch.nn.Module) -> None:
             param.register_hook(divided)
 
 
-class _Masters:
-    """Puts fp32 masters in the place of parameters into state_dict(), as FSDP2's has them.
+def _put_masters(root: torch.nn.Module, engine: Engine) -> None:
+    """Has state_dict() give fp32 masters in the place of parameters, as FSDP2's does.
 
     A parameter with several names gets one tensor, as hetero's own entries are.
     """
+    found: weakref.WeakValueDictionary[ManagedParam, torch.Tensor] = weakref.WeakValueDictionary()
 
-    def __init__(self, root: torch.nn.Module, engine: Engine) -> None:
-        """Installs hooks on all modules of `root`, after hetero's."""
-        self._engine = engine
-        self._last: weakref.WeakValueDictionary[ManagedParam, torch.Tensor]
-        self._last = weakref.WeakValueDictionary()
-        for module in root.modules():
-            module._register_state_dict_hook(ModelHook(self._fill))
-
-    def _fill(
-        self, module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any
-    ) -> None:
+    def fill(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
         for name, param in module._parameters.items():
             entry = state_dict.get(prefix + name)
-            managed = None if param is None else self._engine.params.known(param)
+            managed = None if param is None else engine.params.known(param)
             if managed is None or entry is None or entry is param:
                 continue  # (the parameter itself is there with keep_vars)
-            last = self._last.get(managed)
+            last = found.get(managed)
             if last is None or not any(each is last for each in state_dict.values()):
                 last = entry if entry.dtype == torch.float32 else masters([managed.param])[0]
-                self._last[managed] = last
+                found[managed] = last
             state_dict[prefix + name] = last
+
+    for module in root.modules():  # after hetero's own hooks
+        module._register_state_dict_hook(ModelHook(fill))
 
 
 def _ids(optimizer: HybridOptimizer) -> Iterable[int]:
     return [id(param) for group in optimizer.param_groups for param in group["params"]]
 
 
-def _config(root: torch.nn.Module, policy: _Sharding) -> Config:
+def _config(root: torch.nn.Module) -> Config:
     """hetero's options, from the policies of the root and of the modules inside it.
 
     Raises ValueError if two policies say different things that one engine cannot do.
     """
     parts = {name: _sharded[m] for name, m in root.named_modules() if m in _sharded}
-    dtypes = {
-        name: _dtype("param_dtype", part.precision.param_dtype) or "fp32"
-        for name, part in parts.items()
-    }
-    compute = dtypes[""]
-    for what, value_of in _SAME_IN_ALL.items():
-        for name, part in parts.items():
-            if value_of(part) != value_of(policy):
+    whole = parts[""]
+    for name, part in parts.items():
+        for what, said in part.same.items():
+            if said != whole.same[what]:
                 raise ValueError(
                     f"{what} differs between the whole model and {name}, which have one engine; "
                     f"give both the same"
                 )
-    for name, dtype in dtypes.items():
-        if dtype not in ("fp32", compute):
+        if part.dtype not in ("fp32", whole.dtype):
             raise ValueError(
-                f"mp_policy: param_dtype of {name} is {dtype}, and that of the whole model "
-                f"{compute}; a part may have the same one or fp32"
+                f"mp_policy: param_dtype of {name} is {part.dtype}, and that of the whole model "
+                f"{whole.dtype}; a part may have the same one or fp32"
             )
     return Config.make(
         {
             "backend": "auto",
-            "dtype": compute,
+            "dtype": whole.dtype,
             "grad_dtype": "fp32",
-            "reduce_dtype": _dtype("reduce_dtype", policy.precision.reduce_dtype) or compute,
-            "keep_fp32": _kept(root, dtypes) if compute != "fp32" else [],
-            "zero_stage": policy.stage,
-            "placement_policy": policy.placement,
+            "reduce_dtype": whole.same["mp_policy.reduce_dtype"] or whole.dtype,
+            "keep_fp32": [] if whole.dtype == "fp32" else _kept(root, parts),
+            "zero_stage": 3 if whole.same["reshard_after_forward"] else 2,
+            "placement_policy": "cpu" if whole.same["offload_policy"] else "auto",
             "initial_loss_scale": None,  # as FSDP2's, which leave it to a GradScaler
         },
-        **policy.options,
+        **whole.options,
     )
 
 
-# What policies of all modules must say alike.
-_SAME_IN_ALL: dict[str, Callable[[_Sharding], Any]] = {
-    "reshard_after_forward": lambda policy: policy.stage,
-    "mesh": lambda policy: policy.mesh,
-    "offload_policy": lambda policy: policy.placement,
-    "mp_policy.reduce_dtype": lambda policy: policy.precision.reduce_dtype,
-}
-
-
-def _kept(root: torch.nn.Module, dtypes: dict[str, str]) -> list[str]:
+def _kept(root: torch.nn.Module, parts: dict[str, _Sharding]) -> list[str]:
     """The names of parameters whose nearest fully sharded module keeps fp32."""
     kept = []
     for param_name, _ in root.named_parameters():
-        around = [name for name in dtypes if not name or param_name.startswith(f"{name}.")]
-        if dtypes[max(around, key=len)] == "fp32":
+        around = [name for name in parts if not name or param_name.startswith(f"{name}.")]
+        if parts[max(around, key=len)].dtype == "fp32":
             kept.append(param_name)
     return kept
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hetero.api.access import no_sync
 from hetero.api.optimizer import HybridOptimizer
@@ -28,6 +28,24 @@ from offload.errors import BudgetError, HeteroError
 from offload.memory.tiers import Tier
 
 _running = 0  # backward() of engines: inside, gradients of outputs are scaled already
+
+
+class _AnotherTensor(torch.autograd.Function):
+    """Gives a tensor of the same values in the same memory, whose hooks are its own.
+
+    It is no plain view, whose hooks a write in place would leave out: such a write is an error.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor) -> torch.Tensor:
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad
+
+
+_another_tensor: Callable[[torch.Tensor], torch.Tensor] = _AnotherTensor.apply
 
 
 class DeepSpeedUseError(HeteroError, ValueError, AssertionError, RuntimeError):
@@ -173,18 +191,26 @@ class DeepSpeedEngine(torch.nn.Module):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The model's outputs."""
         outputs = self.module(*inputs, **kwargs)
-        if torch.is_grad_enabled() and self.optimizer is not None:
-            for output in tree_leaves(outputs):
-                if isinstance(output, torch.Tensor) and output.grad_fn is not None:
-                    output.register_hook(self._on_output_grad)
-        return outputs
+        if not torch.is_grad_enabled() or self.optimizer is None:
+            return outputs
+        several = sum(isinstance(each, torch.Tensor) for each in tree_leaves(outputs)) > 1
 
-    def _on_output_grad(self, grad: torch.Tensor) -> torch.Tensor | None:
+        def hooked(output: torch.Tensor) -> torch.Tensor:
+            if output.grad_fn is None:
+                return output
+            if several:  # others may be made of it, and their gradients go through a hook already
+                output = _another_tensor(output) if output.ndim else output.clone()
+            output.register_hook(self._on_output_grad)
+            return output
+
+        return tree_map_only(torch.Tensor, hooked, outputs)
+
+    def _on_output_grad(self, grad: torch.Tensor | None) -> torch.Tensor | None:
         """Divides what a backward() of the loop's own brings, as engine.backward() does the loss.
 
         Raises DeepSpeedUseError under fp16 if scale() was not called.
         """
-        if _running:
+        if _running or grad is None:  # as a function of the user's may give
             return None
         if self.loss_scale != 1.0 and not self._is_announced:
             raise DeepSpeedUseError(

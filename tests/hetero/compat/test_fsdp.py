@@ -189,7 +189,8 @@ def test_gradients_that_are_not_sent_yet() -> None:
     model = sharded()
     optimizer = fsdp.optim.AdamW(model.parameters(), lr=1e-2)
     for micro in range(2):
-        model.set_requires_gradient_sync(micro == 1)  # (first before there is an engine)
+        said_to = model if micro else model.layers[0]  # any module says it of the whole model
+        said_to.set_requires_gradient_sync(micro == 1)  # (first before there is an engine)
         loss_of(model, micro).backward()
         intake = optimizer.engine.steps.grad_intake
         assert bool(intake._unsynced) == (micro == 0)

@@ -1,4 +1,4 @@
-"""Writes docs/compatibility.md: `python -m tests.support.compatibility`."""
+"""Writes the tables of docs/compatibility.md: `python -m tests.support.compatibility`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def main() -> int:
     for (name, column), cell in wrong.items():
         print(f"{name}, {column}: {cell}")
     if not wrong:
-        PAGE.write_text(page_of(lambda name, column: cells[name, column]))
+        page = page_of(PAGE.read_text(), lambda name, column: cells[name, column])
+        PAGE.write_text(page)
     return 1 if wrong else 0
 
 

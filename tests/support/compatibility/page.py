@@ -1,120 +1,74 @@
-"""docs/compatibility.md: a head, the touches that differ, all others, and other projects' names."""
+"""docs/compatibility.md: its tables and numbers of touches are made, its text is written there."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from tests.support.compatibility.other_projects import other_projects
+from hetero.compat import fsdp, oneflow
+from hetero.compat.colossalai import argument_keys
+from hetero.compat.deepspeed import config_keys
+from hetero.compat.key_table import Key, KeyTable
 from tests.support.compatibility.runs import COLUMNS
 from tests.support.compatibility.touches import SECTIONS
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "compatibility.md"
-
-_HEAD = """\
-# Compatibility
-
-Training code can use a managed model as it uses a plain one, with the exceptions that come first on
-this page. A row is one *touch*: a use of a parameter `p`, of a gradient, of the optimizer or of the
-model, as plain PyTorch code makes it. {differing} of {all} touches differ from plain PyTorch in at
-least one column. [Code written for other projects](#code-written-for-other-projects) comes last.
-In short, with the number of touches that differ:
-
-{summary}
-
-The columns are four ways to manage a small model:
-
-| column | what it is |
-|---|---|
-| `cpu` | fp32, one rank, all state in RAM |
-| `nvme` | fp32, one rank, the smallest budget that works: parameters are on disk between uses |
-| `nvme bf16` | the same in bf16, with exact masters |
-| `two ranks` | fp32, two ranks, stage 3: each keeps a half of all chunks, in RAM |
-
-(Three models fit the smallest budget with which they can be built: those with the hooks of
-`spectral_norm` before `initialize`, with a convolution, and one that is frozen in part.)
-
-"same" means: the touch gives what it gives on the same model in plain PyTorch, and training goes
-on as it does there. Reads of parameters are compared bit for bit; what is computed with gradients
-up to rounding (with bf16 that of parameters and gradients to bf16). Otherwise the cell has the
-error with its first words; "…" stands for numbers, and for what follows. Where plain PyTorch raises
-an error, "same" means an error of the same class. "(at the next step)": the touch itself raises
-nothing.
-
-Not in the table, because they read NaN where values are not in memory: `torch.tensor(p)`,
-`other.data = p`, compiled TorchScript functions given `p`, and a frozen `p` of no dimensions in the
-place of a number (`torch.add(x, y, alpha=p)`). They take a tensor past all that a subclass of it
-can see; write `p.detach()` in the place of `p`, which reads true, or use `hetero.gathered()`.
-
-`tests/test_compatibility.py` makes every cell again and compares it with this page;
-`python -m tests.support.compatibility` writes the page.
-
-## Uses that differ
-"""
-# The differences of each section in a sentence.
-_IN_SHORT = {
-    "Reads of parameters": "An address, or a new `nn.Parameter` over a managed one, is refused.",
-    "Writes to parameters": "With two ranks, parameters are written in `hetero.gathered()`; no "
-    "shape changes.",
-    "Graphs over parameters": "Functional transforms and tracing take no parameter that is not in "
-    "memory; no backward uses values from before a step.",
-    "Gradients": "A gradient has no address, and is gone after `zero_grad()`.",
-    "Optimizers": "`optimizer.state` has no tensors, `optimizer.state_dict()` has; an engine has "
-    "one optimizer.",
-    "Modules": "After `initialize` no dtype, vocabulary or parametrization changes; with two ranks "
-    "nothing is merged into weights.",
-    "State dicts, copies, averages of weights, files": "`assign=True` is refused; with two ranks "
-    "averages are copied back in `hetero.gathered()`.",
-    "After `engine.close()`": "Parameters have no values.",
-}
-_SAME = """\
-## Uses that give the same
-
-The touches of these tables give what they give in plain PyTorch, in all four columns.
-"""
+_KEY_TABLES = (
+    *(*config_keys.TABLES, *argument_keys.TABLES),
+    *(fsdp.ARGUMENTS, fsdp.METHODS, oneflow.METHODS),
+)
 
 
-def row_of(name: str, cells: dict[str, str]) -> str:
-    """A touch's row."""
-    return f"| {name} | " + " | ".join(cells[column] for column in COLUMNS) + " |"
+def page_of(page: str, cell_of: Callable[[str, str], str]) -> str:
+    """The page with its tables made again, each below its heading.
 
-
-def page_of(cell_of: Callable[[str, str], str]) -> str:
-    """The whole page; `cell_of` takes a touch's name and a column's."""
-    differing: list[str] = []
-    same: list[str] = []
-    summary: list[str] = []
+    `cell_of` takes a touch's name and a column's.
+    """
+    tables = {f"#### `{table.name}`": _keys(table) for table in _KEY_TABLES}
     count = all_touches = 0
     for section in SECTIONS:
-        rows = {
-            touch.name: {column: cell_of(touch.name, column) for column in COLUMNS}
-            for touch in section.touches
-        }
-        others = {name: cells for name, cells in rows.items() if set(cells.values()) != {"same"}}
-        count += len(others)
-        all_touches += len(rows)
-        if others:
-            head = ["touch", *COLUMNS]
-            lines = [row_of(name, cells) for name, cells in others.items()]
-            differing += _table(section.title, head, lines)
-            summary.append(f"- {section.title}, {len(others)}: {_IN_SHORT[section.title]}")
-        same += _table(
-            f"{section.title}: the same" if others else section.title,
-            ["touch"],
-            [f"| {name} |" for name in rows if name not in others],
+        rows = {t.name: [cell_of(t.name, column) for column in COLUMNS] for t in section.touches}
+        others = {name: cells for name, cells in rows.items() if set(cells) != {"same"}}
+        tables[f"### {section.title}"] = _table(
+            ["touch", *COLUMNS], ([name, *cells] for name, cells in others.items())
         )
-    facts = {"differing": str(count), "all": str(all_touches), "summary": "\n".join(summary)}
-    head_text = _HEAD
-    for name, fact in facts.items():
-        head_text = head_text.replace(f"{{{name}}}", fact)
-    return "\n".join([head_text, *differing, _SAME, *same, other_projects()])
+        tables[f"### {section.title}: the same"] = _table(
+            ["touch"], ([name] for name in rows if name not in others)
+        )
+        number = re.compile(rf"^(- {re.escape(section.title)}), \d+:", re.MULTILINE)
+        page = number.sub(rf"\1, {len(others)}:", page)
+        count, all_touches = count + len(others), all_touches + len(rows)
+    page = re.sub(r"\d+ of \d+ touches", f"{count} of {all_touches} touches", page)
+    for heading, table in tables.items():
+        parts = re.split(rf"^{re.escape(heading)}\n\n(?:\|.*\n)*", page, flags=re.MULTILINE)
+        assert len(parts) == 2, f"the page must have the heading {heading!r} once"
+        page = f"{heading}\n\n{table}".join(parts)
+    heads = re.findall(r"^\| (?:touch|keys) \|", page, re.MULTILINE)
+    assert len(heads) == len(tables), "the page has tables of what there is not"
+    return page
 
 
-def _table(title: str, head: list[str], rows: list[str]) -> list[str]:
-    """The lines of a table with its title; none without rows."""
-    if not rows:
-        return []
-    return [f"### {title}\n", f"| {' | '.join(head)} |", "|---" * len(head) + "|", *rows, ""]
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [f"| {' | '.join(row)} |\n" for row in (head, *rows)]
+    return "".join([lines[0], "|---" * len(head), "|\n", *lines[1:]])
+
+
+def _keys(table: KeyTable) -> str:
+    """All keys of another project's options, of which those of one treatment and text are a row."""
+    other_names: dict[str, list[str]] = {}
+    for alias, name in table.aliases.items():
+        other_names.setdefault(name, []).append(alias)
+    of_reason: dict[Key, list[str]] = {}
+    for name, key in table.keys.items():
+        of_reason.setdefault(key, []).extend((name, *other_names.get(name, ())))
+    return _table(
+        ["keys", "treatment", "what they do, or why not"],
+        (
+            [", ".join(f"`{each}`" for each in names), key.treatment.value, key.text]
+            for key, names in of_reason.items()
+        ),
+    )
 
 
 def cells_of(page: str) -> dict[tuple[str, str], str]:

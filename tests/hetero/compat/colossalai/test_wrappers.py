@@ -259,15 +259,6 @@ def test_parameters_that_gemini_ignores() -> None:
         GeminiDDP.set_params_to_ignore(trained.parameters())
 
 
-def test_outputs_in_fp32() -> None:
-    model = built(shard_param=True)
-    gemini = GeminiDDP(model, mixed_precision=torch.bfloat16, force_outputs_fp32=True)
-    optimizer = GeminiOptimizer(HybridAdam(model.parameters()), gemini)
-    assert model.last.weight.dtype == torch.bfloat16
-    assert gemini(torch.zeros(1, 64)).dtype == torch.float32
-    optimizer.engine.close()
-
-
 def test_booster(tmp_path: Path, nothing_left: None) -> None:
     torch.manual_seed(0)
     model = Net()

@@ -264,6 +264,54 @@ def test_a_backward_of_the_loops_own(accumulation: int) -> None:
     assert not torch.equal(found[0][0], plain()[0].first.weight)
 
 
+class WithLoss(Net):
+    """Gives a loss beside the output that it is made of, as transformers' models do."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = super().forward(x)
+        return {"loss": (y - 1).square().mean(), "logits": y}
+
+
+@pytest.mark.parametrize("of_logits", [False, True])
+def test_outputs_that_are_made_of_others(of_logits: bool) -> None:
+    """A backward of the loop's own divides by the micro-batches once."""
+    found = []
+    for own in (False, True):
+        torch.manual_seed(0)
+        config = {"gradient_accumulation_steps": 4, "optimizer": ADAMW}
+        engine, _, _, _ = deepspeed.initialize(model=WithLoss(), config=config)
+        outputs = engine(torch.ones(2, 64))
+        loss = outputs["loss"]
+        if of_logits:
+            loss += outputs["logits"].square().mean()
+        if own:
+            loss.backward()
+        else:
+            engine.backward(loss)
+        found.append(hetero.grads(engine.module.first.weight)[0])
+        engine.destroy()
+    torch.testing.assert_close(*found)
+
+
+class WithoutGradient(torch.autograd.Function):
+    """Sums, and gives no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> None:
+        return None
+
+
+def test_an_output_may_get_no_gradient() -> None:
+    engine = engine_of(gradient_accumulation_steps=2)
+    WithoutGradient.apply(engine(torch.ones(2, 64))).backward()
+    assert engine.module.first.weight.grad is None
+    engine.destroy()
+
+
 def test_the_loss_is_a_scalar() -> None:
     engine = engine_of()
     for call in (engine.scale, engine.backward):
