@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -104,7 +104,8 @@ class HeadInputs:
     """What logits are made of: F.linear(hidden, weight, bias).
 
     `weight_grad_to` gets the gradient of the weight that the tiled loss computes, if it is not
-    None.
+    None. Tiled losses that are made from now on have `loss_hooks`: no gradient of theirs passes a
+    hook of the logits.
     """
 
     hidden: torch.Tensor
@@ -112,6 +113,7 @@ class HeadInputs:
     bias: torch.Tensor | None
     tile_tokens: int | None
     weight_grad_to: torch.Tensor | None = None
+    loss_hooks: list[Callable[[torch.Tensor], torch.Tensor | None]] = field(default_factory=list)
 
 
 class _Logits:
@@ -171,6 +173,11 @@ class DeferredLogits(OffloadedTensor):
 
     _source: _Logits
     _is_meta_to_torch = False
+
+    @property
+    def inputs(self) -> HeadInputs:
+        """What they are made of."""
+        return self._source.inputs
 
     @staticmethod
     @_disable_dynamo
@@ -331,7 +338,10 @@ def _tiled_loss(
             TileOptions(inputs.tile_tokens, elementwise),
             inputs.weight_grad_to,
         )
-    return loss.to(input.dtype)
+    loss = loss.to(input.dtype)
+    for hook in inputs.loss_hooks if loss.requires_grad else ():
+        loss.register_hook(hook)
+    return loss
 
 
 def _of_tokens(logits: DeferredLogits) -> tuple[torch.Tensor, tuple[Elementwise, ...]] | None:

@@ -24,6 +24,7 @@ from hetero.compat.key_table import log_given, logger
 from hetero.compat.ranks import rank, ranks
 from hetero.planning.placement import PlacementError
 from hetero.runtime.engine import Engine
+from hetero.tiling.heads import DeferredLogits
 from offload.errors import BudgetError, HeteroError
 from offload.memory.tiers import Tier
 
@@ -201,6 +202,8 @@ class DeepSpeedEngine(torch.nn.Module):
             if several:  # others may be made of it, and their gradients go through a hook already
                 output = _another_tensor(output) if output.ndim else output.clone()
             output.register_hook(self._on_output_grad)
+            if isinstance(output, DeferredLogits):
+                output.inputs.loss_hooks.append(self._on_output_grad)
             return output
 
         return tree_map_only(torch.Tensor, hooked, outputs)

@@ -312,6 +312,47 @@ def test_an_output_may_get_no_gradient() -> None:
     engine.destroy()
 
 
+class WithHead(torch.nn.Module):
+    """Its logits' loss is in tiles, whose gradients pass no hook of the logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = torch.nn.Embedding(64, 32), torch.nn.Linear(32, 64)
+
+    def get_input_embeddings(self) -> torch.nn.Module:
+        return self.embedding
+
+    def get_output_embeddings(self) -> torch.nn.Module:
+        return self.head
+
+    def forward(self, tokens: torch.Tensor) -> Any:
+        return {"logits": self.head(self.embedding(tokens)), "tokens": tokens}
+
+
+@pytest.mark.parametrize("tiled", [False, True])
+def test_a_loss_of_deferred_logits(tiled: bool) -> None:
+    """A backward of the loop's own divides by the micro-batches once, also of tiles."""
+    found = []
+    for own in (False, True):
+        torch.manual_seed(0)
+        model = WithHead()
+        hetero.tile_heads(model, tile_tokens=16)
+        config = {"gradient_accumulation_steps": 4, "optimizer": ADAMW}
+        engine, _, _, _ = deepspeed.initialize(model=model, config=config)
+        tokens = torch.arange(64)
+        logits = engine(tokens)["logits"]
+        if not tiled:
+            logits = logits + 0  # whole
+        loss = torch.nn.functional.cross_entropy(logits, tokens)
+        if own:
+            loss.backward()
+        else:
+            engine.backward(loss)
+        found.append(hetero.grads(engine.module.head.weight)[0])
+        engine.destroy()
+    torch.testing.assert_close(*found)
+
+
 def test_the_loss_is_a_scalar() -> None:
     engine = engine_of()
     for call in (engine.scale, engine.backward):
