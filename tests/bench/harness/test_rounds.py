@@ -1,28 +1,16 @@
-"""Rounds, machine and program of bench/harness/: turns, medians, headers, exit codes."""
+"""Rounds, machine and tables of bench/harness/: turns, medians, headers."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.harness.machine import commit, cpu_model, describe_machine, header
-from bench.harness.program import (
-    Program,
-    add_options,
-    byte_size,
-    command_line,
-    list_of,
-    names_of,
-    whole,
-)
 from bench.harness.rounds import ContenderError, Rounds, run_rounds
 from bench.harness.tables import number, of_figures, ranged, size
 
@@ -185,83 +173,3 @@ def test_commit_says_when_the_tree_has_changes(tmp_path: Path) -> None:
     assert commit(tmp_path) == clean
     (tmp_path / "file").write_text("2")
     assert commit(tmp_path) == f"{clean}+"
-
-
-def show(result: dict[str, Any]) -> Iterator[str]:
-    yield f"the table of {result['x']}"
-
-
-def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    if arguments.size == 1 << 20:
-        raise ValueError("a size of 1 MiB cannot be measured")
-    return {"x": arguments.size}
-
-
-def options(parser: argparse.ArgumentParser) -> None:
-    add_options(
-        parser,
-        ("--size", byte_size, "1KiB", "of it"),
-        ("--kind", ("a", "b"), "b", "of it"),
-    )
-
-
-PROGRAM = Program("bench.x", "About it.", options, measure, show, exit_code=lambda r: r["x"] % 7)
-
-
-def test_a_program_prints_a_table_or_one_object(capsys: pytest.CaptureFixture[str]) -> None:
-    assert PROGRAM.main(["--json"]) == 1024 % 7
-    out = capsys.readouterr().out
-    assert out.count("\n") == 1
-    result = json.loads(out)
-    assert result["x"] == 1024
-    assert result["command"] == "python -m bench.x --json"
-    assert result["machine"]["cores"] >= 1
-    assert PROGRAM.main(["--size", "7", "--kind", "a"]) == 0
-    *header, table = capsys.readouterr().out.splitlines()
-    assert header[-1] == "python -m bench.x --size 7 --kind a"
-    assert table == "the table of 7"
-
-
-@pytest.mark.parametrize(
-    ("given", "why"),
-    [
-        (
-            "--size=-1",
-            "--size: cannot read '-1' as a size; write bytes or e.g. '4GiB', '512MB'",
-        ),
-        ("--size=1MiB", "a size of 1 MiB cannot be measured"),
-        ("--kind=c", "--kind: invalid choice: 'c' (choose from 'a', 'b')"),
-        ("--other", "unrecognized arguments: --other"),
-    ],
-)
-def test_bad_input_is_one_line_and_exit_2(
-    given: str, why: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert PROGRAM.main([given]) == 2
-    out, err = capsys.readouterr()
-    assert (out, err.replace("a, b", "'a', 'b'")) == ("", f"bench.x: error: {why}\n")
-
-
-@pytest.mark.parametrize(
-    ("read", "text", "found"),
-    [
-        (whole(), "3", 3),
-        (whole(), "0", "must be 1 or more, got 0"),
-        (whole(0), "1.5", "must be a whole number, got '1.5'"),
-        (list_of(byte_size), "1KiB,2", [1024, 2]),
-        (list_of(byte_size), ",", "must name one at least"),
-        (names_of(("fio", "torch")), "none", []),
-        (names_of(("fio", "torch")), "foi", "unknown name 'foi'; known: fio, torch, none"),
-    ],
-)
-def test_readers(read: Callable[[str], object], text: str, found: object) -> None:
-    if not isinstance(found, str):
-        assert read(text) == found
-        return
-    with pytest.raises(argparse.ArgumentTypeError) as raised:
-        read(text)
-    assert str(raised.value) == found
-
-
-def test_the_command_line_can_be_pasted() -> None:
-    assert command_line("bench.io", ["--path", "a b"]) == "python -m bench.io --path 'a b'"

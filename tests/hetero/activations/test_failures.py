@@ -18,7 +18,17 @@ from tests.support.native.gates import GatedTransfers
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
-TRANSFERS = "hetero.state.memory.Transfers"
+
+def gated(monkeypatch: pytest.MonkeyPatch, kind: Any = GatedTransfers) -> list[GatedTransfers]:
+    """Stores have transfers of this kind, which are in the list when they are made."""
+    made: list[GatedTransfers] = []
+
+    def make(*arguments: Any) -> GatedTransfers:
+        made.append(kind(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr("hetero.state.memory.Transfers", make)
+    return made
 
 
 def save(rig: StoreRig, seeds: range) -> list[Any]:
@@ -107,13 +117,7 @@ def test_a_failed_copy_over_the_link(way: str, tmp_path: Path) -> None:
 
 def test_ends_while_reads_are_held(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What is under way when its graph goes keeps slots and file until it has ended."""
-    made: list[GatedTransfers] = []
-
-    def make(*arguments: Any) -> GatedTransfers:
-        made.append(GatedTransfers(*arguments))
-        return made[-1]
-
-    monkeypatch.setattr(TRANSFERS, make)
+    made = gated(monkeypatch)
     with open_store(tmp_path) as rig:
         saved = save(rig, range(40))
         with made[0].gate.closed():
@@ -135,7 +139,6 @@ def test_what_comes_next_is_read_ahead_in_reverse_order(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """While the gate is closed no read begins, so its order shows what was predicted alone."""
-    made: list[GatedTransfers] = []
     offsets: list[int] = []
 
     class Noting(GatedTransfers):
@@ -143,11 +146,7 @@ def test_what_comes_next_is_read_ahead_in_reverse_order(
             offsets.append(arguments[2])
             return super().read(*arguments)
 
-    def make(*arguments: Any) -> GatedTransfers:
-        made.append(Noting(*arguments))
-        return made[-1]
-
-    monkeypatch.setattr(TRANSFERS, make)
+    made = gated(monkeypatch, Noting)
     with open_store(tmp_path) as rig:
         saved = save(rig, range(40))
         rig.wait_written()

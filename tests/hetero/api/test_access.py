@@ -6,23 +6,6 @@ import pytest
 import torch
 
 import hetero
-from tests.support.training.loops import batches, build
-
-
-def test_no_sync_changes_nothing_for_one_rank() -> None:
-    runs = []
-    for held in (False, True):
-        model, optimizer = build(placement_policy="cpu", dtype="fp32")
-        for index, tokens in enumerate(batches(2)):
-            if held and index == 0:
-                with hetero.no_sync(model):
-                    model(input_ids=tokens, labels=tokens).loss.backward()
-            else:
-                model(input_ids=tokens, labels=tokens).loss.backward()
-        optimizer.step()
-        runs.append(hetero.masters(list(model.parameters())))
-        optimizer.engine.close()
-    assert all(map(torch.equal, *runs))
 
 
 def test_no_sync_needs_a_managed_model() -> None:

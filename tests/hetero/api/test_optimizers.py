@@ -1,4 +1,4 @@
-"""Every optimizer and state dtype: documented numbers, the same bits everywhere, save and load."""
+"""Every optimizer and state dtype: documented numbers, and what is refused."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 import hetero
 from offload.memory.tiers import Account, Tier
 from tests.support.native.update_oracle import Hyper, stored, update, without_tie
-from tests.support.training.loops import Run, batches, tiny_gpt2, train
+from tests.support.training.loops import batches, tiny_gpt2
 
 Make = Callable[..., hetero.HybridOptimizer]
 # Makers and the same options for the oracle.
@@ -45,14 +45,6 @@ CASES = [
     ("lion", "bf16", "8bit"),
     ("sgd", "bf16", "8bit"),
 ]
-# One of each rule, in which every dtype occurs: of what does not depend on which of them meet.
-FEW = [
-    ("adam", "bf16", "8bit"),
-    ("lion", "bf16", "bf16"),
-    ("adagrad", "fp16", "bf16"),
-    ("sgd", "fp32", "fp32"),
-]
-REFERENCES: dict[tuple[str, str, str], Run] = {}
 
 
 def build(
@@ -65,30 +57,6 @@ def build(
     arguments = {key: value for key, value in given.items() if key != "decoupled"}
     optimizer = make(model.parameters(), state_dtype=state_dtype, **arguments)
     return hetero.initialize(model, optimizer)
-
-
-@pytest.mark.covering(1)
-@pytest.mark.parametrize(("rule", "dtype", "state_dtype"), FEW)
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"placement_policy": "nvme", "host_memory": "400KiB"},
-        {"placement_policy": "nvme", "host_memory": "1200KiB", "chunk_numel": 32768},
-    ],
-    ids=["nvme-all-on-disk", "nvme-large-chunks"],
-)
-def test_same_bits_as_cpu(
-    rule: str, dtype: str, state_dtype: str, settings: dict[str, object], tmp_path: Path
-) -> None:
-    case = (rule, dtype, state_dtype)
-    if case not in REFERENCES:
-        built = build(*case, placement_policy="cpu", host_memory="64MiB")
-        REFERENCES[case] = train(*built, batches(4), accumulate=2, clip=1.0)
-    run = train(
-        *build(*case, nvme_path=str(tmp_path), **settings), batches(4), accumulate=2, clip=1.0
-    )
-    assert run.same_bits(REFERENCES[case])
-    assert len(set(run.losses)) == len(run.losses), "training moved"
 
 
 @pytest.mark.parametrize(("rule", "dtype", "state_dtype"), CASES)
@@ -133,44 +101,6 @@ def test_masters_and_states_equal_the_documented_rule_exactly(
         for name, values in zip(optimizer.state_names, expected, strict=True):
             assert torch.equal(saved[index][name].view(-1), torch.from_numpy(values))
     optimizer.engine.close()
-
-
-# (The loss scale of fp16 is not part of the optimizer's state_dict.)
-@pytest.mark.parametrize(
-    ("rule", "dtype", "state_dtype"), [case for case in FEW if case[1] != "fp16"]
-)
-def test_state_dict_round_trip_continues_bit_for_bit(
-    rule: str, dtype: str, state_dtype: str, tmp_path: Path
-) -> None:
-    data = batches(4)
-    model, optimizer = build(rule, dtype, state_dtype, placement_policy="cpu")
-    for tokens in data[:2]:
-        optimizer.backward(model(input_ids=tokens, labels=tokens).loss)
-        optimizer.step()
-        optimizer.zero_grad()
-    torch.save((model.state_dict(), optimizer.state_dict()), tmp_path / "checkpoint.pt")
-    expected = train(model, optimizer, data[2:])
-
-    options = {"placement_policy": "nvme", "nvme_path": str(tmp_path), "host_memory": "400KiB"}
-    other, other_optimizer = build(rule, dtype, state_dtype, **options)
-    saved_model, saved_optimizer = torch.load(tmp_path / "checkpoint.pt")
-    other.load_state_dict(saved_model)
-    other_optimizer.load_state_dict(saved_optimizer)
-    assert train(other, other_optimizer, data[2:]).same_bits(expected)
-
-
-def test_first_fp32_adagrad_step_equals_torchs_to_rounding() -> None:
-    """Weights and gradients are the same, so all that differs is a few roundings of the update."""
-    model, optimizer = build("adagrad", "fp32", "fp32", placement_policy="cpu")
-    run = train(model, optimizer, batches(1))
-    torch.manual_seed(0)
-    plain = tiny_gpt2()
-    theirs = torch.optim.Adagrad(plain.parameters(), lr=1e-2, lr_decay=0.1, weight_decay=0.01)
-    tokens = batches(1)[0]
-    plain(input_ids=tokens, labels=tokens).loss.backward()
-    theirs.step()
-    for found, expected in zip(run.params, plain.parameters(), strict=True):
-        torch.testing.assert_close(found, expected.detach(), rtol=4 * 2**-24, atol=1e-2 * 2**-20)
 
 
 @pytest.mark.parametrize("rule", OPTIMIZERS)

@@ -19,6 +19,7 @@ from hetero.checkpoint.manifest import NAME
 from offload.disk import new_folder as module
 from offload.disk.durable import write_durably
 from offload.errors import CheckpointError, StoreError
+from tests.support.durable.calls import before_each
 
 DATA = "rank-0.safetensors"
 # All calls by which a folder changes, those of shutil.rmtree() too, and opening and locking.
@@ -61,17 +62,11 @@ def calls_counted(before: Callable[[int], None]) -> Iterator[list[str]]:
     """`before` gets the number of each of CALLS before it is made; the names are what this gives"""
     seen: list[str] = []
 
-    def wrapped(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **more: Any) -> Any:
-            seen.append(name)
-            before(len(seen))
-            return real(*args, **more)
+    def count(name: str, _: object) -> None:
+        seen.append(name)
+        before(len(seen))
 
-        return call
-
-    with pytest.MonkeyPatch.context() as patch:
-        for owner, name in CALLS:
-            patch.setattr(owner, name, wrapped(name, getattr(owner, name)))
+    with before_each(CALLS, count):
         yield seen
 
 
@@ -226,23 +221,6 @@ def test_a_parent_that_disappears(tmp_path: Path) -> None:
         folder._remove_others(1)
     save(tmp_path / "run" / "deep" / "a", "next")
     assert content_of(tmp_path / "run" / "deep" / "a") == "next"
-
-
-def test_new_parents_are_durable(tmp_path: Path) -> None:
-    """The folder that has the name of a new folder is synced, for each of them."""
-    synced = []
-    real = os.fsync
-
-    def fsync(descriptor: int) -> None:
-        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
-        real(descriptor)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "fsync", fsync)
-        save(tmp_path / "a" / "b" / "c", "new")
-    wanted = [tmp_path, tmp_path / "a", tmp_path / "a" / "b" / ".c.incomplete" / NAME]
-    wanted += [wanted[-1].parent, tmp_path / "a" / "b"]
-    assert synced == [str(each) for each in wanted]
 
 
 def test_two_processes_that_save_to_one_path(tmp_path: Path) -> None:

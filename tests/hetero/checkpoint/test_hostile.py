@@ -19,19 +19,13 @@ from hetero.checkpoint.manifest import NAME
 from hetero.checkpoint.plain_data import pack
 from hetero.checkpoint.safetensors_header import read as read_header
 from offload.errors import CheckpointError, HeteroError
+from tests.hetero.checkpoint.test_save_load import steps
 from tests.support.manifests import checksummed, mutations
 from tests.support.training.small_net import SETTINGS, Net, Settings, loss_of, managed
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
 DATA = "rank-0000-of-0001.safetensors"
-
-
-def steps(model: Net, optimizer: hetero.HybridAdam, seeds: range) -> None:
-    for seed in seeds:
-        optimizer.backward(loss_of(model, seed))
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def whole(model: Net, optimizer: hetero.HybridAdam) -> list[Any]:
@@ -222,6 +216,8 @@ def test_objects_that_do_not_take_their_state_are_named(tmp_path: Path) -> None:
         hetero.load(path, model, optimizer, extra={"n": Loader()})
     with pytest.raises(ValueError, match=r"extra\['n'\] is a int without load_state_dict"):
         hetero.load(path, model, optimizer, extra={"n": 3})
+    with pytest.raises(ValueError, match="2 optimizers are given"):
+        hetero.load(path, model, [optimizer, optimizer])
     optimizer.engine.close()
 
 
@@ -246,12 +242,12 @@ def test_names_that_look_like_tags_and_odd_values(tmp_path: Path) -> None:
     optimizer.engine.close()
 
 
-def run_mutations(folder: Path, examples: int) -> None:
-    model, optimizer, path = saved(SETTINGS[0].values[0], folder)  # type: ignore[arg-type]
+def test_made_up_manifests(tmp_path: Path) -> None:
+    model, optimizer, path = saved(SETTINGS[0].values[0], tmp_path)  # type: ignore[arg-type]
     good = (path / NAME).read_bytes()
     hetero.load(path, model, optimizer)
 
-    @settings(max_examples=examples)
+    @settings(max_examples=3 * settings().max_examples)
     @given(mutations(good), st.booleans())
     def run(content: Any, parameters_alone: bool) -> None:
         (path / NAME).write_bytes(checksummed(content))
@@ -278,12 +274,3 @@ def run_mutations(folder: Path, examples: int) -> None:
         run()
     finally:
         optimizer.engine.close()
-
-
-def test_made_up_manifests(tmp_path: Path) -> None:
-    run_mutations(tmp_path, 60)
-
-
-@pytest.mark.extra
-def test_made_up_manifests_more(tmp_path: Path) -> None:
-    run_mutations(tmp_path, 3000)

@@ -7,18 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import hetero
 from hetero.checkpoint.folder import is_checkpoint
 from tests.support.ranks import checkpointing
 from tests.support.ranks.processes import run_ranks, run_ranks_to_the_end
+from tests.support.training.loops import same
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
-
-
-def same(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> bool:
-    return len(found) == len(wanted) and all(map(torch.equal, found, wanted))
 
 
 @pytest.fixture(scope="module")

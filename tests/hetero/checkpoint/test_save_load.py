@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import random
-import subprocess
-import sys
-import textwrap
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,6 +14,7 @@ import torch
 from torch import nn
 
 import hetero
+from tests.support.training.loops import same
 from tests.support.training.small_net import EMULATED, SETTINGS, Net, Settings, loss_of
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -97,10 +94,6 @@ def whole(model: nn.Module, optimizer: Any) -> list[torch.Tensor]:
         for state in each.state_dict()["state"].values():
             found += [torch.as_tensor(value) for value in state.values()]
     return found
-
-
-def same(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> bool:
-    return len(found) == len(wanted) and all(map(torch.equal, found, wanted))
 
 
 # (Each is loaded in both places, and neither knows of the rule.)
@@ -319,62 +312,6 @@ def test_param_groups_schedulers_random_numbers_and_values(tmp_path: Path) -> No
     optimizer.engine.close()
 
 
-@pytest.mark.usefixtures("quick_python")
-def test_in_another_process(tmp_path: Path) -> None:
-    """Ten steps are five, save, another process, load, five."""
-    program = tmp_path / "train.py"
-    program.write_text(
-        textwrap.dedent(
-            """
-            import sys, torch, hetero
-            from tests.hetero.checkpoint.test_save_load import PLACES, build, steps, whole
-            from pathlib import Path
-            here, first, last = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-            model, optimizer = build(PLACES["disk"], here, seed=first)
-            if first:
-                hetero.load(here / "saved", model, optimizer)
-            steps(model, optimizer, range(first, last))
-            if last < 10:
-                hetero.save(here / "saved", model, optimizer)
-            torch.save(whole(model, optimizer), here / f"{first}-{last}.pt")
-            optimizer.engine.close()
-            """
-        )
-    )
-    for first_step, last_step in ((0, 5), (5, 10)):
-        command = [sys.executable, str(program), str(tmp_path), str(first_step), str(last_step)]
-        subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
-    model, optimizer = build(PLACES["disk"], tmp_path)
-    steps(model, optimizer, range(10))
-    assert same(torch.load(tmp_path / "5-10.pt"), whole(model, optimizer))
-    optimizer.engine.close()
-
-
-def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
-    model, optimizer = build(PLACES["cpu"], tmp_path)
-    hetero.save(tmp_path / "saved", model, optimizer)
-    steps(model, optimizer, range(2))
-    before = whole(model, optimizer)
-
-    def refused(message: str, *args: Any, **more: Any) -> None:
-        with pytest.raises(ValueError, match=message):
-            hetero.load(tmp_path / "saved", *args, **more)
-
-    refused("no extra 'scheduler'; it has \\[\\]", model, optimizer, extra={"scheduler": optimizer})
-    refused("2 optimizers are given", model, [optimizer, optimizer])
-    assert same(whole(model, optimizer), before)
-    optimizer.engine.close()
-    lion, lions = build(PLACES["cpu"], tmp_path, "lion")
-    refused("of HybridAdam, with the states exp_avg, exp_avg_sq", lion, lions)
-    lions.engine.close()
-    torch.manual_seed(0)
-    other, others = hetero.initialize(
-        made := nn.Linear(3, 4), hetero.HybridAdam(made.parameters()), dtype="fp32"
-    )
-    refused("only in the model:\n    weight: \\(4, 3\\)\n    bias", other, others)
-    others.engine.close()
-
-
 def test_what_cannot_be_saved_is_named(tmp_path: Path) -> None:
     model, optimizer = build(PLACES["cpu"], tmp_path)
     with pytest.raises(ValueError, match=r"extra\['a'\]\[1\] is of type .*Path"):
@@ -386,17 +323,4 @@ def test_what_cannot_be_saved_is_named(tmp_path: Path) -> None:
     with pytest.raises(hetero.HeteroError, match="not a part of it or a wrapper"):
         hetero.save(tmp_path / "saved", nn.Sequential(model), optimizer)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["other"]
-    optimizer.engine.close()
-
-
-def test_the_last_ones_are_kept_and_the_latest_is_found(tmp_path: Path) -> None:
-    model, optimizer = build(PLACES["cpu"], tmp_path)
-    for step in (8, 9, 10, 11):
-        hetero.save(tmp_path / "run" / f"step-{step}", model, optimizer, extra={"n": step}, keep=2)
-    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["step-10", "step-11"]
-    assert hetero.latest_checkpoint(tmp_path / "run") == tmp_path / "run" / "step-11"
-    assert hetero.load(tmp_path / "run", model, optimizer).extra["n"] == 11
-    assert hetero.latest_checkpoint(tmp_path / "nothing") is None
-    with pytest.raises(hetero.CheckpointError, match="there is no checkpoint"):
-        hetero.load(tmp_path / "nothing", model, optimizer)
     optimizer.engine.close()

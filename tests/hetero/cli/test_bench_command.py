@@ -78,15 +78,3 @@ def test_a_package_called_bench_is_not_hidden_by_hetero(tmp_path: Path) -> None:
         [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True
     )
     assert done.stdout == "None\n"
-
-
-def test_a_missing_extra_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name in [name for name in sys.modules if name.partition(".")[0] in ("rich", "bench")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "rich", None)
-    assert main(["bench", "peers_tests"]) == 2
-    assert capsys.readouterr().err == (
-        'hetero bench: error: rich is missing; install it: pip install "hetero[train]"\n'
-    )

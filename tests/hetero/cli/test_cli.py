@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,18 +20,9 @@ from hetero.job.ranks import ALONE
 from hetero.reporting.run_record import LINKS
 from tests.support.cli_runs import draw_nothing
 from tests.support.run_records import Page
+from tests.support.training.loops import SMALLEST_MODEL
 
-MODEL = {
-    "model_type": "gpt2",
-    "n_layer": 2,
-    "n_embd": 64,
-    "n_head": 2,
-    "vocab_size": 256,
-    "n_positions": 32,
-    "embd_pdrop": 0.0,
-    "attn_pdrop": 0.0,
-    "resid_pdrop": 0.0,
-}
+MODEL = {**SMALLEST_MODEL, "n_layer": 2, "n_embd": 64, "n_positions": 32}
 
 Run = Callable[..., int]
 
@@ -82,13 +72,8 @@ def test_json_is_one_object_and_the_run_folder_is_whole(
     assert len(summary["losses"]) == len(summary["step_s"]) == summary["steps"] == 3
     assert summary["losses"][0] == pytest.approx(5.545, abs=0.3)
     assert summary["losses"][-1] < summary["losses"][0]
-    for parts in zip(
-        summary["step_s"],
-        summary["forward_s"],
-        summary["backward_s"],
-        summary["optimizer_s"],
-        strict=True,
-    ):
+    times = (summary[f"{name}_s"] for name in ("step", "forward", "backward", "optimizer"))
+    for parts in zip(*times, strict=True):
         assert parts[0] >= sum(parts[1:]) > 0
     assert summary["engine"] in ("io_uring", "threads")
     assert set(summary["bytes_per_step"]) == set(LINKS)
@@ -120,32 +105,10 @@ def test_json_is_one_object_and_the_run_folder_is_whole(
     assert lines[0]["lr"] < lines[1]["lr"] > lines[2]["lr"]
 
 
-def test_table_on_stdout_and_a_new_run_folder(
-    train: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert train("--policy", "nvme") == 0
-    out, err = capsys.readouterr()
-    for label in (
-        "model state in RAM",
-        "whole process (RSS)",
-        "step time, median",
-        "moved per step",
-        "loss",
-    ):
-        assert label in out
-    assert "state file: in runs" in err
-    assert len(list((tmp_path / "work" / "runs").iterdir())) == 1
-
-
 def test_the_last_two_steps_as_a_trace(
     train: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    memory = (
-        "--host-memory",
-        "800KiB",
-        "--chunk-numel",
-        "8192",
-    )  # so that optimizer states are on disk
+    memory = ("--host-memory", "800KiB", "--chunk-numel", "8192")  # optimizer states on disk
     arguments = (*memory, "--run-dir", "run", "--timeline", "run/steps.json")
     assert train("--json", *arguments, "--accumulate", "2") == 0
     summary = json.loads(capsys.readouterr().out)
@@ -379,18 +342,3 @@ def test_ctrl_c_keeps_what_there_is(
     assert summary["status"] == "interrupted"
     assert summary["steps"] == len(seen) == 2
     assert (tmp_path / "work" / "run" / "figure.png").exists()
-
-
-def test_missing_extra_is_named(
-    train: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name in ("hetero.cli.train", "hetero.reporting.charts", "hetero.reporting.drawing"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    monkeypatch.delattr("hetero.reporting.charts", raising=False)
-    for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
-        monkeypatch.setitem(sys.modules, name, None)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert train() == 2
-    assert 'matplotlib is missing; install it: pip install "hetero[train]"' in (
-        capsys.readouterr().err
-    )

@@ -22,6 +22,7 @@ from hetero.checkpoint import formats
 from hetero.checkpoint.hetero_checkpoint import HeteroCheckpoint
 from hetero.cli.main import main
 from offload.errors import CheckpointError
+from tests.hetero.checkpoint.dcp.test_save_load import masters
 
 pytestmark = [
     pytest.mark.usefixtures("nothing_left"),
@@ -58,12 +59,6 @@ def step(model: nn.Module, optimizer: Any, times: int = 2) -> None:
         model(input_ids=ids, labels=ids).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-
-
-def masters(model: nn.Module) -> dict[str, torch.Tensor]:
-    names, params = zip(*model.named_parameters(), strict=True)
-    found = hetero.masters(list(params)) if hasattr(params[0], "_hetero_engine") else params
-    return {n: p.detach().float() for n, p in zip(names, found, strict=True)}
 
 
 def states(optimizer: Any) -> list[torch.Tensor]:

@@ -72,142 +72,108 @@ UNSEEN = {"devices": ()}
 REFUSED = {"refused_errno": errno.EPERM}
 NO_SYSCALL = {"refused_errno": errno.ENOSYS}
 
-# Facts other than those of MACHINE and FOLDER; name and level of the finding, words of fact and
-# fix.
-CASES: list[tuple[dict[str, Any], str, Level, str, str]] = [
-    ({}, "versions", OK, "hetero 0.1.0, torch 2.13.0", ""),
-    ({}, "extra train", NOTE, "missing: matplotlib", 'pip install "hetero[train]"'),
-    ({}, "extra completion", OK, "shtab 1.7", ""),
-    ({"usable_cpus": 3}, "processors", OK, "3 of 8 CPUs (x86_64)", ""),
-    ({}, "update kernels", OK, "avx512 (this machine and build have avx512, avx2", ""),
-    ({"isa": "avx2"}, "update kernels", NOTE, "set_isa() chose it", "unset HETERO_ISA"),
-    (
-        {"isa": "avx2", "forced_isa": "avx2"},
-        "update kernels",
-        NOTE,
-        "HETERO_ISA chose it",
-        "unset",
-    ),
-    (
-        {"isa": "scalar", "available_isas": ("scalar",)},
-        "update kernels",
-        NOTE,
-        "no vector kernels",
-        "AVX2",
-    ),
-    ({}, "NUMA", OK, "one node", ""),
-    ({"numa_nodes": 2}, "NUMA", NOTE, "2 nodes; memory lies", "numactl"),
-    (
-        {},
-        "memory",
-        OK,
-        "64.0 GiB of RAM, 32.0 GiB of it available, all of it allowed (c",
-        "",
-    ),
-    ({"allowed_bytes": 65 * GIB}, "memory", OK, "all of it", ""),
-    ({"cgroup_version": None}, "memory", OK, "no control groups", ""),
-    (
-        {"allowed_bytes": 8 * GIB, "cgroup_version": 1},
-        "memory",
-        NOTE,
-        "more than 8.0 GiB",
-        "--process-memory auto",
-    ),
-    ({"huge_pages": "always"}, "huge pages", OK, "always", ""),
-    ({}, "huge pages", OK, "madvise", ""),
-    ({"huge_pages": "never"}, "huge pages", NOTE, "'never'", "transparent_hugepage/en"),
-    ({"huge_pages": None}, "huge pages", NOTE, "kernel has no", "echo"),
-    ({}, "io_uring", OK, "works on Linux 6.1.0, by liburing 2.3", ""),
-    ({"liburing": None, **NO_SYSCALL}, "io_uring", NOTE, "without liburing", "liburing-dev"),
-    ({**REFUSED, "disabled": 2}, "io_uring", NOTE, "io_uring_disabled is 2", "sudo sysctl"),
-    (
-        {**REFUSED, "seccomp": True},
-        "io_uring",
-        NOTE,
-        "seccomp filter",
-        "seccomp=unconfined",
-    ),
-    (
-        {**NO_SYSCALL, "seccomp": True},
-        "io_uring",
-        NOTE,
-        "seccomp filter",
-        "io_uring_enter",
-    ),
-    ({**NO_SYSCALL, "disabled": None}, "io_uring", NOTE, "not implemented", "Linux 5.19"),
-    ({"refused_errno": errno.ENOMEM}, "io_uring", NOTE, "may be locked", "ulimit -l unl"),
-    ({"refused_errno": errno.EMFILE}, "io_uring", NOTE, "Too many open files", "dmesg"),
-    ({}, "locked memory", OK, "8.0 MiB; io_uring took a registered buffer of 64", ""),
-    ({"exempt": True}, "locked memory", OK, "8.0 MiB, from which this process is ex", ""),
-    (
-        {"limit_bytes": None, "exempt": True},
-        "locked memory",
-        OK,
-        "is unlimited; io_uring took",
-        "",
-    ),
-    ({"registered": False}, "locked memory", NOTE, "refused a registered", "ulimit -l"),
-    ({"registered": None}, "locked memory", OK, "io_uring alone", ""),
-    ({}, "filesystem /nvme", OK, "ext4 on /dev/nvme0n1", ""),
-    ({"filesystem": "xfs"}, "filesystem /nvme", OK, "xfs on", ""),
-    (
-        {"filesystem": "tmpfs"},
-        "filesystem /nvme",
-        PROBLEM,
-        "are RAM themselves",
-        "--nvme-path",
-    ),
-    (
-        {"filesystem": "overlay"},
-        "filesystem /nvme",
-        NOTE,
-        "container's own layer",
-        "docker run -v",
-    ),
-    ({"filesystem": "nfs4"}, "filesystem /nvme", NOTE, "not a disk of this", "local NVMe"),
-    ({"filesystem": "fuse.x"}, "filesystem /nvme", NOTE, "not a disk of", "local NVMe"),
-    ({}, "free space /nvme", OK, "500.0 GiB: all state of 38 billion parameters", ""),
-    ({"free_bytes": 10 * GIB}, "free space /nvme", NOTE, "10.0 GiB", "du -xh /nvme"),
-    ({"free_bytes": GIB - 1}, "free space /nvme", PROBLEM, "1024.0 MiB", "larger disk"),
-    ({}, "O_DIRECT /nvme", OK, "past the page cache", ""),
-    ({"direct_io": False}, "O_DIRECT /nvme", NOTE, "page cache", "xfs"),
-    ({}, "disk speed /nvme", OK, "3.25 GB/s reading, 2.00 GB/s writing", ""),
-    (
-        {"write_bytes_per_s": 0.2e9},
-        "disk speed /nvme",
-        NOTE,
-        "0.20 GB/s writing: slower than an NVMe disk",
-        "lsblk",
-    ),
-    (
-        {"error": "it does not exist"},
-        "folder /nvme",
-        PROBLEM,
-        "it does not exist",
-        "mkdir -p /nvme",
-    ),
-    ({}, "GPU", OK, "H100 (80.0 GiB), CUDA 12.6", ""),
-    (NO_GPU, "GPU", OK, "compute on the CPU", ""),
-    ({**NO_GPU, "driver": True}, "GPU", NOTE, "built without CUDA", "build of torch for CUDA"),
-    (UNSEEN, "GPU", PROBLEM, "sees no device", "docker run --gpus all"),
-    ({**UNSEEN, "hidden": True}, "GPU", NOTE, "CUDA_VISIBLE_DEVICES hides", "unset"),
-    ({"page_locking": "no memory"}, "page-locked RAM", PROBLEM, "no memory", "ulimit -l unl"),
-    (NO_GPU, "collectives", OK, "gloo", ""),
-    ({}, "collectives", OK, "gloo and NCCL", ""),
-    (
-        {"devices": (H100, H100), "nccl": False},
-        "collectives",
-        NOTE,
-        "go through RAM",
-        "NCCL",
-    ),
-    ({"gloo": False}, "collectives", PROBLEM, "no gloo", "torch.distributed"),
-]
+# By finding: facts other than those of MACHINE and FOLDER, its level, and words of fact and fix.
+CASES: dict[str, list[tuple[dict[str, Any], Level, str, str]]] = {
+    "versions": [({}, OK, "hetero 0.1.0, torch 2.13.0", "")],
+    "extra train": [({}, NOTE, "missing: matplotlib", 'pip install "hetero[train]"')],
+    "extra completion": [({}, OK, "shtab 1.7", "")],
+    "processors": [({"usable_cpus": 3}, OK, "3 of 8 CPUs (x86_64)", "")],
+    "update kernels": [
+        ({}, OK, "avx512 (this machine and build have avx512, avx2", ""),
+        ({"isa": "avx2"}, NOTE, "set_isa() chose it", "unset HETERO_ISA"),
+        ({"isa": "avx2", "forced_isa": "avx2"}, NOTE, "HETERO_ISA chose it", "unset"),
+        ({"isa": "scalar", "available_isas": ("scalar",)}, NOTE, "no vector kernels", "AVX2"),
+    ],
+    "NUMA": [
+        ({}, OK, "one node", ""),
+        ({"numa_nodes": 2}, NOTE, "2 nodes; memory lies", "numactl"),
+    ],
+    "memory": [
+        ({}, OK, "64.0 GiB of RAM, 32.0 GiB of it available, all of it allowed (c", ""),
+        ({"allowed_bytes": 65 * GIB}, OK, "all of it", ""),
+        ({"cgroup_version": None}, OK, "no control groups", ""),
+        (
+            {"allowed_bytes": 8 * GIB, "cgroup_version": 1},
+            NOTE,
+            "more than 8.0 GiB",
+            "--process-memory auto",
+        ),
+    ],
+    "huge pages": [
+        ({"huge_pages": "always"}, OK, "always", ""),
+        ({}, OK, "madvise", ""),
+        ({"huge_pages": "never"}, NOTE, "'never'", "transparent_hugepage/en"),
+        ({"huge_pages": None}, NOTE, "kernel has no", "echo"),
+    ],
+    "io_uring": [
+        ({}, OK, "works on Linux 6.1.0, by liburing 2.3", ""),
+        ({"liburing": None, **NO_SYSCALL}, NOTE, "without liburing", "liburing-dev"),
+        ({**REFUSED, "disabled": 2}, NOTE, "io_uring_disabled is 2", "sudo sysctl"),
+        ({**REFUSED, "seccomp": True}, NOTE, "seccomp filter", "seccomp=unconfined"),
+        ({**NO_SYSCALL, "seccomp": True}, NOTE, "seccomp filter", "io_uring_enter"),
+        ({**NO_SYSCALL, "disabled": None}, NOTE, "not implemented", "Linux 5.19"),
+        ({"refused_errno": errno.ENOMEM}, NOTE, "may be locked", "ulimit -l unl"),
+        ({"refused_errno": errno.EMFILE}, NOTE, "Too many open files", "dmesg"),
+    ],
+    "locked memory": [
+        ({}, OK, "8.0 MiB; io_uring took a registered buffer of 64", ""),
+        ({"exempt": True}, OK, "8.0 MiB, from which this process is ex", ""),
+        ({"limit_bytes": None, "exempt": True}, OK, "is unlimited; io_uring took", ""),
+        ({"registered": False}, NOTE, "refused a registered", "ulimit -l"),
+        ({"registered": None}, OK, "io_uring alone", ""),
+    ],
+    "filesystem /nvme": [
+        ({}, OK, "ext4 on /dev/nvme0n1", ""),
+        ({"filesystem": "xfs"}, OK, "xfs on", ""),
+        ({"filesystem": "tmpfs"}, PROBLEM, "are RAM themselves", "--nvme-path"),
+        ({"filesystem": "overlay"}, NOTE, "container's own layer", "docker run -v"),
+        ({"filesystem": "nfs4"}, NOTE, "not a disk of this", "local NVMe"),
+        ({"filesystem": "fuse.x"}, NOTE, "not a disk of", "local NVMe"),
+    ],
+    "free space /nvme": [
+        ({}, OK, "500.0 GiB: all state of 38 billion parameters", ""),
+        ({"free_bytes": 10 * GIB}, NOTE, "10.0 GiB", "du -xh /nvme"),
+        ({"free_bytes": GIB - 1}, PROBLEM, "1024.0 MiB", "larger disk"),
+    ],
+    "O_DIRECT /nvme": [
+        ({}, OK, "past the page cache", ""),
+        ({"direct_io": False}, NOTE, "page cache", "xfs"),
+    ],
+    "disk speed /nvme": [
+        ({}, OK, "3.25 GB/s reading, 2.00 GB/s writing", ""),
+        (
+            {"write_bytes_per_s": 0.2e9},
+            NOTE,
+            "0.20 GB/s writing: slower than an NVMe disk",
+            "lsblk",
+        ),
+    ],
+    "folder /nvme": [
+        ({"error": "it does not exist"}, PROBLEM, "it does not exist", "mkdir -p /nvme")
+    ],
+    "GPU": [
+        ({}, OK, "H100 (80.0 GiB), CUDA 12.6", ""),
+        (NO_GPU, OK, "compute on the CPU", ""),
+        ({**NO_GPU, "driver": True}, NOTE, "built without CUDA", "build of torch for CUDA"),
+        (UNSEEN, PROBLEM, "sees no device", "docker run --gpus all"),
+        ({**UNSEEN, "hidden": True}, NOTE, "CUDA_VISIBLE_DEVICES hides", "unset"),
+    ],
+    "page-locked RAM": [({"page_locking": "no memory"}, PROBLEM, "no memory", "ulimit -l unl")],
+    "collectives": [
+        (NO_GPU, OK, "gloo", ""),
+        ({}, OK, "gloo and NCCL", ""),
+        ({"devices": (H100, H100), "nccl": False}, NOTE, "go through RAM", "NCCL"),
+        ({"gloo": False}, PROBLEM, "no gloo", "torch.distributed"),
+    ],
+}
 
 
-@pytest.mark.parametrize(("changes", "name", "level", "fact", "fix"), CASES)
+@pytest.mark.parametrize(
+    ("name", "changes", "level", "fact", "fix"),
+    [(name, *case) for name, cases in CASES.items() for case in cases],
+)
 def test_what_follows_of_facts(
-    changes: dict[str, Any], name: str, level: Level, fact: str, fix: str
+    name: str, changes: dict[str, Any], level: Level, fact: str, fix: str
 ) -> None:
     """A finding that has something to do says what; one that is ok has nothing to do."""
     of_folder = {key: value for key, value in changes.items() if hasattr(FOLDER, key)}

@@ -27,17 +27,8 @@ from tests.support.ranks.processes import run_ranks
 trl = pytest.importorskip("trl", reason="pip install 'hetero[finetune]'")
 
 LR, SEQ_LEN = 1e-2, 64
-COMMON = [
-    "--seq-len",
-    f"{SEQ_LEN}",
-    "--learning-rate",
-    f"{LR}",
-    "--warmup-steps",
-    "1",
-    "--dtype",
-    "fp32",
-]
-COMMON += ["--log-every", "1"]
+COMMON = ["--seq-len", f"{SEQ_LEN}", "--learning-rate", f"{LR}", "--warmup-steps", "1"]
+COMMON += ["--dtype", "fp32", "--log-every", "1"]
 ALPACA = [
     {"instruction": f"What is {n}?", "input": "" if n % 2 else "In words.", "output": "It is. " * n}
     for n in range(1, 9)
@@ -255,18 +246,8 @@ def test_texts_are_learned_whole(arguments: list[str], tmp_path: Path) -> None:
 
 def test_a_tiled_loss(arguments: list[str]) -> None:
     """The same losses, of batches and of evaluations."""
-    options = [
-        *arguments,
-        "--lora-rank",
-        "4",
-        "--max-steps",
-        "2",
-        "--grad-accum",
-        "2",
-        "--batch-size",
-        "2",
-    ]
-    options += ["--eval-data", "../data.jsonl"]
+    options = [*arguments, "--lora-rank", "4", "--max-steps", "2", "--grad-accum", "2"]
+    options += ["--batch-size", "2", "--eval-data", "../data.jsonl"]
     assert main([*options, "--output", "whole", "--run-dir", "w", "--no-tiled-loss"]) == 0
     assert main([*options, "--output", "tiled", "--run-dir", "t", "--tiled-loss"]) == 0
     for name in ("loss", "eval_loss", "tokens"):
@@ -404,14 +385,3 @@ def test_what_is_missing(arguments: list[str], capsys: pytest.CaptureFixture[str
     assert "--model is missing" in capsys.readouterr().err
     assert main(["finetune", "--model", "../model"]) == 2
     assert "--data is missing" in capsys.readouterr().err
-
-
-def test_an_extra_that_is_missing(
-    arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in [name for name in sys.modules if name.startswith("hetero.cli.finetune")]:
-        monkeypatch.delitem(sys.modules, name)
-    for name in ["trl", *[name for name in sys.modules if name.startswith("trl.")]]:
-        monkeypatch.setitem(sys.modules, name, None)
-    assert main([*arguments, "--output", "out"]) == 2
-    assert 'trl is missing; install it: pip install "hetero[finetune]"' in capsys.readouterr().err

@@ -15,10 +15,9 @@ import pytest
 import torch
 
 import hetero
-from hetero.durable import record as format_
-from offload.disk import durable
 from offload.errors import HeteroError
 from tests.hetero.checkpoint.test_save_load import PLACES, build, same, steps, whole
+from tests.support.durable.calls import before_each
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 CALLS = ("open", "pwrite", "pwritev", "fsync", "unlink", "makedirs", "posix_fallocate")
@@ -45,19 +44,14 @@ def before_calls(under: Path, action: Callable[[int, str], None]) -> Iterator[li
     """
     seen: list[str] = []
 
-    def wrapped(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
-        def call(what: Any, *args: Any, **more: Any) -> Any:
-            path = os.readlink(f"/proc/self/fd/{what}") if isinstance(what, int) else str(what)
-            if path.startswith(str(under)):
-                seen.append(f"{name} {re.sub('[0-9]+', '0', os.path.basename(path))}")
-                action(len(seen), name)
-            return real(what, *args, **more)
+    def note(name: str, given: tuple[Any, ...]) -> None:
+        what = given[0]
+        path = os.readlink(f"/proc/self/fd/{what}") if isinstance(what, int) else str(what)
+        if path.startswith(str(under)):
+            seen.append(f"{name} {re.sub('[0-9]+', '0', os.path.basename(path))}")
+            action(len(seen), name)
 
-        return call
-
-    with pytest.MonkeyPatch.context() as patch:
-        for name in CALLS:
-            patch.setattr(os, name, wrapped(name, getattr(os, name)))
+    with before_each(((os, name) for name in CALLS), note):
         yield seen
 
 
@@ -211,25 +205,3 @@ def test_no_room_for_two_copies_is_refused_at_once(
     options = {**PLACES[place], "durable": True, "nvme_capacity": capacity}
     with pytest.raises(hetero.BudgetError, match="durable=True"):
         build(options, tmp_path)
-
-
-def test_a_record_is_synced_before_the_commit_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Data first, then twice the record, and once the names in the folder; of the first commit
-    also what says that there is one."""
-    order: list[str] = []
-    model, optimizer = build({**PLACES["disk"], "durable": True, "commit_every": 0}, tmp_path)
-    fsync, sync_path = os.fsync, durable.sync_path
-    pwrite = os.pwrite
-    monkeypatch.setattr(os, "fsync", lambda fd: (order.append("fsync"), fsync(fd)))
-    monkeypatch.setattr(os, "pwrite", lambda *a: (order.append("pwrite"), pwrite(*a))[1])
-    monkeypatch.setattr(format_, "sync_path", lambda p: (order.append("names"), sync_path(p)))
-    for step in range(3):
-        steps(model, optimizer, range(step, step + 1))
-        hetero.commit(model, blocking=True)
-    optimizer.engine.close()
-    record = ["pwrite", "pwrite", "fsync"]
-    first = [*record, "names", "fsync"] * 2
-    set_of_folders = ["pwrite", "fsync", "fsync"] * 2
-    assert order == [*first, *set_of_folders, *record * 4]

@@ -143,7 +143,12 @@ def check_exported(folder: Path, marks: list[str], states: list[State]) -> int:
     if not path.exists():
         assert told == 0
         return 0
-    found = load_file(path / "model.safetensors")
+    files = sorted(path.glob("*.safetensors"))
+    assert len(files) > 1
+    found = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    json.loads((path / "generation_config.json").read_text())
+    index = json.loads((path / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"]) == set(found)
     for seed in (told - 1, told):
         if seed in (0, 1) and all(
             torch.equal(tensor, found[name])

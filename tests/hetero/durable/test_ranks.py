@@ -74,15 +74,6 @@ def test_a_rank_that_is_killed_while_it_commits(
             assert same(found, plain[step - 1])
 
 
-def test_ranks_that_see_part_of_the_state_say_which(tmp_path: Path) -> None:
-    """Two ranks have committed, and the records of one are gone: nothing is begun anew."""
-    run_ranks_to_the_end(2, committing.die_while_committing, str(tmp_path), "remove")
-    for path in (tmp_path / "hetero-state").glob("*-rank-0001-*"):
-        path.unlink()
-    with pytest.raises(RankFailure, match=r"has records of the ranks \[0\] alone"):
-        run_ranks(2, committing.go_on_from_crash, str(tmp_path))
-
-
 @pytest.mark.parametrize("sees_all", [True, False])
 def test_ranks_with_a_directory_each_go_on(
     sees_all: bool, tmp_path: Path, plain: list[list[torch.Tensor]]

@@ -146,11 +146,6 @@ def test_changed_groups_with_right_checksums(content: Any) -> None:
     decoded(resealed(1, content))
 
 
-@given(mutations(SECTIONS[0]))
-def test_a_changed_manifest_with_right_checksums(content: Any) -> None:
-    decoded(resealed(0, content))
-
-
 @given(st.integers(0, 3), st.binary(max_size=64))
 def test_any_section_with_right_checksums(section: int, content: bytes) -> None:
     sections = [content if i == section else s for i, s in enumerate(SECTIONS)]

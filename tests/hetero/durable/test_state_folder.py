@@ -3,10 +3,12 @@ from, or an error names what is wrong, and nothing is removed."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
+import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +26,7 @@ from hetero.durable.state_folder import StateFolder
 from hetero.durable.stored_commit import data_paths
 from hetero.ranks.process_groups import ProcessGroups
 from tests.hetero.checkpoint.test_save_load import PLACES, build, steps
+from tests.support.durable.calls import before_each
 from tests.support.durable.records import SAMPLE
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -37,23 +40,16 @@ class KilledError(BaseException):
 @contextmanager
 def killed_at(number: int | None) -> Iterator[None]:
     """The call of CALLS with this number is not made, nor is any later one. Nothing is synced."""
-    made = 0
+    made = itertools.count(1)
 
-    def wrapped(real: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **more: Any) -> Any:
-            nonlocal made
-            made += 1
-            if number is not None and made >= number:
-                raise KilledError
-            return None if real is fsync else real(*args, **more)
+    def kill(*_: object) -> None:
+        if next(made) >= (number or sys.maxsize):
+            raise KilledError
 
-        return call
-
-    fsync = os.fsync
     with pytest.MonkeyPatch.context() as patch:
-        for name in CALLS:
-            patch.setattr(os, name, wrapped(getattr(os, name)))
-        yield
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        with before_each(((os, name) for name in CALLS), kill):
+            yield
 
 
 class Training:
@@ -236,24 +232,9 @@ def damaged(old: bytes, how: str, at: float) -> bytes:
 
 
 AnyStarts.TestCase.settings = settings(
-    max_examples=25,
-    stateful_step_count=10,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
+    stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestAnyStarts = pytest.mark.usefixtures("nothing_left")(AnyStarts.TestCase)
-
-
-@pytest.mark.extra
-def test_any_starts_for_long() -> None:
-    machine = type("AnyStartsForLong", (AnyStarts,), {})
-    machine.TestCase.settings = settings(
-        max_examples=1500,
-        stateful_step_count=25,
-        deadline=None,
-        suppress_health_check=list(HealthCheck),
-    )
-    machine.TestCase().runTest()
 
 
 def test_two_folders_in_another_order(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from hetero.job.models import (
     count_parameters,
     model_config,
     model_label,
+    wanted_vocab_size,
 )
 from hetero.job.options import TrainOptions
 
@@ -35,12 +36,22 @@ def write(tmp_path: Path, content: Any) -> str:
     return str(path)
 
 
-def test_published_sizes() -> None:
-    counts = {
-        name: count_parameters(model_config(TrainOptions(model=name, vocab_size=50257)))
-        for name in ("gpt2", "gpt2-medium")
-    }
-    assert counts == {"gpt2": 124_439_808, "gpt2-medium": 354_823_168}
+@pytest.mark.parametrize(
+    ("name", "vocabulary", "params"),
+    [
+        ("gpt2", 50257, 124_439_808),
+        ("gpt2-medium", 50257, 354_823_168),
+        ("gpt2-xl", None, 1.558e9),
+        ("opt-6.7b", None, 6.658e9),
+        ("llama-3-8b", None, 8.03e9),
+        ("llama-70b", None, 68.977e9),
+    ],
+)
+def test_published_sizes(name: str, vocabulary: int | None, params: float) -> None:
+    given = TrainOptions(model=name, vocab_size=wanted_vocab_size(name, None, vocabulary))
+    close = 0 if vocabulary else 1e6
+    assert count_parameters(model_config(given)) == pytest.approx(params, rel=0, abs=close)
+    assert name in MODEL_NAMES
 
 
 def test_default_model_has_300m_parameters_and_a_byte_vocabulary() -> None:

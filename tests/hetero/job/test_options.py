@@ -17,10 +17,6 @@ def parse(*arguments: str, defaults: dict[str, object] | None = None) -> TrainOp
     return TrainOptions.from_namespace(parser.parse_args(arguments))
 
 
-def test_no_arguments_are_the_defaults() -> None:
-    assert parse() == TrainOptions()
-
-
 def test_defaults_can_be_replaced() -> None:
     assert parse(defaults={"steps": 7}).steps == 7
     assert parse("--steps", "9", defaults={"steps": 7}).steps == 9

@@ -103,7 +103,7 @@ def construction_peak(layout: Layout, d: Dtypes, disk: int) -> int:
 
 
 @given(problems())
-def test_what_is_placed_fits_and_is_counted_right(problem):
+def test_what_is_placed_fits_is_counted_right_and_follows_the_policy(problem):
     layout, d, policy, budgets, min_gathered = problem
     try:
         p = placed(layout, d, policy, budgets, min_gathered)
@@ -117,15 +117,6 @@ def test_what_is_placed_fits_and_is_counted_right(problem):
     assert p.disk_bytes == homed_bytes(layout, d, p, Tier.DISK)
     at_rest = homed_bytes(layout, d, p, Tier.HOST) + pool_bytes(layout, d, p)
     assert p.host_bytes == max(at_rest, construction_peak(layout, d, budgets.disk))
-
-
-@given(problems())
-def test_homes_and_pools_follow_the_policy(problem):
-    layout, d, policy, budgets, min_gathered = problem
-    try:
-        p = placed(layout, d, policy, budgets, min_gathered)
-    except BudgetError:
-        return
     n = len(layout.chunks)
     assert len(p.param) == len(p.grad) == len(p.optim_state) == n
     for chunk in layout.chunks:
@@ -150,17 +141,6 @@ def test_homes_and_pools_follow_the_policy(problem):
     )
     if not budgets.keep_optim_states:
         assert p.buffers <= 4
-
-
-@given(problems())
-def test_placement_is_a_function_of_its_arguments(problem):
-    def outcome():
-        try:
-            return placed(*problem)
-        except BudgetError as refusal:
-            return str(refusal)
-
-    assert outcome() == outcome()
 
 
 def quoted(refusal: BudgetError, pattern: str) -> int | None:
@@ -305,11 +285,7 @@ class TestRefusals:
         message = str(refusal.value)
         assert "device_memory" in message
         assert f"({needed} bytes)" in message
-
-    def test_device_memory_to_the_byte(self):
-        needed = 3 * SLOT * 2
-        host = 30 * SLOT
-        p = placed(self.LAYOUT, self.BF16, "nvme", Budgets(host, AMPLE, needed), 3)
+        p = placed(self.LAYOUT, self.BF16, "nvme", Budgets(30 * SLOT, AMPLE, needed), 3)
         assert p.gathered_slots in (0, 3)
 
 

@@ -45,6 +45,9 @@ def test_bytes_and_seconds_are_the_plan_s():
         "bound by: NVMe",
         f"written per 1000 steps: {format_bytes(written)}",
         "Computing is estimated",
+        "one more GiB",
+        "HOST",
+        "DISK",
     ):
         assert part in text
     assert "DEVICE" not in text

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from itertools import combinations
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from hetero.reporting.palette import (
@@ -22,34 +23,35 @@ from hetero.reporting.palette import (
 )
 
 ROOT = Path(__file__).resolve().parents[3]
-Triple = tuple[float, float, float]
 
 # How people see who have none of a kind of cones: matrices on linear RGB, from Machado, Oliveira
 # and Fernandes, "A Physiologically-based Model for Simulation of Color Vision Deficiency" (2009).
 SEEN = {
-    "all cones": ((1, 0, 0), (0, 1, 0), (0, 0, 1)),
-    "no red cones": (
-        (0.152286, 1.052583, -0.204868),
-        (0.114503, 0.786281, 0.099216),
-        (-0.003882, -0.048116, 1.051998),
-    ),
-    "no green cones": (
-        (0.367322, 0.860646, -0.227968),
-        (0.280085, 0.672501, 0.047413),
-        (-0.011820, 0.042940, 0.968881),
-    ),
-    "no blue cones": (
-        (1.255528, -0.076749, -0.178779),
-        (-0.078411, 0.930809, 0.147602),
-        (0.004733, 0.691367, 0.303900),
-    ),
+    "all cones": [[1, 0, 0], [0, 1, 0], [0, 0, 1]],
+    "no red cones": [
+        [0.152286, 1.052583, -0.204868],
+        [0.114503, 0.786281, 0.099216],
+        [-0.003882, -0.048116, 1.051998],
+    ],
+    "no green cones": [
+        [0.367322, 0.860646, -0.227968],
+        [0.280085, 0.672501, 0.047413],
+        [-0.011820, 0.042940, 0.968881],
+    ],
+    "no blue cones": [
+        [1.255528, -0.076749, -0.178779],
+        [-0.078411, 0.930809, 0.147602],
+        [0.004733, 0.691367, 0.303900],
+    ],
 }
-TO_XYZ = (
-    (0.4124564, 0.3575761, 0.1804375),
-    (0.2126729, 0.7151522, 0.0721750),
-    (0.0193339, 0.1191920, 0.9503041),
+TO_XYZ = np.array(
+    [
+        [0.4124564, 0.3575761, 0.1804375],
+        [0.2126729, 0.7151522, 0.0721750],
+        [0.0193339, 0.1191920, 0.9503041],
+    ]
 )
-WHITE = (0.95047, 1.0, 1.08883)
+WHITE = np.array([0.95047, 1.0, 1.08883])
 
 TOGETHER = {
     "kinds": list(KIND_COLOURS.values()),
@@ -64,35 +66,22 @@ TOGETHER = {
 }
 
 
-def linear(colour: str) -> Triple:
-    red, green, blue = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
-
-    def one(c: float) -> float:
-        return c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4
-
-    return one(red), one(green), one(blue)
+def linear(colour: str) -> np.ndarray:
+    """Red, green and blue as light."""
+    found = np.array([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
+    return np.where(found <= 0.04045, found / 12.92, ((found + 0.055) / 1.055) ** 2.4)
 
 
-def times(matrix: tuple[Triple, Triple, Triple], vector: Triple) -> Triple:
-    first, second, third = (sum(a * b for a, b in zip(row, vector, strict=True)) for row in matrix)
-    return first, second, third
-
-
-def lab(colour: str, cones: str) -> Triple:
+def lab(colour: str, cones: str) -> np.ndarray:
     """The colour as it is seen, in CIE L*a*b*."""
-    seen = tuple(min(1.0, max(0.0, c)) for c in times(SEEN[cones], linear(colour)))
-
-    def f(t: float) -> float:
-        return t ** (1 / 3) if t > 216 / 24389 else (24389 / 27 * t + 16) / 116
-
-    x, y, z = (f(c / w) for c, w in zip(times(TO_XYZ, seen), WHITE, strict=True))  # type: ignore[arg-type]
-    return 116 * y - 16, 500 * (x - y), 200 * (y - z)
+    t = TO_XYZ @ np.clip(np.array(SEEN[cones]) @ linear(colour), 0, 1) / WHITE
+    x, y, z = np.where(t > 216 / 24389, np.cbrt(t), (24389 / 27 * t + 16) / 116)
+    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
 
 
 def distance(some: str, other: str, cones: str) -> float:
     """CIE76: 2 is just seen between two fields that touch."""
-    pairs = zip(lab(some, cones), lab(other, cones), strict=True)
-    return float(sum((a - b) ** 2 for a, b in pairs) ** 0.5)
+    return float(np.linalg.norm(lab(some, cones) - lab(other, cones)))
 
 
 def test_distances_are_those_of_the_literature() -> None:
@@ -122,7 +111,7 @@ def test_hues_mean_one_thing() -> None:
 )
 def test_words_have_contrast(ground: str) -> None:
     def light(colour: str) -> float:
-        return times(TO_XYZ, linear(colour))[1] + 0.05
+        return float(TO_XYZ[1] @ linear(colour)) + 0.05
 
     some, other = light(ground), light(ink_on(ground))
     assert max(some, other) / min(some, other) >= 4.5

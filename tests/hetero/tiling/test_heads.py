@@ -14,13 +14,12 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import GPT2Config, GPT2LMHeadModel
 
 import hetero
 from hetero import TiledEmbedding, TiledHead
 from hetero.tiling.heads import DeferredLogits
 from tests.support.tiling.live_bytes import LiveBytes
-from tests.support.tiling.tiled_models import TOKENS, joined, qwen2_plain, step
+from tests.support.tiling.tiled_models import TOKENS, joined, qwen2_plain, step, wide_gpt2
 from tests.zoo import pretrained
 
 MODELS: dict[str, Callable[[], Any]] = {
@@ -85,9 +84,11 @@ def test_the_number_of_items_of_a_trainer() -> None:
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("policy", ["cpu", "nvme"])
-def test_the_whole_model_in_a_checkpoint(policy: str, reentrant: bool, tmp_path: Path) -> None:
-    """Embedding, head and loss are computed twice."""
+@pytest.mark.parametrize(("tile", "policy"), [(heads, "cpu"), (heads, "nvme"), (embeddings, "cpu")])
+def test_the_whole_model_in_a_checkpoint(
+    tile: Any, policy: str, reentrant: bool, tmp_path: Path
+) -> None:
+    """Embedding, head and loss are computed twice, and tied tiles accumulate inside of it."""
 
     def run(outer: bool) -> list[float]:
         torch.manual_seed(0)
@@ -96,7 +97,7 @@ def test_the_whole_model_in_a_checkpoint(policy: str, reentrant: bool, tmp_path:
             options |= {"nvme_path": str(tmp_path), "host_memory": "200KiB", "chunk_numel": 4096}
         with hetero.ZeroInitContext(**options):
             model: Any = pretrained.gpt2()
-        hetero.tile_heads(model, tile_tokens=20)
+            tile(model)
         model, optimizer = hetero.initialize(model, hetero.HybridAdam(model.parameters(), lr=1e-2))
         losses = []
         for _ in range(3):
@@ -207,10 +208,7 @@ WEIGHT_BYTES = VOCABULARY * WIDTH * 2  # in bf16
 
 def wide() -> nn.Module:
     """A model that is nothing but its head, for its memory: 8,000 tokens would be less."""
-    dropouts = dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), 0.0)
-    ids = {"bos_token_id": 0, "eos_token_id": 0}
-    sizes = {"n_embd": WIDTH, "n_layer": 1, "n_head": 2, "n_positions": LENGTH}
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, **sizes, **dropouts, **ids))
+    model = wide_gpt2(VOCABULARY, WIDTH, 1, LENGTH)
     # RAM that is left goes to the first parameters: to one that nobody uses.
     children = dict(model._modules)
     model._modules.clear()

@@ -60,28 +60,6 @@ def test_against_one_weight(
         torch.testing.assert_close(offset.grad, expected[2], rtol=1e-5, atol=1e-5)
 
 
-def test_each_tile_is_gone_before_the_next_gradient_comes() -> None:
-    """The gradients of the tiles are accumulated one after another, the last tile's first."""
-    hidden, weight, _, labels = inputs(torch.float32, False)
-    tiles = tiled(weight, 64)
-    order: list[int] = []
-    without: list[int] = []
-
-    def note(index: int) -> Any:
-        def noted(param: torch.Tensor) -> None:
-            order.append(index)
-            without.append(sum(each.grad is None for each in tiles.params))
-
-        return noted
-
-    for index, param in enumerate(tiles.params):
-        param.register_post_accumulate_grad_hook(note(index))
-    found = label_log_probs(hidden, tiles, None, labels, TileOptions())
-    found.sum().backward()
-    assert order == [4, 3, 2, 1, 0]
-    assert without == [4, 3, 2, 1, 0]
-
-
 def test_no_tokens_and_no_graph() -> None:
     hidden, weight, _, labels = inputs(torch.float32, False)
     tiles = tiled(weight, 64)

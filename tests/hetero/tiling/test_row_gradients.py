@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from hetero.tiling.heads import GradRoute, joins
-from tests.support.tiling.live_bytes import LiveBytes
 
 VOCABULARY, WIDTH = 50, 16
 
@@ -47,22 +46,6 @@ def test_the_bits_of_the_sum(dtype: torch.dtype, padding_idx: int | None, uses: 
     assert found is not None
     assert plain is not None
     assert torch.equal(found, plain)
-
-
-def test_no_second_gradient_of_the_weights_size() -> None:
-    embedding = nn.Embedding(10_000, WIDTH)
-    route = GradRoute()
-    ids = torch.arange(30)
-    rows = route.embed(embedding, ids)
-    taken = route.take()
-    assert taken is not None
-    assert taken.untyped_storage().nbytes() == 4, "what takes the gradient has no memory"
-    loss = rows.sum() + (taken[:, :1]).sum()
-    del rows
-    with LiveBytes() as live:
-        loss.backward()
-    # One is that of `taken`, which autograd makes here of its part.
-    assert live.peak < 1.1 * embedding.weight.nbytes
 
 
 def test_calls_of_several_batches_may_be_nested() -> None:

@@ -9,12 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
-from transformers import GPT2Config, GPT2LMHeadModel
 
 import hetero
 from tests.support.tiling.live_bytes import LiveBytes
-from tests.support.tiling.tiled_models import TOKENS, joined, step
+from tests.support.tiling.tiled_models import TOKENS, joined, step, wide_gpt2
 from tests.zoo import pretrained
 
 pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
@@ -76,40 +74,14 @@ def test_tiles_are_as_large_as_the_largest_other_parameter() -> None:
     assert not hetero.tile_embeddings(model)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_the_whole_model_in_a_checkpoint(reentrant: bool) -> None:
-    """Embedding, head and loss are computed twice, and tied tiles accumulate inside of it."""
-
-    def grads(outer: bool) -> dict[str, torch.Tensor]:
-        torch.manual_seed(0)
-        model: Any = pretrained.gpt2()
-        hetero.tile_embeddings(model, 1, tile_tokens=20)
-        scale = torch.ones((), requires_grad=True)  # a reentrant one wants an input with grad
-
-        def loss(scale: torch.Tensor) -> torch.Tensor:
-            return model(input_ids=TOKENS, labels=TOKENS).loss * scale
-
-        found = checkpoint(loss, scale, use_reentrant=reentrant) if outer else loss(scale)
-        found.backward()
-        return {name: param.grad for name, param in model.named_parameters()}
-
-    plain, found = grads(False), grads(True)
-    assert found.keys() == plain.keys()
-    assert all(torch.equal(found[name], plain[name]) for name in plain)
-
-
 # Under hetero
 
 VOCABULARY, WIDTH, LENGTH = 4000, 64, 32
 
 
 def wide() -> Any:
-    """A GPT-2 that is hardly more than its embedding: 1 MB in fp32, and blocks' matrices of 64
-    KiB."""
-    dropouts = dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), 0.0)
-    ids = {"bos_token_id": 0, "eos_token_id": 0}
-    sizes = {"n_embd": WIDTH, "n_layer": 2, "n_head": 2, "n_positions": LENGTH}
-    return GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, **sizes, **dropouts, **ids))
+    """1 MB in fp32, and blocks' matrices of 64 KiB."""
+    return wide_gpt2(VOCABULARY, WIDTH, 2, LENGTH)
 
 
 def trained(

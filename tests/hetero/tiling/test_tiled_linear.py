@@ -248,9 +248,8 @@ def trained(tiled: bool, **options: Any) -> tuple[list[float], Any]:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    weight = model.up.weight.detach().clone()
     optimizer.engine.close()
-    return losses, (optimizer.engine, weight)
+    return losses, optimizer.engine
 
 
 def test_each_tile_is_brought_in_once_as_it_is_drawn(
@@ -281,20 +280,12 @@ def test_a_layer_trains_in_less_memory_than_it_has(tmp_path: Path, nothing_left:
     assert smallest < LAYER_BYTES
     with pytest.raises(hetero.BudgetError):
         trained(False, **disk, host_memory=smallest)
-    losses, (engine, _) = trained(True, **disk, host_memory=smallest)
+    losses, engine = trained(True, **disk, host_memory=smallest)
     assert engine.ledger.peak_bytes["host"] <= smallest
     slot_bytes = engine.chunk_groups[0].layout.slot_numel * 4
     assert slot_bytes < LAYER_BYTES / 4
     in_ram, _ = trained(True, placement_policy="cpu")
     assert losses == in_ram, "placement changes no bits"
-
-
-def test_it_trains_as_the_plain_layer() -> None:
-    """Also a plain layer that is larger than memory; sums of `down` are in another order."""
-    tiled, (_, weight) = trained(True, placement_policy="cpu")
-    plain, (_, expected) = trained(False, placement_policy="cpu")
-    assert tiled == pytest.approx(plain, rel=1e-6)
-    torch.testing.assert_close(weight, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_a_plain_state_loads_into_a_managed_layer(tmp_path: Path) -> None:

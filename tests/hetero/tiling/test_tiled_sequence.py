@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hetero
 from tests.support.tiling.live_bytes import LiveBytes
-from tests.support.training.loops import batches, build, tiny_gpt2, train
+from tests.support.training.loops import batches, build, train
 from tests.zoo.pretrained import llama
 
 WIDTH, INNER, TOKENS = 16, 512, 256
@@ -124,28 +124,6 @@ def test_what_does_not_act_on_tokens_is_refused() -> None:
     hetero.tile_sequence(shorter, 2)
     with pytest.raises(ValueError, match="Conv1d returned 3 tokens for 128"):
         shorter(x)
-
-
-@pytest.mark.parametrize("policy", ["cpu", "nvme"])
-def test_a_managed_model_trains_with_the_same_bits(policy: str, tmp_path: Path) -> None:
-    """In several micro-batches a step. tests/zoo has gradient checkpoints around it, and ranks."""
-    data = batches(4)
-    options: dict[str, Any] = {"placement_policy": policy}
-    if policy == "nvme":
-        options.update(nvme_path=str(tmp_path), host_memory="900KiB", chunk_numel=16384)
-
-    def make() -> nn.Module:
-        model = tiny_gpt2()
-        for block in model.transformer.h:
-            hetero.tile_sequence(block.mlp, 3)
-        return model
-
-    tiled = train(*build(make, dtype="fp32", placement_policy="cpu"), data, accumulate=2)
-    plain = train(*build(tiny_gpt2, dtype="fp32", placement_policy="cpu"), data, accumulate=2)
-    assert tiled.losses == pytest.approx(plain.losses, rel=1e-5)
-    assert tiled.losses[:2] == plain.losses[:2], "forward has the same bits"
-    found = train(*build(make, dtype="fp32", **options), data, accumulate=2)
-    assert found.same_bits(tiled)
 
 
 def test_a_gated_layer_of_an_offloaded_model(tmp_path: Path) -> None:

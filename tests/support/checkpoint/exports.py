@@ -50,3 +50,18 @@ def masters_of(model: nn.Module) -> dict[str, torch.Tensor]:
     """The fp32 masters by the parameters' first names."""
     named = dict(model.named_parameters())
     return dict(zip(named, hetero.masters(list(named.values())), strict=True))
+
+
+class WithBuffers(nn.Module):
+    """Buffers of several kinds, parameters that are frozen, and some that no engine manages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+        self.register_buffer("turned", torch.rand(3, 5).t())
+        self.register_buffer("mask", torch.rand(3, 5).t() > 0.5)
+        self.register_buffer("odd", torch.arange(7, dtype=torch.uint8))
+        self.register_buffer("scratch", torch.zeros(4), persistent=False)
+        self.number = nn.Parameter(torch.tensor([3, 4]), requires_grad=False)
+        self.empty = nn.Parameter(torch.empty(0, 3))
+        self.frozen = nn.Parameter(torch.rand(5, 5), requires_grad=False)

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import tempfile
+from dataclasses import replace
 
 import torch
 
-from hetero.checkpoint.manifest import (
-    GroupRecord,
-    Manifest,
-    OptimizerRecord,
-    ParamRecord,
-    TensorRecord,
-)
-from hetero.checkpoint.plain_data import pack
+from hetero.checkpoint.manifest import TensorRecord
 from hetero.durable import record as format_
 from hetero.durable.record import Record, StoredChunk, StoredGroup, StoredSlice, write
 from offload.memory.sizes import PAGE_BYTES, round_up
+from tests.hetero.checkpoint.test_manifest import SAMPLE as MANIFEST
+from tests.hetero.checkpoint.test_manifest import STATES
 
-_STATES = ("exp_avg", "exp_avg_sq")
 _TILE = 2048
 _PAGES = 1 + 5 + 1  # of 2048 parameters, 20480 bytes of optimizer state, frozen parameters
 
@@ -27,28 +22,17 @@ SAMPLE = Record(
     number=7,
     rank=0,
     ranks=1,
-    manifest=Manifest(
-        step=7,
+    manifest=replace(
+        MANIFEST,
         files={},
         tensors={
             "model/a.weight": TensorRecord((30, 40), torch.float32),
-            **{f"optimizer/a.weight/{s}": TensorRecord((30, 40), torch.float32) for s in _STATES},
+            **{f"optimizer/a.weight/{s}": TensorRecord((30, 40), torch.float32) for s in STATES},
             "model/frozen": TensorRecord((2,), torch.bfloat16),
             "model/count": TensorRecord((), torch.int64),
             "data/0/0": TensorRecord((5,), torch.uint8),
         },
-        params={
-            "a.weight": ParamRecord(("tied.weight",), True, 7),
-            "frozen": ParamRecord((), False, 0),
-        },
-        buffers=("count",),
-        optimizers=(
-            OptimizerRecord(
-                "HybridAdam", _STATES, "fp32", (GroupRecord({"lr": 0.1}, ("a.weight", "frozen")),)
-            ),
-        ),
         loss_scale=None,
-        ranks=({"random": {}, "extra": {"t": pack((1,), "t", [])}},),
     ),
     groups=(
         StoredGroup(

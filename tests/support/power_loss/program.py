@@ -93,12 +93,12 @@ def gpt2(seed: int) -> GPT2LMHeadModel:
 
 
 def export(folder: Path) -> None:
-    """Exports two models, one after the other, to the same path."""
+    """Exports two models, one after the other, to the same path, each as several files."""
     for seed in range(2):
         model = gpt2(seed)
         optimizer = hetero.HybridAdam(model.parameters())
         hetero.initialize(model, optimizer, placement_policy="cpu", dtype="fp32")
-        hetero.save_pretrained(model, folder / "out")
+        hetero.save_pretrained(model, folder / "out", max_shard_bytes=8000)
         mark(folder, seed + 1)
         optimizer.engine.close()
 

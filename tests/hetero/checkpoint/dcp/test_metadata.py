@@ -9,6 +9,7 @@ import pickle
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -144,62 +145,43 @@ def test_torchs_classes_cannot_be_changed(saved: tuple[Path, Metadata]) -> None:
     assert dict(vars(Metadata)) == before
 
 
-def _wrong(metadata: Metadata, what: str) -> None:
-    entry: Any = metadata.state_dict_metadata["model.w"]
-    place: _StorageInfo = metadata.storage_data[MetadataIndex("model.w", [0, 0])]
-    if what == "outside":
-        place.relative_path = "../../secret"
-    elif what == "absolute":
-        place.relative_path = "/etc/passwd"
-    elif what == "negative":
-        place.offset = -1
-    elif what == "transformed":
-        place.transform_descriptors = ["stream.zstd"]
-    elif what == "larger":
-        entry.chunks[0].sizes = torch.Size((4, 2))
-    elif what == "smaller":
-        entry.chunks[0].sizes = torch.Size((2, 2))
-    elif what == "flat":
-        entry.chunks[0].offsets = torch.Size((0,))
-    elif what == "nowhere":
-        del metadata.storage_data[MetadataIndex("model.w", [0, 0])]
-    elif what == "no dtype":
-        entry.properties.dtype = "float32"
-    elif what == "no chunks":
-        entry.chunks = []
-    elif what == "huge":
-        entry.size = torch.Size((2**40, 2**40))
-    elif what == "list":
-        metadata.state_dict_metadata["model.w"] = []  # type: ignore[assignment]
-    elif what == "path":
-        metadata.planner_data["model.w"] = ("model", None)
-    else:
-        raise AssertionError(what)
+PLACE = MetadataIndex("model.w", [0, 0])
+
+
+def entry_of(metadata: Metadata) -> Any:
+    return metadata.state_dict_metadata["model.w"]
+
+
+def place_of(metadata: Metadata) -> _StorageInfo:
+    return metadata.storage_data[PLACE]  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize(
-    ("what", "told"),
+    ("change", "told"),
     [
-        ("outside", "'../../secret' is no file's name"),
-        ("absolute", "'/etc/passwd' is no file's name"),
-        ("negative", "offset in a place in storage_data is -1, must be 0 to"),
-        ("transformed", "is transformed by"),
-        ("larger", "has a chunk of"),
-        ("smaller", "has 6 elements, and its chunks have 4"),
-        ("flat", "has a chunk of"),
-        ("nowhere", "does not say where 'model.w'"),
-        ("no dtype", "has the dtype 'float32'"),
-        ("no chunks", "has no list of chunks"),
-        ("huge", "which no tensor can have"),
-        ("list", "'model.w' is [], must be an object"),
-        ("path", "planner_data has 'model.w'"),
+        (lambda m: vars(place_of(m)).update(relative_path="../../x"), "'../../x' is no file's nam"),
+        (lambda m: vars(place_of(m)).update(relative_path="/etc/x"), "'/etc/x' is no file's name"),
+        (lambda m: vars(place_of(m)).update(offset=-1), "offset in a place in storage_data is -1"),
+        (lambda m: vars(place_of(m)).update(transform_descriptors=["zstd"]), "is transformed by"),
+        (lambda m: vars(entry_of(m).chunks[0]).update(sizes=torch.Size((4, 2))), "has a chunk of"),
+        (
+            lambda m: vars(entry_of(m).chunks[0]).update(sizes=torch.Size((2, 2))),
+            "has 6 elements, and its chunks have 4",
+        ),
+        (lambda m: vars(entry_of(m).chunks[0]).update(offsets=torch.Size((0,))), "has a chunk of"),
+        (lambda m: m.storage_data.pop(PLACE), "does not say where 'model.w'"),
+        (lambda m: vars(entry_of(m).properties).update(dtype="float32"), "has the dtype 'float32'"),
+        (lambda m: vars(entry_of(m)).update(chunks=[]), "has no list of chunks"),
+        (lambda m: vars(entry_of(m)).update(size=torch.Size((2**40, 2**40))), "which no tensor"),
+        (lambda m: m.state_dict_metadata.update({"model.w": []}), "'model.w' is [], must be"),
+        (lambda m: m.planner_data.update({"model.w": ("model", None)}), "planner_data has 'model"),
     ],
 )
 def test_what_contradicts_itself_is_refused(
-    saved: tuple[Path, Metadata], what: str, told: str
+    saved: tuple[Path, Metadata], change: Callable[[Metadata], object], told: str
 ) -> None:
     path, metadata = saved
-    _wrong(metadata, what)
+    change(metadata)
     (path / NAME).write_bytes(pickle.dumps(metadata))
     with pytest.raises(CheckpointError) as raised:
         read_metadata(path)

@@ -19,6 +19,7 @@ import hetero
 from hetero.api import whole_state
 from tests.support.checkpoint.exports import (
     POLICIES,
+    WithBuffers,
     assert_same,
     managed,
     masters_of,
@@ -26,7 +27,7 @@ from tests.support.checkpoint.exports import (
     step,
 )
 from tests.support.training import small_net
-from tests.support.training.saved_models import FAMILIES, batches, loss_of
+from tests.support.training.saved_models import FAMILIES, batches
 from tests.support.training.small_net import EMULATED, SETTINGS, Net
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -297,19 +298,6 @@ def test_fused_experts_of_a_folder_are_refused_with_a_way_out(tmp_path: Path) ->
     optimizer.engine.close()
 
 
-class WithBuffers(nn.Module):
-    """Buffers of several kinds, parameters that are frozen, and some that no engine manages."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
-        self.register_buffer("turned", torch.rand(3, 5).t())
-        self.register_buffer("scratch", torch.zeros(4), persistent=False)
-        self.number = nn.Parameter(torch.tensor([3, 4]), requires_grad=False)
-        self.empty = nn.Parameter(torch.empty(0, 3))
-        self.frozen = nn.Parameter(torch.rand(5, 5), requires_grad=False)
-
-
 @pytest.mark.usefixtures("small_parts")
 @pytest.mark.parametrize("policy", POLICIES)
 def test_buffers_and_frozen_and_other_parameters(tmp_path: Path, policy: str) -> None:
@@ -454,17 +442,3 @@ def test_only_managed_models_that_are_open(tmp_path: Path) -> None:
     optimizer.engine.close()
     with pytest.raises(hetero.ClosedError):
         hetero.load_pretrained(model, folder)
-
-
-def test_what_was_exported_loads_again(tmp_path: Path) -> None:
-    model, optimizer = managed("mixtral-fused", "nvme", tmp_path, "bf16")
-    step(model, optimizer)
-    expected = masters_of(model)
-    hetero.save_pretrained(model, tmp_path / "out", dtype="fp32", max_shard_bytes="200KB")
-    assert set(load_file(min((tmp_path / "out").glob("*.safetensors"))))
-    loss = loss_of(model, batches()[1]).item()
-    step(model, optimizer)
-    hetero.load_pretrained(model, tmp_path / "out")
-    assert_same(masters_of(model), expected)
-    assert loss_of(model, batches()[1]).item() == loss
-    optimizer.engine.close()

@@ -20,6 +20,7 @@ from hetero.api import whole_state
 from hetero.checkpoint.safetensors_header import read
 from tests.support.checkpoint.exports import (
     POLICIES,
+    WithBuffers,
     assert_same,
     managed,
     masters_of,
@@ -162,21 +163,8 @@ def test_declared_ties_are_written_once_and_others_by_each_name(tmp_path: Path) 
     optimizer.engine.close()
 
 
-class Odd(nn.Module):
-    """Buffers of several kinds, and parameters that no engine manages."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
-        self.register_buffer("mask", torch.rand(3, 5).t() > 0.5)
-        self.register_buffer("odd", torch.arange(7, dtype=torch.uint8))
-        self.register_buffer("scratch", torch.zeros(4), persistent=False)
-        self.number = nn.Parameter(torch.tensor([3, 4]), requires_grad=False)
-        self.empty = nn.Parameter(torch.empty(0, 3))
-
-
 def test_buffers_and_parameters_that_are_not_managed(tmp_path: Path) -> None:
-    model = Odd()
+    model = WithBuffers()
     model, optimizer = hetero.initialize(
         model, hetero.HybridAdam(model.parameters()), placement_policy="cpu", dtype="bf16"
     )
@@ -376,30 +364,4 @@ def test_a_configuration_that_cannot_be_saved_is_an_error(tmp_path: Path) -> Non
     with pytest.raises(ValueError, match="not this one"):
         hetero.save_pretrained(model, tmp_path / "out")
     assert os.listdir(tmp_path) == []
-    optimizer.engine.close()
-
-
-def test_everything_is_durable_before_it_takes_its_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, optimizer = managed("gpt2-tied", "cpu", tmp_path, "fp32")
-    synced: list[str] = []
-    renamed: list[str] = []
-    fsync, rename = os.fsync, os.rename
-
-    def noted_fsync(descriptor: int) -> None:
-        synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
-        fsync(descriptor)
-
-    def noted_rename(source: Path, target: Path) -> None:
-        assert set(synced) == {*os.listdir(source), source.name}
-        assert len(synced) > 5
-        renamed.append(target.name)
-        rename(source, target)
-
-    monkeypatch.setattr(os, "fsync", noted_fsync)
-    monkeypatch.setattr(os, "rename", noted_rename)
-    hetero.save_pretrained(model, tmp_path / "out", max_shard_bytes="100KB")
-    assert renamed == ["out"]
-    assert synced[-1] == tmp_path.name
     optimizer.engine.close()
