@@ -14,17 +14,6 @@ from tests.support.native.cache_rig import PAGE, SLOT, UINT8, Rig, pattern  # no
 
 
 class TestReadsAndWrites:
-    def test_dirty_bytes_are_written_before_their_slots_are_reused(self, rig):
-        r = rig(1, [1, 1])
-        r.got(0)
-        r.cache.dirty(0)
-        r.tensor(0).fill_(5)
-        assert r.is_dirty(0)
-        r.got(1)
-        assert r.writes == [0]
-        assert (r.on_file(0) == 5).all()
-        assert (r.got(0) == 5).all()
-
     def test_clean_copies_are_given_up_without_a_write(self, rig):
         r = rig(1, [1, 1])
         r.got(0)
@@ -98,34 +87,12 @@ class TestReadsAndWrites:
         assert (r.got(0) == 7).all()
         assert r.reads == []
 
-    def test_a_chunk_on_its_way_to_the_file_changes_when_it_is_there(self, rig):
-        r = rig(1, [1])
-        r.cache.create(0)
-        r.tensor(0).fill_(7)
-        r.cache.write_back(0)
-        r.cache.dirty(0)
-        r.got(0).fill_(8)
-        assert r.is_dirty(0)
-        r.cache.clear()
-        assert (r.on_file(0) == 8).all()
-
     def test_write_back_of_clean_chunks_does_nothing(self, rig):
         r = rig(1, [1])
         r.got(0)
         r.cache.write_back(0)
         assert r.writes == []
         assert r.state(0) is SlotState.CLEAN
-
-    def test_close_waits_and_forgets(self, rig):
-        r = rig(2, [1, 1])
-        r.engine.inject("read", 0, error=errno.EIO)
-        r.order.note(0)
-        r.order.end_step()
-        r.cache.prefetch(1)
-        r.cache.create(1)
-        r.cache.write_back(1)
-        r.cache.close()
-        assert r.held() == set()
 
 
 class TestRoom:

@@ -19,20 +19,12 @@ from offload.errors import BudgetError
 from offload.memory.arena import HostArena
 from offload.memory.ledger import Ledger
 from offload.memory.tiers import Account, Tier
+from tests.support.native.cache_rig import PAGE, SLOT, UINT8, pattern
 from tests.support.native.gates import GatedBackend, GatedTransfers
 from tests.support.native.scratch_files import write_to
 from tests.support.waiting import until
 
-SLOT = 8192
-PAGE = 4096
-UINT8 = torch.uint8
 FAST = 1e11
-
-
-def pattern(nbytes: int, seed: int) -> torch.Tensor:
-    return torch.randint(
-        0, 256, (nbytes,), dtype=UINT8, generator=torch.Generator().manual_seed(seed)
-    )
 
 
 class Rig:
@@ -214,17 +206,6 @@ def test_what_is_dropped_is_not_fetched(rig):
     assert torch.equal(r.use(1), r.want(1))
 
 
-def test_a_chunk_dropped_while_it_is_read_can_be_fetched_again(rig):
-    r = rig(2, 1, [1, 1])
-    for _ in range(5):
-        r.learn(0)
-        r.stall_file(20)
-        r.cache.prefetch(1)
-        r.cache.drop(0)
-        assert torch.equal(r.use(0), r.want(0))
-        r.cache.drop(0)
-
-
 @pytest.mark.parametrize("worker", ["_staging", "_copying"])
 def test_a_thread_that_cannot_start_ends_the_fetch(rig, monkeypatch, worker):
     r = rig(2, 1, [1, 1])
@@ -295,36 +276,29 @@ def test_no_room_on_the_device_names_its_budget(rig):
     r.use(1)
 
 
-@pytest.mark.parametrize("at_home", [(), (0, 1, 2)])
-def test_a_failing_link_is_an_error_and_no_end(rig, at_home):
+@pytest.mark.parametrize(("fails", "at_home"), [("link", ()), ("link", (0, 1, 2)), ("file", ())])
+def test_a_failure_is_an_error_and_no_end(rig, fails, at_home):
     r = rig(3, 1, [1, 1, 1], at_home=at_home)
-    r.backend.link.inject("h2d", 0)
-    with pytest.raises(OSError, match="host to device"):
+
+    def fail() -> tuple[type[Exception], str]:
+        if fails == "link":
+            r.backend.link.inject("h2d", 0)
+            return OSError, "host to device"
+        r.engine.inject("read", 0, error=errno.EIO)
+        return _native.NativeIoError, "read of"
+
+    error, words = fail()
+    with pytest.raises(error, match=words):
         r.use(0)
     assert torch.equal(r.use(0), r.want(0))
-    r.backend.link.inject("h2d", 0)
+    fail()
     r.learn(1, 2)
     r.cache.prefetch(2)
-    with pytest.raises(OSError, match="host to device"):
+    with pytest.raises(error, match=words):
         r.use(1)
     for chunk in (1, 2):
         assert torch.equal(r.use(chunk), r.want(chunk))
     assert r.staged() == 0
-
-
-def test_a_failing_file_is_an_error_and_no_end(rig):
-    r = rig(3, 1, [1, 1, 1])
-    r.engine.inject("read", 0, error=errno.EIO)
-    with pytest.raises(_native.NativeIoError, match="read of"):
-        r.use(0)
-    assert torch.equal(r.use(0), r.want(0))
-    r.engine.inject("read", 0, error=errno.EIO)
-    r.learn(1, 2)
-    r.cache.prefetch(2)
-    with pytest.raises(_native.NativeIoError):
-        r.use(1)
-    for chunk in (1, 2):
-        assert torch.equal(r.use(chunk), r.want(chunk))
 
 
 def test_an_error_holds_no_memory(rig):

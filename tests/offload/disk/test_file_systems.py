@@ -32,15 +32,6 @@ def refuse_flags(monkeypatch, flags_refused: int, error: int) -> None:
 
 
 class TestFileSystemsThatKnowLess:
-    def test_no_direct_transfers_is_noted(self, tmp_path, ledger, monkeypatch):
-        refuse_flags(monkeypatch, os.O_DIRECT, errno.EINVAL)
-        scratch = ScratchFile(str(tmp_path), ledger, Account.OPTIM_STATE)
-        (note,) = scratch.notes
-        assert "O_DIRECT" in note
-        assert str(tmp_path) in note
-        assert_round_trip(scratch)
-        scratch.close()
-
     @pytest.mark.parametrize("error", [errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT])
     def test_no_unnamed_files(self, tmp_path, ledger, monkeypatch, error):
         refuse_flags(monkeypatch, os.O_TMPFILE, error)

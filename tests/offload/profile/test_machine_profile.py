@@ -9,34 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.profile.machine_profile import Profile, default_path
+from tests.support.training.planning import separate_profile
 
 RATES = {"bf16": 2e9, "fp32": 1e9}
 
 
 def profile(**changes) -> Profile:
-    """A GPU's, in round numbers."""
-    values = {
-        "name": "a machine",
-        "date": "2026-01-01",
-        "source": "made up",
-        "devices": 4,
-        "threads": 16,
-        "dram_bytes_per_s": 100e9,
-        "nvme_read_bytes_per_s": 8e9,
-        "nvme_write_bytes_per_s": 4e9,
-        "nvme_mixed_bytes_per_s": 5e9,
-        "h2d_bytes_per_s": 20e9,
-        "d2h_bytes_per_s": 24e9,
-        "rank_bytes_per_s": None,
-        "node_bytes_per_s": None,
-        "update_bytes_per_s": RATES,
-        "device_update_bytes_per_s": RATES,
-        "matmul_flop_per_s": RATES,
-        "host_bytes": 1 << 40,
-        "device_bytes": 1 << 36,
-        "nvme_bytes": 1 << 43,
-    }
-    return Profile(**{**values, **changes})
+    """Of a machine with several GPUs."""
+    rates = {"devices": 4, "update_bytes_per_s": RATES, "matmul_flop_per_s": RATES}
+    return separate_profile(**{**rates, **changes})
 
 
 def test_what_is_saved_is_loaded(tmp_path):
