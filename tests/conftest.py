@@ -22,6 +22,7 @@ from hetero.state.state_files import FOLDER
 from offload import _native
 from offload.disk.directories import ram_filesystem
 from tests.support.covering import covering
+from tests.support.own_process import descriptors, native_threads
 from tests.support.ranks import quick_python as quick
 from tests.support.ranks.processes import RankPool
 from tests.support.schedule import Recorder, longest_first
@@ -113,30 +114,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def open_files() -> set[str]:
+def open_files() -> set[tuple[int, str]]:
     """Descriptors of regular files and rings that are open now."""
-    found = set()
-    for fd in os.listdir("/proc/self/fd"):
-        try:
-            target = os.readlink(f"/proc/self/fd/{fd}")
-        except OSError:
-            continue
-        if "hetero" in target or "(deleted)" in target or "io_uring" in target:
-            found.add(f"{fd} -> {target}")
-    return found
-
-
-def own_threads() -> set[str]:
-    """Native threads of this project that are alive."""
-    found = set()
-    for task in os.listdir("/proc/self/task"):
-        try:
-            name = Path(f"/proc/self/task/{task}/comm").read_text().strip()
-        except OSError:
-            continue
-        if name.startswith("hetero"):
-            found.add(f"{task} {name}")
-    return found
+    return descriptors("hetero", "(deleted)", "io_uring")
 
 
 def pytest_collection_finish() -> None:
@@ -161,20 +141,20 @@ def nothing_left(tmp_path: Path) -> Iterator[None]:
     gc.collect()
     gc.freeze()  # as above: models' code is imported when it is first used
     _native.shutdown_workers()
-    files, threads = open_files(), own_threads()
+    files, threads = open_files(), native_threads()
     yield
     gc.collect()
     _native.shutdown_workers()
     # The kernel lists a thread for a moment after it was joined, and a thread that is ending may
     # hold the last reference to what closes a file.
     deadline_s = time.monotonic() + PATIENCE_S
-    while not (open_files() <= files and own_threads() <= threads):
+    while not (open_files() <= files and native_threads() <= threads):
         if time.monotonic() > deadline_s:
             break
         time.sleep(0.001)
         gc.collect()
     assert open_files() <= files
-    assert own_threads() <= threads
+    assert native_threads() <= threads
     # (A durable state's folder is there to stay, and hetero's part of a Trainer's checkpoint.)
     found = [path for path in tmp_path.rglob("*hetero*") if path.name != FOLDER]
     assert not [path for path in found if not is_checkpoint(path)]

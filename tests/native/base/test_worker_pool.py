@@ -1,6 +1,5 @@
 """native/worker_pool and native/isa: threads, fork, and the choice of instructions."""
 
-import contextlib
 import os
 import subprocess
 import sys
@@ -12,9 +11,10 @@ import numpy as np
 import pytest
 
 from offload import _native
-from tests.support.native.step_tiles import LIMIT_S, until
 from tests.support.native.update_arrays import Arrays, gradients, masters
 from tests.support.native.update_oracle import Hyper
+from tests.support.own_process import native_threads
+from tests.support.waiting import in_time, until
 
 ISAS = _native.isa_available()
 BLOCK = 64 * 1024  # what a worker takes at a time
@@ -22,29 +22,13 @@ FP32 = _native.UpdateKind("fp32", "fp32")
 CPUS = sorted(os.sched_getaffinity(0))
 
 
-def task_ids(name: str) -> list[int]:
-    """Of the threads of that name."""
-    found = []
-    for path in Path("/proc/self/task").glob("*/comm"):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            if path.read_text().strip() == name:
-                found.append(int(path.parent.name))
-    return sorted(found)
-
-
 def workers() -> list[int]:
-    return task_ids("hetero-worker")
+    return sorted(id for id, _ in native_threads("hetero-worker"))
 
 
 def workers_become(count: int) -> bool:
-    """Waits until that many workers live: the kernel lists a thread for a moment after its end, and
-    a new one has its name a moment after its start."""
-    deadline = time.monotonic() + LIMIT_S
-    while time.monotonic() < deadline:
-        if len(workers()) == count:
-            return True
-        time.sleep(0.001)
-    return False
+    """Waits until that many workers live; a new one has its name a moment after its start."""
+    return in_time(lambda: len(workers()), count) == count
 
 
 class Trained:

@@ -5,7 +5,6 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import torch
 
 from offload import _native
 from tests.support.native.io_tools import (
@@ -114,43 +113,6 @@ def test_a_retried_transfer_is_given_up(kind, tmp_path):
     op.cancel()
     assert wait_error(op).errno in (errno.ECANCELED, errno.EAGAIN)
     engine.close()
-
-
-def test_a_completed_operation_stays_completed(engine, tmp_path):
-    memory = Memory(4 * BLOCK)
-    file = add_file(engine, tmp_path, 4 * BLOCK)
-    op = engine.read(file, memory.address, 4 * BLOCK, 0)
-    op.wait()
-    op.cancel()
-    op.wait()
-    engine.inject("read", 0, error=errno.EIO)
-    failed = engine.read(file, memory.address, 4096, 0)
-    assert wait_error(failed).errno == errno.EIO
-    failed.cancel()
-    assert wait_error(failed).errno == errno.EIO
-    empty = engine.read(file, 0, 0, 0)
-    empty.cancel()
-    empty.wait()
-
-
-def test_others_are_not_touched(engine, tmp_path):
-    count = 40
-    memory = Memory(count * BLOCK)
-    want = memory.randomise()
-    file = add_file(engine, tmp_path, count * BLOCK)
-    address = memory.address
-    ops = [engine.write(file, address + i * BLOCK, BLOCK, i * BLOCK) for i in range(count)]
-    for op in ops[1::2]:
-        op.cancel()
-    for op in ops[::2]:
-        op.wait()
-    for op in ops[1::2]:
-        assert outcome(op) in (0, errno.ECANCELED)
-    memory.bytes.zero_()
-    engine.read(file, memory.address, count * BLOCK, 0).wait()
-    for i in range(count):
-        got, wrote = (m[i * BLOCK : (i + 1) * BLOCK] for m in (memory.bytes, want))
-        assert torch.equal(got, wrote) or (i % 2 == 1 and not got.any())
 
 
 def test_cancelling_from_many_threads(engine, tmp_path):

@@ -13,12 +13,12 @@ from tests.support.native.io_tools import (
     BLOCK,
     Memory,
     add_file,
-    descriptors,
     needs_uring,
     run_script,
     thread_names,
     threads_since,
 )
+from tests.support.own_process import descriptors
 
 
 @pytest.mark.covering(2)

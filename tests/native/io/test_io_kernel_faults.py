@@ -16,6 +16,7 @@ from tests.support.native.io_tools import (
     run_script,
     thread_names,
 )
+from tests.support.own_process import descriptors
 
 
 @needs_uring
@@ -71,16 +72,8 @@ def test_a_kernel_that_refuses_io_uring(tmp_path):
 
 def ring_fd() -> int:
     gc.collect()
-    rings = []
-    for fd in os.listdir("/proc/self/fd"):
-        try:
-            target = os.readlink(f"/proc/self/fd/{fd}")
-        except FileNotFoundError:  # that of the listing itself
-            continue
-        if "io_uring" in target:
-            rings.append(int(fd))
-    assert len(rings) == 1
-    return rings[0]
+    ((ring, _),) = descriptors("io_uring")
+    return ring
 
 
 class Broken:

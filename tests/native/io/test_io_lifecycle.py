@@ -14,31 +14,14 @@ from tests.support.native.io_tools import (
     BLOCK,
     Memory,
     add_file,
-    descriptors,
-    in_time,
     needs_uring,
     run_script,
     stall,
     thread_names,
     threads_since,
 )
-
-
-def test_remove_file_waits_and_closes(engine, tmp_path):
-    memory = Memory(32 * BLOCK)
-    before = descriptors()
-    file = add_file(engine, tmp_path)
-    other = add_file(engine, tmp_path)
-    ops = [engine.write(file, memory.address, 32 * BLOCK, 0) for _ in range(4)]
-    engine.remove_file(file)
-    assert all(op.done() for op in ops)
-    for op in ops:
-        op.wait()
-    with pytest.raises(ValueError, match="no file"):
-        engine.read(file, memory.address, 4096, 0)
-    engine.write(other, memory.address, 4096, 0).wait()
-    engine.remove_file(other)
-    assert in_time(descriptors, before) == before
+from tests.support.own_process import descriptors
+from tests.support.waiting import in_time
 
 
 def test_close_fails_what_is_queued_and_waits_for_what_is_in_flight(kind, tmp_path):

@@ -22,10 +22,10 @@ from offload import _native
 from tests.support.native.io_tools import (
     KINDS,
     Memory,
-    descriptors,
-    in_time,
     thread_names,
 )
+from tests.support.own_process import descriptors
+from tests.support.waiting import in_time
 
 UNIT = 4096
 FILE_BYTES = 10 * UNIT

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from offload import _native
 from tests.support.native.io_tools import BLOCK, Memory, add_file
+from tests.support.own_process import descriptors
 
 WEIGHTS = st.lists(st.integers(1, 9), min_size=1, max_size=5)
 UNITS = st.sampled_from([4096, 8192, 12288, 1 << 20])
@@ -83,17 +84,6 @@ class Striped:
         members = [(fd, f"{directory}/member{m}") for m, fd in enumerate(self.fds)]
         self.file = engine.add_striped_file(members, self.stripes)
 
-    def content(self, nbytes: int) -> bytes:
-        """What is in the members, unit by unit as the pattern deals them."""
-        unit, pattern = self.stripes.unit_bytes, self.stripes.pattern
-        at = [0] * len(self.fds)
-        parts = []
-        for index in range(-(-nbytes // unit)):
-            member = pattern[index % len(pattern)]
-            parts.append(os.pread(self.fds[member], unit, at[member]))
-            at[member] += unit
-        return b"".join(parts)[:nbytes]
-
     def close(self) -> None:
         for fd in self.fds:
             os.close(fd)
@@ -154,14 +144,14 @@ def test_a_member_truncated_underneath_is_named(engine, tmp_path):
 
 
 def test_members_that_cannot_be_added_leave_nothing(engine, tmp_path):
-    before = len(os.listdir("/proc/self/fd"))
+    before = descriptors()
     fd = os.open(tmp_path, os.O_TMPFILE | os.O_RDWR, 0o600)
     with pytest.raises(OSError, match="cannot add file gone"):
         engine.add_striped_file([(fd, "a"), (-1, "gone")], _native.StripeMap([1, 1], 4096))
     with pytest.raises(ValueError, match="for 2 members, not 1"):
         engine.add_striped_file([(fd, "a")], _native.StripeMap([1, 1], 4096))
     os.close(fd)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert descriptors() == before
     # The engine works on.
     memory = Memory(4096)
     engine.read(add_file(engine, tmp_path, 4096), memory.address, 4096, 0).wait()

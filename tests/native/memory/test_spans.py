@@ -13,10 +13,10 @@ from tests.support.native.io_tools import (
     Pipe,
     add_file,
     hold,
-    in_time,
     needs_uring,
     stall,
 )
+from tests.support.waiting import in_time
 
 SLOT = 2 * BLOCK
 SLOW = 1e6  # bytes per second

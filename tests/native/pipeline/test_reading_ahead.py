@@ -14,7 +14,6 @@ import pytest
 from offload import _native
 from tests.support.native.io_tools import Memory, Pipe, needs_uring
 from tests.support.native.step_tiles import (
-    KIND,
     TILE,
     Filed,
     FileTiles,
@@ -22,9 +21,9 @@ from tests.support.native.step_tiles import (
     hypers,
     ram,
     train_in_ram,
-    until,
     zig_zag,
 )
+from tests.support.waiting import until
 
 
 def expected(
@@ -130,23 +129,6 @@ def test_what_is_due_first_is_kept(file_tiles: FileTiles) -> None:
     filed.pipeline.wait_updated()
     filed.pipeline.flush()
     train_in_ram(tiles, 5)
-    assert filed.bytes() == tiles.bytes()
-
-
-def test_what_is_expected_need_not_come(file_tiles: FileTiles) -> None:
-    tiles = Tiles(6, "bf16", "bf16")
-    filed = file_tiles(tiles, buffers=3)
-    for step, order in enumerate([[5, 4, 1], [0], [2, 3, 4, 5], [1, 0, 5]], start=1):
-        filed.pipeline.expect(expected(filed, [0, 1, 2, 3]), streaming=2)
-        filed.pipeline.submit(filed.tasks(order), hypers(step))
-        filed.pipeline.wait_updated()
-        filed.pipeline.expect([])
-    filed.pipeline.flush()
-    pipeline = _native.StepPipeline(None, 0, None, 0, KIND, TILE, False, False)
-    for step, order in enumerate([[5, 4, 1], [0], [2, 3, 4, 5], [1, 0, 5]], start=1):
-        pipeline.submit(tiles.tasks_in_ram(order), hypers(step))
-        pipeline.wait_updated()
-    pipeline.close()
     assert filed.bytes() == tiles.bytes()
 
 

@@ -16,9 +16,9 @@ from tests.support.native.step_tiles import (
     hypers,
     ram,
     train_in_ram,
-    until,
     zig_zag,
 )
+from tests.support.waiting import until
 
 PLACES = [(False, False), (True, False), (True, True)]
 
@@ -143,26 +143,6 @@ def test_a_payload_that_was_in_ram_is_not_taken_from_the_buffer(file_tiles: File
     os.pwrite(filed.fd, param.tobytes(), filed.param_at[0])
     filed.pipeline.submit(filed.tasks([0]), hypers(3))
     filed.pipeline.flush()
-    train_in_ram(tiles, steps=3)
-    assert filed.bytes() == tiles.bytes()
-
-
-def test_forget_makes_the_next_task_read_the_file(file_tiles: FileTiles) -> None:
-    tiles = Tiles(2, "bf16", "bf16")
-    filed = file_tiles(tiles, buffers=2)
-    before = filed.bytes()
-    filed.pipeline.submit(filed.tasks([0, 1]), hypers(1))
-    filed.pipeline.wait_updated()
-    filed.pipeline.forget(1)
-    after = filed.in_file(tiles.optim_states[1], filed.optim_state_at[1])
-    assert after != before[filed.optim_state_at[1] :][: len(after)]
-    filed.pipeline.submit(filed.tasks([0, 1]), hypers(2))
-    filed.pipeline.wait_updated()
-    assert filed.pipeline.stats["hits"] == 1  # key 0
-    filed.pipeline.forget()
-    filed.pipeline.submit(filed.tasks([0, 1]), hypers(3))
-    filed.pipeline.flush()
-    assert filed.pipeline.stats["hits"] == 1
     train_in_ram(tiles, steps=3)
     assert filed.bytes() == tiles.bytes()
 

@@ -18,8 +18,8 @@ from tests.support.native.step_tiles import (
     pipeline_threads,
     ram,
     train_in_ram,
-    until,
 )
+from tests.support.waiting import until
 
 
 def test_the_last_writes_failure_is_not_lost(file_tiles: FileTiles) -> None:

@@ -20,9 +20,10 @@ from tests.support.native.step_tiles import (
     pipeline_threads,
     ram,
     train_in_ram,
-    until,
     zig_zag,
 )
+from tests.support.own_process import descriptors
+from tests.support.waiting import until
 
 BLOCK = 8192  # of the engine that Filed makes
 
@@ -55,10 +56,6 @@ def refuses_everything(filed: Filed, error: type[Exception], match: str | None =
     ):
         with pytest.raises(error, match=match):
             within(call)
-
-
-def open_fds() -> int:
-    return len(os.listdir("/proc/self/fd"))
 
 
 @pytest.mark.covering(2)
@@ -184,10 +181,10 @@ def test_failures_leak_neither_threads_nor_descriptors(tmp_path: Path, kind: str
         within(filed.close)  # otherwise with tasks in flight
 
     fail(1)
-    before = open_fds()
+    before = descriptors()
     for round_ in range(12):
         fail(round_)
-    assert open_fds() == before
+    assert descriptors() == before
     assert pipeline_threads() == []
 
 

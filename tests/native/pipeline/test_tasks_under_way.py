@@ -14,9 +14,9 @@ from tests.support.native.step_tiles import (
     hypers,
     ram,
     train_in_ram,
-    until,
     zig_zag,
 )
+from tests.support.waiting import until
 
 COUNT = 40
 

@@ -7,20 +7,14 @@ import pytest
 import torch
 
 from offload import _native
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-BLOCK = 32 * 1024  # elements that are summed together
-SIZES = [0, 1, 31, 32, 33, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK + 77]
-
-
-def values(numel: int, dtype: str) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(numel)
-    scale = 10.0 ** (torch.rand(numel, generator=generator) * 8 - 5)
-    return (torch.randn(numel, generator=generator) * scale).to(DTYPES[dtype])
-
-
-def sum_of_squares(tensor: torch.Tensor, dtype: str) -> float:
-    return _native.sum_of_squares(dtype, tensor.data_ptr(), tensor.numel())
+from tests.native.update.test_summed_writes import (
+    BLOCK,
+    DTYPES,
+    SIZES,
+    address_of_copy,
+    sum_of_squares,
+    values,
+)
 
 
 @pytest.mark.parametrize("numel", SIZES)
@@ -78,11 +72,9 @@ def test_finite_if_and_only_if_every_element_is(dtype: str, isa: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_address_needs_no_alignment(dtype: str) -> None:
     tensor = values(1000, dtype)
-    size = tensor.element_size()
-    raw = torch.empty(tensor.numel() * size + 1, dtype=torch.uint8)
-    raw[1:] = tensor.view(torch.uint8)
-    shifted = _native.sum_of_squares(dtype, raw.data_ptr() + 1, tensor.numel())
-    assert shifted == sum_of_squares(tensor, dtype)
+    raw, address = address_of_copy(tensor)
+    assert _native.sum_of_squares(dtype, address, tensor.numel()) == sum_of_squares(tensor, dtype)
+    del raw
 
 
 def test_bad_arguments_are_named() -> None:

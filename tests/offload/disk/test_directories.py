@@ -10,7 +10,7 @@ from offload.disk.directories import check_directory
 from offload.disk.scratch_file import ScratchFile
 from offload.errors import StoreError
 from offload.memory.tiers import Account
-from tests.support.native.scratch_files import open_fds
+from tests.support.own_process import descriptors
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount and change user")
 
@@ -44,7 +44,7 @@ class TestDirectory:
             ScratchFile(str(tmp_path / "gone"), ledger, Account.OPTIM_STATE)
 
     def test_a_failed_open_leaves_no_descriptor_and_no_name(self, tmp_path, ledger, monkeypatch):
-        before = open_fds()
+        before = descriptors()
         real = os.open
 
         def full(path, flags, *mode):
@@ -60,4 +60,4 @@ class TestDirectory:
         monkeypatch.undo()
         assert failure.value.errno == errno.EIO
         assert list(tmp_path.iterdir()) == []
-        assert open_fds() <= before
+        assert descriptors() <= before

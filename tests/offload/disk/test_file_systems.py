@@ -13,7 +13,8 @@ import pytest
 from offload.disk.scratch_file import ScratchFile
 from offload.errors import StoreError
 from offload.memory.tiers import Account
-from tests.support.native.scratch_files import MIB, assert_round_trip, open_fds
+from tests.support.native.scratch_files import MIB, assert_round_trip
+from tests.support.own_process import descriptors
 
 ROOT = Path(__file__).parents[3]
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount and change user")
@@ -35,14 +36,14 @@ class TestFileSystemsThatKnowLess:
     @pytest.mark.parametrize("error", [errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT])
     def test_no_unnamed_files(self, tmp_path, ledger, monkeypatch, error):
         refuse_flags(monkeypatch, os.O_TMPFILE, error)
-        before = open_fds()
+        before = descriptors()
         scratch = ScratchFile(str(tmp_path), ledger, Account.OPTIM_STATE)
         assert list(tmp_path.iterdir()) == []
         assert scratch.notes == []
         assert os.fstat(scratch.members[0].fd).st_nlink == 0
         assert_round_trip(scratch)
         scratch.close()
-        assert open_fds() <= before
+        assert descriptors() <= before
 
     def test_neither(self, tmp_path, ledger, monkeypatch):
         real = os.open

@@ -19,9 +19,9 @@ from tests.support.native.scratch_files import (
     MIB,
     assert_round_trip,
     memory_of,
-    open_fds,
     read_from,
 )
+from tests.support.own_process import descriptors
 
 ROOT = Path(__file__).parents[3]
 
@@ -32,14 +32,14 @@ def reserved(ledger: Ledger) -> int:
 
 class TestFile:
     def test_it_has_no_name_and_goes_with_its_descriptor(self, tmp_path, ledger):
-        before = open_fds()
+        before = descriptors()
         scratch = ScratchFile(str(tmp_path), ledger, Account.OPTIM_STATE)
         scratch.reserve(MIB)
         assert list(tmp_path.iterdir()) == []
         assert os.fstat(scratch.members[0].fd).st_nlink == 0
         assert not os.get_inheritable(scratch.members[0].fd)
         scratch.close()
-        assert open_fds() <= before
+        assert descriptors() <= before
 
     def test_only_its_owner_could_read_it(self, scratch):
         assert stat.S_IMODE(os.fstat(scratch.members[0].fd).st_mode) == 0o600

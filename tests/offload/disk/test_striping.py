@@ -19,7 +19,8 @@ from offload.errors import StoreError
 from offload.memory.ledger import Ledger
 from offload.memory.sizes import PAGE_BYTES
 from offload.memory.tiers import Account, Tier
-from tests.support.native.scratch_files import open_fds, read_from
+from tests.support.native.scratch_files import read_from
+from tests.support.own_process import descriptors
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -71,13 +72,13 @@ class TestSpace:
         assert scratch.nbytes == ledger.used(Tier.DISK, Account.OPTIM_STATE) == 9 * MIB + MIB // 2
 
     def test_close_gives_everything_back(self, directories, ledger):
-        before = open_fds()
+        before = descriptors()
         scratch = ScratchFile(directories, ledger, Account.OPTIM_STATE)
         scratch.reserve(9 * MIB)
-        assert len(open_fds() - before) == 3
+        assert len(descriptors() - before) == 3
         scratch.close()
         scratch.close()
-        assert open_fds() <= before
+        assert descriptors() <= before
         assert ledger.used(Tier.DISK, Account.OPTIM_STATE) == 0
 
     def test_a_member_that_cannot_grow_is_named_and_the_others_shrink_again(
@@ -175,12 +176,12 @@ class TestSpace:
         self.separate(monkeypatch)
         room = dict(zip(directories, (0, 100 * MIB, 100 * MIB), strict=True))
         monkeypatch.setattr(store, "free_bytes", room.__getitem__)
-        before = open_fds()
+        before = descriptors()
         scratch = ScratchFile(directories, ledger, Account.OPTIM_STATE)
         scratch.deal(40 * MIB)
         assert [member.directory for member in scratch.members] == directories[1:]
         assert any(f"{directories[0]} is not used" in note for note in scratch.notes)
-        assert len(open_fds() - before) == 2
+        assert len(descriptors() - before) == 2
         scratch.reserve(40 * MIB)
         scratch.close()
 
@@ -294,7 +295,7 @@ class TestDirectories:
         assert total_free_bytes(directories) == 10 * PAGE_BYTES
 
     def test_a_directory_that_fails_leaves_no_descriptor(self, directories, ledger, monkeypatch):
-        before = open_fds()
+        before = descriptors()
         real = os.open
 
         def refusing(path, flags, *mode):
@@ -307,7 +308,7 @@ class TestDirectories:
             ScratchFile(directories, ledger, Account.OPTIM_STATE)
         monkeypatch.undo()
         assert failure.value.filename == directories[2]
-        assert open_fds() <= before
+        assert descriptors() <= before
 
 
 def test_engines_for_several_disks_have_deeper_queues(monkeypatch):

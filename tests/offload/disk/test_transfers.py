@@ -11,7 +11,8 @@ from offload.disk.scratch_file import make_io_engine
 from offload.memory.arena import HostArena
 from offload.memory.sizes import PAGE_BYTES
 from offload.memory.tiers import Account
-from tests.support.native.scratch_files import MIB, open_fds
+from tests.support.native.scratch_files import MIB
+from tests.support.own_process import descriptors
 
 
 class TestEngines:
@@ -43,7 +44,7 @@ class TestEngines:
             make_io_engine("io_uring")
 
     def test_transfers_of_a_scratch_file(self, scratch, ledger):
-        before = open_fds()
+        before = descriptors()
         engine, _ = make_io_engine("auto")
         scratch.reserve(4 * PAGE_BYTES)
         transfers = Transfers(engine, scratch)
@@ -58,7 +59,7 @@ class TestEngines:
         with pytest.raises(ValueError, match="file"):
             transfers.read(arena.address(1), 4 * PAGE_BYTES, 0)
         engine.close()
-        assert open_fds() <= before
+        assert descriptors() <= before
 
     def test_the_file_may_go_while_the_engine_transfers(self, scratch, ledger):
         engine, _ = make_io_engine("auto")

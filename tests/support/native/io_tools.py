@@ -6,18 +6,17 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable
-from typing import TypeVar
 
 import pytest
 import torch
 
 from offload import _native
+from tests.support.own_process import native_threads
+from tests.support.waiting import in_time
 
 # Small, so that few bytes make many blocks.
 BLOCK = 1 << 16
 MIB = 1 << 20
-T = TypeVar("T")
 
 
 def io_uring_refusal() -> str:
@@ -81,35 +80,14 @@ class Pipe:
         os.close(self.sink)
 
 
-def descriptors() -> int:
-    """How many this process has open."""
-    return len(os.listdir("/proc/self/fd"))
-
-
 def thread_names() -> list[str]:
-    names = []
-    for task in os.listdir("/proc/self/task"):
-        try:
-            with open(f"/proc/self/task/{task}/comm") as comm:
-                names.append(comm.read().strip())
-        except (FileNotFoundError, ProcessLookupError):  # it has just ended
-            continue
-    # The optimizer's worker pool belongs to the process, not to an engine.
-    return sorted(n for n in names if n.startswith("hetero") and n != "hetero-worker")
+    """Of engines; the optimizer's worker pool belongs to the process."""
+    return sorted(name for _, name in native_threads() if name != "hetero-worker")
 
 
 def threads_since(before: list[str]) -> list[str]:
     """thread_names(), after time for those beyond `before` to go."""
     return in_time(thread_names, before)
-
-
-def in_time(look: Callable[[], T], wanted: T) -> T:
-    """What `look` finds, after time for it to become `wanted`: the kernel lists a thread, and what
-    it has open, for a moment after it was joined."""
-    deadline = time.monotonic() + 20
-    while (found := look()) != wanted and time.monotonic() < deadline:
-        time.sleep(0.001)
-    return found
 
 
 def run_script(script: str, timeout: float = 300) -> str:

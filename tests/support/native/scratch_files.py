@@ -1,8 +1,5 @@
 """What tests of scratch files need: memory to transfer, descriptors that are open."""
 
-import contextlib
-import os
-
 import torch
 
 from offload import _native
@@ -18,14 +15,6 @@ def memory_of(nbytes: int) -> tuple[torch.Tensor, memoryview]:
     tensor = torch.from_dlpack(_native.Arena(nbytes).export(0, nbytes))
     tensor.random_(0, 256, generator=torch.Generator().manual_seed(nbytes))
     return tensor, memoryview(tensor.numpy())
-
-
-def open_fds() -> set[str]:
-    found = set()
-    for fd in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # the listing's own
-            found.add(f"{fd} -> {os.readlink(f'/proc/self/fd/{fd}')}")
-    return found
 
 
 def write_to(scratch: ScratchFile, memory: memoryview, offset: int) -> None:

@@ -1,10 +1,8 @@
 """Tiles of the optimizer's state in RAM and in a file, for tests of the step pipeline."""
 
-import contextlib
 import ctypes
 import dataclasses
 import os
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -12,6 +10,8 @@ import numpy as np
 
 from offload import _native
 from tests.support.native.update_oracle import Hyper
+from tests.support.own_process import native_threads
+from tests.support.waiting import in_time
 
 TILE = 4096  # elements
 LIMIT_S = 120  # after which a wait is taken for one without end
@@ -34,45 +34,23 @@ def ram(array: np.ndarray) -> _native.Location:
     return _native.Location(address=array.ctypes.data)
 
 
-def until(holds: Callable[[], bool]) -> None:
-    """Waits for what another thread does sooner or later; LIMIT_S only ends a test that fails."""
-    deadline = time.monotonic() + LIMIT_S
-    while not holds():
-        assert time.monotonic() < deadline, "it never came"
-        time.sleep(0.001)
-
-
-_older_threads: set[str] = set()  # ids of those that pipeline_threads() leaves out
+_older_threads: set[tuple[int, str]] = set()  # which pipeline_threads() leaves out
 
 
 def leave_out_older_threads() -> None:
     """Pipelines that exist now are of engines that other tests have not closed: whoever tests
     native code alone does not wait for them in pipeline_threads()."""
     _older_threads.clear()
-    _older_threads.update(_pipeline_threads())
+    _older_threads.update(native_threads("hetero-stage", "hetero-step"))
 
 
 def pipeline_threads() -> list[str]:
-    """Names of this process's threads that belong to a pipeline, but for older ones. The kernel
-    lists a thread for a moment after it was joined, so the ones that are about to go get the time.
-    """
-    deadline = time.monotonic() + LIMIT_S
-    while True:
-        names = [name for id, name in _pipeline_threads().items() if id not in _older_threads]
-        if not names or time.monotonic() > deadline:
-            return names
-        time.sleep(0.001)
+    """Names of this process's threads that belong to a pipeline, but for older ones."""
 
+    def names() -> list[str]:
+        return [n for _, n in native_threads("hetero-stage", "hetero-step") - _older_threads]
 
-def _pipeline_threads() -> dict[str, str]:
-    """Names by id."""
-    names: dict[str, str] = {}
-    for path in Path("/proc/self/task").glob("*/comm"):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            name = path.read_text().strip()
-            if name in ("hetero-stage", "hetero-step"):
-                names[path.parent.name] = name
-    return names
+    return in_time(names, [])
 
 
 class Tiles:

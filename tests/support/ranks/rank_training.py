@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import hetero
 from offload.memory.tiers import Account, Tier
+from tests.support.own_process import descriptors
 from tests.support.training.loops import batches, tiny_gpt2
 from tests.support.training.smallest import smallest_host_memory
 from tests.support.waiting import until
@@ -318,7 +319,7 @@ PATIENT_TIMEOUT_S = 60.0  # far longer than they need to learn that a rank faile
 def failing(rank: int, world: int, options: dict[str, Any], how: str, where: str) -> dict[str, Any]:
     """The last rank fails; what the others meet, after how long, and what is left of it."""
     # What torch.distributed itself opens is no matter of ours.
-    threads, files = set(threading.enumerate()), open_scratch_files()
+    threads, files = set(threading.enumerate()), descriptors("(deleted)", "io_uring")
     bad = rank == world - 1
     meeting = dist.distributed_c10d._get_default_store()
     tokens = batches(world)[rank]
@@ -379,18 +380,7 @@ def failing(rank: int, world: int, options: dict[str, Any], how: str, where: str
     while set(threading.enumerate()) - threads and time.monotonic() < deadline:
         time.sleep(0.01)
     found["threads"] = [t.name for t in set(threading.enumerate()) - threads]
-    found["files"] = sorted(open_scratch_files() - files)
-    return found
-
-
-def open_scratch_files() -> set[str]:
-    """Descriptors of files without a name and of io_uring."""
-    found = set()
-    for fd in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            target = os.readlink(f"/proc/self/fd/{fd}")
-            if "(deleted)" in target or "io_uring" in target:
-                found.add(f"{fd} -> {target}")
+    found["files"] = sorted(descriptors("(deleted)", "io_uring") - files)
     return found
 
 
