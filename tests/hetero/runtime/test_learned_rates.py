@@ -53,24 +53,6 @@ class Counting:
         return LearnedRates(lambda: self.now, lambda: self.now_s)
 
 
-def test_rates_are_bytes_over_busy_seconds_without_the_first_step() -> None:
-    counting = Counting()
-    learned = counting.learned()
-    counting.step(learned, replace(STEP, nvme_s=3000.0), 5000.0)
-    assert learned.steps == 0
-    assert learned.rates(["bf16"], separate=False) is None
-    counting.step(learned, STEP, 40.0)
-    counting.step(learned, replace(STEP, nvme_bytes=120.0), 50.0)
-    assert learned.steps == 2
-    assert learned.step_s == 45.0
-    found = learned.rates(["bf16", "fp32"], separate=False)
-    assert found is not None
-    assert found.nvme_read_bytes_per_s == found.nvme_write_bytes_per_s == 180 / 60
-    assert found.nvme_mixed_bytes_per_s == 180 / 60
-    assert found.rate("update_bytes_per_s", "fp32") == 10.0
-    assert not found.separate
-
-
 def test_only_the_last_steps_count() -> None:
     counting = Counting()
     learned = counting.learned()

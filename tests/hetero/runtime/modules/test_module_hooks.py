@@ -122,37 +122,13 @@ def test_threads_run_forwards_of_one_model_at_once(tmp_path: Path) -> None:
     x = inputs()
     with torch.no_grad():
         expected = model(x)
-    inside, go_on = threading.Event(), threading.Event()
-    main = threading.current_thread()
-    found: list[torch.Tensor | Exception] = []
-
-    def stop(*_: object) -> None:
-        if threading.current_thread() is not main:
-            inside.set()
-            assert go_on.wait(60)
-
-    def forward() -> None:
-        try:
-            with torch.no_grad():
-                found.append(model(x))
-        except Exception as error:
-            found.append(error)
-            inside.set()
-
-    handle = model.first.register_forward_pre_hook(stop)
-    thread = threading.Thread(target=forward)
-    thread.start()
-    assert inside.wait(60)
-    used = {m.name for m in optimizer.engine.params.in_order() if m.uses}
-    with torch.no_grad():
-        here = model(x)
-    assert torch.equal(here, expected)
-    assert used == {m.name for m in optimizer.engine.params.in_order() if m.uses}
-    assert used == {"scale", "first.weight"}, "what the other thread uses stays"
-    go_on.set()
-    thread.join()
+        with another_inside(model) as found:
+            used = {m.name for m in optimizer.engine.params.in_order() if m.uses}
+            assert torch.equal(model(x), expected)
+            assert used == {m.name for m in optimizer.engine.params.in_order() if m.uses}
+            assert used == {"scale", "first.weight"}, "what the other thread uses stays"
     assert torch.equal(found[0], expected)
-    handle.remove()
+    found.clear()
     assert_nothing_is_used(optimizer)
     train_a_step(model, optimizer)
     optimizer.engine.close()
@@ -206,10 +182,12 @@ def test_a_use_while_parameters_become_one_threads_again(
 
 
 @contextlib.contextmanager
-def another_inside(model: Net) -> Iterator[None]:
-    """Another thread is inside a forward, before the first layer, until the block ends."""
+def another_inside(model: Net) -> Iterator[list[torch.Tensor]]:
+    """Another thread is inside a forward, before the first layer, until the block ends; it yields
+    where the output goes."""
     inside, go_on = threading.Event(), threading.Event()
     main = threading.current_thread()
+    found: list[torch.Tensor] = []
 
     def stop(*_: object) -> None:
         if threading.current_thread() is not main:
@@ -217,11 +195,11 @@ def another_inside(model: Net) -> Iterator[None]:
             assert go_on.wait(60)
 
     handle = model.first.register_forward_pre_hook(stop)
-    thread = threading.Thread(target=model, args=(inputs(),))
+    thread = threading.Thread(target=lambda: found.append(model(inputs()).detach()))
     thread.start()
     try:
         assert inside.wait(60)
-        yield
+        yield found
     finally:
         go_on.set()
         thread.join()

@@ -378,10 +378,9 @@ def test_close_in_the_middle(tmp_path: Path) -> None:
         loss_of(model, 2)
 
 
-@pytest.mark.parametrize("place", ["disk"])
-def test_updates_are_made_while_backward_runs(tmp_path: Path, place: str) -> None:
+def test_updates_are_made_while_backward_runs(tmp_path: Path) -> None:
     """The last node of backward waits for updates of what came before it."""
-    model, optimizer = build(lambda: Net(tied=False), tmp_path, place, "backward")
+    model, optimizer = build(lambda: Net(tied=False), tmp_path, "disk", "backward")
     one_step(model, optimizer, 0)
     pipeline, made = optimizer.engine.chunk_groups[0].pipeline, []
     before = pipeline.stats["tasks"]

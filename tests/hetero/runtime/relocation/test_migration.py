@@ -19,7 +19,6 @@ from hetero.runtime.relocation import InUseError, Migration
 from offload.errors import BudgetError
 from offload.memory.run_pool import FreeSpace
 from offload.memory.tiers import Tier
-from tests.support.ranks.processes import RankPool
 from tests.support.training.loops import batches, build, same, tiny_gpt2, train
 from tests.support.training.moving_homes import (
     CHUNK,
@@ -371,36 +370,6 @@ def test_what_was_unfrozen_is_where_it_went(first: int, tmp_path: Path) -> None:
             training.step()
         alike.append(training.finish())
     assert same(*alike)
-
-
-def on_ranks(rank: int, world: int, path: str, stage: int, moving: bool) -> list[torch.Tensor]:
-    """A training in which all ranks move homes between steps."""
-    options = {"zero_stage": stage, "rank_timeout_s": 60.0, "chunk_numel": 8192}
-    training = start(Path(path), **RAM, **options)
-    model, optimizer, engine = training.model, training.optimizer, training.engine
-    found = []
-    for number, tokens in enumerate(batches(5, seed=rank)):
-        if moving:
-            engine.set_budget([MOST, 900 << 10, MOST, 1000 << 10, 2 << 20][number])
-        loss = model(input_ids=tokens, labels=tokens).loss
-        loss.backward()
-        found.append(loss.detach())
-        del loss
-        optimizer.step()
-        optimizer.zero_grad()
-    if moving:
-        assert sum(change.moved_bytes for change in engine.changes)
-    found += hetero.masters(model.parameters())
-    engine.close()
-    return found
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_ranks_move_together(stage: int, ranks2: RankPool, tmp_path: Path) -> None:
-    plain = ranks2.run(on_ranks, str(tmp_path), stage, False)
-    moved = ranks2.run(on_ranks, str(tmp_path), stage, True)
-    for mine, theirs in zip(plain, moved, strict=True):
-        assert all(map(torch.equal, mine, theirs))
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=30), st.data())

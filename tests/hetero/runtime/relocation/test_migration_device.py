@@ -309,16 +309,17 @@ def test_what_went_by_the_file_and_cannot_be_read_stays_there(nth: int, tmp_path
 
 
 def on_ranks(
-    rank: int, world: int, path: str, stage: int, policy: str, moving: bool
+    rank: int, world: int, path: str, stage: int, policy: str, backend: str, moving: bool
 ) -> list[torch.Tensor]:
     """A training in which all ranks move homes, also of gradients that are means already."""
     training = start(
         Path(path),
         zero_stage=stage,
         rank_timeout_s=60.0,
-        chunk_numel=16384,
+        chunk_numel=8192,
         placement_policy=policy,
-        device_memory=1200 << 10,
+        backend=backend,
+        device_memory=1200 << 10 if backend == "emulated" else None,
     )
     engine = training.engine
     found: list[torch.Tensor] = []
@@ -332,23 +333,33 @@ def on_ranks(
             found.append(hetero.clip_grad_norm_(training.model.parameters(), 1.0))
         if moving and (number % 2 or stage > 1):
             training.engine.steps.grad_intake.average(force=True)
-            engine.set_budget(*budgets[number])
+            host, device = budgets[number]
+            engine.set_budget(host, device if backend == "emulated" else None)
         training.optimizer.step()
         training.optimizer.zero_grad()
     if moving:
-        devices = {tier for change in engine.changes for route in change.routes for tier in route}
-        assert (Tier.DEVICE in devices) == (policy == "auto")
+        tiers = {tier for change in engine.changes for route in change.routes for tier in route}
+        assert (Tier.DEVICE in tiers) == (policy == "auto" and backend == "emulated")
+        assert sum(change.moved_bytes for change in engine.changes)
     found += hetero.masters(training.model.parameters())
     engine.close()
     return found
 
 
 @pytest.mark.parametrize(
-    ("stage", "policy"),
-    [(2, "auto"), pytest.param(3, "nvme", marks=pytest.mark.extra), (3, "auto")],
+    ("stage", "policy", "backend"),
+    [
+        (2, "auto", "emulated"),
+        pytest.param(3, "nvme", "emulated", marks=pytest.mark.extra),
+        (3, "auto", "emulated"),
+        (1, "auto", "cpu"),
+        (3, "auto", "cpu"),
+    ],
 )
-def test_ranks_move_together(stage: int, policy: str, ranks2: RankPool, tmp_path: Path) -> None:
-    plain = ranks2.run(on_ranks, str(tmp_path), stage, policy, False)
-    moved = ranks2.run(on_ranks, str(tmp_path), stage, policy, True)
+def test_ranks_move_together(
+    stage: int, policy: str, backend: str, ranks2: RankPool, tmp_path: Path
+) -> None:
+    plain = ranks2.run(on_ranks, str(tmp_path), stage, policy, backend, False)
+    moved = ranks2.run(on_ranks, str(tmp_path), stage, policy, backend, True)
     for mine, theirs in zip(plain, moved, strict=True):
         assert same(mine, theirs)
