@@ -26,6 +26,7 @@ from tests.support.cuda.ranks import fake_device
 from tests.support.native.fake_cuda import FakeRuntime
 from tests.support.training.emulated import (
     LARGE,
+    PLACES,
     assert_same_bits,
     data,
     emulated,
@@ -36,19 +37,6 @@ from tests.support.training.loops import Run, batches, build
 from tests.support.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
-
-SETTINGS = [
-    pytest.param({"placement_policy": "cpu"}, id="cpu"),
-    pytest.param({"placement_policy": "cpu", "prefetch": False}, id="cpu-no-prefetch"),
-    pytest.param({"placement_policy": "nvme"}, id="nvme"),
-    pytest.param({"placement_policy": "nvme", "host_memory": "500KiB"}, id="nvme-all-on-disk"),
-    pytest.param(
-        {"placement_policy": "auto", "device_memory": "1200KiB", "host_memory": "1500KiB"},
-        id="auto-all-tiers",
-    ),
-    pytest.param({"placement_policy": "auto", "device_memory": LARGE}, id="auto-all-on-device"),
-    pytest.param({"placement_policy": "cuda", "device_memory": LARGE}, id="all-on-device"),
-]
 
 
 @pytest.fixture
@@ -68,17 +56,17 @@ def options(path: Path, settings: dict[str, Any], **more: Any) -> dict[str, Any]
     "dtype",
     ["bf16", *(pytest.param(other, marks=pytest.mark.extra) for other in ("fp32", "fp16"))],
 )
-@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("place", PLACES)
 def test_same_bits_as_cpu(
-    runtime: FakeRuntime, settings: dict[str, Any], dtype: str, accumulate: int, tmp_path: Path
+    runtime: FakeRuntime, place: str, dtype: str, accumulate: int, tmp_path: Path
 ) -> None:
-    engine = assert_same_bits(tmp_path, settings, dtype, accumulate, backend="cuda")
+    engine = assert_same_bits(tmp_path, PLACES[place], dtype, accumulate, backend="cuda")
     assert engine.backend.kind == "cuda"
     assert runtime.page_locked == {}
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(
     ("rule", "of_rule"),
     [
@@ -91,7 +79,7 @@ def test_same_bits_as_cpu(
 @pytest.mark.parametrize("state_dtype", ["bf16", "8bit"])
 def test_other_rules(
     runtime: FakeRuntime,
-    settings: dict[str, Any],
+    place: str,
     rule: str,
     of_rule: dict[str, float],
     state_dtype: str,
@@ -100,7 +88,7 @@ def test_other_rules(
     found = []
     for given in (
         {"placement_policy": "cpu", "chunk_numel": 4096},
-        options(tmp_path, settings, device_memory=settings.get("device_memory", LARGE)),
+        options(tmp_path, {"device_memory": LARGE, **PLACES[place]}),
     ):
         torch.manual_seed(0)
         layers = [nn.Linear(64, 64, bias=False) for _ in range(2)]  # matrices, for Muon

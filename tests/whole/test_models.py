@@ -95,25 +95,6 @@ def test_floating_inputs_are_cast_to_the_compute_dtype() -> None:
     optimizer.engine.close()
 
 
-def test_two_engines_in_one_process(tmp_path: Path, nothing_left: None) -> None:
-    pairs = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        with hetero.ZeroInitContext(placement_policy="nvme", nvme_path=str(tmp_path)):
-            model = Block()
-        pairs.append(hetero.initialize(model, hetero.HybridAdam(model.parameters())))
-    x = torch.randn(4, 64)
-    for _ in range(3):
-        for model, optimizer in pairs:
-            model(x).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    first, second = (hetero.masters(model.parameters()) for model, _ in pairs)
-    assert all(map(torch.equal, first, second))
-    for _, optimizer in pairs:
-        optimizer.engine.close()
-
-
 @pytest.mark.parametrize("trained", [True, False], ids=["head-trained", "all-frozen"])
 def test_frozen_parameters_alone_on_disk(trained: bool, tmp_path: Path) -> None:
     """A trained head in RAM over a frozen base that does not fit there."""

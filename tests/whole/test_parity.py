@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import hetero
 from tests.support.training.loops import Run, batches, build, train
 
-SETTINGS = [
-    pytest.param({"placement_policy": "nvme"}, id="nvme"),
-    pytest.param({"placement_policy": "nvme", "io_engine": "threads"}, id="nvme-threads"),
-    pytest.param({"placement_policy": "nvme", "host_memory": "1400KiB"}, id="nvme-grads-on-disk"),
-    pytest.param({"placement_policy": "nvme", "host_memory": "400KiB"}, id="nvme-all-on-disk"),
-    pytest.param(
-        {"placement_policy": "nvme", "host_memory": "400KiB", "prefetch": False}, id="no-prefetch"
-    ),
-    pytest.param(
-        {"placement_policy": "nvme", "host_memory": "1200KiB", "chunk_numel": 32768},
-        id="nvme-large-chunks",
-    ),
-    pytest.param({"placement_policy": "auto", "host_memory": "2MiB"}, id="auto-part-on-disk"),
-    pytest.param({"placement_policy": "auto", "host_memory": "64MiB"}, id="auto-all-in-ram"),
-    pytest.param({"placement_policy": "auto", "chunk_numel": 4096 * 40}, id="auto-one-chunk"),
-]
+NVME = {"placement_policy": "nvme"}
+AUTO = {"placement_policy": "auto"}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "nvme": NVME,
+    "nvme-threads": NVME | {"io_engine": "threads"},
+    "nvme-grads-on-disk": NVME | {"host_memory": "1400KiB"},
+    "nvme-all-on-disk": NVME | {"host_memory": "400KiB"},
+    "no-prefetch": NVME | {"host_memory": "400KiB", "prefetch": False},
+    "nvme-large-chunks": NVME | {"host_memory": "1200KiB", "chunk_numel": 32768},
+    "auto-part-on-disk": AUTO | {"host_memory": "2MiB"},
+    "auto-all-in-ram": AUTO | {"host_memory": "64MiB"},
+    "auto-one-chunk": AUTO | {"chunk_numel": 4096 * 40},
+}
 REFERENCES: dict[str, Run] = {}
 
 
@@ -41,12 +39,9 @@ def reference(dtype: str) -> Run:
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("settings", SETTINGS)
-def test_same_bits_as_cpu(
-    settings: dict[str, object], dtype: str, tmp_path: Path, nothing_left: None
-) -> None:
-    model, optimizer = build(
-        dtype=dtype, nvme_path=str(tmp_path), initial_loss_scale=256.0, **settings
-    )
+def test_same_bits_as_cpu(settings: str, dtype: str, tmp_path: Path, nothing_left: None) -> None:
+    given = {"dtype": dtype, "nvme_path": str(tmp_path), "initial_loss_scale": 256.0}
+    model, optimizer = build(**given, **SETTINGS[settings])
     on_disk = optimizer.engine.io_engine is not None
     run = train(model, optimizer, batches(9), accumulate=3, clip=1.0)
     assert run.same_bits(reference(dtype))
@@ -56,13 +51,15 @@ def test_same_bits_as_cpu(
 
 
 def test_fp32_gradients_accumulate_in_fp32(tmp_path: Path) -> None:
+    device = {"backend": "emulated", "device_memory": "300KiB", "chunk_numel": 4096}
     runs = []
-    for policy in ("cpu", "nvme"):
+    for options in ({"placement_policy": "cpu"}, NVME, NVME | device):
         model, optimizer = build(
-            placement_policy=policy, dtype="bf16", grad_dtype="fp32", nvme_path=str(tmp_path)
+            **options, dtype="bf16", grad_dtype="fp32", nvme_path=str(tmp_path)
         )
         runs.append(train(model, optimizer, batches(6), accumulate=3, clip=1.0))
     assert runs[0].same_bits(runs[1])
+    assert runs[0].same_bits(runs[2])
     assert not runs[0].same_bits(reference("bf16"))
 
 

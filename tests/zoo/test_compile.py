@@ -28,31 +28,41 @@ class Net(nn.Module):
 make = ballasted(Net)
 
 
-def losses(policy: str, backend: str, tmp_path: Path) -> list[float]:
-    """The losses of a compiled model."""
+def train(
+    policy: str, backend: str, tmp_path: Path, how: str = "model"
+) -> tuple[list[float], list[torch.Tensor]]:
+    """Losses and masters of a model that is compiled whole, or whose "blocks" are."""
     torch._dynamo.reset()
+    host_memory = "400KiB" if policy == "nvme" else None
+    given = {"placement_policy": policy, "nvme_path": str(tmp_path), "host_memory": host_memory}
     torch.manual_seed(0)
-    model = make()
-    optimizer = hetero.HybridAdam(model.parameters(), **OPTIONS)
-    hetero.initialize(
-        model,
-        optimizer,
-        dtype="fp32",
-        chunk_numel=4096,
-        placement_policy=policy,
-        nvme_path=str(tmp_path),
-        host_memory="400KiB" if policy == "nvme" else None,
-    )
-    compiled = torch.compile(model, backend=backend)
-    found = []
+    with hetero.ZeroInitContext(dtype="fp32", chunk_numel=4096, **given):
+        model = make()
+    model, optimizer = hetero.initialize(model, hetero.HybridAdam(model.parameters(), **OPTIONS))
+    compiled: nn.Module = model
+    if how == "model":
+        compiled = torch.compile(model, backend=backend)
+    else:
+        model.first.compile(backend=backend)
+        model.middle.compile(backend=backend)
+    losses = steps(compiled, optimizer)
+    if policy == "nvme":
+        chunk = optimizer.engine.find(model.last.up.weight).chunk
+        assert not optimizer.engine.params.is_resident(chunk)
+    masters = hetero.masters(model.parameters())
+    optimizer.engine.close()
+    return losses, masters
+
+
+def steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+    losses = []
     for step in range(3):
-        loss = compiled(vectors(Where(step))).square().mean()
+        loss = model(vectors(Where(step))).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        found.append(loss.item())
-    optimizer.engine.close()
-    return found
+        losses.append(loss.item())
+    return losses
 
 
 @pytest.mark.extra
@@ -60,16 +70,16 @@ def losses(policy: str, backend: str, tmp_path: Path) -> list[float]:
 def test_compilers_that_keep_operators_have_the_same_bits_in_all_placements(
     backend: str, tmp_path: Path
 ) -> None:
-    assert losses("nvme", backend, tmp_path) == losses("cpu", backend, tmp_path)
+    assert train("nvme", backend, tmp_path)[0] == train("cpu", backend, tmp_path)[0]
 
 
 @pytest.mark.extra  # the compiler of C++ takes a minute
 @pytest.mark.filterwarnings("ignore")
 def test_a_compiler_that_fuses_has_the_same_bits_each_time(tmp_path: Path) -> None:
     """Of one placement; those of another one differ by rounding."""
-    on_disk = losses("nvme", "inductor", tmp_path)
-    assert losses("nvme", "inductor", tmp_path) == on_disk
-    assert losses("cpu", "inductor", tmp_path) == pytest.approx(on_disk, rel=1e-5)
+    on_disk, _ = train("nvme", "inductor", tmp_path)
+    assert train("nvme", "inductor", tmp_path)[0] == on_disk
+    assert train("cpu", "inductor", tmp_path)[0] == pytest.approx(on_disk, rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -82,35 +92,9 @@ def test_a_compiler_that_fuses_has_the_same_bits_each_time(tmp_path: Path) -> No
 )
 def test_compiled_models_train_as_plain_ones(policy: str, how: str, tmp_path: Path) -> None:
     """The back end is eager's: what can go wrong is what is traced, and that is quick."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    with hetero.ZeroInitContext(
-        dtype="fp32",
-        chunk_numel=4096,
-        placement_policy=policy,
-        nvme_path=str(tmp_path),
-        host_memory="400KiB" if policy == "nvme" else None,
-    ):
-        model = make()
-    model, optimizer = hetero.initialize(model, hetero.HybridAdam(model.parameters(), **OPTIONS))
     torch.manual_seed(0)
     plain = make()
-    adam = torch.optim.AdamW(plain.parameters(), **OPTIONS)
-    compiled: nn.Module = model
-    if how == "model":
-        compiled = torch.compile(model, backend="eager")
-    else:
-        model.first.compile(backend="eager")
-        model.middle.compile(backend="eager")
-    for step in range(3):
-        x = vectors(Where(step))
-        for each, optim in ((compiled, optimizer), (plain, adam)):
-            each(x).square().mean().backward()
-            optim.step()
-            optim.zero_grad()
-    for found, weight in zip(hetero.masters(model.parameters()), plain.parameters(), strict=True):
+    steps(plain, torch.optim.AdamW(plain.parameters(), **OPTIONS))
+    _, masters = train(policy, "eager", tmp_path, how)
+    for found, weight in zip(masters, plain.parameters(), strict=True):
         torch.testing.assert_close(found, weight.detach(), rtol=1e-5, atol=1e-5)
-    if policy == "nvme":
-        chunk = optimizer.engine.find(model.last.up.weight).chunk
-        assert not optimizer.engine.params.is_resident(chunk)
-    optimizer.engine.close()

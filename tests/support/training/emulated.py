@@ -14,6 +14,19 @@ from tests.support.training.loops import Run, batches, build, train
 
 SMALL = "300KiB"  # of the device: hardly more than needed
 LARGE = "64MiB"
+PLACES: dict[str, dict[str, Any]] = {
+    "cpu": {"placement_policy": "cpu"},
+    "cpu-no-prefetch": {"placement_policy": "cpu", "prefetch": False},
+    "nvme": {"placement_policy": "nvme"},
+    "nvme-all-on-disk": {"placement_policy": "nvme", "host_memory": "500KiB"},
+    "auto-all-tiers": {
+        "placement_policy": "auto",
+        "device_memory": "1200KiB",
+        "host_memory": "1500KiB",
+    },
+    "auto-all-on-device": {"placement_policy": "auto", "device_memory": LARGE},
+    "all-on-device": {"placement_policy": "cuda", "device_memory": LARGE},
+}
 REFERENCES: dict[Any, Run] = {}
 
 

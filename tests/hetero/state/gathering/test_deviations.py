@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from tests.support.gathering import deviating
 from tests.support.ranks.processes import RankPool
+from tests.support.training.loops import same
 
 TIGHT = {"host_memory": "1900KiB"}
 ALONE = ["evaluates alone", "forward alone", "looks at weights", "waits elsewhere"]
-
-
-def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    return all(map(torch.equal, one, other))
 
 
 @pytest.mark.parametrize("how", ["uneven", "in turns", *ALONE])
