@@ -6,10 +6,8 @@ import contextlib
 import gc
 import json
 import math
-import os
 import re
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -26,9 +24,9 @@ import hetero
 from bench.work.gpt_training import Spec
 from offload.memory.ledger import Ledger
 from offload.memory.tiers import Account, Tier
+from tests.support.python_process import run_python, start_python
 from tests.support.training.loops import Run
 
-ROOT = Path(__file__).resolve().parents[2]
 MIB = 1 << 20
 
 # Under limits of the operating system
@@ -42,8 +40,7 @@ ACTIVATIONS = 6 * 4 * MIB + 32 * MIB
 # Counted by limits although nobody touches it: stacks of eight threads, slots of pools that are
 # used only when there is RAM to spare.
 UNTOUCHED = 8 * 8 * MIB + 32 * MIB
-# One thread of torch's is enough; and malloc would reserve 64 MiB of addresses for each.
-ENVIRONMENT = {**os.environ, "MALLOC_ARENA_MAX": "1", "OMP_NUM_THREADS": "1"}
+
 
 # Plain PyTorch, argv: layers, whether to train, limit of data in bytes (0: none).
 _PLAIN = """
@@ -65,16 +62,8 @@ print(json.dumps(found))
 """
 
 
-def python(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, check=False,
-        timeout=300, env=ENVIRONMENT, **options,
-    )  # fmt: skip
-
-
 def plain(layers: int, train: bool, limit: int = 0) -> subprocess.CompletedProcess[str]:
-    numbers = map(str, (layers, int(train), limit))
-    return python("-c", _PLAIN, *numbers)
+    return start_python("-c", _PLAIN, *map(str, (layers, int(train), limit)))
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +75,7 @@ def framework() -> dict[str, int]:
     return found
 
 
-def limited(path: Path, limits: dict[str, int], **options: Any) -> dict[str, Any]:
+def limited(path: Path, limits: dict[str, int]) -> dict[str, Any]:
     """Trains a model of SHAPE within HOST_MEMORY and the limits; what it took."""
     hetero_options = {
         "placement_policy": "nvme",
@@ -96,9 +85,8 @@ def limited(path: Path, limits: dict[str, int], **options: Any) -> dict[str, Any
     }
     spec = Spec("hetero-tiles-checkpoints", SHAPE, VOCABULARY, hetero_options, limits)
     spec.write(path / "spec.json")
-    done = python("-m", "bench.work.gpt_training", str(path / "spec.json"), **options)
-    assert done.returncode == 0, done.stderr
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    printed = run_python("-m", "bench.work.gpt_training", str(path / "spec.json"))
+    result: dict[str, Any] = json.loads(printed.splitlines()[-1])
     return result
 
 
@@ -128,51 +116,6 @@ def test_a_limit_that_is_too_small_is_an_error_and_no_crash(
     assert found["status"] in ("failed", "refused")
     assert found["error"]
     assert [p.name for p in tmp_path.iterdir()] == ["spec.json"]
-
-
-@contextlib.contextmanager
-def memory_cgroup(limit_bytes: int) -> Iterator[Path]:
-    """A cgroup (version 2) below this process's own that limits memory; skips where none can be."""
-    own = next(
-        (line[3:] for line in Path("/proc/self/cgroup").read_text().splitlines()
-         if line.startswith("0::")), None
-    )  # fmt: skip
-    mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
-    mount = next((Path(m[1]) for m in mounts if m[2] == "cgroup2"), None)
-    if own is None or mount is None:
-        pytest.skip("there is no cgroup v2 hierarchy")
-    parent = mount / own.lstrip("/")
-    controllers = (parent / "cgroup.controllers").read_text().split()
-    if "memory" not in controllers:
-        pytest.skip(f"memory is not among the controllers of {parent}: {' '.join(controllers)}")
-    if "memory" not in (parent / "cgroup.subtree_control").read_text().split():
-        pytest.skip(f"{parent} does not hand the memory controller on to cgroups below it")
-    group = parent / f"hetero-test-{os.getpid()}"
-    try:
-        group.mkdir()
-    except OSError as error:
-        pytest.skip(f"no cgroup may be made in {parent}: {error.strerror}")
-    try:
-        (group / "memory.max").write_text(str(limit_bytes))
-        if (group / "memory.swap.max").exists():
-            (group / "memory.swap.max").write_text("0")
-        yield group
-    finally:
-        group.rmdir()
-
-
-def test_training_inside_a_limited_cgroup(framework: dict[str, int], tmp_path: Path) -> None:
-    limit = framework["VmHWM"] + HOST_MEMORY + ACTIVATIONS
-    with memory_cgroup(limit) as group:
-
-        def enter() -> None:
-            (group / "cgroup.procs").write_text(str(os.getpid()))
-
-        found = limited(tmp_path, {}, preexec_fn=enter)
-        events = dict(line.split() for line in (group / "memory.events").read_text().splitlines())
-    assert found["status"] == "trained", found["error"]
-    assert events["oom_kill"] == "0"
-    assert found["peak_bytes"] <= limit
 
 
 # Whatever models and loops do

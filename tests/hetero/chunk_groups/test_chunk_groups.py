@@ -17,14 +17,19 @@ from torch import nn
 import hetero
 from hetero.planning.placement import PlacementError
 from tests.support.ranks.processes import RankPool
-from tests.support.training import chunk_group_training as chunk_group_training
 from tests.support.training.chunk_group_training import (
+    KEPT,
     SCRIPTS,
     Mixed,
     assert_same,
     build,
+    disagree,
+    inputs,
+    is_mixed,
+    loss_of,
     train,
     train_plain,
+    uneven,
 )
 
 PLACES = ["cpu", "nvme", "late-on-disk"]
@@ -39,11 +44,7 @@ def settings_of(place: str, script: str, dtype: str, path: Path) -> dict[str, An
         return settings | {"placement_policy": "cpu"}
     settings |= {"placement_policy": "nvme", "nvme_path": str(path)}
     if place == "late-on-disk":
-        more = (
-            {"keep_fp32": chunk_group_training.KEPT}
-            if chunk_group_training.is_mixed(script)
-            else {}
-        )
+        more = {"keep_fp32": KEPT} if is_mixed(script) else {}
         with hetero.ZeroInitContext(host_memory="8MiB", **settings, **more):
             model = build(script)
         given = [p for p in model.parameters() if p.requires_grad or script != "add-frozen"]
@@ -74,7 +75,7 @@ def test_same_bits_as_plain_torch(
     run = train(0, 1, script, settings)
     (expected,) = train_plain(script, dtype)
     assert_same(run, expected)
-    mixed = chunk_group_training.is_mixed(script) and dtype != "fp32"
+    mixed = is_mixed(script) and dtype != "fp32"
     changes = script != "mixed"
     assert run.chunk_groups == 1 + mixed + changes + (script == "unfreeze-mixed" and mixed)
     if place != "cpu":
@@ -96,7 +97,7 @@ def test_two_ranks_are_the_mean_of_two(
         options |= {"placement_policy": "nvme", "nvme_path": str(tmp_path)}
     else:
         options["placement_policy"] = "cpu"
-    found = ranks2.run(chunk_group_training.train, script, options)
+    found = ranks2.run(train, script, options)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as ranks have, or sums are taken in another order
     try:
@@ -116,7 +117,7 @@ def test_ranks_whose_gradients_are_in_different_banks(ranks2: RankPool) -> None:
         found
         for stage in (1, 2, 3)
         for found in ranks2.run(
-            chunk_group_training.uneven,
+            uneven,
             {"zero_stage": stage, "grad_dtype": "fp32", "chunk_numel": 8192},
         )
     ]
@@ -126,7 +127,7 @@ def test_ranks_whose_gradients_are_in_different_banks(ranks2: RankPool) -> None:
 
 @pytest.mark.parametrize("how", ["order", "fewer"])
 def test_ranks_that_add_different_parameters(ranks2: RankPool, how: str) -> None:
-    for error in ranks2.run(chunk_group_training.disagree, how):
+    for error in ranks2.run(disagree, how):
         assert re.search(r"1 groups: .*differ between ranks: number \d is .* on rank \d", error)
 
 
@@ -172,8 +173,8 @@ def test_torch_clipping_and_masters_over_both_banks() -> None:
     both = []
     for clip in (torch.nn.utils.clip_grad_norm_, hetero.clip_grad_norm_):
         model = build("mixed")
-        model, optimizer = managed(model, keep_fp32=chunk_group_training.KEPT)
-        chunk_group_training.loss_of(model, chunk_group_training.inputs(0, 0)).backward()
+        model, optimizer = managed(model, keep_fp32=KEPT)
+        loss_of(model, inputs(0, 0)).backward()
         norm = clip(model.parameters(), 1e-3)
         optimizer.step()
         both.append((norm, hetero.masters(model.parameters())))
@@ -185,9 +186,9 @@ def test_torch_clipping_and_masters_over_both_banks() -> None:
 
 @pytest.mark.parametrize("bad", ["norm.weight", "last.weight"])
 def test_an_overflow_in_either_bank_skips_the_step_of_both(bad: str) -> None:
-    model, optimizer = managed(build("mixed"), dtype="fp16", keep_fp32=chunk_group_training.KEPT)
+    model, optimizer = managed(build("mixed"), dtype="fp16", keep_fp32=KEPT)
     before = hetero.masters(model.parameters())
-    optimizer.backward(chunk_group_training.loss_of(model, chunk_group_training.inputs(0, 0)))
+    optimizer.backward(loss_of(model, inputs(0, 0)))
     param = dict(model.named_parameters())[bad]
     param.grad = torch.full_like(param, float("inf"))
     optimizer.step()
@@ -196,15 +197,17 @@ def test_an_overflow_in_either_bank_skips_the_step_of_both(bad: str) -> None:
     optimizer.engine.close()
 
 
-def test_states_go_from_one_run_to_another() -> None:
-    saver, saving = managed(build("mixed"), keep_fp32=chunk_group_training.KEPT)
-    chunk_group_training.loss_of(saver, chunk_group_training.inputs(0, 0)).backward()
+@pytest.mark.parametrize("script", ["mixed", "unfreeze"])
+def test_states_go_from_one_run_to_another(script: str) -> None:
+    (saver, saving), (loader, loading) = (managed(build(script), keep_fp32=KEPT) for _ in range(2))
+    if script == "unfreeze":
+        for model in (saver, loader):
+            model.first.requires_grad_(True)
+    loss_of(saver, inputs(0, 0)).backward()
     saving.step()
-    loader, loading = managed(Mixed(), keep_fp32=chunk_group_training.KEPT)
     loader.load_state_dict(saver.state_dict())
     loading.load_state_dict(saving.state_dict())
-    masters = [hetero.masters(m.parameters()) for m in (saver, loader)]
-    assert all(map(torch.equal, *masters))
+    assert all(map(torch.equal, *(hetero.masters(m.parameters()) for m in (saver, loader))))
     for each in (saving, loading):
         each.engine.close()
 
@@ -219,13 +222,13 @@ def smallest(policy: dict[str, Any], host_memory: int) -> int:
 
 @pytest.mark.parametrize("policy", ["cpu", "nvme", "auto"])
 def test_the_smallest_budget_is_that_of_all_banks(policy: str, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"placement_policy": policy, "keep_fp32": chunk_group_training.KEPT}
+    options: dict[str, Any] = {"placement_policy": policy, "keep_fp32": KEPT}
     if policy != "cpu":
         options["nvme_path"] = str(tmp_path)
     least = smallest(options, 70_000)
     assert smallest(options, least - 1) == least
     model, optimizer = managed(build("mixed"), **options, host_memory=least)
-    chunk_group_training.loss_of(model, chunk_group_training.inputs(0, 0)).backward()
+    loss_of(model, inputs(0, 0)).backward()
     optimizer.step()
     assert optimizer.engine.ledger.peak_bytes["host"] <= least
     optimizer.engine.close()
@@ -233,7 +236,7 @@ def test_the_smallest_budget_is_that_of_all_banks(policy: str, tmp_path: Path) -
 
 @pytest.mark.parametrize("policy", ["cpu", "nvme"])
 def test_the_smallest_device_is_that_of_all_banks(policy: str, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"placement_policy": policy, "keep_fp32": chunk_group_training.KEPT}
+    options: dict[str, Any] = {"placement_policy": policy, "keep_fp32": KEPT}
     options |= {"backend": "emulated", "chunk_numel": 4096}
     if policy == "nvme":
         options["nvme_path"] = str(tmp_path)
@@ -246,7 +249,7 @@ def test_the_smallest_device_is_that_of_all_banks(policy: str, tmp_path: Path) -
     least = smallest_device(1)
     assert smallest_device(least - 1) == least
     model, optimizer = managed(build("mixed"), **options, device_memory=least)
-    chunk_group_training.loss_of(model, chunk_group_training.inputs(0, 0)).backward()
+    loss_of(model, inputs(0, 0)).backward()
     optimizer.step()
     assert optimizer.engine.ledger.peak_bytes["device"] <= least
     optimizer.engine.close()
@@ -263,8 +266,8 @@ def test_unfreezing_beyond_the_budget_changes_nothing() -> None:
     optimizer.engine.close()
     model, optimizer = managed(build("unfreeze"), **options, host_memory=need + 4096)
     engine = optimizer.engine
-    x = chunk_group_training.inputs(0, 0)
-    chunk_group_training.loss_of(model, x).backward()
+    x = inputs(0, 0)
+    loss_of(model, x).backward()
     optimizer.step()
     optimizer.zero_grad()
     masters, in_use = hetero.masters(model.parameters()), engine.ledger.in_use_bytes
@@ -275,7 +278,7 @@ def test_unfreezing_beyond_the_budget_changes_nothing() -> None:
     assert engine.ledger.in_use_bytes == in_use
     assert all(map(torch.equal, masters, hetero.masters(model.parameters())))
     model.first.requires_grad_(False)
-    chunk_group_training.loss_of(model, x).backward()
+    loss_of(model, x).backward()
     optimizer.step()
     optimizer.engine.close()
 
@@ -311,25 +314,11 @@ def test_evaluation_and_gathered_leave_frozen_parameters_where_they_are(tmp_path
     engine = optimizer.engine
     model.first.requires_grad_(True)
     with torch.no_grad():
-        model(chunk_group_training.inputs(0, 0))
+        model(inputs(0, 0))
     with hetero.gathered(model.first.weight, modifier_rank=0):
-        model(chunk_group_training.inputs(0, 0))
+        model(inputs(0, 0))
     assert engine.find(model.first.weight).chunk.group_index == 0
     engine.close()
-
-
-def test_loading_states_of_what_was_unfrozen() -> None:
-    saver, saving = managed(build("unfreeze"))
-    saver.first.requires_grad_(True)
-    chunk_group_training.loss_of(saver, chunk_group_training.inputs(0, 0)).backward()
-    saving.step()
-    loader, loading = managed(build("unfreeze"))
-    loader.first.requires_grad_(True)
-    loader.load_state_dict(saver.state_dict())
-    loading.load_state_dict(saving.state_dict())
-    assert all(map(torch.equal, *(hetero.masters(m.parameters()) for m in (saver, loader))))
-    for each in (saving, loading):
-        each.engine.close()
 
 
 def test_a_refused_context_frees_its_file_at_once(tmp_path: Path) -> None:

@@ -4,8 +4,6 @@ as Hugging Face's from_pretrained() makes them."""
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ from torch import nn
 
 import hetero
 from offload.memory.sizes import parse_bytes
+from tests.support.python_process import run_python
 from tests.support.training.saved_models import FAMILIES, SHAPE, Family, batches, loss_of
 
 MATRIX_BYTES = 64 * 64 * 4
@@ -153,17 +152,8 @@ def test_a_folder_larger_than_the_budget_streams(tmp_path: Path) -> None:
     model = hf.LlamaForCausalLM(config).bfloat16()
     model.save_pretrained(tmp_path / "model", max_shard_size="20MB")
     del model
-    root = Path(__file__).parents[3]
-    done = subprocess.run(
-        [sys.executable, "-c", LOADS, str(tmp_path / "model"), str(tmp_path), str(budget)],
-        cwd=root,
-        env={**os.environ, "PYTHONPATH": str(root), "MALLOC_ARENA_MAX": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    grown, charged = map(int, done.stdout.split())
+    printed = run_python("-c", LOADS, str(tmp_path / "model"), str(tmp_path), str(budget))
+    grown, charged = map(int, printed.split())
     assert charged <= budget
     assert grown <= budget + largest + constant, f"{grown / 2**20:.1f} MiB"
 

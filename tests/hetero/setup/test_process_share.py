@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +13,7 @@ from torch import nn
 
 import hetero
 from offload.memory.process_memory import resident_bytes
+from tests.support.python_process import run_python
 
 
 def smallest(error: pytest.ExceptionInfo[BaseException]) -> int:
@@ -128,16 +126,7 @@ print(peak_resident_bytes() - limit)
 
 def test_what_modules_hold_beside_parameters_is_made_room_for(tmp_path: Path) -> None:
     """60 MiB of buffers, say, beside 80 MiB of parameters, of which a part goes to disk."""
-    root = Path(__file__).parents[3]
-    out = subprocess.run(
-        [sys.executable, "-c", BUILD, str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": str(root), "MALLOC_ARENA_MAX": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert out.returncode == 0, out.stderr
-    assert int(out.stdout) <= 0
+    assert int(run_python("-c", BUILD, str(tmp_path))) <= 0
 
 
 def test_a_limit_that_was_passed_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,23 +180,10 @@ print(json.dumps([peak_resident_bytes() - limit, told, error]))
 def kept(folder: Path, *shape: int) -> bool:
     """Whether a training in a process of its own stays within process_memory; else it must say so,
     in a note or in the error that ends it."""
-    root = Path(__file__).parents[3]
-    out = subprocess.run(
-        [sys.executable, "-c", TRAIN, str(folder), *map(str, shape)],
-        env={**os.environ, "PYTHONPATH": str(root), "MALLOC_ARENA_MAX": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert out.returncode == 0, out.stderr
-    above, told, error = json.loads(out.stdout.splitlines()[-1])
+    printed = run_python("-c", TRAIN, str(folder), *map(str, shape))
+    above, told, error = json.loads(printed.splitlines()[-1])
     assert above <= 0 or told or "process_memory" in error, (shape, above, error)
     return bool(above <= 0)
-
-
-@pytest.mark.extra
-def test_a_process_keeps_its_limit(tmp_path: Path) -> None:
-    assert kept(tmp_path, 128, 4, 512, 160)
 
 
 @pytest.mark.extra

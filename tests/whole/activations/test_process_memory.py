@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -14,9 +11,10 @@ from typing import Any
 
 import pytest
 
+from tests.support.python_process import run_python
+
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
-ROOT = Path(__file__).resolve().parents[3]
 MIB = 1 << 20
 # Of 1,024 tokens the blocks save some 300 MiB in fp32, beside 280 MiB of Python and torch; they are
 # narrow, because the time goes with the square of their width. (In bf16
@@ -63,18 +61,10 @@ def train(
     path: Path, limit: int | str | None, data: int = 0, group: str = ""
 ) -> tuple[list[float], list[int], int]:
     """Losses and peaks of steps, and bytes of activations that were written."""
-    out = subprocess.run(
-        [sys.executable, "-c", CHILD, json.dumps([str(path), limit, data, group])],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
+    losses, peaks, written = json.loads(
+        run_python("-c", CHILD, json.dumps([str(path), limit, data, group]))
     )
-    assert out.returncode == 0, out.stderr[-3000:]
-    found: Any = json.loads(out.stdout)
-    return found[0], found[1], found[2]
+    return losses, peaks, written
 
 
 @pytest.fixture(scope="module")

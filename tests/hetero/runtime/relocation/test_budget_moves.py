@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import os
-import subprocess
-import sys
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -18,6 +15,7 @@ import hetero
 from hetero.planning.placement import PlacementError
 from offload.errors import BudgetError
 from offload.memory.tiers import Tier
+from tests.support.python_process import run_python
 from tests.support.ranks.processes import RankPool
 from tests.support.training.loops import Run, batches, build, train
 
@@ -168,17 +166,7 @@ optimizer.engine.close()
 def test_a_process_gives_way_to_itself(tmp_path: Path) -> None:
     """Activations grow by 60 MiB in the third step, which is said; from the fourth on all fits
     again."""
-    root = Path(__file__).parents[4]
-    out = subprocess.run(
-        [sys.executable, "-c", REAL, str(tmp_path)],
-        cwd=root,
-        env={**os.environ, "PYTHONPATH": str(root), "MALLOC_ARENA_MAX": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert out.returncode == 0, out.stderr
-    over, steps, notes = json.loads(out.stdout)
+    over, steps, notes = json.loads(run_python("-c", REAL, str(tmp_path)))
     assert steps[-1] == 3, (over, steps)
     assert any("passed process_memory in step 3" in note and "raise" in note for note in notes)
     assert over[2]
