@@ -17,7 +17,6 @@ from offload.memory.sizes import PAGE_BYTES
 from offload.memory.tiers import Account, Tier
 from tests.support.native.scratch_files import (
     MIB,
-    assert_round_trip,
     memory_of,
     read_from,
 )
@@ -57,22 +56,11 @@ class TestFile:
         assert scratch.reserve(0) == 3 * PAGE_BYTES
         assert scratch.nbytes == reserved(ledger) == 3 * PAGE_BYTES
 
-    def test_what_is_written_is_read(self, scratch):
-        scratch.reserve(2 * PAGE_BYTES)
-        assert_round_trip(scratch)
-
     def test_fresh_space_reads_zero(self, scratch):
         scratch.reserve(4 * PAGE_BYTES)
         tensor, memory = memory_of(4 * PAGE_BYTES)
         read_from(scratch, memory, 0)
         assert not tensor.any()
-
-    def test_close_frees_the_space_once(self, scratch, ledger):
-        scratch.reserve(MIB)
-        scratch.close()
-        scratch.close()
-        assert reserved(ledger) == 0
-        assert ledger.peak_bytes["disk"] == MIB
 
     def test_a_closed_file_is_refused_with_an_error(self, scratch):
         scratch.reserve(PAGE_BYTES)
