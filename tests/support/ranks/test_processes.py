@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import time
-from importlib.util import find_spec
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.ranks.processes import _IMPORTED, RankFailure, RankPool, run_ranks
+from tests.support.ranks.processes import RankFailure, RankPool
 
 
 def summed(rank: int, world: int, factor: float) -> tuple[int, str, torch.Tensor]:
@@ -49,12 +48,6 @@ def check_sum(pool: RankPool) -> None:
         assert torch.equal(value, torch.full((3,), 6.0))
 
 
-def test_results_in_order_from_the_same_processes(ranks2: RankPool) -> None:
-    check_sum(ranks2)
-    assert ranks2.run(process_id) == ranks2.run(process_id)
-    check_sum(ranks2)
-
-
 @pytest.mark.slow
 @pytest.mark.extra
 def test_a_failure_names_its_rank_and_is_not_the_next_calls() -> None:
@@ -75,15 +68,6 @@ def test_a_failure_names_its_rank_and_is_not_the_next_calls() -> None:
     for pid in (*before, *alive):
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
-
-
-@pytest.mark.slow
-def test_fresh_processes() -> None:
-    assert len({*run_ranks(2, process_id), *run_ranks(2, process_id)}) == 4
-
-
-def test_what_the_server_imports_is_there() -> None:
-    assert all(find_spec(name) for name in _IMPORTED)
 
 
 def test_what_cannot_be_sent_is_told_at_once() -> None:
