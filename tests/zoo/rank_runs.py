@@ -19,13 +19,7 @@ from tests.zoo.case import WIDTH, Case, Where, vectors
 from tests.zoo.runs import TORCH_DTYPES, Run, cast, initialized, least_host_memory, plain_adam
 
 STEPS = 3
-
-
-def case_of(name: str) -> Case:
-    """The case of that name."""
-    return {
-        case.name: case for case in [*handwritten.CASES, *pretrained.CASES, *tiled_models.CASES]
-    }[name]
+CASES = {case.name: case for case in [*handwritten.CASES, *pretrained.CASES, *tiled_models.CASES]}
 
 
 def train(
@@ -155,7 +149,7 @@ def both(
     own_mean: bool = False,
 ) -> list[tuple[Run, Run]]:
     """A rank's runs of the case by DDP and by hetero, for each of `settings`."""
-    case = case_of(name)
+    case = CASES[name]
     by_ddp: dict[bool, Run] = {}
     found = []
     for each in settings:

@@ -15,9 +15,8 @@ import pytest
 import torch
 
 from offload.memory.tiers import Tier
-from tests.support.tiling import tiled_models
-from tests.zoo import handwritten, pretrained
 from tests.zoo.case import Case
+from tests.zoo.rank_runs import CASES
 from tests.zoo.runs import (
     Run,
     least_device_memory,
@@ -26,7 +25,6 @@ from tests.zoo.runs import (
     run_plain,
 )
 
-CASES = {case.name: case for case in [*handwritten.CASES, *pretrained.CASES, *tiled_models.CASES]}
 POLICIES = ("nvme", "cpu", "auto")
 pytestmark = [
     pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning"),

@@ -13,19 +13,13 @@ import pytest
 import torch
 
 from tests.support.ranks.processes import RankPool
-from tests.support.tiling import tiled_models
-from tests.zoo import handwritten, pretrained
-from tests.zoo.rank_runs import both, one_sided_parts
+from tests.zoo.rank_runs import CASES, both, one_sided_parts
 from tests.zoo.runs import Run
 
 # What DDP cannot do itself: methods other than forward, reentrant checkpoints with unused
 # parameters.
 _NOT_WITH_DDP = {"other-methods", "checkpoint-reentrant", "checkpoint-nested-reentrant"}
-CASES = {
-    case.name: case
-    for case in [*handwritten.CASES, *pretrained.CASES, *tiled_models.CASES]
-    if case.name not in _NOT_WITH_DDP
-}
+WITH_DDP = {name: case for name, case in CASES.items() if name not in _NOT_WITH_DDP}
 # Routed experts, sharing, use outside the owner, multi-slot chunks, frozen parameters, adapters and
 # dropout: what ranks could disagree about. (Recomputation and batch norms are below.)
 ALWAYS = {
@@ -59,7 +53,7 @@ def matrix() -> list[Any]:
         for row in (
             (world, name, dtype, accumulate)
             for world in (2, 4)
-            for name, case in CASES.items()
+            for name, case in WITH_DDP.items()
             for dtype in case.dtypes
             for accumulate in (1, 3)
         )
