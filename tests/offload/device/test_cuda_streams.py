@@ -344,5 +344,5 @@ def test_memory_is_freed_behind_a_copy_that_uses_it(
     del view
     gc.collect()
     no_order = "none waits for the other's event"
-    assert [no_order in words for words in found] == [] if waits else [True]
+    assert [no_order in words for words in found] == ([] if waits else [True])
     assert runtime.copying  # which the host did not wait for

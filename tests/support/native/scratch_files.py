@@ -1,4 +1,4 @@
-"""What tests of scratch files need: memory to transfer, descriptors that are open."""
+"""What tests of scratch files need: memory, and transfers of it."""
 
 import torch
 
