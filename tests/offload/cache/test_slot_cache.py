@@ -10,7 +10,7 @@ from offload import _native
 from offload.cache.slot_cache import SlotState
 from offload.errors import BudgetError
 from offload.memory.tiers import Account, Tier
-from tests.support.native.cache_rig import PAGE, SLOT, UINT8, Rig, pattern  # noqa: F401 (for the fixture)
+from tests.support.native.cache_rig import SLOT, Rig, pattern  # noqa: F401 (for the fixture)
 
 
 class TestReadsAndWrites:
