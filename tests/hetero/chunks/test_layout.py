@@ -94,19 +94,6 @@ def test_waste_is_the_unused_share(params, slot_numel):
     assert 0 <= layout.waste < 1
 
 
-def test_a_small_example():
-    layout = pack(specs([100, SLOT + 1, 64, SLOT, 1], frozen=[2]), SLOT)
-    assert [
-        (c.slots, c.trainable, [(s.param.index, s.offset) for s in c.slices]) for c in layout.chunks
-    ] == [
-        (1, True, [(0, 0)]),
-        (2, True, [(1, 0)]),
-        (1, False, [(2, 0)]),
-        (1, True, [(3, 0)]),
-        (1, True, [(4, 0)]),
-    ]
-
-
 def test_exact_fits_waste_nothing():
     assert pack(specs([SLOT] * 3), SLOT).waste == 0
     assert pack(specs([SLOT // 2] * 4), SLOT).waste == 0
