@@ -194,9 +194,10 @@ class ChunkGroup:
         """Makes `values`, which user code has written outside of gathered(modifier_rank=...), those
         of the parameter; None: they are at home already. For one rank.
 
-        The master keeps the bits below the compute dtype, because nobody can tell any more which
-        elements were written (with fp16, whose master is whole, those are written that the master
-        does not round to). Raises what bringing them home raises.
+        The master keeps the bits below the compute dtype where it then rounds to the value, because
+        nobody can tell any more which elements were written. (So does the split of bf16 by itself;
+        with fp16, whose master is whole, the others are written.) Raises what bringing them home
+        raises.
         """
         if values is None:
             self.updates.versions.begin_write(managed.chunk)
