@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from hetero.stand_ins.construction_uses import arena_of, rows_of
 from hetero.stand_ins.tile_changes import tiles
 from hetero.tiling.tiled_weight import TiledWeight, owners_of, replace
 
@@ -151,8 +152,19 @@ class TiledLinear(TiledWeight):
         return tiled.train(linear.training)
 
     def copy_params_from(self, linear: torch.nn.Linear) -> None:
-        """Takes the values of a plain layer of the same sizes. Raises as load_state_dict()."""
-        self.load_state_dict(linear.state_dict())
+        """Takes the values of a plain layer of the same sizes. Raises as load_state_dict().
+
+        The layer may be under construction, and larger than the budget.
+        """
+        weight, bias = linear.weight, linear.bias
+        if arena_of(weight) is None or tuple(weight.shape) != self._sizes:
+            self.load_state_dict(linear.state_dict())
+            return
+        for tile, rows, columns in self._tiles():
+            state = {"weight": rows_of(weight, rows)[:, columns]}
+            if bias is not None and columns.stop == self.in_features:
+                state["bias"] = bias.detach()[rows]
+            tile.load_state_dict(state)
 
     def forward(self, input: Any) -> Any:
         """Outputs (..., out_features) for inputs (..., in_features); or lists of their splits."""

@@ -304,6 +304,17 @@ def test_a_plain_state_loads_into_a_managed_layer(tmp_path: Path) -> None:
     optimizer.engine.close()
 
 
+def test_a_plain_layer_that_is_larger_than_the_budget_gives_its_values(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    plain = nn.Linear(1024, 2048)
+    disk: Any = {"placement_policy": "nvme", "nvme_path": str(tmp_path), "host_memory": "6MiB"}
+    with hetero.ZeroInitContext(dtype="fp32", **disk):
+        tiled = TiledLinear(1024, 2048, in_splits=2, out_splits=8)
+        torch.manual_seed(0)
+        tiled.copy_params_from(nn.Linear(1024, 2048))
+    assert all(map(torch.equal, tiled.linear_state_dict().values(), plain.state_dict().values()))
+
+
 def test_large_layers_of_a_model_under_construction_are_replaced(tmp_path: Path) -> None:
     """The plain layer fits the budget, and later two of its tiles do."""
 
