@@ -15,9 +15,11 @@ puts the folder in its place.
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
 import threading
+import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -153,9 +155,11 @@ class Save:
         """
         if not self._done.wait(timeout_s):
             raise TimeoutError(f"{self.path} is not saved after {timeout_s} s and continues")
-        if self._failure is not None:
+        failure = self._failure
+        if failure is not None:
             self.was_told = True
-            raise self._failure
+            # A copy: what is raised has the caller's frames, and with them perhaps the model.
+            raise copy.copy(failure).with_traceback(failure.__traceback__) from failure.__cause__
 
     def settle(self) -> None:
         """Until it has ended. Raises what wait() does, if nobody was told of it yet.
@@ -218,11 +222,19 @@ class StateJobs:
                 job()
             except BaseException as error:
                 failure = error
+                _clear_frames(error)
             finally:
                 made.end(failure)
 
         threading.Thread(target=run, name=f"{THREAD_PREFIX}{self._noun}").start()
         return made
+
+
+def _clear_frames(error: BaseException | None) -> None:
+    """Frees what the frames of an error, and of those that led to it, hold; their places stay."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 _savers: weakref.WeakKeyDictionary[Engine, _Saver] = weakref.WeakKeyDictionary()
@@ -307,9 +319,5 @@ def save_into(
         saver = _savers[engine] = _Saver(engine, "save")
     made = saver.begin(folder, what, make)
     if blocking:
-        try:
-            made.wait()
-        finally:
-            if made.done:  # (what it met has the caller's frames, and so the model, now)
-                saver.last = None
+        made.wait()
     return made

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import gc
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -198,14 +200,25 @@ def test_a_write_by_user_code_is_an_error(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_failure_is_told_by_the_next_save(
     call: str, error: OSError, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And training goes on, an update that waits for a chunk, too; what was there before stays."""
+    """And training goes on, an update that waits for a chunk, too; what was there before stays, and
+    nothing of what the failure's frames have had."""
     model, optimizer = build(PLACES["disk"], tmp_path)
     steps(model, optimizer, range(2))
     then = whole(model, optimizer)
     hetero.save(tmp_path / "saved", model, optimizer)
 
+    held: list[weakref.ref[torch.Tensor]] = []
+
     def fail(*given: object) -> None:
+        buffer = torch.zeros(1)
+        held.append(weakref.ref(buffer))
         raise error
+
+    def save_again() -> None:
+        buffer = torch.zeros(1)
+        held.append(weakref.ref(buffer))
+        with pytest.raises(type(error), match="a bad disk|no room"):
+            hetero.save(tmp_path / "saved", model, optimizer)
 
     with monkeypatch.context() as patch:
         patch.setattr(DataWriter, call, fail)
@@ -213,8 +226,9 @@ def test_a_failure_is_told_by_the_next_save(
             made = hetero.save(tmp_path / "saved", model, optimizer, blocking=False)
             steps(model, optimizer, range(2, 4))
         assert made._done.wait(60)
-        with pytest.raises(type(error), match="a bad disk|no room"):
-            hetero.save(tmp_path / "saved", model, optimizer)
+        save_again()
+        gc.collect()
+        assert all(reference() is None for reference in held)
     hetero.load(tmp_path / "saved", model, optimizer)
     assert same(whole(model, optimizer), then)
     hetero.save(tmp_path / "saved", model, optimizer)
