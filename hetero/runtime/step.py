@@ -605,93 +605,25 @@ def _meet_with_same(
     by the same factors, and the same `options` and factors of the learning rate, bit for bit.
     Raises HeteroError on all ranks for the first difference, with nothing changed.
     """
-    everyone = world.everyone
-    if everyone is None:
+    if world.everyone is None:
         return
-    name_of = {m.slice.param.index: m.name for m in managed}
-    params = max(name_of) + 1
-    mine = _facts(groups, params, options, lr_scale_of)
-    if everyone.are_same(mine.view(torch.int64), "optimizer.step()"):
-        return
-    facts = everyone.all_gather(mine, "optimizer.step()")
-    for peer, theirs in enumerate(facts):
-        places = (theirs.view(torch.int64) != facts[0].view(torch.int64)).nonzero()
-        if len(places):
-            place, ranks = int(places[0]), (everyone.name(0), everyone.name(peer))
-            values = float(facts[0][place]), float(theirs[place])
-            differences = (_uses_differ, _factors_differ, _lr_scales_differ)
-            if place >= len(differences) * params:
-                label = _labels(groups, options)[place - len(differences) * params]
-                raise HeteroError(_options_differ(label, values, ranks))
-            difference = differences[place // params]
-            raise HeteroError(difference(name_of[place % params], values, ranks))
-
-
-def _options_differ(label: str, values: tuple[float, float], ranks: tuple[str, str]) -> str:
-    return (
-        f"{label} is {values[0]} on {ranks[0]} and {values[1]} on {ranks[1]} at optimizer.step(), "
-        f"and each rank updates a shard of every parameter; set options, and step schedulers with "
-        f"a metric that is averaged over the ranks, on all ranks alike"
-    )
-
-
-def _factors_differ(name: str, values: tuple[float, float], ranks: tuple[str, str]) -> str:
-    return (
-        f"the gradient of {name} is multiplied by {values[0]} on {ranks[0]} and by {values[1]} on "
-        f"{ranks[1]} at optimizer.step(); clip, scale and unscale gradients on all ranks alike"
-    )
-
-
-def _lr_scales_differ(name: str, values: tuple[float, float], ranks: tuple[str, str]) -> str:
-    return (
-        f"the learning rate of {name} is multiplied by {values[0]} on {ranks[0]} and by "
-        f"{values[1]} on {ranks[1]} at optimizer.step(); set adjust_lr_fn on all ranks alike"
-    )
-
-
-def _uses_differ(name: str, values: tuple[float, float], ranks: tuple[str, str]) -> str:
-    if not all(values):
-        return (
-            f"{name} has a gradient on one of {ranks[0]} and {ranks[1]} only at optimizer.step(); "
-            f"clear gradients, and give the optimizer parameters, on all ranks alike"
-        )
-    return (
-        f"{name} is in param group {int(values[0]) - 1} on {ranks[0]} and in "
-        f"{int(values[1]) - 1} on {ranks[1]} at optimizer.step(); make param groups on all ranks "
-        f"alike"
-    )
-
-
-def _facts(
-    groups: Groups, params: int, options: Sequence[str], lr_scale_of: LrScaleOf
-) -> torch.Tensor:
-    """What ranks compare before an update, fp64.
-
-    For each of so many `params` the number of the param group that updates it, from 1, or 0; for
-    each the factor of its gradient; for each that of its learning rate; then the numbers that
-    _labels() names.
-    """
-    numbers = [0.0] * (3 * params)
-    for number, (group, members) in enumerate(groups, start=1):
+    facts = {m.name: "without a gradient" for m in managed}
+    for number, (group, members) in enumerate(groups):
         for m in members:
-            index = m.slice.param.index
-            numbers[index] = number
-            numbers[params + index] = m.grad_factor
-            numbers[2 * params + index] = lr_scale_of(group, m.param.shape)
-    for group, _ in groups:
+            facts[m.name] = (
+                f"in param group {number} with its gradient times {m.grad_factor!r} and its "
+                f"learning rate times {lr_scale_of(group, m.param.shape)!r}"
+            )
+    for number, (group, _) in enumerate(groups):
         for name in options:
-            numbers += numbers_of(group.get(name))
-    return torch.tensor(numbers, dtype=torch.float64)
-
-
-def _labels(groups: Groups, options: Sequence[str]) -> list[str]:
-    """What each number of the param groups' options is."""
-    return [
-        f"{name} of param group {index}"
-        for index, (group, _) in enumerate(groups)
-        for name in options
-        for _ in numbers_of(group.get(name))
-    ]
+            numbers = ", ".join(map(repr, numbers_of(group.get(name))))
+            facts[f"{name} of param group {number}"] = numbers
+    world.require_equal(
+        facts,
+        "the updates of optimizer.step()",
+        "clear, clip, scale and unscale gradients, set options and step schedulers (with a metric "
+        "that is averaged over the ranks) on all ranks alike",
+    )
 
 
 def _check_factors(members: Iterable[ManagedParam]) -> None:

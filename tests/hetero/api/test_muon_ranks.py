@@ -115,19 +115,19 @@ def with_other_options(rank: int, world: int, options: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("options", "fact"),
+    ("options", "facts"),
     [
-        ({"ns_steps": 3}, "ns_steps of param group 0 is 5.0 on rank 0 and 3.0 on rank 1"),
-        ({"nesterov": False}, "nesterov of param group 0 is 1.0 on rank 0 and 0.0 on rank 1"),
+        ({"ns_steps": 3}, ["ns_steps of param group 0", "5.0 on rank 0", "3.0 on rank 1"]),
+        ({"nesterov": False}, ["nesterov of param group 0", "1.0 on rank 0", "0.0 on rank 1"]),
         (
             {"adjust_lr_fn": "match_rms_adamw"},
-            "the learning rate of 0.weight is multiplied by 1.0 on rank 0 and by 1.6 on rank 1",
+            ["0.weight is in param group 0", "rate times 1.0 on rank 0", "times 1.6 on rank 1"],
         ),
     ],
     ids=str,
 )
 def test_options_that_differ_are_named(
-    options: dict[str, Any], fact: str, ranks2: RankPool
+    options: dict[str, Any], facts: list[str], ranks2: RankPool
 ) -> None:
     for message in ranks2.run(with_other_options, options):
-        assert fact in message
+        assert all(fact in message for fact in facts)
