@@ -29,12 +29,12 @@ class DebugOptions:
             gradients are final (from the second step on, and where recent steps say what step()
             will multiply gradients by), and step() returns while updates go on: whatever uses a
             parameter waits for its chunk alone. optimizer.engine.synchronize() waits for all. An
-            update that step() does not confirm is made again, and whoever uses a value or changes
-            a gradient before step() has it taken back first. That takes the room of optimizer
-            state on NVMe twice; without so much room chunks are updated in step(). "none": in
-            step(), which waits. "forward": step() submits all updates and does not wait.
-            "backward": as early as with "auto", and step() waits. "both": as early, whatever
-            recent steps were like, and step() does not wait.
+            update that step() does not confirm is taken back and made again, and whoever uses a
+            value or changes a gradient before step() has it taken back first. That takes the room
+            of optimizer state on NVMe twice; without so much room chunks are updated in step().
+            "none": in step(), which waits. "forward": step() submits all updates and does not wait.
+            "backward": as early as with "auto", and step() waits. "both": as early, whatever recent
+            steps were like, and step() does not wait.
         link_gbps: GB/s of each direction of the emulated device's link; for backend="emulated"
             only. Default: 16, as PCIe 4.0 x8 has.
         allow_ram_filesystem: nvme_path may be on a filesystem whose files are RAM (tmpfs, as

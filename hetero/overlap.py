@@ -14,7 +14,7 @@ class OverlapUpdates(str, enum.Enum):
     """Two policies in one option: when an update is submitted, and who waits for it.
 
     What is submitted when gradients are final is speculative: step() keeps it if clipping and
-    unscaling gave gradients the factor that was guessed, and else has it made again. Optimizer
+    unscaling gave gradients the factor that was guessed, and else takes it back. Optimizer
     state that is in memory is always updated at step().
     """
 

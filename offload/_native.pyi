@@ -462,8 +462,7 @@ class StepTask:
     with the same, or of one tile, as submitted.
     Optimizer state in the file goes to the file offset `optim_state_to`, parameters in the file to
     `param_to`, so that what was read stays; without them to where they were. Of parameters in RAM
-    the old bits are first written to `saved_param`; or, if nothing is left, read from there. -1:
-    none."""
+    the old bits are first written to `saved_param`. -1: none."""
 
     def __init__(
         self,

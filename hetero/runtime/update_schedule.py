@@ -7,9 +7,9 @@ chunk group's ChunkUpdates has the states, and makes those wait who need a chunk
 What is submitted during backward is *speculative*: it is made with a guess of what step() will say,
 which is the options of the param groups as they are now, and the factor that clipping and unscaling
 gave gradients in recent steps. Such an update leaves what it reads. step() compares: it keeps the
-update, or has it made again. Before anybody uses a value in between, or changes a gradient, the
-chunk's update is taken back. So training has the same bits as without, and nobody sees a difference
-but in time.
+update, or takes it back and makes another one. Before anybody uses a value in between, or changes a
+gradient, the chunk's update is taken back. So training has the same bits as without, and nobody
+sees a difference but in time.
 """
 
 from __future__ import annotations
@@ -238,7 +238,7 @@ class UpdateSchedule:
 
     def _compare(self, groups: Groups, table: HyperTable) -> set[ManagedParam]:
         """Keeps the speculative updates that are what step() would make of `groups`, which it
-        returns the parameters of; the others are taken back, or are about to be made again."""
+        returns the parameters of; the others are taken back."""
         updated = {m for _, members in groups for m in members}
         confirmed: set[ManagedParam] = set()
         for chunk_group in self._params.chunk_groups:
@@ -248,27 +248,20 @@ class UpdateSchedule:
                 assert isinstance(update, Speculative)
                 members = update.members
                 now = [m for m in chunk_group.grads.members(chunk) if m in updated]
-                if now != list(members):
-                    updates.revoke(chunk)
-                elif updates.take_back(chunk):
+                if updates.take_back(chunk):
                     pass  # nothing of it was made
+                elif now == list(members) and table.hypers_of(members) == update.hypers:
+                    params.updates.confirm(chunk)
+                    confirmed.update(members)
                 else:
-                    is_right = table.hypers_of(members) == update.hypers
-                    if is_right or not state.versions.leaves_commit:
-                        params.updates.decide(chunk, is_right)
-                    else:
-                        # Made again by the pipeline alone, it would overwrite the old state.
-                        updates.revoke(chunk)
-                    if is_right:
-                        confirmed.update(members)
+                    updates.revoke(chunk)
         return confirmed
 
     def _submit_rest(self, chunk_group: ChunkGroup, groups: Groups, table: HyperTable) -> None:
         """Submits the step's last updates, of parameters in `groups`, all in `chunk_group`."""
         update = chunk_group.update_tasks.prepare(groups, table)
         for each in update.chunks:
-            if not chunk_group.updates.chunks[each.chunk.id].is_under_way:
-                chunk_group.params.updates.begin(each.chunk, each.members)
+            chunk_group.params.updates.begin(each.chunk, each.members)
         try:
             with chunk_group.optim_states.lock:
                 chunk_group.update_tasks.submit(update, last=True)
@@ -357,8 +350,8 @@ class GradCounts:
 
 
 _STEPS = 8  # that are remembered
-# Of them so many must have had the factor. An update that has to be made again costs compute and
-# bandwidth that backward has to spare, mostly; one that was not made early costs its whole time.
+# Of them so many must have had the factor. An update that is taken back costs compute and bandwidth
+# that backward has to spare, mostly; one that was not made early costs its whole time.
 LEAST_SHARE = 0.5
 
 

@@ -169,11 +169,11 @@ class ParamUpdates:
         self._copies.drop(chunk)  # a device may be copying from it
         return True
 
-    def decide(self, chunk: Chunk, confirmed: bool) -> None:
-        """The chunk's speculative update stays, or is about to be submitted once more."""
+    def confirm(self, chunk: Chunk) -> None:
+        """The chunk's speculative update stays."""
         self.change(chunk)
         self._copies.discard(chunk)  # also of old values that were read while it was prepared
-        self._updates.decide(chunk, confirmed)
+        self._updates.confirm(chunk)
 
     def finish(self, chunks: Sequence[Chunk]) -> None:
         """Waits for the updates of `chunks` that are under way; parameters get the new values.

@@ -6,8 +6,9 @@ The phases of its update, and what leads from one to another (ChunkUpdates has t
                      -> Speculative   speculating(): no more gradients are expected
                      -> Submitted     submit(): step() submits an update that stays
     Speculative  an update is made with a guess of what step() will say
-                     -> Open          revoke(), take_back(): a value is used, a gradient changes
-                     -> Submitted     decide(): step() keeps the update, or has it made again
+                     -> Open          revoke(), take_back(): a value is used, a gradient changes, or
+                                      the guess was wrong
+                     -> Submitted     confirm(): step() keeps the update
     Submitted    the update reads the gradient, and writes parameters and optimizer state
                      -> Done          wait_updated()
     Done         the gradient is free and home has the new values, where param.data does not point
@@ -78,12 +79,10 @@ class Submitted:
     """An update of `members` is under way that stays.
 
     `is_awaited`: step() waits for it, because something has the chunk's memory in hands.
-    `is_remade`: it was made before, speculatively, and reads what was there before that.
     """
 
     members: Sequence[ManagedParam]
     is_awaited: bool
-    is_remade: bool = False
 
 
 @dataclass(frozen=True)
@@ -438,16 +437,12 @@ class ChunkVersions:
     # Updates that leave what they read
 
     def offsets(self, state: ChunkState) -> list[TileOffsets]:
-        """Where the update of each tile that is about to be submitted writes, and reads, in the
-        file beside the extents in use."""
-        chunk, update = state.chunk, state.update
-        is_guess = isinstance(update, Speculative)
-        is_remade = isinstance(update, Submitted) and update.is_remade
-        leaves = is_guess or state.versions.leaves_commit
-        if not (leaves or is_remade):
+        """Where the update of each tile that is about to be submitted writes in the file beside
+        the extents in use."""
+        chunk, is_guess = state.chunk, isinstance(state.update, Speculative)
+        if not (is_guess or state.versions.leaves_commit):
             return [TileOffsets()] * chunk.slots
         in_ram = chunk in self._params
-        is_saved = in_ram and (is_guess or is_remade)
         state_to, param_to = (
             [
                 state.versions.spare[kind].offset + tile * self._memory.tile_bytes[kind]
@@ -457,17 +452,14 @@ class ChunkVersions:
         )
         nowhere = [-1] * chunk.slots
         made = (
-            state_to if leaves and chunk not in self._optim_states else nowhere,
-            param_to if leaves and not in_ram else nowhere,
-            param_to if is_saved else nowhere,
+            state_to if chunk not in self._optim_states else nowhere,
+            nowhere if in_ram else param_to,
+            param_to if in_ram and is_guess else nowhere,
         )
         return [TileOffsets(*offsets) for offsets in zip(*made, strict=True)]
 
     def swap(self, state: ChunkState) -> None:
-        """The chunk's update stays: what it has written is in use from now on.
-
-        Called once more, with restore(), it brings back what was in use before.
-        """
+        """The chunk's update stays: what it has written is in use from now on."""
         chunk, spare = state.chunk, state.versions.spare
         for kind in self.in_file(chunk):
             extents = self._memory.homes[kind].extents
@@ -742,21 +734,14 @@ class ChunkUpdates:
             with self._speculating:
                 state.readers -= 1
 
-    def decide(self, chunk: Chunk, confirmed: bool) -> None:
-        """From Speculative to Submitted.
-
-        The update stays if it is `confirmed`. Else it is about to be submitted once more, of the
-        same members, with what the file had before the first.
-        """
+    def confirm(self, chunk: Chunk) -> None:
+        """From Speculative to Submitted: the update stays."""
         state = self.chunks[chunk.id]
         with self._speculating:
             assert isinstance(state.update, Speculative)
-            members, is_awaited = state.update.members, not self.goes_on(chunk)
-            state.versions.changed = True
-            if confirmed:
-                self.versions.swap(state)
-                state.versions.leaves_commit = False
-            state.update = Submitted(members, is_awaited, is_remade=not confirmed)
+            self.versions.swap(state)
+            state.versions.leaves_commit, state.versions.changed = False, True
+            state.update = Submitted(state.update.members, not self.goes_on(chunk))
 
     def take_back(self, chunk: Chunk) -> bool:
         """From Speculative to Open if the update has not begun; returns whether."""

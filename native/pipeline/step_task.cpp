@@ -48,8 +48,8 @@ void StepTask::check(const TileLayout& layout, std::size_t hypers, bool has_file
   if (saved_param != kNone) {
     check_offset(key, saved_param, "saved_param");
     if (param.in_file()) refuse(key, "saved_param is for a param in RAM");
-    if (!optim_state.in_file()) {
-      refuse(key, "an update can be taken back only if its optim_state is in the file");
+    if (optim_state_to == kNone) {
+      refuse(key, "an update can be taken back only if it leaves its optim_state in the file");
     }
   }
   if (optim_state_to != kNone) {

@@ -82,8 +82,7 @@ struct StepSegment {
 // A task *leaves* what it reads in the file as it is if it has other places to write to: for the
 // optimizer state `optim_state_to`, for parameters in the file `param_to`. Parameters in RAM it
 // changes in place; if the task has a `saved_param`, after it has written their old bits to there,
-// so that the update can be taken back. A task that leaves nothing and has a `saved_param` is made
-// once more: it first reads these bits back.
+// so that the update can be taken back.
 struct StepTask {
   static constexpr std::int64_t kNone = -1;
 
@@ -94,8 +93,6 @@ struct StepTask {
   std::int64_t optim_state_to = kNone;  // file offsets, as the next two
   std::int64_t param_to = kNone;
   std::int64_t saved_param = kNone;
-
-  bool leaves() const { return optim_state_to != kNone || param_to != kNone; }
 
   bool needs_buffer() const { return param.in_file() || grad.in_file() || optim_state.in_file(); }
 

@@ -47,8 +47,7 @@ void StepPipeline::stage_first() {
     const bool read_state = task.optim_state.in_file() && !buffer->keeps_optim_state;
     const bool read_param = task.param.in_file() && !buffer->keeps_param;
     const bool cacheable = task.optim_state.in_file() || task.param.in_file();
-    const bool saves = task.saved_param != StepTask::kNone && task.leaves();
-    const bool restores = task.saved_param != StepTask::kNone && !task.leaves();
+    const bool saves = task.saved_param != StepTask::kNone;
     if (cacheable && !read_state && !read_param) {
       ++(buffer->read_ahead ? stats_.ahead : stats_.hits);
     }
@@ -56,7 +55,6 @@ void StepPipeline::stage_first() {
     if (read_state) stats_.read_bytes += layout_.optim_state_bytes();
     if (read_param) stats_.read_bytes += layout_.param_bytes();
     if (task.grad.in_file()) stats_.read_bytes += layout_.grad_bytes();
-    if (restores) stats_.read_bytes += layout_.param_bytes();
     if (saves) stats_.written_bytes += layout_.param_bytes();
     // What only the buffer has is what the update has to leave in the file.
     if (task.optim_state_to != StepTask::kNone && buffer->dirty()) submit_state_write(*buffer);
@@ -68,9 +66,9 @@ void StepPipeline::stage_first() {
       if (read_state) read(task.optim_state, 0, layout_.optim_state_bytes());
       if (read_param) read(task.param, layout_.param_at(), layout_.param_bytes());
       if (task.grad.in_file()) read(task.grad, layout_.grad_at(), layout_.grad_bytes());
-      if (saves || restores) {
+      if (saves) {
         buffer->reads.push_back(engine_->submit(
-            saves ? IoKind::write : IoKind::read, file_, task.param.address, layout_.param_bytes(),
+            IoKind::write, file_, task.param.address, layout_.param_bytes(),
             static_cast<std::uint64_t>(task.saved_param), IoTurn::idle));
       }
     }

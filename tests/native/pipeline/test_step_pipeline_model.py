@@ -81,7 +81,7 @@ class PipelineMachine(RuleBasedStateMachine):
         if self.call(self.filed.pipeline.submit, self.filed.speculative(keys), now):
             self.guessed |= dict.fromkeys(keys, now)
 
-    @rule(nth=KEYS, how=st.sampled_from(["confirm", "make again", "revoke"]))
+    @rule(nth=KEYS, how=st.sampled_from(["confirm", "revoke"]))
     def decide(self, nth: int, how: str) -> None:
         if not self.guessed:
             return
@@ -90,13 +90,8 @@ class PipelineMachine(RuleBasedStateMachine):
         if how == "confirm":
             self.filed.confirm(key)
             self.make([key], guessed)
-        elif how == "revoke":
-            self.call(self.filed.revoke, key)
         else:
-            self.step += 1
-            now = hypers(self.step)
-            if self.call(self.filed.pipeline.submit, [self.filed.once_more(key)], now):
-                self.make([key], now)
+            self.call(self.filed.revoke, key)
 
     @rule(
         order=st.lists(KEYS, max_size=COUNT),

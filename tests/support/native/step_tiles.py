@@ -176,24 +176,21 @@ class Filed:
 
     def speculative(self, order: Sequence[int]) -> list[_native.StepTask]:
         """Tasks that leave what they read as it is."""
-        return [self._with_offsets(key, self.spare_optim_state_at[key]) for key in order]
+        return [self._speculative(key) for key in order]
 
-    def once_more(self, key: int) -> _native.StepTask:
-        """The task of a key whose speculative update is not wanted."""
-        return self._with_offsets(key, -1)
-
-    def _with_offsets(self, key: int, optim_state_to: int) -> _native.StepTask:
-        param, param_at = ram(self.params[key]), self.spare_param_at[key]
-        param_to, saved_param = -1, param_at
+    def _speculative(self, key: int) -> _native.StepTask:
+        param, to = ram(self.params[key]), (-1, self.spare_param_at[key])
         if self.param_in_file:
-            param = _native.Location(file_offset=self.param_at[key])
-            param_to, saved_param = (-1 if optim_state_to < 0 else param_at), -1
+            param, to = _native.Location(file_offset=self.param_at[key]), to[::-1]
         grad = ram(self.tiles.grads[key])
         if self.grad_in_file:
             grad = _native.Location(file_offset=self.grad_at[key])
         optim_state = _native.Location(file_offset=self.optim_state_at[key])
-        to = (optim_state_to, param_to, saved_param)
-        return _native.StepTask(key, param, grad, optim_state, SEGMENTS, 0, *to)
+        param_to, saved_param = to
+        state_to = self.spare_optim_state_at[key]
+        return _native.StepTask(
+            key, param, grad, optim_state, SEGMENTS, 0, state_to, param_to, saved_param
+        )
 
     def confirm(self, key: int) -> None:
         """The key's speculative update stays."""
