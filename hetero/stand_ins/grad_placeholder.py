@@ -6,7 +6,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 
@@ -32,9 +32,6 @@ class GradOps(Protocol):
 
     def zero(self, members: Sequence[Any]) -> None:
         """Makes each gradient zero."""
-
-    def any_non_finite(self, members: Sequence[Any]) -> bool:
-        """Whether an element of a gradient is infinite or NaN."""
 
     def read(self, managed: Any) -> torch.Tensor:
         """A copy of the gradient, whole, fp32."""
@@ -100,9 +97,8 @@ class GradPlaceholder(OffloadedTensor):
     Reading it gives the gradient as the next step will use it: averaged over the ranks, unscaled
     and clipped so far. Operators that training code applies to gradients act on what is kept
     without bringing it in: the 2-norm and the infinity norm, multiplying and dividing by a number,
-    clamping between numbers, GradScaler's unscaling, setting to zero, and isfinite(), isnan() and
-    isinf(). Any other change brings the gradient in and keeps the result. With several ranks all
-    of them must do the same with it.
+    clamping between numbers, GradScaler's unscaling and setting to zero. Any other change brings
+    the gradient in and keeps the result. With several ranks all of them must do the same with it.
     """
 
     _source: GradSource
@@ -136,15 +132,6 @@ class GradPlaceholder(OffloadedTensor):
             self.copy_(values)
 
     @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        # (isfinite() arrives as other operators in __torch_dispatch__.)
-        if func in _WHERE and isinstance(args[0], GradPlaceholder) and args[0]._whole:
-            return _where(func, args[0])
-        return super().__torch_function__(func, types, args, kwargs)
-
-    @classmethod
     @uninterrupted
     def _operate(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         understood = _UNDERSTOOD.get(func)
@@ -153,24 +140,6 @@ class GradPlaceholder(OffloadedTensor):
             if result is not NotImplemented:
                 return result
         return super()._operate(func, args, kwargs)
-
-
-_WHERE = {
-    torch.isfinite: True,
-    torch.Tensor.isfinite: True,
-    torch.isnan: False,
-    torch.Tensor.isnan: False,
-    torch.isinf: False,
-    torch.Tensor.isinf: False,
-}
-
-
-@uninterrupted
-def _where(func: Any, grad: GradPlaceholder) -> torch.Tensor:
-    ((ops, (owner,)),) = _by_engine([grad])
-    if ops.any_non_finite([owner]):
-        return cast(torch.Tensor, func(ops.read(owner)))
-    return torch.tensor(_WHERE[func], device=grad.device).expand(grad.shape)
 
 
 # Handlers of the operators that act on kept gradients. Each gets the operator itself first. If it
