@@ -143,7 +143,6 @@ class ChunkGroup:
     def __post_init__(self) -> None:
         self.layout, self.dtypes = self.plan.layout, self.plan.dtypes
         self.placement: Placement = self.plan.placement
-        self.reduce_at_end = self.plan.spec.reduce_at_end
         self.trained_numel = sum(m.numel for m in self.members if m.chunk.trainable)
         tasks = sum(c.slots for c in self.layout.chunks if c.trainable) * len(self.dtypes.passes)
         update_bytes = self.trained_numel / self.layout.shard.ranks * self.dtypes.update_bytes

@@ -973,19 +973,9 @@ class BudgetMoves:
 
     def _specs(self, chunk_group: ChunkGroup, budgets: Budgets) -> list[GroupSpec]:
         """The one spec with which the chunk group can be placed within `budgets`."""
-        spec = GroupSpec(
-            chunk_group.layout,
-            chunk_group.dtypes,
-            self._shared.config.placement_policy,
-            budgets,
-            chunk_group.plan.spec.min_gathered_slots,
-            reduce_at_end=chunk_group.reduce_at_end,
-            overlaps_updates=self._shared.config.debugging.overlap.repeats,
-            checksums=file_checksums(
-                self._shared.config, chunk_group.memory.scratch_space.checksum_bytes
-            ),
-        )
-        return [spec]
+        held_bytes = chunk_group.memory.scratch_space.checksum_bytes
+        checksums = file_checksums(self._shared.config, held_bytes)
+        return [replace(chunk_group.plan.spec, budgets=budgets, checksums=checksums)]
 
     def _budgets(self, wanted: Mapping[Tier, int]) -> Budgets:
         """The engine's budgets, but for those that are `wanted`."""

@@ -189,7 +189,9 @@ class GradIntake:
         # If one chunk group has something all do: which chunk group has may differ between ranks.
         force = force or self._unaveraged
         # First the one that averages during backward, of which other ranks may be in the middle.
-        for chunk_group in sorted(self._params.chunk_groups, key=lambda group: group.reduce_at_end):
+        for chunk_group in sorted(
+            self._params.chunk_groups, key=lambda group: group.plan.spec.reduce_at_end
+        ):
             if chunk_group.ranks is not None:
                 chunk_group.ranks.grad_reducer.reduce_all(force)
         self._unaveraged = False

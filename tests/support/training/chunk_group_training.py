@@ -126,7 +126,7 @@ def train(rank: int, world: int, script: str, options: dict[str, Any]) -> Run:
     for name, param in names.items():
         assert torch.equal(whole[name].float(), run.masters[name].to(param.dtype).float()), name
     run.chunk_groups = len(engine.chunk_groups)
-    run.held = [chunk_group.reduce_at_end for chunk_group in engine.chunk_groups]
+    run.held = [chunk_group.plan.spec.reduce_at_end for chunk_group in engine.chunk_groups]
     last = engine.chunk_groups[-1]
     run.on_disk = last.disk is not None
     run.peak = engine.ledger.peak_bytes["host"]
