@@ -12,8 +12,9 @@ at) the rank reads one-sided. At the end of a step all ranks catch up with the o
 most; a rank that waits before that asks the others to. So a rank may make other uses than the
 others, or more forwards and backwards, and goes on.
 
-Steps with more micro-batches than the order begin it again. A digest of chunks and versions proves
-at the end of a step that all ranks have made the same gathers.
+Steps with more micro-batches than the order begin it again. For steps that take turns, as a GAN's
+two, the one that follows is remembered. A digest of chunks and versions proves at the end of a step
+that all ranks have made the same gathers.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from offload.errors import BudgetError, HeteroError
 # case; nor are those that have little in common, whose union would grow from step to step.
 _MOST_MERGED = 1 << 13
 _MOST_GROWTH = 4
+_MOST_ORDERS = 8  # of which it is remembered which one followed
 _MOST_USES = 1 << 14  # of one step; steps with more gather one-sided
 
 
@@ -183,6 +185,8 @@ class StepUses:
         self.progress: Progress | None = None
         self.leads = False
         self._made: list[ChunkUse] = []
+        self._last: AgreedOrder | None = None  # the order of the step before this one
+        self._next: dict[tuple[ChunkUse, ...], AgreedOrder] = {}  # which step has followed which
 
     def note(self, use: ChunkUse, others_come: bool) -> bool:
         """Follows a use; returns whether it is another one than the last, and expected.
@@ -206,7 +210,14 @@ class StepUses:
     def end_step(self, uses: tuple[ChunkUse, ...], slots: int) -> None:
         """All ranks say that the step has made these uses; each has at least so many slots."""
         made = self._make_order(uses, slots)
-        self.progress = None if made is None else Progress(made)
+        self.progress = None
+        if made is not None:
+            if self._last is not None:
+                self._next[self._last.uses] = made
+                while len(self._next) > _MOST_ORDERS:
+                    del self._next[next(iter(self._next))]
+            self._last = made
+            self.progress = Progress(self._next.get(made.uses, made))
         self._slots = slots
         self._made.clear()
         self.leads = False
@@ -215,9 +226,11 @@ class StepUses:
         """The order of these uses; None if nothing was used, or it cannot be followed."""
         if not uses or len(uses) >= _MOST_USES:
             return None
-        last = None if self.progress is None else self.progress.order
-        if last is not None and slots == self._slots and uses == last.uses:
-            return last
+        if slots != self._slots:
+            self._next.clear()
+            self._last = None
+        elif self.progress is not None and uses == self.progress.order.uses:
+            return self.progress.order
         return AgreedOrder(uses, self._slots_of, slots, self._kept)
 
     def begin(self, chunks: Sequence[int], slots: int) -> None:
@@ -232,7 +245,8 @@ class StepUses:
 
     def forget(self) -> None:
         """Nothing is agreed on any more."""
-        self.progress = None
+        self.progress = self._last = None
+        self._next.clear()
         self._made.clear()
 
 
