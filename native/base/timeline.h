@@ -15,7 +15,7 @@ namespace hetero::timeline {
 
 using Clock = std::chrono::steady_clock;
 
-// A resource: "update", "nvme_read", "nvme_write", "h2d" or "d2h". Constants.
+// A resource: "update", "nvme_read" or "nvme_write". Constants.
 using Lane = const char*;
 
 // The resource was busy with `bytes` bytes of one thing.

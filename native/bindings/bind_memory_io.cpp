@@ -1,4 +1,4 @@
-// Memory (Arena, Pins, peers', checksums), IoEngine and IoOp as Python sees them, and the
+// Memory (Arena, Pins, peers', copies, checksums), IoEngine and IoOp as Python sees them, and the
 // exceptions of failed transfers.
 #include <pybind11/stl.h>
 #include <sys/prctl.h>
@@ -20,6 +20,7 @@
 #include "io/io_engine.h"
 #include "io/stripe_map.h"
 #include "memory/arena.h"
+#include "memory/stream_copy.h"
 
 namespace hetero {
 
@@ -114,6 +115,13 @@ std::uint32_t checksum(std::uintptr_t address, std::size_t nbytes, std::uint32_t
 
 void bind_memory(py::module_& module) {
   module.def("crc32c", &checksum, "address"_a, "nbytes"_a, "crc"_a = 0, ReleaseGil());
+  module.def(
+      "stream_copy",
+      [](std::uintptr_t to, std::uintptr_t from, std::size_t nbytes) {
+        stream_copy(reinterpret_cast<std::byte*>(to), reinterpret_cast<const std::byte*>(from),
+                    nbytes);
+      },
+      "to"_a, "source"_a, "nbytes"_a, ReleaseGil());
   module.def("permit_peers_to_read", &permit_peers_to_read, "permit"_a);
   module.def("read_peer_memory", &read_peer_memory, "process"_a, "source"_a, "into"_a, "nbytes"_a,
              ReleaseGil());

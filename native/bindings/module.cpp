@@ -50,7 +50,7 @@ py::tuple stop_timeline() {
 PYBIND11_MODULE(_native, module) {
   module.doc() =
       "The native core of hetero: host memory, file transfers, updates, the step pipeline, "
-      "the emulated link, checksums.";
+      "gradients from a GPU, checksums.";
   module.def("build_info", &build_info);
   module.def("start_timeline", &timeline::start, "capacity"_a, ReleaseGil());
   module.def("stop_timeline", &stop_timeline);

@@ -1,10 +1,6 @@
-// Copies from a GPU to RAM, by functions of CUDA's driver that the caller has found: nothing of
-// CUDA is needed to build this.
-#include <cerrno>
-#include <string>
-#include <vector>
+#include "link/cuda_copier.h"
 
-#include "link/copier.h"
+#include <cerrno>
 
 namespace hetero {
 namespace {
@@ -15,45 +11,7 @@ constexpr unsigned kEventFlags = 0x1 | 0x2;
 // NOLINTNEXTLINE(performance-no-int-to-ptr): the caller has handles as numbers
 void* handle(std::uintptr_t number) { return reinterpret_cast<void*>(number); }
 
-// In one stream of one context.
-class CudaCopier : public Copier {
- public:
-  CudaCopier(const CudaDriver& driver, std::uintptr_t context, std::uintptr_t stream);
-  ~CudaCopier() override;
-
-  // Throws CopyError.
-  std::unique_ptr<Copy> start(std::byte* to, const std::byte* from, std::size_t nbytes,
-                              std::uintptr_t event) override;
-
- private:
-  class EventCopy;
-
-  void* take_event(std::size_t nbytes);
-  // Throws CopyError, for a copy of `nbytes`, if `result` is an error's number.
-  void check(int result, std::size_t nbytes) const;
-
-  const CudaDriver driver_;
-  void* const context_;
-  void* const stream_;
-  std::vector<void*> all_events_;
-  std::vector<void*> free_events_;  // whose copies have ended; it has room for all
-};
-
-// Its end is an event, which another copy may use afterwards.
-class CudaCopier::EventCopy : public Copier::Copy {
- public:
-  EventCopy(CudaCopier& copier, void* event, std::size_t nbytes)
-      : copier_(copier), event_(event), nbytes_(nbytes) {}
-  ~EventCopy() override { copier_.free_events_.push_back(event_); }
-
-  void wait() override { copier_.check(copier_.driver_.cuEventSynchronize(event_), nbytes_); }
-  void cancel() noexcept override {}  // a device cannot be told to leave out a copy
-
- private:
-  CudaCopier& copier_;
-  void* const event_;
-  const std::size_t nbytes_;
-};
+}  // namespace
 
 CudaCopier::CudaCopier(const CudaDriver& driver, std::uintptr_t context, std::uintptr_t stream)
     : driver_(driver), context_(handle(context)), stream_(handle(stream)) {}
@@ -63,18 +21,28 @@ CudaCopier::~CudaCopier() {
   for (void* const event : all_events_) driver_.cuEventDestroy_v2(event);
 }
 
-std::unique_ptr<Copier::Copy> CudaCopier::start(std::byte* to, const std::byte* from,
-                                                std::size_t nbytes, std::uintptr_t event) {
+void* CudaCopier::start(std::byte* to, const std::byte* from, std::size_t nbytes,
+                        std::uintptr_t event) {
   check(driver_.cuCtxSetCurrent(context_), nbytes);
   void* const end = take_event(nbytes);
-  auto copy = std::make_unique<EventCopy>(*this, end, nbytes);
-  if (event != 0) check(driver_.cuStreamWaitEvent(stream_, handle(event), 0), nbytes);
-  const auto source = reinterpret_cast<std::uintptr_t>(from);
-  check(driver_.cuMemcpyDtoHAsync_v2(to, source, nbytes, stream_), nbytes);
-  // (A stream that refuses this, after it took the copy, is one of a device that has failed: it
-  // does no work any more.)
-  check(driver_.cuEventRecord(end, stream_), nbytes);
-  return copy;
+  try {
+    if (event != 0) check(driver_.cuStreamWaitEvent(stream_, handle(event), 0), nbytes);
+    const auto source = reinterpret_cast<std::uintptr_t>(from);
+    check(driver_.cuMemcpyDtoHAsync_v2(to, source, nbytes, stream_), nbytes);
+    // (A stream that refuses this, after it took the copy, is one of a device that has failed: it
+    // does no work any more.)
+    check(driver_.cuEventRecord(end, stream_), nbytes);
+  } catch (...) {
+    free_events_.push_back(end);
+    throw;
+  }
+  return end;
+}
+
+void CudaCopier::wait(void* end, std::size_t nbytes) {
+  const int result = driver_.cuEventSynchronize(end);
+  free_events_.push_back(end);
+  check(result, nbytes);
 }
 
 void* CudaCopier::take_event(std::size_t nbytes) {
@@ -99,13 +67,6 @@ void CudaCopier::check(int result, std::size_t nbytes) const {
       EIO, "copy of " + std::to_string(nbytes) +
                " bytes from the device to RAM failed: " + (text == nullptr ? "unknown" : text) +
                " (CUDA's error " + std::to_string(result) + ")");
-}
-
-}  // namespace
-
-std::unique_ptr<Copier> make_cuda_copier(const CudaDriver& driver, std::uintptr_t context,
-                                         std::uintptr_t stream) {
-  return std::make_unique<CudaCopier>(driver, context, stream);
 }
 
 }  // namespace hetero

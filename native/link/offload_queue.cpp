@@ -30,9 +30,12 @@ void OffloadOp::wait() {
   if (error_) std::rethrow_exception(error_);
 }
 
-OffloadQueue::OffloadQueue(std::unique_ptr<Copier> copier, std::byte* buffers, std::size_t count,
-                           std::size_t buffer_bytes)
-    : copier_(std::move(copier)), buffers_(buffers), buffer_bytes_(buffer_bytes), ahead_(count) {
+OffloadQueue::OffloadQueue(const CudaDriver& driver, std::uintptr_t context, std::uintptr_t stream,
+                           std::byte* buffers, std::size_t count, std::size_t buffer_bytes)
+    : copier_(std::in_place, driver, context, stream),
+      buffers_(buffers),
+      buffer_bytes_(buffer_bytes),
+      ahead_(count) {
   if (buffers == nullptr || count == 0 || buffer_bytes < element_bytes(Dtype::fp32)) {
     throw std::invalid_argument(std::to_string(count) + " buffers of " +
                                 std::to_string(buffer_bytes) + " bytes are none");
@@ -53,7 +56,7 @@ std::shared_ptr<OffloadOp> OffloadQueue::submit(const Offload& offload) {
 
 void OffloadQueue::cancel(OffloadOp& op) {
   const MutexLock lock(mutex_, fork_);
-  if (!op.done()) cancel_held(op);
+  op.cancelled_ = true;
 }
 
 void OffloadQueue::close() {
@@ -61,20 +64,11 @@ void OffloadQueue::close() {
   {
     const MutexLock lock(mutex_);
     stopping_ = true;
-    for (const auto& op : queue_) cancel_held(*op);
-    for (std::size_t i = 0; i < count_; ++i) cancel_held(*ahead(i).op);
+    for (const auto& op : queue_) op->cancelled_ = true;
   }
   changed_.notify_one();
   const MutexLock joining(joining_);
   if (thread_.joinable()) thread_.join();
-}
-
-void OffloadQueue::cancel_held(OffloadOp& op) {
-  op.cancelled_ = true;
-  // The last part first: after the one under way the copier would begin the next one, and so on.
-  for (std::size_t i = count_; i-- > 0;) {
-    if (ahead(i).op.get() == &op && ahead(i).copy) ahead(i).copy->cancel();
-  }
 }
 
 void OffloadQueue::work() {
@@ -108,19 +102,19 @@ void OffloadQueue::start() {
   if (op.error_) part.numel = 0;  // the rest of it does not matter
   if (part.numel != 0) {
     if (!offload.straight()) part.buffer = buffers_ + place * buffer_bytes_;
+    part.nbytes = part.numel * size;
     const MutexUnlock unlocked(mutex_);
     try {
       std::byte* const to = part.buffer != nullptr ? part.buffer : offload.to;
-      part.copy =
-          copier_->start(to, offload.from + part.first * size, part.numel * size, offload.event);
+      part.copied =
+          copier_->start(to, offload.from + part.first * size, part.nbytes, offload.event);
     } catch (...) {
       op.error_ = std::current_exception();
     }
   }
-  if (part.copy) {
+  if (part.copied != nullptr) {
     op.begun_ += part.numel;
     part.last = op.begun_ == offload.numel;
-    if (op.cancelled_) part.copy->cancel();  // since it was started
   }
   if (part.last) queue_.pop_front();
   ++count_;
@@ -128,14 +122,14 @@ void OffloadQueue::start() {
 
 // Until the oldest part is at its place.
 void OffloadQueue::finish() {
-  Part& part = ahead(0);
+  Part& part = ahead_[first_];
   OffloadOp& op = *part.op;
   const Offload& offload = op.offload_;
   {
     const MutexUnlock unlocked(mutex_);
     try {
-      if (part.copy) {
-        part.copy->wait();
+      if (part.copied != nullptr) {
+        copier_->wait(part.copied, part.nbytes);
         if (part.buffer != nullptr && !op.error_) put(offload, part.buffer, part.first, part.numel);
       }
     } catch (...) {

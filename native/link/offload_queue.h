@@ -1,4 +1,4 @@
-// Arrays on their way from a device to RAM, each of which is copied to a place or added to what is
+// Arrays on their way from a GPU to RAM, each of which is copied to a place or added to what is
 // there, in a thread of its own.
 //
 // What is copied as it is goes straight to its place, whole. What is added or converted comes to
@@ -11,13 +11,14 @@
 #include <deque>
 #include <exception>
 #include <memory>
+#include <optional>
 #include <thread>
 #include <vector>
 
 #include "base/completion.h"
 #include "base/fork.h"
 #include "base/thread_annotations.h"
-#include "link/copier.h"
+#include "link/cuda_copier.h"
 #include "update/update_kind.h"
 
 namespace hetero {
@@ -63,9 +64,9 @@ class OffloadQueue {
   // `buffers`: `count` of `buffer_bytes`, one after another, which nobody else uses while
   // operations are under way. As many copies are started and not waited for, to keep a link busy
   // while one part is added. Throws std::invalid_argument if there are none, or if they have no
-  // room for an element. To be made by make_own().
-  OffloadQueue(std::unique_ptr<Copier> copier, std::byte* buffers, std::size_t count,
-               std::size_t buffer_bytes);
+  // room for an element. The others are CudaCopier's. To be made by make_own().
+  OffloadQueue(const CudaDriver& driver, std::uintptr_t context, std::uintptr_t stream,
+               std::byte* buffers, std::size_t count, std::size_t buffer_bytes);
   ~OffloadQueue() { close(); }
   OffloadQueue(const OffloadQueue&) = delete;
   OffloadQueue& operator=(const OffloadQueue&) = delete;
@@ -74,7 +75,8 @@ class OffloadQueue {
 
   // Throws std::runtime_error after close().
   std::shared_ptr<OffloadOp> submit(const Offload& offload) EXCLUDES(mutex_);
-  // What is not copied yet is not needed. Nothing if all is; `op` is this queue's.
+  // What is not begun yet is not needed (a device cannot be told to leave out a copy). Nothing if
+  // all is; `op` is this queue's.
   void cancel(OffloadOp& op) EXCLUDES(mutex_);
   // Cancels all operations and joins the thread; idempotent.
   void close() EXCLUDES(mutex_, joining_);
@@ -83,8 +85,9 @@ class OffloadQueue {
   // Elements [first, first + numel) of an array, on their way.
   struct Part {
     std::shared_ptr<OffloadOp> op;
-    std::unique_ptr<Copier::Copy> copy;  // null if there is nothing to copy
-    std::byte* buffer = nullptr;         // null if it goes to its place
+    void* copied = nullptr;       // the copy's end; null if there is nothing to copy
+    std::byte* buffer = nullptr;  // null if it goes to its place
+    std::size_t nbytes = 0;
     std::size_t first = 0;
     std::size_t numel = 0;
     bool last = false;
@@ -93,18 +96,15 @@ class OffloadQueue {
   void work() EXCLUDES(mutex_);
   void start() REQUIRES(mutex_);
   void finish() REQUIRES(mutex_);
-  Part& ahead(std::size_t i) REQUIRES(mutex_) { return ahead_[(first_ + i) % ahead_.size()]; }
-  void cancel_held(OffloadOp& op) REQUIRES(mutex_);
 
   const ForkGuard fork_{"gradient offload", "make a new engine here"};
-  std::unique_ptr<Copier> copier_;  // the thread's
+  std::optional<CudaCopier> copier_;  // the thread's
   std::byte* const buffers_;
   const std::size_t buffer_bytes_;
   Mutex mutex_;
   Condition changed_;  // something to do, for the thread
   std::deque<std::shared_ptr<OffloadOp>> queue_ GUARDED_BY(mutex_);  // not wholly started
-  // A ring of the parts that are on their way, of which each may use the buffer of its place. Its
-  // entries that are in use are the thread's; others only cancel their copies, with the mutex held.
+  // A ring of the parts that are on their way, of which each may use the buffer of its place.
   std::vector<Part> ahead_ GUARDED_BY(mutex_);
   std::size_t first_ GUARDED_BY(mutex_) = 0;
   std::size_t count_ GUARDED_BY(mutex_) = 0;

@@ -290,18 +290,14 @@ Span::Span(std::shared_ptr<const Arena::Mapping> mapping, const void* address, s
   for (std::size_t slot = first_slot_; slot < past_slot_; ++slot) mapping_->transfers->take(slot);
 }
 
-Span Span::of_any(const void* address, std::size_t nbytes) {
-  auto mapping = nbytes == 0 ? nullptr : Arena::Mapping::find(address);
-  return mapping ? Span(std::move(mapping), address, nbytes) : Span();
-}
-
 Span Span::of(const void* address, std::size_t nbytes) {
-  Span found = of_any(address, nbytes);
-  if (nbytes != 0 && !found.mapping_) {
+  if (nbytes == 0) return {};
+  auto mapping = Arena::Mapping::find(address);
+  if (!mapping) {
     throw std::invalid_argument("the " + std::to_string(nbytes) +
                                 " bytes of a transfer are in no arena");
   }
-  return found;
+  return {std::move(mapping), address, nbytes};
 }
 
 Span::Span(Span&& other) noexcept

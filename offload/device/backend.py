@@ -9,11 +9,14 @@ it has there.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from offload._native import Link, LinkOp, OffloadOp, OffloadQueue, UpdateKind
+from offload import _native
+from offload._native import OffloadQueue, UpdateKind
+from offload.device.emulated_link import LinkCopy, LinkWay
 from offload.device.updater import Updater
 from offload.memory.arena import HostArena
 from offload.memory.ledger import Ledger
@@ -95,16 +98,16 @@ class Backend:
         """
         raise AssertionError("what is in RAM is where the CPU computes")
 
-    def offload_queue(self, buffers: HostArena) -> OffloadQueue:
-        """A queue of arrays that are added to what is in RAM, through `buffers`, slots there.
+    def offload_queue(self, buffers: HostArena) -> OffloadQueue | None:
+        """What offload() brings arrays by, through `buffers`, slots in RAM; None: it needs nothing.
 
         The caller closes it, before the slots and the backend.
         """
-        raise AssertionError("what is in RAM is where the CPU computes")
+        return None
 
     def offload(
         self,
-        queue: OffloadQueue,
+        queue: OffloadQueue | None,
         to: torch.Tensor,
         source: torch.Tensor,
         add: bool,
@@ -116,7 +119,7 @@ class Backend:
         after which `source` is computed, of record_event(). The caller keeps all three until that
         is done. wait() raises an OSError if it failed.
         """
-        return submit(queue, to, source, add, 0)
+        raise AssertionError("what is in RAM is where the CPU computes")
 
     def collective_device(self) -> str | None:
         """The device's name on this machine, if devices of ranks can gather by themselves."""
@@ -172,57 +175,59 @@ class EmulatedBackend(Backend):
     def __init__(self, bytes_per_s: float) -> None:
         """`bytes_per_s`: of each direction. Raises ValueError for less than 1000."""
         super().__init__()
-        self.link = Link(bytes_per_s, bytes_per_s)
+        self.h2d, self.d2h = LinkWay("h2d", bytes_per_s), LinkWay("d2h", bytes_per_s)
 
     @property
     def h2d_bytes(self) -> int:
-        return int(self.link.stats["h2d_bytes"])
+        return self.h2d.nbytes
 
     @property
     def d2h_bytes(self) -> int:
-        return int(self.link.stats["d2h_bytes"])
+        return self.d2h.nbytes
 
     @property
     def link_busy_s(self) -> tuple[float, float]:
-        stats = self.link.stats
-        return stats["h2d_busy_s"], stats["d2h_busy_s"]
+        return self.h2d.busy_s, self.d2h.busy_s
 
-    def fetch(self, to: torch.Tensor, source: torch.Tensor) -> Transfer:
+    def fetch(self, to: torch.Tensor, source: torch.Tensor) -> LinkCopy:
         check_sides(to, source)
-        op = self.link.copy("h2d", to.data_ptr(), source.data_ptr(), to.nbytes)
-        return _Copy(op, to, source)
+        return self.h2d.start(_mover(to, source, False), source.nbytes)
 
-    def to_ram(self, to: torch.Tensor, source: torch.Tensor, after: Any = None) -> Transfer:
+    def to_ram(self, to: torch.Tensor, source: torch.Tensor, after: Any = None) -> LinkCopy:
         check_sides(to, source)
-        op = self.link.copy("d2h", to.data_ptr(), source.data_ptr(), to.nbytes)
-        return _Copy(op, to, source)
+        return self.d2h.start(_mover(to, source, False), source.nbytes)
 
-    def offload_queue(self, buffers: HostArena) -> OffloadQueue:
-        sizes = buffers.address(0), buffers.slots, buffers.slot_bytes
-        return OffloadQueue.over_link(self.link, *sizes)
+    def offload(
+        self,
+        queue: OffloadQueue | None,
+        to: torch.Tensor,
+        source: torch.Tensor,
+        add: bool,
+        after: Any = None,
+    ) -> LinkCopy:
+        """As Backend. It is added, or converted, from where it is, which is RAM, too."""
+        return self.d2h.start(_mover(to, source, add), source.nbytes)
 
     def close(self) -> None:
-        self.link.close()
+        self.h2d.close()
+        self.d2h.close()
 
 
-class _Copy:
-    """A copy over the link. It has its tensors until it was waited for, or is forgotten."""
+def _mover(to: torch.Tensor, source: torch.Tensor, add: bool) -> Callable[[int, int], object]:
+    """Moves bytes of `source`, given the first one and how many, to their place in `to`."""
+    assert to.numel() == source.numel(), (to.numel(), source.numel())
+    if not add and to.dtype is source.dtype:
+        return lambda at, nbytes: _native.stream_copy(
+            to.data_ptr() + at, source.data_ptr() + at, nbytes
+        )
+    write = _native.add_and_sum if add else _native.copy_and_sum
+    names = DTYPE_NAMES[source.dtype], DTYPE_NAMES[to.dtype]
 
-    def __init__(self, op: LinkOp, *tensors: torch.Tensor) -> None:
-        self._op = op  # first, because it goes first: it then ends
-        self._tensors = tensors
+    def move(at: int, nbytes: int) -> None:
+        place = to.data_ptr() + at // source.itemsize * to.itemsize
+        write(names[0], source.data_ptr() + at, names[1], place, nbytes // source.itemsize)
 
-    def done(self) -> bool:
-        return self._op.done()
-
-    def wait(self) -> None:
-        try:
-            self._op.wait()
-        finally:
-            self._tensors = ()
-
-    def cancel(self) -> None:
-        self._op.cancel()
+    return move
 
 
 def check_sides(to: torch.Tensor, source: torch.Tensor) -> None:
@@ -231,16 +236,3 @@ def check_sides(to: torch.Tensor, source: torch.Tensor) -> None:
     assert source.is_contiguous()
     assert to.dtype is source.dtype, (to.dtype, source.dtype)
     assert to.nbytes == source.nbytes, (to.nbytes, source.nbytes)
-
-
-def submit(
-    queue: OffloadQueue, to: torch.Tensor, source: torch.Tensor, add: bool, event: int
-) -> OffloadOp:
-    """Gives `queue` an array; `event` is the handle of the device's event, or 0."""
-    assert to.is_contiguous()
-    assert source.is_contiguous()
-    assert to.numel() == source.numel(), (to.numel(), source.numel())
-    names = DTYPE_NAMES[source.dtype], DTYPE_NAMES[to.dtype]
-    return queue.submit(
-        source.data_ptr(), names[0], to.data_ptr(), names[1], to.numel(), add, event
-    )

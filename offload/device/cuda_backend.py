@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from offload._native import OffloadOp, OffloadQueue, UpdateKind
-from offload.device.backend import Backend, check_sides, submit
+from offload.device.backend import DTYPE_NAMES, Backend, check_sides
 from offload.device.cuda_runtime import CudaRuntime, Event, Stream
 from offload.device.device_arena import DeviceArena, PageLockedArena, check_not_capturing
 from offload.device.updater import MeanKernel, Updater
@@ -129,15 +129,23 @@ class CudaBackend(Backend):
 
     def offload(
         self,
-        queue: OffloadQueue,
+        queue: OffloadQueue | None,
         to: torch.Tensor,
         source: torch.Tensor,
         add: bool,
         after: Event | None = None,
     ) -> OffloadOp:
+        assert queue is not None
+        assert to.is_contiguous()
+        assert source.is_contiguous()
+        assert to.numel() == source.numel(), (to.numel(), source.numel())
         with self._lock:
             self.d2h_bytes += source.nbytes
-        return submit(queue, to, source, add, 0 if after is None else self.runtime.handle(after))
+        names = DTYPE_NAMES[source.dtype], DTYPE_NAMES[to.dtype]
+        event = 0 if after is None else self.runtime.handle(after)
+        return queue.submit(
+            source.data_ptr(), names[0], to.data_ptr(), names[1], to.numel(), add, event
+        )
 
     def collective_device(self) -> str | None:
         return self.runtime.collective_name()

@@ -134,11 +134,11 @@ class CudaRuntime:
         return int(event.cuda_event)
 
     def offload_queue(self, stream: Stream, buffers: HostArena) -> OffloadQueue:
-        """A queue whose copies are in `stream`; the rest is as OffloadQueue.on_cuda() has it."""
+        """A queue whose copies are in `stream`; the rest is as OffloadQueue has it."""
         context = primary_context(self._index)
         functions = driver_functions(COPY_FUNCTIONS)
         sizes = buffers.address(0), buffers.slots, buffers.slot_bytes
-        return OffloadQueue.on_cuda(functions, context, stream.cuda_stream, *sizes)
+        return OffloadQueue(functions, context, stream.cuda_stream, *sizes)
 
     def empty(self, nbytes: int) -> torch.Tensor:
         """Memory of the device. Raises RuntimeError (torch.cuda.OutOfMemoryError)."""

@@ -2,9 +2,9 @@
 
 A gradient that is the first of its step and has the kept dtype is copied straight to its home,
 whole. One that is added or converted passes in parts through buffers in RAM, where it is added in
-fp32 and rounded once, so with the same bits. A native thread (native/link/offload_queue.h)
-starts the copies, waits for them, and has idle threads of the worker pool add: Python submits a
-gradient and waits for it, whatever its size. Bytes under way are charged to DEVICE and limited.
+fp32 and rounded once, so with the same bits. A native thread (native/link/offload_queue.h) starts a
+GPU's copies, waits for them, and has idle threads of the worker pool add: Python submits a gradient
+and waits for it, whatever its size. Bytes under way are charged to DEVICE and limited.
 Code that reads a kept gradient waits for what is on its way to it, and gets the error if that was
 lost.
 """
@@ -57,12 +57,12 @@ class _Item:
 
 
 class GradOffload:
-    """Copies gradients to where they are kept, or adds them to what is there, in native threads.
+    """Copies gradients to where they are kept, or adds them to what is there, in other threads.
 
     A first gradient of the dtype that is kept is copied straight to its place, whole. Another one
-    comes to buffers in RAM and is added there (or converted), in the dtype of what is kept: an
-    OffloadQueue does that, and Python has one thing to do for each gradient, whatever its size, to
-    wait for it. Gradients of one owner arrive in the order in which they were given. Callers that
+    comes to buffers in RAM and is added there (or converted), in the dtype of what is kept: the
+    backend does that, and there is one thing to do for each gradient, whatever its size, to wait
+    for it. Gradients of one owner arrive in the order in which they were given. Callers that
     read what is kept call wait() first, which raises an error until the owner's gradient is
     replaced.
 
@@ -204,7 +204,8 @@ class GradOffload:
                 if item.op is not None:
                     item.op.cancel()
         self._worker.close()
-        self._copies.close()
+        if self._copies is not None:
+            self._copies.close()
 
 
 def _plain(grad: torch.Tensor) -> torch.Tensor:

@@ -294,7 +294,7 @@ class FakeRuntime:
 
     def offload_queue(self, stream: FakeStream, buffers: HostArena) -> _native.OffloadQueue:
         sizes = buffers.address(0), buffers.slots, buffers.slot_bytes
-        return _native.OffloadQueue.on_cuda(
+        return _native.OffloadQueue(
             self.driver.functions, CONTEXT, self.driver.handle(stream), *sizes
         )
 
