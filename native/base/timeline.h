@@ -11,6 +11,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "base/fork.h"
+
 namespace hetero::timeline {
 
 using Clock = std::chrono::steady_clock;
@@ -39,7 +41,9 @@ Recording stop();
 
 namespace detail {
 extern std::atomic<bool> recording;
-}
+// In a forked child: who makes the recording is the parent.
+void forget() REQUIRES(process_mutex);
+}  // namespace detail
 
 inline bool on() { return detail::recording.load(std::memory_order_relaxed); }
 
