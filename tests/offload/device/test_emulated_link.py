@@ -9,6 +9,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -98,7 +99,7 @@ def test_a_timeline_has_copies(backend: EmulatedBackend) -> None:
             copy.wait()
     found = recording.timeline.of("d2h")
     assert [i.nbytes for i in found] == [MIB] * 3
-    assert all(after.begin_s >= before.end_s for before, after in zip(found, found[1:]))
+    assert all(after.begin_s >= before.end_s for before, after in pairwise(found))
 
 
 @at(MIB)
@@ -119,7 +120,7 @@ def test_the_bytes_arrive_over_the_time(backend: EmulatedBackend) -> None:
     backend.fetch(target[:4096], source[:4096]).wait()
 
 
-@at(1000)
+@at(1e5)
 def test_what_is_queued_is_dropped_at_once_and_costs_no_time(backend: EmulatedBackend) -> None:
     running, *queued = (backend.fetch(zeros(MIB), bytes_of(MIB)) for _ in range(100))
     source, target = bytes_of(64), zeros(64)
