@@ -87,7 +87,8 @@ class _Passage:
     def __init__(self, backend: Backend, buffers: HostArena) -> None:
         self._backend = backend
         self._buffers = buffers
-        self._lock = threading.Lock()  # guards all below
+        # Reentrant: the garbage collector may close what it finds at any time.
+        self._lock = threading.RLock()  # guards all below
         self._parts: deque[_Part] = deque()  # that are not at their places, in their order
         self._next_buffer = 0
         self._is_cancelled = False
@@ -202,7 +203,7 @@ class GradOffload:
             while self._in_flight_bytes and self._in_flight_bytes + grad.nbytes > self.limit_bytes:
                 self._changed.wait()
             self.wait_s += time.perf_counter() - began_s
-            straight = not add and grad.dtype is kept.dtype
+            straight = not add and grad.dtype is kept.dtype and len(grad) > 0
             if straight:  # it must not arrive before gradients that are still to be added
                 while owner in self._pending:
                     self._changed.wait()
