@@ -37,15 +37,8 @@ def read_peer_memory(process: int, source: int, into: int, nbytes: int) -> None:
 def stream_copy(to: int, source: int, nbytes: int) -> None:
     """Copies memory past the caches, which nobody reads soon."""
 
-def cpu_quota(root: str = "") -> float | None:
-    """The CPU time, in CPUs, that the control groups (version 1 or 2) of this process allow; None
-    without a quota. `root` is put before /proc and /sys."""
-
-def usable_cpus() -> int:
-    """The CPUs that this process may run on, and no more than its quota pays for; at least 1."""
-
 def threads() -> int:
-    """Size of the worker pool; at first usable_cpus()."""
+    """Size of the worker pool; at first the number of CPUs that this process may run on."""
 
 def start_threads() -> int:
     """Starts the workers, as their first use would. Returns how many threads a run has then, the
