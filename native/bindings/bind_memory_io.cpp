@@ -151,8 +151,8 @@ void bind_memory(py::module_& module) {
 
 constexpr const char* kKinds[] = {"read", "write"};
 
-// offload._native.NativeIoError, whose text is its attribute `message`. Borrowed and never released:
-// exceptions may be translated until the interpreter is gone.
+// offload._native.NativeIoError, whose text is its attribute `message`. Borrowed and never
+// released: exceptions may be translated until the interpreter is gone.
 PyObject* io_error_type = nullptr;
 
 void make_io_error_type(py::module_& module) {
@@ -267,7 +267,8 @@ void bind_io(py::module_& module) {
       .def("done", [](const Transfer& self) { return self.op->done(); })
       .def(
           "wait", [](const Transfer& self) { self.op->wait(); }, ReleaseGil())
-      .def("cancel", [](const Transfer& self) { self.engine->cancel(*self.op); }, ReleaseGil())
+      .def(
+          "cancel", [](const Transfer& self) { self.engine->cancel(*self.op); }, ReleaseGil())
       .def("hurry", [](const Transfer& self) { self.engine->hurry(*self.op); }, ReleaseGil());
 
   py::class_<StripeMap>(module, "StripeMap")

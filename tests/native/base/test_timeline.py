@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from offload import _native
-from tests.support.native.io_tools import MIB, Memory, Pipe, in_time, needs_uring
+from tests.support.native.io_tools import MIB, Memory, Pipe, needs_uring
 
 
 def by_lane(intervals):
@@ -90,10 +90,10 @@ def test_an_update_is_one_interval():
 
 @needs_uring
 def test_what_began_before_counts_from_the_beginning_on():
-    engine, memory = _native.IoEngine("io_uring"), Memory(4096)
+    engine, memory = _native.IoEngine("io_uring", block_bytes=4096), Memory(2 * 4096)
     pipe = Pipe(engine)
-    op = engine.read(pipe.file, memory.address, 4096, 0)
-    in_time(lambda: engine.stats["in_flight"], 1)
+    op = engine.read(pipe.file, memory.address, 2 * 4096, 0)
+    pipe.feed_first(engine)
 
     def run():
         pipe.feed(4096)
