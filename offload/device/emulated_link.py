@@ -99,6 +99,7 @@ class LinkWay:
         self._changed = threading.Condition()  # guards all below, and copies until they begin
         self._closing = False
         self._due_s = 0.0  # when the last copy's time is over
+        self._busy_until_s = 0.0  # when it was done
         self._faults: list[int] = []  # by copy to begin from now, the errno that it fails with
         self._worker = Worker(lane, end=self._stop)
 
@@ -139,7 +140,6 @@ class LinkWay:
                 return
             copy.has_begun = True
             error = self._faults.pop(0) if self._faults else 0
-        began_s = time.perf_counter()
         start_s = max(copy.submitted_s, self._due_s)
         while not error and copy.moved_bytes < copy.nbytes:
             if self._is_cut(copy):
@@ -151,8 +151,10 @@ class LinkWay:
                 left_s = self._due_s - time.perf_counter()
                 self._changed.wait_for(partial(self._is_cut, copy), left_s)
         if copy.moved_bytes:
-            self.busy_s += time.perf_counter() - began_s
-            timeline.note(self.lane, began_s, nbytes=copy.moved_bytes)
+            began_s = max(start_s, self._busy_until_s)
+            self._busy_until_s = time.perf_counter()
+            self.busy_s += self._busy_until_s - began_s
+            timeline.note(self.lane, began_s, self._busy_until_s, copy.moved_bytes)
         copy.end(error)
 
     def _is_cut(self, copy: LinkCopy) -> bool:
