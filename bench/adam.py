@@ -27,6 +27,7 @@ from bench.harness.rounds import Sample, run_rounds
 from bench.harness.tables import number, of_figures, ranged
 from offload import _native
 from offload._native import UpdateKind
+from offload.cgroups import usable_cpus
 from offload.memory.sizes import format_bytes
 from offload.profile.measure import UpdateArrays
 
@@ -58,7 +59,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """All figures. Raises ValueError for what cannot be measured."""
-    numel, threads = arguments.numel, arguments.threads or _native.usable_cpus()
+    numel, threads = arguments.numel, arguments.threads or usable_cpus()
     of_torch = TORCH_DTYPES if arguments.peers else {}
     needed = numel * (ARRAYS_BYTES + sum(4 * dtype.itemsize for dtype in of_torch.values()))
     available = psutil.virtual_memory().available

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from offload import _native
+from offload.cgroups import usable_cpus
 
 _chosen = False  # whether the user has set the number of threads
 
@@ -37,5 +38,5 @@ def lacking_threads() -> list[str]:
 
 def share_threads(local_ranks: int) -> None:
     """Sets the default for one of `local_ranks` that share the machine; the user's choice stays."""
-    if local_ranks > 1 and not _chosen:
-        _native.set_threads(max(1, _native.usable_cpus() // local_ranks))
+    if not _chosen:
+        _native.set_threads(max(1, usable_cpus() // local_ranks))

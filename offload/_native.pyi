@@ -3,7 +3,7 @@
 Addresses are plain integers (host pointers); sizes are bytes unless the name says `numel`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 DtypeName = Literal["fp32", "bf16", "fp16"]
@@ -34,15 +34,11 @@ def read_peer_memory(process: int, source: int, into: int, nbytes: int) -> None:
     """Copies memory at the address `source` of another process of this machine. Raises OSError if
     it is gone, may not be read, or has no memory there."""
 
-def cpu_quota(root: str = "") -> float | None:
-    """The CPU time, in CPUs, that the control groups (version 1 or 2) of this process allow; None
-    without a quota. `root` is put before /proc and /sys."""
-
-def usable_cpus() -> int:
-    """The CPUs that this process may run on, and no more than its quota pays for; at least 1."""
+def stream_copy(to: int, source: int, nbytes: int) -> None:
+    """Copies memory past the caches, which nobody reads soon."""
 
 def threads() -> int:
-    """Size of the worker pool; at first usable_cpus()."""
+    """Size of the worker pool; at first the number of CPUs that this process may run on."""
 
 def start_threads() -> int:
     """Starts the workers, as their first use would. Returns how many threads a run has then, the
@@ -58,9 +54,9 @@ def start_timeline(capacity: int) -> None:
 def stop_timeline() -> tuple[int, int, list[tuple[Any, int, int, int]], int]:
     """Ends it: (begin, end, intervals, dropped), with intervals as (lane, begin, end, bytes) in the
     order of their ends, in nanoseconds of perf_counter_ns(). Lanes: "update" (a tile or a whole
-    update), "nvme_read" and "nvme_write" (an operation, from its first block's transfer), "h2d" and
-    "d2h" (a copy over a link). What is under way at the beginning counts from there on, at the end
-    not at all. RuntimeError if nothing is being recorded."""
+    update), "nvme_read" and "nvme_write" (an operation, from its first block's transfer). What is
+    under way at the beginning counts from there on, at the end not at all. RuntimeError if nothing
+    is being recorded."""
 
 class NativeIoError(OSError):
     """A failed transfer. `errno`, `strerror` and `filename` are OSError's; the rest says where."""
@@ -100,7 +96,7 @@ class Arena:
         Raises ValueError for zero bytes or address 0."""
     @property
     def transfers(self) -> Pins:
-        """How many transfers of an IoEngine or a Link use each slot now, whoever has the handle."""
+        """How many transfers of an IoEngine use each slot now, whoever has the handle."""
     def wipe_on_fork(self, offset: int, nbytes: int) -> None:
         """A child that is forked from now on reads zeros from the range's pages. For page-locked
         ones, which fork() would copy at once; not for over()'s. ValueError for what is outside."""
@@ -225,89 +221,6 @@ class IoEngine:
         replaced by -`error`, or cut to `short_bytes`, or throws in the engine's own thread."""
     def close(self) -> None:
         """Fails operations still queued, waits for those in flight, joins threads; idempotent."""
-
-class LinkOp:
-    """One copy. It holds memory of arenas until it is done; keep other memory until then. A handle
-    that goes before is cancel()led and waits."""
-
-    def done(self) -> bool: ...
-    def wait(self) -> None:
-        """Blocks until complete; raises OSError if it failed (each time it is called): ECANCELED if
-        cancel() or close() cut it off."""
-    def cancel(self) -> None:
-        """Drops what is not copied yet. Nothing if the copy is done. From any thread."""
-
-class Link:
-    """An emulated link between HOST and DEVICE: background copies at a settable bandwidth. Each
-    direction has a thread and a first-in-first-out queue. A copy of n bytes is done not before
-    n / bandwidth after it was submitted and the one before it was due; its bytes arrive piece by
-    piece over that time."""
-
-    def __init__(self, h2d_bytes_per_s: float, d2h_bytes_per_s: float) -> None:
-        """Raises ValueError unless both are finite and at least 1000."""
-    def copy(self, direction: Literal["h2d", "d2h"], to: int, source: int, nbytes: int) -> LinkOp:
-        """Starts copying from address `source` to address `to`. RuntimeError after close();
-        ValueError for what begins in an Arena and reaches past its end."""
-    @property
-    def stats(self) -> dict[str, float]:
-        """h2d_bytes, h2d_copies (complete), h2d_errors (copies not complete), h2d_busy_s, and the
-        same for d2h, since the link was made"""
-    def inject(
-        self, direction: Literal["h2d", "d2h"], nth: int, error: int = 5, count: int = 1
-    ) -> None:
-        """For tests: the nth (from 0) copy to begin from now, and the `count` - 1 after it, fail
-        with `error` (default: EIO) and copy nothing."""
-    def close(self) -> None:
-        """Cancels all copies, joins the threads; idempotent."""
-
-class OffloadOp:
-    """One array of an OffloadQueue. A handle that goes before is cancel()led and waits."""
-
-    def done(self) -> bool: ...
-    def wait(self) -> None:
-        """Blocks until it has arrived, added if that was wanted; raises an OSError, with the
-        device's words, if a part of it did not (each time it is called)."""
-    def cancel(self) -> None:
-        """What is not copied yet is not needed: wait() may end early, then raises an OSError with
-        errno ECANCELED. Nothing if it has arrived. From any thread."""
-
-class OffloadQueue:
-    """Brings arrays from a device to RAM, in a thread and in their order. One that has the dtype of
-    its place, and replaces what is there, is copied there, whole. Another one comes to buffers in
-    RAM, part by part: parts are copied while one before them is added or converted, by the threads
-    of the worker pool that are idle: in fp32, rounded once, as torch does."""
-
-    @staticmethod
-    def over_link(link: Link, buffers: int, count: int, buffer_bytes: int) -> OffloadQueue:
-        """From an emulated device. `buffers` is the address of `count` times `buffer_bytes`,
-        which outlive it. Raises ValueError if they have no room for an element."""
-    @staticmethod
-    def on_cuda(
-        functions: Mapping[str, int],
-        context: int,
-        stream: int,
-        buffers: int,
-        count: int,
-        buffer_bytes: int,
-    ) -> OffloadQueue:
-        """From a GPU, in a stream of a context (handles of CUDA's driver). `functions` are the
-        addresses of the driver's functions, by name; ValueError if one is missing, and as
-        over_link()."""
-    def submit(
-        self,
-        source: int,
-        source_dtype: DtypeName,
-        to: int,
-        dtype: DtypeName,
-        numel: int,
-        add: bool,
-        event: int = 0,
-    ) -> OffloadOp:
-        """Starts bringing `numel` elements from address `source`, on the device, to address `to`.
-        `add`: to what is there. `event` is the device's, after which they are computed; 0: they
-        are. All three stay until it is done. RuntimeError after close()."""
-    def close(self) -> None:
-        """Cancels all that is under way, joins the thread; idempotent."""
 
 class UpdateKind:
     """Which update: the rule and the dtypes of its arrays. Immutable; equal kinds hash equally.

@@ -30,6 +30,7 @@ import hetero
 from hetero.cli.outcome import EXIT_FAILED, EXIT_OK, EXTRAS, install_line
 from hetero.text_table import columns, terminal_width
 from offload import _native
+from offload.cgroups import usable_cpus
 from offload.device.cuda_backend import cuda_available
 from offload.device.nccl import has_nccl
 from offload.disk.directories import IN_RAM, check_directory, free_bytes, mounted_at
@@ -312,7 +313,7 @@ def gather(
         extras=extras,
         architecture=platform.machine(),
         cpus=os.cpu_count() or 1,
-        usable_cpus=_native.usable_cpus(),  # after affinity and quota
+        usable_cpus=usable_cpus(),  # after affinity and quota
         isa=_native.isa(),
         available_isas=_native.isa_available(),
         forced_isa=os.environ.get("HETERO_ISA"),

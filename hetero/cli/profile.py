@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from hetero.cli.outcome import EXIT_OK, check_file
-from hetero.cpu_threads import set_threads
+from hetero.cpu_threads import set_threads, share_threads
 from hetero.text_table import columns, terminal_width
 from offload.memory.sizes import format_bytes
 from offload.profile.machine_profile import Profile, default_path
@@ -25,7 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
             raise ValueError(f"--threads must be at least 1, got {arguments.threads}")
         torch.set_num_threads(arguments.threads)
         set_threads(arguments.threads)
-
+    share_threads(1)
     path = Path(arguments.output) if arguments.output else default_path()
     check_file(path, "--output")  # or the measurement would be for nothing
 

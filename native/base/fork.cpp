@@ -6,68 +6,41 @@
 #include <set>
 #include <stdexcept>
 #include <string>
-#include <vector>
+
+#include "base/timeline.h"
 
 namespace hetero {
 
+constinit Mutex process_mutex;
+
 namespace {
 
-// What make_once() has made. Kept for ever: at exit other threads may still fork.
-struct AcrossFork {
-  Mutex mutex;
-  std::vector<HeldAcrossFork> held GUARDED_BY(mutex);
+struct ParentFds {
+  std::set<int*> open GUARDED_BY(process_mutex);  // where a ParentFd has its number
 };
 
-AcrossFork& across_fork() {
-  static AcrossFork* const made = [] {
-    // The analysis cannot follow a lock that one function takes and another one lets go.
-    pthread_atfork(
-        []() NO_THREAD_SAFETY_ANALYSIS {
-          across_fork().mutex.lock();
-          for (const HeldAcrossFork& each : across_fork().held) each.mutex->lock();
-        },
-        []() NO_THREAD_SAFETY_ANALYSIS {
-          for (const HeldAcrossFork& each : across_fork().held) each.mutex->unlock();
-          across_fork().mutex.unlock();
-        },
-        []() NO_THREAD_SAFETY_ANALYSIS {
-          for (const HeldAcrossFork& each : across_fork().held) {
-            each.in_child(each.object);
-            each.mutex->unlock();
-          }
-          across_fork().mutex.unlock();
-        });
-    return new AcrossFork;
-  }();
-  return *made;
+// Never destroyed: at exit other threads may still use it.
+ParentFds& all = *new ParentFds;
+
+// The analysis cannot follow a lock that one function takes and another one lets go.
+void before_fork() NO_THREAD_SAFETY_ANALYSIS { process_mutex.lock(); }
+
+void in_parent() NO_THREAD_SAFETY_ANALYSIS { process_mutex.unlock(); }
+
+void in_child() NO_THREAD_SAFETY_ANALYSIS {
+  for (int* const fd : all.open) {
+    ::close(*fd);
+    *fd = -1;
+  }
+  all.open.clear();
+  timeline::detail::forget();
+  process_mutex.unlock();
 }
 
 // When the module is loaded, before any thread could fork in the midst of it.
-[[maybe_unused]] const AcrossFork& made_at_load = across_fork();
-
-struct ParentFds {
-  Mutex mutex;
-  std::set<int*> open GUARDED_BY(mutex);  // where a ParentFd has its number
-
-  void in_child() REQUIRES(mutex) {
-    for (int* const fd : open) {
-      ::close(*fd);
-      *fd = -1;
-    }
-    open.clear();
-  }
-};
+[[maybe_unused]] const int registered = pthread_atfork(before_fork, in_parent, in_child);
 
 }  // namespace
-
-void* make_once(std::atomic<void*>& made, HeldAcrossFork (*make)()) {
-  AcrossFork& all = across_fork();
-  const MutexLock lock(all.mutex);
-  if (void* const found = made.load(std::memory_order_acquire)) return found;
-  all.held.push_back(make());
-  made.store(all.held.back().object, std::memory_order_release);
-  return all.held.back().object;
-}
 
 ForkGuard::ForkGuard(const char* what, const char* advice)
     : what_(what), advice_(advice), owner_(::getpid()) {}
@@ -90,8 +63,7 @@ MutexLock::MutexLock(Mutex& mutex, const ForkGuard& guard) : mutex_(mutex) {
 ParentFd::ParentFd(int fd) : fd_(fd) {
   if (fd < 0) return;
   try {
-    ParentFds& all = process_wide<ParentFds>();
-    const MutexLock lock(all.mutex);
+    const MutexLock lock(process_mutex);
     all.open.insert(&fd_);
   } catch (...) {
     ::close(fd);
@@ -106,8 +78,7 @@ void ParentFd::reset() {
 // Out of the registry first: a closed number may soon be another file's.
 int ParentFd::release() {
   if (fd_ < 0) return -1;
-  ParentFds& all = process_wide<ParentFds>();
-  const MutexLock lock(all.mutex);
+  const MutexLock lock(process_mutex);
   all.open.erase(&fd_);
   const int fd = fd_;
   fd_ = -1;

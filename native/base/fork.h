@@ -4,7 +4,6 @@
 
 #include <sys/types.h>
 
-#include <atomic>
 #include <memory>
 #include <utility>
 
@@ -12,35 +11,9 @@
 
 namespace hetero {
 
-// An object of the whole process, with its mutex that is held across fork(), so that the child
-// finds it free and what it guards whole. In the child `in_child(object)` is called before.
-struct HeldAcrossFork {
-  void* object;
-  Mutex* mutex;
-  void (*in_child)(void*);
-};
-
-// What `made` points to; if nothing, what `make` returns from now on. No fork comes in between.
-void* make_once(std::atomic<void*>& made, HeldAcrossFork (*make)());
-
-// The one T of the process, never destroyed: at exit other threads may still use it. T::mutex is
-// held across fork(), so it is taken last; T::in_child() is called in the child, before the mutex
-// is let go.
-template <class T>
-T& process_wide() {
-  // No `static T`: the child of a fork while another thread initializes that would wait for ever.
-  static constinit std::atomic<void*> made{nullptr};
-  void* found = made.load(std::memory_order_acquire);
-  if (found == nullptr) {
-    found = make_once(made, [] {
-      auto* const fresh = new T;
-      const auto in_child = [](void* object)
-                                NO_THREAD_SAFETY_ANALYSIS { static_cast<T*>(object)->in_child(); };
-      return HeldAcrossFork{fresh, &fresh->mutex, in_child};
-    });
-  }
-  return *static_cast<T*>(found);
-}
+// Guards what the process has one of, and is held across fork(), so that the child finds it free
+// and what it guards whole. It is taken last.
+extern Mutex process_mutex;
 
 // Belongs to an object that only the process which made it can use.
 class ForkGuard {

@@ -6,7 +6,6 @@
 // EXCLUDES(mutex).
 #pragma once
 
-#include <chrono>
 #include <condition_variable>
 #include <mutex>
 
@@ -86,14 +85,6 @@ class Condition {
     std::unique_lock<std::mutex> held(mutex.mutex_, std::adopt_lock);
     condition_.wait(held);
     held.release();
-  }
-  // False once the time has come.
-  template <typename Clock, typename Duration>
-  bool wait_until(Mutex& mutex, std::chrono::time_point<Clock, Duration> time) REQUIRES(mutex) {
-    std::unique_lock<std::mutex> held(mutex.mutex_, std::adopt_lock);
-    const std::cv_status status = condition_.wait_until(held, time);
-    held.release();
-    return status == std::cv_status::no_timeout;
   }
 
  private:

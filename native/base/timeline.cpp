@@ -5,34 +5,36 @@
 #include <utility>
 
 #include "base/fork.h"
-#include "base/thread_annotations.h"
 
 namespace hetero::timeline {
-
-namespace detail {
-std::atomic<bool> recording{false};
-}
 
 namespace {
 
 struct Recorder {
-  Mutex mutex;
-  Recording current GUARDED_BY(mutex);  // meaningful while a recording is under way
-
-  // A child has no recording: who makes it is the parent.
-  void in_child() REQUIRES(mutex) {
-    detail::recording.store(false, std::memory_order_relaxed);
-    current = {};
-  }
+  Recording current GUARDED_BY(process_mutex);  // meaningful while a recording is under way
 };
 
+// Never destroyed: at exit other threads may still use it.
+Recorder& all = *new Recorder;
+
 }  // namespace
+
+namespace detail {
+
+std::atomic<bool> recording{false};
+
+void forget() {
+  if (!on()) return;
+  recording.store(false, std::memory_order_relaxed);
+  all.current = {};
+}
+
+}  // namespace detail
 
 // `recording` changes with the mutex held, under which those who saw it look again; so its own
 // loads and stores need no order.
 void start(std::size_t capacity) {
-  Recorder& all = process_wide<Recorder>();
-  const MutexLock lock(all.mutex);
+  const MutexLock lock(process_mutex);
   if (on()) throw std::logic_error("a timeline is being recorded already");
   all.current = {};
   all.current.intervals.reserve(capacity);
@@ -41,8 +43,7 @@ void start(std::size_t capacity) {
 }
 
 Recording stop() {
-  Recorder& all = process_wide<Recorder>();
-  const MutexLock lock(all.mutex);
+  const MutexLock lock(process_mutex);
   if (!on()) throw std::logic_error("no timeline is being recorded");
   detail::recording.store(false, std::memory_order_relaxed);
   all.current.end = Clock::now();
@@ -54,8 +55,7 @@ Recording stop() {
 
 void note(Lane lane, Clock::time_point begin, std::uint64_t bytes, Clock::time_point end) noexcept {
   if (!on()) return;
-  Recorder& all = process_wide<Recorder>();
-  const MutexLock lock(all.mutex);
+  const MutexLock lock(process_mutex);
   if (!on()) return;
   Recording& current = all.current;
   if (current.intervals.size() == current.intervals.capacity()) {

@@ -11,11 +11,13 @@
 #include <cstdint>
 #include <vector>
 
+#include "base/fork.h"
+
 namespace hetero::timeline {
 
 using Clock = std::chrono::steady_clock;
 
-// A resource: "update", "nvme_read", "nvme_write", "h2d" or "d2h". Constants.
+// A resource: "update", "nvme_read" or "nvme_write". Constants.
 using Lane = const char*;
 
 // The resource was busy with `bytes` bytes of one thing.
@@ -39,7 +41,9 @@ Recording stop();
 
 namespace detail {
 extern std::atomic<bool> recording;
-}
+// In a forked child: who makes the recording is the parent.
+void forget() REQUIRES(process_mutex);
+}  // namespace detail
 
 inline bool on() { return detail::recording.load(std::memory_order_relaxed); }
 

@@ -1,15 +1,26 @@
 #include "base/worker_pool.h"
 
 #include <pthread.h>
+#include <sched.h>
 
 #include <algorithm>
 #include <stdexcept>
 
 #include "base/float_state.h"
 #include "base/quiet_thread.h"
-#include "base/usable_cpus.h"
 
 namespace hetero {
+
+namespace {
+
+unsigned allowed_cpus() {
+  cpu_set_t mask;
+  // It fails if there are more CPUs than cpu_set_t has bits.
+  if (sched_getaffinity(0, sizeof mask, &mask) == 0) return static_cast<unsigned>(CPU_COUNT(&mask));
+  return std::max(1u, std::thread::hardware_concurrency());
+}
+
+}  // namespace
 
 std::atomic<WorkerPool*> WorkerPool::instance_{nullptr};
 
@@ -17,7 +28,7 @@ WorkerPool& WorkerPool::instance() {
   // The pool is replaced in a forked child, where the parent's workers do not exist and its locks
   // may be held by nobody; the old object is left alone for ever.
   static const bool made = [] {
-    instance_ = new WorkerPool(usable_cpus());
+    instance_ = new WorkerPool(allowed_cpus());
     pthread_atfork(nullptr, nullptr, in_child);
     return true;
   }();

@@ -62,8 +62,8 @@ class WorkerPool {
  public:
   static WorkerPool& instance();
 
-  // Threads of a run, the caller included. At first usable_cpus(). (Relaxed: a number that says
-  // nothing about other memory.)
+  // Threads of a run, the caller included. At first as many as the CPUs that the process may run
+  // on. (Relaxed: a number that says nothing about other memory.)
   unsigned threads() const { return threads_.load(std::memory_order_relaxed); }
 
   // `count` threads, the caller included. Waits for the jobs that workers are at. Throws

@@ -1,4 +1,4 @@
-// Memory (Arena, Pins, peers', checksums), IoEngine and IoOp as Python sees them, and the
+// Memory (Arena, Pins, peers', copies, checksums), IoEngine and IoOp as Python sees them, and the
 // exceptions of failed transfers.
 #include <pybind11/stl.h>
 #include <sys/prctl.h>
@@ -20,6 +20,7 @@
 #include "io/io_engine.h"
 #include "io/stripe_map.h"
 #include "memory/arena.h"
+#include "memory/stream_copy.h"
 
 namespace hetero {
 
@@ -114,6 +115,13 @@ std::uint32_t checksum(std::uintptr_t address, std::size_t nbytes, std::uint32_t
 
 void bind_memory(py::module_& module) {
   module.def("crc32c", &checksum, "address"_a, "nbytes"_a, "crc"_a = 0, ReleaseGil());
+  module.def(
+      "stream_copy",
+      [](std::uintptr_t to, std::uintptr_t from, std::size_t nbytes) {
+        stream_copy(reinterpret_cast<std::byte*>(to), reinterpret_cast<const std::byte*>(from),
+                    nbytes);
+      },
+      "to"_a, "source"_a, "nbytes"_a, ReleaseGil());
   module.def("permit_peers_to_read", &permit_peers_to_read, "permit"_a);
   module.def("read_peer_memory", &read_peer_memory, "process"_a, "source"_a, "into"_a, "nbytes"_a,
              ReleaseGil());
@@ -143,7 +151,22 @@ void bind_memory(py::module_& module) {
 
 constexpr const char* kKinds[] = {"read", "write"};
 
+// offload._native.NativeIoError, whose text is its attribute `message`. Borrowed and never
+// released: exceptions may be translated until the interpreter is gone.
 PyObject* io_error_type = nullptr;
+
+void make_io_error_type(py::module_& module) {
+  io_error_type = PyErr_NewExceptionWithDoc(
+      "offload._native.NativeIoError",
+      "A failed transfer: which, of what file, how far it came, and why.", PyExc_OSError, nullptr);
+  if (io_error_type == nullptr) throw py::error_already_set();
+  const auto type = py::reinterpret_borrow<py::object>(io_error_type);
+  // OSError's own text has errno and file only.
+  type.attr("__str__") =
+      py::cpp_function([](const py::object& self) { return self.attr("message"); },
+                       py::is_method(type), py::name("__str__"));
+  module.attr("NativeIoError") = type;
+}
 
 void raise_io_error(const IoError& failure) {
   const std::string reason = failure.error == 0 ? "unexpected end of file"
@@ -181,7 +204,20 @@ std::shared_ptr<IoEngine> make_engine(const std::string& kind, unsigned queue_de
   return released_without_gil(make_own<IoEngine>(kind, options));
 }
 
-using Transfer = Handle<IoEngine, IoOp>;
+// The handle of an operation. It holds the engine, so that an operation still held can finish. One
+// that nobody holds any more is cancelled, and over when the handle is gone. (py::keep_alive would
+// say the first, but with pybind11 3.1.0 a call with wrong argument types then crashes.)
+struct Transfer {
+  Transfer(std::shared_ptr<IoEngine> engine, std::shared_ptr<IoOp> op)
+      : engine(std::move(engine)), op(std::move(op)) {}
+  Transfer(Transfer&&) = default;
+  ~Transfer() {
+    if (op && !op->done()) without_gil([&] { abandon(*engine, *op); });
+  }
+
+  std::shared_ptr<IoEngine> engine;
+  std::shared_ptr<IoOp> op;
+};
 
 template <IoKind kind>
 Transfer submit(const std::shared_ptr<IoEngine>& engine, int file, std::uintptr_t address,
@@ -224,12 +260,16 @@ py::dict stats_of(const IoEngine& engine) {
 }
 
 void bind_io(py::module_& module) {
-  io_error_type = make_os_error(
-      module, "NativeIoError", "A failed transfer: which, of what file, how far it came, and why.");
+  make_io_error_type(module);
   py::register_local_exception_translator(&translate);
 
-  Transfer::bind(module, "IoOp")
-      .def("hurry", [](const Transfer& self) { self.owner->hurry(*self.op); }, ReleaseGil());
+  py::class_<Transfer>(module, "IoOp")
+      .def("done", [](const Transfer& self) { return self.op->done(); })
+      .def(
+          "wait", [](const Transfer& self) { self.op->wait(); }, ReleaseGil())
+      .def(
+          "cancel", [](const Transfer& self) { self.engine->cancel(*self.op); }, ReleaseGil())
+      .def("hurry", [](const Transfer& self) { self.engine->hurry(*self.op); }, ReleaseGil());
 
   py::class_<StripeMap>(module, "StripeMap")
       .def(py::init<const std::vector<unsigned>&, std::uint64_t>(), "weights"_a, "unit_bytes"_a)

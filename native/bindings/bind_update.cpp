@@ -10,7 +10,6 @@
 #include <utility>
 #include <vector>
 
-#include "base/usable_cpus.h"
 #include "base/worker_pool.h"
 #include "bindings/python.h"
 #include "update/isa/isa.h"
@@ -167,8 +166,6 @@ void bind_choices(py::module_& module) {
         WorkerPool::instance().set_threads(static_cast<unsigned>(count));
       },
       "count"_a, ReleaseGil());
-  module.def("cpu_quota", &cpu_quota, "root"_a = "");
-  module.def("usable_cpus", &usable_cpus);
   module.def("start_threads", [] { return WorkerPool::instance().start(); }, ReleaseGil());
   module.def("threads", [] { return WorkerPool::instance().threads(); });
   module.def("shutdown_workers", [] { WorkerPool::instance().shutdown(); }, ReleaseGil());

@@ -77,7 +77,7 @@ std::vector<std::size_t> Pins::in_use() const {
   return found;
 }
 
-// The memory, and how many transfers and page holders use it. A registry has all that are alive.
+// The memory, and how many transfers and page holders use it.
 struct Arena::Mapping : std::enable_shared_from_this<Arena::Mapping> {
   Mapping(std::size_t wanted, std::size_t slot_bytes_or_0)
       : nbytes(round_up(wanted, page_bytes())), slot_bytes(slot_bytes_or_0), ours(true) {
@@ -109,8 +109,7 @@ struct Arena::Mapping : std::enable_shared_from_this<Arena::Mapping> {
   Mapping& operator=(const Mapping&) = delete;
   ~Mapping() {
     {
-      Registry& all = registry();
-      const MutexLock lock(all.mutex);
+      const MutexLock lock(process_mutex);
       const auto [first, last] = all.mappings.equal_range(base);
       const auto mine = std::find_if(first, last, [&](const auto& e) { return e.second == this; });
       if (mine != last) all.mappings.erase(mine);
@@ -121,16 +120,14 @@ struct Arena::Mapping : std::enable_shared_from_this<Arena::Mapping> {
 
   // From now on find() knows it. Not in the constructor, before which it has no shared_ptr.
   void enlist() {
-    Registry& all = registry();
-    const MutexLock lock(all.mutex);
+    const MutexLock lock(process_mutex);
     all.mappings.emplace(base, this);
   }
 
   // The one that has the byte, or null.
   static std::shared_ptr<const Mapping> find(const void* address) {
     const auto* const byte = static_cast<const std::byte*>(address);
-    Registry& all = registry();
-    const MutexLock lock(all.mutex);
+    const MutexLock lock(process_mutex);
     // Nearly always the first one: ranges overlap only if somebody else's memory is given twice.
     for (auto next = all.mappings.upper_bound(byte); next != all.mappings.begin();) {
       const Mapping& candidate = *(--next)->second;
@@ -142,7 +139,7 @@ struct Arena::Mapping : std::enable_shared_from_this<Arena::Mapping> {
 
   // The memory is never given back.
   static void keep(std::shared_ptr<const Mapping> mapping) {
-    const MutexLock lock(registry().mutex);
+    const MutexLock lock(process_mutex);
     const Mapping& kept = *mapping;
     kept.for_ever = std::move(mapping);
   }
@@ -158,20 +155,19 @@ struct Arena::Mapping : std::enable_shared_from_this<Arena::Mapping> {
 
  private:
   struct Registry {
-    Mutex mutex;
-    std::multimap<const std::byte*, const Mapping*> mappings GUARDED_BY(mutex);  // by base
-    void in_child() {}
+    std::multimap<const std::byte*, const Mapping*> mappings GUARDED_BY(process_mutex);  // by base
   };
+  static Registry& all;  // never destroyed: at exit other threads may still use it
 
-  mutable std::shared_ptr<const Mapping> for_ever;  // itself, under the registry's mutex
-
-  static Registry& registry() { return process_wide<Registry>(); }
+  mutable std::shared_ptr<const Mapping> for_ever;  // itself, under process_mutex
 
   void count_slots() {
     if (slot_bytes == 0) slot_bytes = nbytes;
     transfers = std::make_shared<Pins>((nbytes - 1) / slot_bytes + 1);
   }
 };
+
+Arena::Mapping::Registry& Arena::Mapping::all = *new Registry;
 
 struct Arena::Export {
   dlpack::ManagedTensor managed;
@@ -290,18 +286,14 @@ Span::Span(std::shared_ptr<const Arena::Mapping> mapping, const void* address, s
   for (std::size_t slot = first_slot_; slot < past_slot_; ++slot) mapping_->transfers->take(slot);
 }
 
-Span Span::of_any(const void* address, std::size_t nbytes) {
-  auto mapping = nbytes == 0 ? nullptr : Arena::Mapping::find(address);
-  return mapping ? Span(std::move(mapping), address, nbytes) : Span();
-}
-
 Span Span::of(const void* address, std::size_t nbytes) {
-  Span found = of_any(address, nbytes);
-  if (nbytes != 0 && !found.mapping_) {
+  if (nbytes == 0) return {};
+  auto mapping = Arena::Mapping::find(address);
+  if (!mapping) {
     throw std::invalid_argument("the " + std::to_string(nbytes) +
                                 " bytes of a transfer are in no arena");
   }
-  return found;
+  return {std::move(mapping), address, nbytes};
 }
 
 Span::Span(Span&& other) noexcept

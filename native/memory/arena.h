@@ -102,8 +102,6 @@ class Span {
   Span() = default;  // of no memory
   // Throws std::invalid_argument unless the bytes lie in one arena that is alive.
   static Span of(const void* address, std::size_t nbytes);
-  // Likewise, but of no memory if the first byte is in no arena.
-  static Span of_any(const void* address, std::size_t nbytes);
   Span(Span&& other) noexcept;
   Span& operator=(Span&&) = delete;
   // Its slots were taken, so that they can be dropped. NOLINTNEXTLINE(bugprone-exception-escape)

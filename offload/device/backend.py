@@ -9,26 +9,17 @@ it has there.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from offload._native import Link, LinkOp, OffloadOp, OffloadQueue, UpdateKind
+from offload._native import UpdateKind
+from offload.device.emulated_link import LinkCopy, LinkWay
 from offload.device.updater import Updater
 from offload.memory.arena import HostArena
 from offload.memory.ledger import Ledger
-from offload.memory.operation import Operation, Transfer
+from offload.memory.operation import Transfer
 from offload.memory.tiers import Account, Tier
-
-if TYPE_CHECKING:
-    from offload._native import DtypeName
-
-
-DTYPE_NAMES: dict[torch.dtype, DtypeName] = {
-    torch.float32: "fp32",
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-}
 
 
 class Backend:
@@ -95,29 +86,6 @@ class Backend:
         """
         raise AssertionError("what is in RAM is where the CPU computes")
 
-    def offload_queue(self, buffers: HostArena) -> OffloadQueue:
-        """A queue of arrays that are added to what is in RAM, through `buffers`, slots there.
-
-        The caller closes it, before the slots and the backend.
-        """
-        raise AssertionError("what is in RAM is where the CPU computes")
-
-    def offload(
-        self,
-        queue: OffloadQueue,
-        to: torch.Tensor,
-        source: torch.Tensor,
-        add: bool,
-        after: Any = None,
-    ) -> Operation:
-        """Starts bringing `source`, on the device, to `to`, in RAM: flat, of dtypes of DTYPE_NAMES.
-
-        It is converted to the dtype of `to`; `add`: added to what is there. `after` is the event
-        after which `source` is computed, of record_event(). The caller keeps all three until that
-        is done. wait() raises an OSError if it failed.
-        """
-        return submit(queue, to, source, add, 0)
-
     def collective_device(self) -> str | None:
         """The device's name on this machine, if devices of ranks can gather by themselves."""
         return None
@@ -172,57 +140,31 @@ class EmulatedBackend(Backend):
     def __init__(self, bytes_per_s: float) -> None:
         """`bytes_per_s`: of each direction. Raises ValueError for less than 1000."""
         super().__init__()
-        self.link = Link(bytes_per_s, bytes_per_s)
+        self.h2d, self.d2h = LinkWay("h2d", bytes_per_s), LinkWay("d2h", bytes_per_s)
 
     @property
     def h2d_bytes(self) -> int:
-        return int(self.link.stats["h2d_bytes"])
+        return self.h2d.nbytes
 
     @property
     def d2h_bytes(self) -> int:
-        return int(self.link.stats["d2h_bytes"])
+        return self.d2h.nbytes
 
     @property
     def link_busy_s(self) -> tuple[float, float]:
-        stats = self.link.stats
-        return stats["h2d_busy_s"], stats["d2h_busy_s"]
+        return self.h2d.busy_s, self.d2h.busy_s
 
-    def fetch(self, to: torch.Tensor, source: torch.Tensor) -> Transfer:
+    def fetch(self, to: torch.Tensor, source: torch.Tensor) -> LinkCopy:
         check_sides(to, source)
-        op = self.link.copy("h2d", to.data_ptr(), source.data_ptr(), to.nbytes)
-        return _Copy(op, to, source)
+        return self.h2d.start(to, source)
 
-    def to_ram(self, to: torch.Tensor, source: torch.Tensor, after: Any = None) -> Transfer:
+    def to_ram(self, to: torch.Tensor, source: torch.Tensor, after: Any = None) -> LinkCopy:
         check_sides(to, source)
-        op = self.link.copy("d2h", to.data_ptr(), source.data_ptr(), to.nbytes)
-        return _Copy(op, to, source)
-
-    def offload_queue(self, buffers: HostArena) -> OffloadQueue:
-        sizes = buffers.address(0), buffers.slots, buffers.slot_bytes
-        return OffloadQueue.over_link(self.link, *sizes)
+        return self.d2h.start(to, source)
 
     def close(self) -> None:
-        self.link.close()
-
-
-class _Copy:
-    """A copy over the link. It has its tensors until it was waited for, or is forgotten."""
-
-    def __init__(self, op: LinkOp, *tensors: torch.Tensor) -> None:
-        self._op = op  # first, because it goes first: it then ends
-        self._tensors = tensors
-
-    def done(self) -> bool:
-        return self._op.done()
-
-    def wait(self) -> None:
-        try:
-            self._op.wait()
-        finally:
-            self._tensors = ()
-
-    def cancel(self) -> None:
-        self._op.cancel()
+        self.h2d.close()
+        self.d2h.close()
 
 
 def check_sides(to: torch.Tensor, source: torch.Tensor) -> None:
@@ -231,16 +173,3 @@ def check_sides(to: torch.Tensor, source: torch.Tensor) -> None:
     assert source.is_contiguous()
     assert to.dtype is source.dtype, (to.dtype, source.dtype)
     assert to.nbytes == source.nbytes, (to.nbytes, source.nbytes)
-
-
-def submit(
-    queue: OffloadQueue, to: torch.Tensor, source: torch.Tensor, add: bool, event: int
-) -> OffloadOp:
-    """Gives `queue` an array; `event` is the handle of the device's event, or 0."""
-    assert to.is_contiguous()
-    assert source.is_contiguous()
-    assert to.numel() == source.numel(), (to.numel(), source.numel())
-    names = DTYPE_NAMES[source.dtype], DTYPE_NAMES[to.dtype]
-    return queue.submit(
-        source.data_ptr(), names[0], to.data_ptr(), names[1], to.numel(), add, event
-    )

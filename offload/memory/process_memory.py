@@ -11,10 +11,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from offload.cgroups import folders
+
 _STATM = "/proc/self/statm"
 _M_MMAP_THRESHOLD = -3  # malloc.h
 _LARGE_BYTES = 1 << 20  # of blocks of the heap
-_CGROUPS = Path("/sys/fs/cgroup")
 _MARGIN_BYTES = 24 << 20  # what allocators keep, and libraries for a moment; less of small limits
 
 
@@ -91,29 +92,10 @@ def allowed_bytes() -> int | None:
     return min(limits, default=None)
 
 
-def _cgroup_limits(root: Path = _CGROUPS, mine: Path = Path("/proc/self/cgroup")) -> list[int]:
-    found = []
-    try:
-        lines = mine.read_text().splitlines()
-    except OSError:
-        return []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":  # version 2
-            base, name = root, "memory.max"
-        elif "memory" in controllers.split(","):
-            base, name = root / "memory", "memory.limit_in_bytes"
-        else:
-            continue
-        # In a container the path may be of the host's tree; its own is then at the root.
-        folder = base / path.lstrip("/")
-        for each in (folder, *folder.parents):
-            limit = _number(each / name)
-            if limit is not None:
-                found.append(limit)
-            if each == base:
-                break
-    return found
+def _cgroup_limits(root: Path = Path("/")) -> list[int]:
+    names = ("memory.max", "memory.limit_in_bytes")  # of version 2, and of version 1
+    found = (_number(folder / name) for folder in folders("memory", root) for name in names)
+    return [limit for limit in found if limit is not None]
 
 
 def _number(path: Path) -> int | None:

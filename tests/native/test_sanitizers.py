@@ -70,7 +70,7 @@ SANITIZERS = {
         # enough that each comes to the end of arrays that are not aligned.
         without="locked_memory_limit or fork or RealMounts or kernel_that_refuses "
         "or file_system_that_is_full or test_cuda or stall_together or error_that_stays "
-        "or thirty_seconds or test_peer_memory or environment or default_is or quotas "
+        "or thirty_seconds or test_peer_memory or environment or default_is "
         "or test_crc32c or order_of_additions or torchs_bits or torchs_rounding or agrees_with "
         "or unbiased or nearest or every_16_bit or special or finite or oracle_rounds "
         "or too_small_to_be_normal or becomes_its_code_again or written_alone or rate_zero "

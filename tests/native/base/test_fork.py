@@ -1,4 +1,4 @@
-"""What a forked child has of an engine, a link and their memory: nothing that costs or holds."""
+"""What a forked child has of an engine and its memory: nothing that costs or holds."""
 
 import textwrap
 

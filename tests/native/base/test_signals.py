@@ -9,7 +9,6 @@ import pytest
 THREADS = {
     "io": "engine = _native.IoEngine('threads', threads=1)",
     "uring": "engine = _native.IoEngine('io_uring')",
-    "h2d": "link = _native.Link(1e9, 1e9)",
 }
 
 

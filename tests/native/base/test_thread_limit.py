@@ -70,7 +70,6 @@ print(tiles.bytes() == wanted.bytes())
             "False, False)",
             "hetero-stage",
         ),
-        ("_native.Link(1e9, 1e9)", "hetero-h2d"),
     ],
 )
 def test_the_refusal_names_the_thread_and_the_limit(call: str, thread: str) -> None:

@@ -4,15 +4,12 @@ import os
 import signal
 import threading
 import time
-from itertools import pairwise
 
 import pytest
 import torch
 
 from offload import _native
-
-MIB = 1 << 20
-FAST = 1e12
+from tests.support.native.io_tools import MIB, Memory, Pipe, needs_uring
 
 
 def by_lane(intervals):
@@ -85,38 +82,27 @@ def test_a_failed_operation_shows_what_it_moved(kind, tmp_path):
     assert [i[2] for i in lanes["nvme_write"]] == [2 * 4096]
 
 
-@pytest.mark.parametrize("way", ["h2d", "d2h"])
-def test_a_copy_takes_the_time_of_its_bytes(way):
-    link = _native.Link(1e9, 1e9)
-    a, b = _native.Arena(MIB), _native.Arena(MIB)
-
-    def run():
-        ops = [link.copy(way, a.address, b.address, MIB) for _ in range(3)]
-        for op in ops:
-            op.wait()
-
-    _, _, lanes, _ = record(run)
-    link.close()
-    assert lanes.keys() == {way}
-    assert [i[2] for i in lanes[way]] == [MIB] * 3
-    # Nanoseconds. One that ended late makes the next one shorter, but not all together.
-    assert all(after[0] >= before[1] for before, after in pairwise(lanes[way]))
-    assert sum(end - begin for begin, end, _ in lanes[way]) >= 3 * MIB
-
-
 def test_an_update_is_one_interval():
     moved = []
     _, _, lanes, _ = record(lambda: moved.append(update()))
     assert [i[2] for i in lanes["update"]] == moved
 
 
+@needs_uring
 def test_what_began_before_counts_from_the_beginning_on():
-    link = _native.Link(1e7, 1e7)  # so slow that the copy outlasts what comes before the recording
-    a, b = _native.Arena(4 * MIB), _native.Arena(4 * MIB)
-    op = link.copy("h2d", a.address, b.address, 4 * MIB)
-    begin, _, lanes, _ = record(op.wait)
-    link.close()
-    assert [i[0] for i in lanes["h2d"]] == [begin]
+    engine, memory = _native.IoEngine("io_uring", block_bytes=4096), Memory(2 * 4096)
+    pipe = Pipe(engine)
+    op = engine.read(pipe.file, memory.address, 2 * 4096, 0)
+    pipe.feed_first(engine)
+
+    def run():
+        pipe.feed(4096)
+        op.wait()
+
+    begin, _, lanes, _ = record(run)
+    pipe.close()
+    engine.close()
+    assert [i[0] for i in lanes["nvme_read"]] == [begin]
 
 
 def test_times_are_those_of_perf_counter():
@@ -189,10 +175,8 @@ def test_a_forked_child_has_no_recording_and_may_make_its_own():
     stop = threading.Event()
 
     def note():
-        arena, link = _native.Arena(4096), _native.Link(1e12, 1e12)
         while not stop.is_set():
-            link.copy("h2d", arena.address, arena.address, 64).wait()
-        link.close()
+            update(64)
 
     def run():
         for _ in range(20):  # at any moment of another thread, which notes all the time

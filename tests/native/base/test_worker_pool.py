@@ -63,55 +63,12 @@ def test_workers_start_at_first_use_and_stop_when_told() -> None:
             _native.set_threads(count)
 
 
-V1 = "3:memory:/box\n2:cpu,cpuacct:/outer/inner\n1:name=systemd:/\n"
-
-
-@pytest.mark.parametrize(
-    ("groups", "files", "quota"),
-    [
-        ("0::/\n", {}, None),
-        ("", {"cpu.max": "100000 100000"}, None),
-        ("0::/\n", {"cpu.max": "800000 100000\n"}, 8.0),
-        ("0::/\n", {"cpu.max": "max 100000\n"}, None),
-        ("0::/a/b\n", {"a/b/cpu.max": "50000 100000\n"}, 0.5),
-        ("0::/a/b\n", {"a/b/cpu.max": "max 100000\n", "a/cpu.max": "150000 100000\n"}, 1.5),
-        ("0::/a/b\n", {"a/b/cpu.max": "9 3\n", "a/cpu.max": "4 2\n", "cpu.max": "5 1\n"}, 2.0),
-        # In a container without a namespace of its own the path is the host's.
-        ("0::/docker/1f\n", {"cpu.max": "300000 100000\n"}, 3.0),
-        ("0::/a\n", {"a/cpu.max": "nonsense\n"}, None),
-        (
-            V1,
-            {
-                "cpu,cpuacct/outer/cpu.cfs_quota_us": "250000\n",
-                "cpu,cpuacct/outer/cpu.cfs_period_us": "100000\n",
-                "cpu,cpuacct/outer/inner/cpu.cfs_quota_us": "-1\n",
-                "cpu,cpuacct/outer/inner/cpu.cfs_period_us": "100000\n",
-                "memory/box/cpu.max": "1 1\n",
-            },
-            2.5,
-        ),
-        (V1, {"cpu,cpuacct/cpu.cfs_quota_us": "-1\n"}, None),
-    ],
-)
-def test_quotas_of_control_groups(
-    tmp_path: Path, groups: str, files: dict[str, str], quota: float | None
-) -> None:
-    groups_of = {f"sys/fs/cgroup/{name}": text for name, text in files.items()}
-    for path, text in {"proc/self/cgroup": groups, **groups_of}.items():
-        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / path).write_text(text)
-    assert _native.cpu_quota(str(tmp_path)) == quota
-
-
-def test_the_default_is_the_cpus_that_this_process_may_use() -> None:
-    quota = _native.cpu_quota()
-    allowed = len(CPUS) if quota is None else min(len(CPUS), int(quota))
-    assert _native.usable_cpus() == max(1, allowed)
+def test_the_default_is_the_cpus_that_this_process_may_run_on() -> None:
     script = "from offload import _native; print(_native.threads())"
     root = str(Path(_native.__file__).parents[1])
     run = [sys.executable, "-c", script]
     found = subprocess.check_output(run, env={**os.environ, "PYTHONPATH": root}, text=True)
-    assert int(found) == _native.usable_cpus()
+    assert int(found) == len(CPUS)
 
 
 def test_idle_workers_use_no_time() -> None:

@@ -2,11 +2,8 @@
 // fast a thread is.
 //
 // Runs all cases; it ends with status 0, or says what does not hold.
-#include <sys/wait.h>
-#include <unistd.h>
 
 #include <atomic>
-#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -18,7 +15,6 @@
 #include <utility>
 #include <vector>
 
-#include "base/fork.h"
 #include "base/worker_pool.h"
 
 namespace hetero {
@@ -245,41 +241,10 @@ void every_index_is_called_once() {
   }
 }
 
-// Takes its time to be made.
-struct OfTheProcess {
-  OfTheProcess() {
-    begun().open();
-    std::this_thread::sleep_for(std::chrono::milliseconds(100));  // a fork may come in between
-  }
-  static Gate& begun() {
-    static Gate gate;
-    return gate;
-  }
-  void in_child() {}
-
-  Mutex mutex;
-};
-
-void a_fork_while_an_object_of_the_process_is_made() {
-  OfTheProcess::begun();
-  std::thread maker([] { process_wide<OfTheProcess>(); });
-  OfTheProcess::begun().pass();
-  const pid_t child = fork();
-  if (child == 0) {
-    alarm(60);
-    process_wide<OfTheProcess>();
-    std::_Exit(0);
-  }
-  int status = 0;
-  require(waitpid(child, &status, 0) == child && status == 0, "the child has the object, too");
-  maker.join();
-}
-
 }  // namespace
 }  // namespace hetero
 
 int main() {
-  hetero::a_fork_while_an_object_of_the_process_is_made();  // first, while no worker lives
   hetero::a_job_does_not_wait_for_the_one_before();
   hetero::workers_join_the_job_that_the_caller_is_at();
   hetero::an_error_leaves_out_what_was_not_begun_and_other_jobs_alone();

@@ -282,7 +282,7 @@ def test_a_failure_is_an_error_and_no_end(rig, fails, at_home):
 
     def fail() -> tuple[type[Exception], str]:
         if fails == "link":
-            r.backend.link.inject("h2d", 0)
+            r.backend.h2d.inject(0)
             return OSError, "host to device"
         r.engine.inject("read", 0, error=errno.EIO)
         return _native.NativeIoError, "read of"
@@ -303,7 +303,7 @@ def test_a_failure_is_an_error_and_no_end(rig, fails, at_home):
 
 def test_an_error_holds_no_memory(rig):
     r = rig(2, 1, [1, 1])
-    r.backend.link.inject("h2d", 0)
+    r.backend.h2d.inject(0)
     with pytest.raises(OSError, match="host to device") as caught:
         r.use(0)
     assert r.staged() == 0
@@ -368,7 +368,7 @@ def test_any_sequence_of_uses(data):
             if data.draw(st.integers(0, 5)) == 0:
                 faults += 1
                 if data.draw(st.booleans()):
-                    r.backend.link.inject("h2d", data.draw(st.integers(0, 2)))
+                    r.backend.h2d.inject(data.draw(st.integers(0, 2)))
                 else:
                     r.engine.inject("read", data.draw(st.integers(0, 2)), error=errno.EIO)
             try:

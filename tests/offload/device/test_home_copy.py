@@ -94,7 +94,7 @@ def test_a_failure_is_told_and_nothing_is_under_way(
         "from_ram": (device, other),
     }[way]
     if side == "link":
-        rig.backend.link.inject("d2h" if way.startswith("to") else "h2d", nth, error=errno.EIO)
+        getattr(rig.backend, "d2h" if way.startswith("to") else "h2d").inject(nth)
     else:
         rig.engine.inject("write" if way.startswith("to") else "read", nth, errno.EIO)
     with pytest.raises(OSError, match=r"failed|Input/output"):

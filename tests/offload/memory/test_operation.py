@@ -22,11 +22,14 @@ def test_a_closed_worker_has_done_its_jobs():
 
 
 AT_EXIT = """
-import builtins
+import builtins, tempfile
 from offload import _native
-link, arena = _native.Link(1e6, 1e6), _native.Arena(1 << 20)
-op = link.copy("h2d", arena.address, arena.address + (1 << 19), 1 << 19)  # half a second
-builtins.kept = [link, arena, op]  # nobody closes them
+from tests.support.native.io_tools import stall
+engine, arena, file = _native.IoEngine("threads"), _native.Arena(4096), tempfile.TemporaryFile()
+file.truncate(4096)
+stall(engine, 500)
+op = engine.read(engine.add_file(file.fileno(), "file"), arena.address, 4096, 0)
+builtins.kept = [engine, arena, op]  # nobody closes them
 {wait}
 print("to the end", flush=True)
 """

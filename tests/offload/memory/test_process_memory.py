@@ -23,26 +23,31 @@ def test_resident_bytes_are_those_of_the_system() -> None:
     del kept
 
 
+def group_of(root: Path, lines: str) -> None:
+    """What the process's groups are said to be."""
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/self/cgroup").write_text(lines)
+
+
 def test_the_least_limit_of_all_cgroups_above_counts(tmp_path: Path) -> None:
-    mine = tmp_path / "cgroup"
-    mine.write_text("0::/user/job\n")
-    root = tmp_path / "fs"
+    group_of(tmp_path, "0::/user/job\n")
+    root = tmp_path / "sys/fs/cgroup"
     (root / "user" / "job").mkdir(parents=True)
     (root / "user" / "memory.max").write_text("3000\n")
     (root / "user" / "job" / "memory.max").write_text("max\n")
-    assert process._cgroup_limits(root, mine) == [3000]
+    assert process._cgroup_limits(tmp_path) == [3000]
     (root / "user" / "job" / "memory.max").write_text("2000\n")
-    assert sorted(process._cgroup_limits(root, mine)) == [2000, 3000]
+    assert sorted(process._cgroup_limits(tmp_path)) == [2000, 3000]
 
 
 def test_the_first_version_of_cgroups_counts_too(tmp_path: Path) -> None:
-    mine = tmp_path / "cgroup"
-    mine.write_text("5:cpu,cpuacct:/a\n4:memory:/a\n")
-    (tmp_path / "memory" / "a").mkdir(parents=True)
-    (tmp_path / "memory" / "a" / "memory.limit_in_bytes").write_text("5000\n")
-    (tmp_path / "memory" / "memory.limit_in_bytes").write_text(f"{(1 << 63) - 4096}\n")
-    assert process._cgroup_limits(tmp_path, mine) == [5000]
-    assert process._cgroup_limits(tmp_path, tmp_path / "none") == []
+    group_of(tmp_path, "5:cpu,cpuacct:/a\n4:memory:/a\n")
+    memory = tmp_path / "sys/fs/cgroup/memory"
+    (memory / "a").mkdir(parents=True)
+    (memory / "a" / "memory.limit_in_bytes").write_text("5000\n")
+    (memory / "memory.limit_in_bytes").write_text(f"{(1 << 63) - 4096}\n")
+    assert process._cgroup_limits(tmp_path) == [5000]
+    assert process._cgroup_limits(tmp_path / "none") == []
 
 
 def test_an_address_limit_counts() -> None:

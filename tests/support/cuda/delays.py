@@ -49,7 +49,7 @@ def delayed_streams(runtime: Any, seed: int) -> Iterator[set[Any]]:
 
     with ExitStack() as patches:
         # (handle() comes before what native code gives to a stream.)
-        for name in ("copy", "record", "wait", "handle"):
+        for name in ("copy", "record", "wait"):
             function = delayed(getattr(runtime, name))
             patches.enter_context(patch.object(runtime, name, function))
         yield slept

@@ -18,10 +18,9 @@ from unittest.mock import patch
 import torch
 from torch.utils import cpp_extension
 
-from offload._native import Link, OffloadQueue, UpdateKind
+from offload._native import UpdateKind
 from offload.device.cuda_backend import CudaBackend
 from offload.device.cuda_runtime import CudaRuntime
-from offload.memory.arena import HostArena
 from tests.support.cuda.watch import Watch
 from tests.support.native.fake_cuda import FakeRuntime, HostKernels
 from tests.support.native.native_build import CXX, ROOT, cached, succeed
@@ -185,17 +184,9 @@ class TorchRuntime(CudaRuntime):
         self.dlpack_device = EXTENSION
         self.page_locked: dict[int, int] = {}
         self.launched = 0
-        self._link = Link(1e12, 1e12)
 
     def new_stream(self) -> torch.Stream:
         return torch.Stream(self.device)
-
-    def handle(self, event: object) -> int:
-        return 0  # it has come
-
-    def offload_queue(self, stream: object, buffers: HostArena) -> OffloadQueue:
-        sizes = buffers.address(0), buffers.slots, buffers.slot_bytes
-        return OffloadQueue.over_link(self._link, *sizes)
 
     def collective_name(self) -> None:
         return None

@@ -32,7 +32,7 @@ def test_a_failing_fetch_is_an_error_and_no_end(tmp_path: Path, policy: str) -> 
     assert isinstance(engine.backend, EmulatedBackend)
     losses = []
     for tokens in data():
-        engine.backend.link.inject("h2d", 3, error=errno.EIO)
+        engine.backend.h2d.inject(3, error=errno.EIO)
         with pytest.raises(OSError, match="from host to device failed"):
             for _ in range(20):  # with a prefetch it may hit what is needed later
                 model(input_ids=tokens, labels=tokens)
@@ -60,7 +60,7 @@ def test_a_lost_gradient_is_an_error_where_it_is_needed(tmp_path: Path, need: st
     expected = reference("bf16")
     params = list(model.parameters())
     for step, tokens in enumerate(data()):
-        engine.backend.link.inject("d2h", 1, error=errno.EIO)
+        engine.backend.d2h.inject(1, error=errno.EIO)
         model(input_ids=tokens, labels=tokens).loss.backward()
         with pytest.raises(HeteroError, match=r"the gradient of .* did not arrive in RAM: .*copy"):
             if need == "norm":

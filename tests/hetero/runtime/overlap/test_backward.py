@@ -498,7 +498,7 @@ def test_a_chunk_whose_gradient_was_lost_is_not_taken_for_updated(tmp_path: Path
         model(x).float().square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    backend.link.inject("d2h", 1, error=errno.EIO)
+    backend.d2h.inject(1, error=errno.EIO)
     model(data[2]).float().square().mean().backward()
     for _ in range(2):
         with pytest.raises(HeteroError, match="the gradient of .* did not arrive in RAM"):

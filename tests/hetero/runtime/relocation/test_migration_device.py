@@ -256,7 +256,7 @@ def test_a_failed_copy_leaves_everything_where_it_was(
     training.step()
     to = MANY if direction == "h2d" else FEW
     with nothing_changed(training):
-        backend.link.inject(direction, nth, error=errno.EIO)  # type: ignore[arg-type]
+        getattr(backend, direction).inject(nth, error=errno.EIO)
         with pytest.raises(OSError, match="failed"):
             engine.set_budget(device_memory=to)
     training.step()
