@@ -3,7 +3,7 @@
 Addresses are plain integers (host pointers); sizes are bytes unless the name says `numel`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 DtypeName = Literal["fp32", "bf16", "fp16"]
@@ -221,6 +221,52 @@ class IoEngine:
         replaced by -`error`, or cut to `short_bytes`, or throws in the engine's own thread."""
     def close(self) -> None:
         """Fails operations still queued, waits for those in flight, joins threads; idempotent."""
+
+class OffloadOp:
+    """One array of an OffloadQueue. A handle that goes before is cancel()led and waits."""
+
+    def done(self) -> bool: ...
+    def wait(self) -> None:
+        """Blocks until it has arrived, added if that was wanted; raises an OSError, with the
+        device's words, if a part of it did not (each time it is called)."""
+    def cancel(self) -> None:
+        """What is not begun yet is not needed: wait() may end early, then raises an OSError with
+        errno ECANCELED. Nothing if it has arrived. From any thread."""
+
+class OffloadQueue:
+    """Brings arrays from a GPU to RAM, in a thread and in their order. One that has the dtype of
+    its place, and replaces what is there, is copied there, whole. Another one comes to buffers in
+    RAM, part by part: parts are copied while one before them is added or converted, by the threads
+    of the worker pool that are idle: in fp32, rounded once, as torch does."""
+
+    def __init__(
+        self,
+        functions: Mapping[str, int],
+        context: int,
+        stream: int,
+        buffers: int,
+        count: int,
+        buffer_bytes: int,
+    ) -> None:
+        """In a stream of a context (handles of CUDA's driver). `functions` are the addresses of the
+        driver's functions, by name. `buffers` is the address of `count` times `buffer_bytes`, which
+        outlive it. Raises ValueError if a function is missing, or the buffers have no room for an
+        element."""
+    def submit(
+        self,
+        source: int,
+        source_dtype: DtypeName,
+        to: int,
+        dtype: DtypeName,
+        numel: int,
+        add: bool,
+        event: int = 0,
+    ) -> OffloadOp:
+        """Starts bringing `numel` elements from address `source`, on the device, to address `to`.
+        `add`: to what is there. `event` is the device's, after which they are computed; 0: they
+        are. All three stay until it is done. RuntimeError after close()."""
+    def close(self) -> None:
+        """Cancels all that is under way, joins the thread; idempotent."""
 
 class UpdateKind:
     """Which update: the rule and the dtypes of its arrays. Immutable; equal kinds hash equally.

@@ -11,6 +11,7 @@ namespace hetero {
 void bind_memory_io(py::module_& module);
 void bind_update(py::module_& module);
 void bind_pipeline(py::module_& module);
+void bind_link(py::module_& module);
 void bind_cuda_sources(py::module_& module);
 
 namespace {
@@ -49,13 +50,14 @@ py::tuple stop_timeline() {
 PYBIND11_MODULE(_native, module) {
   module.doc() =
       "The native core of hetero: host memory, file transfers, updates, the step pipeline, "
-      "checksums.";
+      "gradients from a GPU, checksums.";
   module.def("build_info", &build_info);
   module.def("start_timeline", &timeline::start, "capacity"_a, ReleaseGil());
   module.def("stop_timeline", &stop_timeline);
   bind_memory_io(module);
   bind_update(module);
   bind_pipeline(module);
+  bind_link(module);
   bind_cuda_sources(module);
 }
 

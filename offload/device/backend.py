@@ -9,17 +9,29 @@ it has there.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from offload._native import UpdateKind
+from offload import _native
+from offload._native import OffloadQueue, UpdateKind
 from offload.device.emulated_link import LinkCopy, LinkWay
 from offload.device.updater import Updater
 from offload.memory.arena import HostArena
 from offload.memory.ledger import Ledger
-from offload.memory.operation import Transfer
+from offload.memory.operation import Operation, Transfer
 from offload.memory.tiers import Account, Tier
+
+if TYPE_CHECKING:
+    from offload._native import DtypeName
+
+
+DTYPE_NAMES: dict[torch.dtype, DtypeName] = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+}
 
 
 class Backend:
@@ -83,6 +95,29 @@ class Backend:
 
         `after` is the event after which `source` is computed, of record_event(); by default, an
         event that is recorded now.
+        """
+        raise AssertionError("what is in RAM is where the CPU computes")
+
+    def offload_queue(self, buffers: HostArena) -> OffloadQueue | None:
+        """What offload() brings arrays by, through `buffers`, slots in RAM; None: it needs nothing.
+
+        The caller closes it, before the slots and the backend.
+        """
+        return None
+
+    def offload(
+        self,
+        queue: OffloadQueue | None,
+        to: torch.Tensor,
+        source: torch.Tensor,
+        add: bool,
+        after: Any = None,
+    ) -> Operation:
+        """Starts bringing `source`, on the device, to `to`, in RAM: flat, of dtypes of DTYPE_NAMES.
+
+        It is converted to the dtype of `to`; `add`: added to what is there. `after` is the event
+        after which `source` is computed, of record_event(). The caller keeps all three until that
+        is done. wait() raises an OSError if it failed.
         """
         raise AssertionError("what is in RAM is where the CPU computes")
 
@@ -156,15 +191,43 @@ class EmulatedBackend(Backend):
 
     def fetch(self, to: torch.Tensor, source: torch.Tensor) -> LinkCopy:
         check_sides(to, source)
-        return self.h2d.start(to, source)
+        return self.h2d.start(_mover(to, source, False), source.nbytes)
 
     def to_ram(self, to: torch.Tensor, source: torch.Tensor, after: Any = None) -> LinkCopy:
         check_sides(to, source)
-        return self.d2h.start(to, source)
+        return self.d2h.start(_mover(to, source, False), source.nbytes)
+
+    def offload(
+        self,
+        queue: OffloadQueue | None,
+        to: torch.Tensor,
+        source: torch.Tensor,
+        add: bool,
+        after: Any = None,
+    ) -> LinkCopy:
+        """As Backend. It is added, or converted, from where it is, which is RAM, too."""
+        return self.d2h.start(_mover(to, source, add), source.nbytes)
 
     def close(self) -> None:
         self.h2d.close()
         self.d2h.close()
+
+
+def _mover(to: torch.Tensor, source: torch.Tensor, add: bool) -> Callable[[int, int], object]:
+    """Moves bytes of `source`, given the first one and how many, to their place in `to`."""
+    assert to.numel() == source.numel(), (to.numel(), source.numel())
+    if not add and to.dtype is source.dtype:
+        return lambda at, nbytes: _native.stream_copy(
+            to.data_ptr() + at, source.data_ptr() + at, nbytes
+        )
+    write = _native.add_and_sum if add else _native.copy_and_sum
+    names = DTYPE_NAMES[source.dtype], DTYPE_NAMES[to.dtype]
+
+    def move(at: int, nbytes: int) -> None:
+        place = to.data_ptr() + at // source.itemsize * to.itemsize
+        write(names[0], source.data_ptr() + at, names[1], place, nbytes // source.itemsize)
+
+    return move
 
 
 def check_sides(to: torch.Tensor, source: torch.Tensor) -> None:

@@ -27,8 +27,8 @@ from typing import Any
 
 import torch
 
-from offload._native import UpdateKind
-from offload.device.backend import Backend, check_sides
+from offload._native import OffloadOp, OffloadQueue, UpdateKind
+from offload.device.backend import DTYPE_NAMES, Backend, check_sides
 from offload.device.cuda_runtime import CudaRuntime, Event, Stream
 from offload.device.device_arena import DeviceArena, PageLockedArena, check_not_capturing
 from offload.device.updater import MeanKernel, Updater
@@ -122,6 +122,30 @@ class CudaBackend(Backend):
             copy = self._start(self._draining, to, source, [after])
             self.d2h_bytes += to.nbytes
         return copy
+
+    def offload_queue(self, buffers: HostArena) -> OffloadQueue:
+        stream = self._draining.stream
+        return self.runtime.offload_queue(stream, buffers)
+
+    def offload(
+        self,
+        queue: OffloadQueue | None,
+        to: torch.Tensor,
+        source: torch.Tensor,
+        add: bool,
+        after: Event | None = None,
+    ) -> OffloadOp:
+        assert queue is not None
+        assert to.is_contiguous()
+        assert source.is_contiguous()
+        assert to.numel() == source.numel(), (to.numel(), source.numel())
+        with self._lock:
+            self.d2h_bytes += source.nbytes
+        names = DTYPE_NAMES[source.dtype], DTYPE_NAMES[to.dtype]
+        event = 0 if after is None else self.runtime.handle(after)
+        return queue.submit(
+            source.data_ptr(), names[0], to.data_ptr(), names[1], to.numel(), add, event
+        )
 
     def collective_device(self) -> str | None:
         return self.runtime.collective_name()

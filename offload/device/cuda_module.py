@@ -35,6 +35,17 @@ _PROTOTYPES = {
     "cuStreamCreate": (POINTER(c_void_p), c_uint),
 }
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: it does not wait for work in the default stream
+# What native code calls to copy (native/link/copier.h).
+COPY_FUNCTIONS = (
+    "cuCtxSetCurrent",
+    "cuEventCreate",
+    "cuEventDestroy_v2",
+    "cuEventRecord",
+    "cuEventSynchronize",
+    "cuStreamWaitEvent",
+    "cuMemcpyDtoHAsync_v2",
+    "cuGetErrorString",
+)
 
 
 class CudaModule:
@@ -131,6 +142,12 @@ def compile_kernels(
     source = texts["mean.cu" if kind is None else "update.cu"]
     what = "hetero's mean" if kind is None else "hetero's update"
     return Nvrtc.find().compile(source, what, sources, options, ptx)
+
+
+def driver_functions(names: Sequence[str]) -> dict[str, int]:
+    """The addresses of the driver's functions. Raises AttributeError if it lacks one."""
+    driver = _driver()
+    return {name: ctypes.cast(getattr(driver, name), c_void_p).value or 0 for name in names}
 
 
 @cache

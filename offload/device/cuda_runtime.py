@@ -17,9 +17,17 @@ from typing import Any
 
 import torch
 
-from offload._native import UpdateKind
-from offload.device.cuda_module import CudaModule, create_stream, pci_device
+from offload._native import OffloadQueue, UpdateKind
+from offload.device.cuda_module import (
+    COPY_FUNCTIONS,
+    CudaModule,
+    create_stream,
+    driver_functions,
+    pci_device,
+    primary_context,
+)
 from offload.device.nccl import has_nccl, nccl_group
+from offload.memory.arena import HostArena
 
 Stream = Any
 Event = Any  # torch's, recorded once: streams and hosts wait for that point alone
@@ -120,6 +128,17 @@ class CudaRuntime:
         """Gives `stream` a copy between RAM and the device, of flat tensors of one dtype."""
         with torch.no_grad(), self.on(stream):
             to.copy_(source, non_blocking=True)
+
+    def handle(self, event: Event) -> int:
+        """The driver's handle of an event, for as long as the caller has the event."""
+        return int(event.cuda_event)
+
+    def offload_queue(self, stream: Stream, buffers: HostArena) -> OffloadQueue:
+        """A queue whose copies are in `stream`; the rest is as OffloadQueue has it."""
+        context = primary_context(self._index)
+        functions = driver_functions(COPY_FUNCTIONS)
+        sizes = buffers.address(0), buffers.slots, buffers.slot_bytes
+        return OffloadQueue(functions, context, stream.cuda_stream, *sizes)
 
     def empty(self, nbytes: int) -> torch.Tensor:
         """Memory of the device. Raises RuntimeError (torch.cuda.OutOfMemoryError)."""

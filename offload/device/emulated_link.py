@@ -12,13 +12,11 @@ import math
 import os
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Literal
 
-import torch
-
 from offload import timeline
-from offload._native import stream_copy
 from offload.memory.operation import Worker
 
 _LEAST_RATE = 1000
@@ -29,12 +27,12 @@ _WORDS = {"h2d": "host to device", "d2h": "device to host"}
 
 
 class LinkCopy:
-    """A copy on its way. It has its tensors until it is done. LinkWay makes and changes it."""
+    """A copy on its way. What it moves is kept until it is done. LinkWay makes and changes it."""
 
-    def __init__(self, way: LinkWay, to: torch.Tensor, source: torch.Tensor) -> None:
+    def __init__(self, way: LinkWay, move: Callable[[int, int], object], nbytes: int) -> None:
         self._way = way
-        self._sides: tuple[torch.Tensor, torch.Tensor] | None = to, source
-        self.nbytes = source.nbytes
+        self._move: Callable[[int, int], object] | None = move
+        self.nbytes = nbytes
         self.moved_bytes = 0
         self.submitted_s = time.perf_counter()
         self.has_begun = self.is_cancelled = False
@@ -66,16 +64,15 @@ class LinkCopy:
 
     def move_next(self, most_bytes: int) -> int:
         """Moves the next bytes, at most so many; returns how many."""
-        assert self._sides is not None
-        to, source = (side.data_ptr() + self.moved_bytes for side in self._sides)
+        assert self._move is not None
         nbytes = min(most_bytes, self.nbytes - self.moved_bytes)
-        stream_copy(to, source, nbytes)
+        self._move(self.moved_bytes, nbytes)
         self.moved_bytes += nbytes
         return nbytes
 
     def end(self, error: int) -> None:
         """It is done, or has failed with an errno."""
-        self._error, self._sides = error, None
+        self._error, self._move = error, None
         self._ended.set()
 
 
@@ -92,7 +89,7 @@ class LinkWay:
         self.lane = lane
         self._rate = bytes_per_s
         part_bytes = min(max(bytes_per_s * _PART_S, _LEAST_PART_BYTES), _MOST_PART_BYTES)
-        self._part_bytes = int(part_bytes)
+        self._part_bytes = int(part_bytes) // 64 * 64  # of whole elements
         self._process = os.getpid()
         self.nbytes = 0  # copied so far
         self.busy_s = 0.0  # that copies took, waiting for the end of their time included
@@ -110,10 +107,13 @@ class LinkWay:
                 f"this link belongs to process {self._process}, from which this one was forked"
             )
 
-    def start(self, to: torch.Tensor, source: torch.Tensor) -> LinkCopy:
-        """Starts copying `source` to `to`, of the same bytes. Raises RuntimeError after close()."""
+    def start(self, move: Callable[[int, int], object], nbytes: int) -> LinkCopy:
+        """Starts a copy: `move` is given the first byte and the number of bytes of each part.
+
+        Raises RuntimeError after close().
+        """
         self.require_own()
-        copy = LinkCopy(self, to, source)
+        copy = LinkCopy(self, move, nbytes)
         with self._changed:
             if self._closing:
                 raise RuntimeError("the link is closed")

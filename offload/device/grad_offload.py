@@ -2,11 +2,11 @@
 
 A gradient that is the first of its step and has the kept dtype is copied straight to its home,
 whole. One that is added or converted passes in parts through buffers in RAM, where it is added in
-fp32 and rounded once, so with the same bits. A thread starts the copies of parts, as many ahead as
-there are buffers, waits for each, and has the native core add it, which takes the idle threads of
-the worker pool. Parts are so large that what Python does for one is little beside that. Bytes under
-way are charged to DEVICE and limited. Code that reads a kept gradient waits for what is on its way
-to it, and gets the error if that was lost.
+fp32 and rounded once, so with the same bits. A native thread (native/link/offload_queue.h) starts a
+GPU's copies, waits for them, and has idle threads of the worker pool add: Python submits a gradient
+and waits for it, whatever its size. Bytes under way are charged to DEVICE and limited.
+Code that reads a kept gradient waits for what is on its way to it, and gets the error if that was
+lost.
 """
 
 from __future__ import annotations
@@ -16,30 +16,20 @@ import time
 from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass
-from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from offload import _native
 from offload.device.backend import Backend
 from offload.errors import BudgetError, HeteroError
 from offload.memory.arena import HostArena
 from offload.memory.ledger import Ledger
-from offload.memory.operation import Transfer, Worker, cancelled
+from offload.memory.operation import Operation, Worker
 from offload.memory.sizes import PAGE_BYTES, format_bytes, round_up
 from offload.memory.tiers import Account, Tier
 
-if TYPE_CHECKING:
-    from offload._native import DtypeName
-
-_DTYPE_NAMES: dict[torch.dtype, DtypeName] = {
-    torch.float32: "fp32",
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-}
-BUFFERS = 2  # in RAM at most, each for a part of a gradient that is on its way
-_MOST_BUFFER_BYTES = 4 << 20
+BUFFERS = 8  # in RAM at most, each for a part of a gradient that is on its way
+_MOST_BUFFER_BYTES = 1 << 20
 
 
 def buffer_sizes(largest_bytes: int) -> tuple[int, int]:
@@ -61,112 +51,20 @@ class _Item:
     grad: torch.Tensor  # flat
     kept: torch.Tensor  # flat
     add: bool
-    after: Any  # the device's event after which it is computed
-    op: Transfer | None = None  # of one that is copied straight to its place
+    after: Any = None  # the device's event after which it is computed
+    op: Operation | None = None
     error: BaseException | None = None
 
 
-@dataclass(eq=False)
-class _Part:
-    """Some elements of a gradient that passes through buffers."""
-
-    item: _Item
-    elements: slice
-    buffer: torch.Tensor | None = None
-    op: Transfer | None = None  # brings them to the buffer
-    error: BaseException | None = None  # that kept the transfer from being started
-
-
-class _Passage:
-    """Brings gradients through buffers, part by part, and adds or converts them in RAM.
-
-    Parts are copied to as many buffers as there are, also those of later gradients, while the first
-    one is added.
-    """
-
-    def __init__(self, backend: Backend, buffers: HostArena) -> None:
-        self._backend = backend
-        self._buffers = buffers
-        # Reentrant: the garbage collector may close what it finds at any time.
-        self._lock = threading.RLock()  # guards all below
-        self._parts: deque[_Part] = deque()  # that are not at their places, in their order
-        self._next_buffer = 0
-        self._is_cancelled = False
-
-    def add(self, item: _Item) -> None:
-        """It is brought after those that were added before."""
-        numel = self._buffers.slot_bytes // item.grad.itemsize
-        begins = range(0, len(item.grad), numel)
-        with self._lock:
-            self._parts += [_Part(item, slice(begin, begin + numel)) for begin in begins]
-
-    def bring(self, item: _Item) -> None:
-        """Until `item`, the first one that was added, is at its place, or no part of it is on its
-        way any more. Raises what kept a part from arriving."""
-        error: BaseException | None = None
-        while (part := self._first(item, error is not None)) is not None:
-            try:
-                if part.op is None:
-                    raise part.error or cancelled()
-                part.op.wait()
-                if error is None:
-                    _put(part)
-            except BaseException as found:
-                error = error or found
-            with self._lock:
-                self._parts.popleft()
-        if error is not None:
-            raise error
-
-    def _first(self, item: _Item, is_lost: bool) -> _Part | None:
-        """The first part of `item` that is left, after the next copies were started."""
-        with self._lock:
-            if is_lost:  # what is not on its way does not matter
-                left = (p for p in self._parts if p.item is not item or p.op is not None)
-                self._parts = deque(left)
-            for part in islice(self._parts, self._buffers.slots):
-                if part.error is not None or self._is_cancelled:
-                    break
-                if part.op is None:
-                    try:
-                        self._start(part)
-                    except BaseException as error:
-                        part.error = error
-                        break
-            first = self._parts[0] if self._parts else None
-            return first if first is not None and first.item is item else None
-
-    def _start(self, part: _Part) -> None:
-        """Needs the lock."""
-        grad = part.item.grad[part.elements]
-        buffer = self._buffers.view(self._next_buffer, 1, torch.uint8)[: grad.nbytes]
-        part.buffer = buffer.view(grad.dtype)
-        part.op = self._backend.to_ram(part.buffer, grad, part.item.after)
-        self._next_buffer = (self._next_buffer + 1) % self._buffers.slots
-
-    def cancel(self) -> None:
-        """What is not at its place is not needed."""
-        with self._lock:
-            self._is_cancelled = True
-            for part in self._parts:
-                if part.op is not None:
-                    part.op.cancel()
-
-
-def _put(part: _Part) -> None:
-    """Brings a part from its buffer to its place."""
-    buffer, kept = part.buffer, part.item.kept[part.elements]
-    assert buffer is not None
-    write = _native.add_and_sum if part.item.add else _native.copy_and_sum
-    names = _DTYPE_NAMES[buffer.dtype], _DTYPE_NAMES[kept.dtype]
-    write(names[0], buffer.data_ptr(), names[1], kept.data_ptr(), len(buffer))
-
-
 class GradOffload:
-    """Copies gradients to where they are kept, or adds them to what is there, in another thread.
+    """Copies gradients to where they are kept, or adds them to what is there, in other threads.
 
-    Gradients of one owner arrive in the order in which they were given. Callers that read what is
-    kept call wait() first, which raises an error until the owner's gradient is replaced.
+    A first gradient of the dtype that is kept is copied straight to its place, whole. Another one
+    comes to buffers in RAM and is added there (or converted), in the dtype of what is kept: the
+    backend does that, and there is one thing to do for each gradient, whatever its size, to wait
+    for it. Gradients of one owner arrive in the order in which they were given. Callers that
+    read what is kept call wait() first, which raises an error until the owner's gradient is
+    replaced.
 
     A gradient's bytes are charged to the device until it has arrived, and limited: beyond the limit
     take() waits for the oldest one.
@@ -179,7 +77,7 @@ class GradOffload:
         self._backend = backend
         self._ledger = ledger
         self.limit_bytes = limit_bytes  # may change; 0: nothing is to come
-        self._passage = _Passage(backend, buffers)
+        self._copies = backend.offload_queue(buffers)
         self._changed = threading.Condition()  # guards all below
         self._queue: deque[_Item] = deque()  # under way, in their order
         self._in_flight_bytes = 0
@@ -203,7 +101,7 @@ class GradOffload:
             while self._in_flight_bytes and self._in_flight_bytes + grad.nbytes > self.limit_bytes:
                 self._changed.wait()
             self.wait_s += time.perf_counter() - began_s
-            straight = not add and grad.dtype is kept.dtype and len(grad) > 0
+            straight = not add and grad.dtype is kept.dtype
             if straight:  # it must not arrive before gradients that are still to be added
                 while owner in self._pending:
                     self._changed.wait()
@@ -214,12 +112,12 @@ class GradOffload:
                     f"the gradient of {name}, {format_bytes(grad.nbytes)}, cannot be on the device "
                     f"while it is copied to RAM: {error}"
                 ) from None
+            item = _Item(owner, grad, kept, add)
             try:
                 if self._closing:
                     raise HeteroError("the engine was closed")
-                item = _Item(owner, grad, kept, add, self._backend.record_event())
-                if straight:
-                    item.op = self._backend.to_ram(kept, grad, item.after)
+                item.after = self._backend.record_event()
+                item.op = self._backend.offload(self._copies, kept, grad, add, item.after)
                 self._worker.do(self._finish_next)
             except BaseException:
                 self._ledger.release(Tier.DEVICE, Account.GRAD_SLOT, grad.nbytes)
@@ -227,8 +125,6 @@ class GradOffload:
             self._in_flight_bytes += grad.nbytes
             self._pending[owner] = self._pending.get(owner, 0) + 1
             self._queue.append(item)
-            if not straight:
-                self._passage.add(item)
 
     def busy(self, owner: Hashable) -> bool:
         """Whether gradients of `owner` are under way."""
@@ -275,10 +171,8 @@ class GradOffload:
         with self._changed:
             item = self._queue[0]
         try:
-            if item.op is not None:
-                item.op.wait()
-            else:
-                self._passage.bring(item)
+            assert item.op is not None
+            item.op.wait()
         except BaseException as error:
             item.error = error
         with self._changed:
@@ -309,8 +203,9 @@ class GradOffload:
             for item in self._queue:
                 if item.op is not None:
                     item.op.cancel()
-        self._passage.cancel()
         self._worker.close()
+        if self._copies is not None:
+            self._copies.close()
 
 
 def _plain(grad: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Copies from a GPU: gradients that are brought and added, events, streams."""
+"""Copies by CUDA's driver: gradients that native code brings and adds, events, where RAM lies."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_events_are_used_again(runtime: CudaRuntime) -> None:
     raws = set()
     for _ in range(100):
         event = runtime.record(stream)
-        raws.add(event.cuda_event)
+        raws.add(runtime.handle(event))
         runtime.wait(runtime.current_stream(), event)
     runtime.synchronize(event)
     assert len(raws) <= 2

@@ -294,8 +294,8 @@ def test_buffers_of_the_link_are_in_ram():
     layout = pack([ParamSpec(i, f"p{i}", SLOT - i, True) for i in range(10)], SLOT)
     large = pack([ParamSpec(0, "p0", 5 << 20, True)], SLOT)
     dtypes = Dtypes("bf16", "bf16")
-    assert link_buffers(layout, dtypes) == (2, 2 * SLOT)  # of two gradients
-    assert link_buffers(large, dtypes) == (2, 4 << 20)
+    assert link_buffers(layout, dtypes) == (4, SLOT)  # of two gradients
+    assert link_buffers(large, dtypes) == (8, 1 << 20)
     nbytes = 4 * SLOT
     for policy in ("auto", "cuda"):
         p = placed(layout, dtypes, policy, Budgets(AMPLE, 0, device=AMPLE), 1)

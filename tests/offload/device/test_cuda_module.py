@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from offload._native import UpdateKind
 from offload.device import cuda_module
 from offload.errors import HeteroError
+from tests.support.native.fake_cuda import FakeRuntime
 
 KIND = UpdateKind("bf16", "bf16", "adam", "bf16")
 
@@ -117,3 +119,12 @@ def test_a_device_has_a_name_on_its_bus_and_a_context(driver: Driver) -> None:
     with pytest.raises(HeteroError, match="PCI address"):
         cuda_module.pci_device(0)
     cuda_module.pci_device.cache_clear()
+
+
+def test_native_code_gets_the_addresses_of_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_module, "_driver", lambda: ctypes.CDLL(None))
+    found = cuda_module.driver_functions(["malloc", "free"])
+    assert sorted(found) == ["free", "malloc"]
+    assert 0 not in found.values()
+    # The fake has those that native code asks for.
+    assert set(cuda_module.COPY_FUNCTIONS) == set(FakeRuntime().driver.functions)

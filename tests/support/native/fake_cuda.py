@@ -21,8 +21,11 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from offload import _native
 from offload._native import UpdateKind
 from offload.device.cuda_runtime import Event
+from offload.memory.arena import HostArena
+from tests.support.cuda.fake_driver import CONTEXT, FakeDriver, FakeEvent
 from tests.support.cuda.fake_nccl import FakeNccl
 from tests.support.cuda.stream_order import HOST, Clock, StreamOrder
 from tests.support.native.native_build import CXX, ROOT, cached, succeed
@@ -45,13 +48,6 @@ class Recording:
         self.stream = stream
         self.before = before
         self.come = False
-
-
-class FakeEvent:
-    """The moment that it was recorded at last."""
-
-    def __init__(self) -> None:
-        self.last: Recording | None = None
 
 
 class FakeRuntime:
@@ -90,6 +86,7 @@ class FakeRuntime:
         self.collectives = 0  # under way with other devices
         self.current = threading.local()
         self.events: weakref.WeakSet[FakeEvent] = weakref.WeakSet()  # that somebody has
+        self.driver = FakeDriver(self)
         self.order = StreamOrder()
 
     # Streams
@@ -291,6 +288,15 @@ class FakeRuntime:
         """
         if not self._is_copied(address, nbytes):
             ctypes.memset(address, 0xFF, nbytes)
+
+    def handle(self, event: Event) -> int:
+        return self.driver.handle(self.moment(event), event)
+
+    def offload_queue(self, stream: FakeStream, buffers: HostArena) -> _native.OffloadQueue:
+        sizes = buffers.address(0), buffers.slots, buffers.slot_bytes
+        return _native.OffloadQueue(
+            self.driver.functions, CONTEXT, self.driver.handle(stream), *sizes
+        )
 
     def _check_page_locked(self, sides: Sequence[tuple[int, int]]) -> None:
         """One side is within one range of pinned RAM."""

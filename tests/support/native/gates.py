@@ -129,3 +129,7 @@ class GatedBackend(EmulatedBackend):
     def to_ram(self, to: torch.Tensor, source: torch.Tensor, after: Any = None) -> Any:
         """As EmulatedBackend."""
         return self.gate.start(lambda: super(GatedBackend, self).to_ram(to, source, after))
+
+    def offload(self, *arguments: Any) -> Any:
+        """As EmulatedBackend."""
+        return self.gate.start(lambda: super(GatedBackend, self).offload(*arguments))
