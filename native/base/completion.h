@@ -39,4 +39,16 @@ class Completion {
   std::atomic<int> settled_{0};
 };
 
+// Cancels an operation of `owner`, and waits until it is done, however it ends. Nothing in a forked
+// child.
+template <typename Owner, typename Op>
+void abandon(Owner& owner, Op& op) noexcept {
+  if (owner.foreign()) return;
+  try {
+    owner.cancel(op);
+    op.wait_done();
+  } catch (...) {  // Nobody wants to know how it ended.
+  }
+}
+
 }  // namespace hetero

@@ -155,19 +155,6 @@ constexpr const char* kKinds[] = {"read", "write"};
 // released: exceptions may be translated until the interpreter is gone.
 PyObject* io_error_type = nullptr;
 
-void make_io_error_type(py::module_& module) {
-  io_error_type = PyErr_NewExceptionWithDoc(
-      "offload._native.NativeIoError",
-      "A failed transfer: which, of what file, how far it came, and why.", PyExc_OSError, nullptr);
-  if (io_error_type == nullptr) throw py::error_already_set();
-  const auto type = py::reinterpret_borrow<py::object>(io_error_type);
-  // OSError's own text has errno and file only.
-  type.attr("__str__") =
-      py::cpp_function([](const py::object& self) { return self.attr("message"); },
-                       py::is_method(type), py::name("__str__"));
-  module.attr("NativeIoError") = type;
-}
-
 void raise_io_error(const IoError& failure) {
   const std::string reason = failure.error == 0 ? "unexpected end of file"
                                                 : std::generic_category().message(failure.error);
@@ -204,20 +191,7 @@ std::shared_ptr<IoEngine> make_engine(const std::string& kind, unsigned queue_de
   return released_without_gil(make_own<IoEngine>(kind, options));
 }
 
-// The handle of an operation. It holds the engine, so that an operation still held can finish. One
-// that nobody holds any more is cancelled, and over when the handle is gone. (py::keep_alive would
-// say the first, but with pybind11 3.1.0 a call with wrong argument types then crashes.)
-struct Transfer {
-  Transfer(std::shared_ptr<IoEngine> engine, std::shared_ptr<IoOp> op)
-      : engine(std::move(engine)), op(std::move(op)) {}
-  Transfer(Transfer&&) = default;
-  ~Transfer() {
-    if (op && !op->done()) without_gil([&] { abandon(*engine, *op); });
-  }
-
-  std::shared_ptr<IoEngine> engine;
-  std::shared_ptr<IoOp> op;
-};
+using Transfer = Handle<IoEngine, IoOp>;
 
 template <IoKind kind>
 Transfer submit(const std::shared_ptr<IoEngine>& engine, int file, std::uintptr_t address,
@@ -260,16 +234,12 @@ py::dict stats_of(const IoEngine& engine) {
 }
 
 void bind_io(py::module_& module) {
-  make_io_error_type(module);
+  io_error_type = make_os_error(
+      module, "NativeIoError", "A failed transfer: which, of what file, how far it came, and why.");
   py::register_local_exception_translator(&translate);
 
-  py::class_<Transfer>(module, "IoOp")
-      .def("done", [](const Transfer& self) { return self.op->done(); })
-      .def(
-          "wait", [](const Transfer& self) { self.op->wait(); }, ReleaseGil())
-      .def(
-          "cancel", [](const Transfer& self) { self.engine->cancel(*self.op); }, ReleaseGil())
-      .def("hurry", [](const Transfer& self) { self.engine->hurry(*self.op); }, ReleaseGil());
+  Transfer::bind(module, "IoOp")
+      .def("hurry", [](const Transfer& self) { self.owner->hurry(*self.op); }, ReleaseGil());
 
   py::class_<StripeMap>(module, "StripeMap")
       .def(py::init<const std::vector<unsigned>&, std::uint64_t>(), "weights"_a, "unit_bytes"_a)

@@ -1,4 +1,5 @@
-// What several files of bindings need: the GIL let go, names of an enum's values.
+// What several files of bindings need: the GIL let go, handles, errors that are OSErrors, names of
+// an enum's values.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -10,6 +11,7 @@
 #include <string>
 #include <utility>
 
+#include "base/completion.h"
 #include "update/update_kind.h"
 
 namespace hetero {
@@ -39,11 +41,52 @@ auto without_gil(Body body) {
   return body();
 }
 
+// The handle of a background operation. It holds the owner, so that an operation still held can
+// finish. One that nobody holds any more is cancelled, and over when the handle is gone.
+// (py::keep_alive would say the first, but with pybind11 3.1.0 a call with wrong argument types
+// then crashes.)
+template <typename Owner, typename Op>
+struct Handle {
+  Handle(std::shared_ptr<Owner> owner, std::shared_ptr<Op> op)
+      : owner(std::move(owner)), op(std::move(op)) {}
+  Handle(Handle&&) = default;
+  ~Handle() {
+    if (op && !op->done()) without_gil([&] { abandon(*owner, *op); });
+  }
+
+  // The class; operations of some kinds can do more.
+  static py::class_<Handle> bind(py::module_& module, const char* name) {
+    return py::class_<Handle>(module, name)
+        .def("done", [](const Handle& self) { return self.op->done(); })
+        .def(
+            "wait", [](const Handle& self) { self.op->wait(); }, ReleaseGil())
+        .def("cancel", [](const Handle& self) { self.owner->cancel(*self.op); }, ReleaseGil());
+  }
+
+  std::shared_ptr<Owner> owner;
+  std::shared_ptr<Op> op;
+};
+
 // The last owner lets go of the object without the GIL, because the destructor may take its time.
 template <typename T>
 std::shared_ptr<T> released_without_gil(std::shared_ptr<T> object) {
   T* const raw = object.get();
   return {raw, [object = std::move(object)](T*) mutable { without_gil([&] { object.reset(); }); }};
+}
+
+// offload._native.`name`, a subclass of OSError whose text is its attribute `message`. Borrowed and
+// never released: exceptions may be translated until the interpreter is gone.
+inline PyObject* make_os_error(py::module_& module, const char* name, const char* doc) {
+  const std::string full_name = std::string("offload._native.") + name;
+  PyObject* const made = PyErr_NewExceptionWithDoc(full_name.c_str(), doc, PyExc_OSError, nullptr);
+  if (made == nullptr) throw py::error_already_set();
+  const auto type = py::reinterpret_borrow<py::object>(made);
+  // OSError's own text has errno and file only.
+  type.attr("__str__") =
+      py::cpp_function([](const py::object& self) { return self.attr("message"); },
+                       py::is_method(type), py::name("__str__"));
+  module.attr(name) = type;
+  return made;
 }
 
 // The value of the enum whose name stands at its number in `names`. Throws std::invalid_argument,

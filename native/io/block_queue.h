@@ -16,6 +16,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/faults.h"
 #include "base/thread_annotations.h"
 #include "io/io_operation.h"
 
@@ -31,8 +32,7 @@ struct IoOptions {
 };
 
 // For tests: the `nth` completion of `kind` (from 0, counted from now) and the `count` - 1 after it
-// become -`error`, or are cut to `short_bytes`, or throw in the engine's own thread. Each counts on
-// its own.
+// become -`error`, or are cut to `short_bytes`, or throw in the engine's own thread.
 struct Fault {
   IoKind kind;
   std::uint64_t nth = 0;
@@ -139,7 +139,7 @@ class BlockQueue {
   std::array<Backlog, kIoTurns> backlogs_;
   std::set<std::uint64_t> unsettled_;  // serial numbers
   std::uint64_t next_serial_ = 0;
-  std::vector<Fault> faults_;  // to come: `nth` and `count` are of what is left
+  Faults<Fault> read_faults_, write_faults_;
   IoStats stats_;
   std::chrono::steady_clock::time_point busy_since_;  // when blocks began to be in flight
 };

@@ -218,13 +218,4 @@ void IoEngine::close() {
   closed_.notify_all();
 }
 
-void abandon(IoEngine& engine, IoOp& op) noexcept {
-  if (engine.foreign()) return;
-  try {
-    engine.cancel(op);
-    op.wait_done();
-  } catch (...) {  // Nobody wants to know how it ended.
-  }
-}
-
 }  // namespace hetero

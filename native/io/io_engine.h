@@ -89,8 +89,4 @@ class IoEngine {
   const std::unique_ptr<Driver> driver_;     // last: its threads use the others
 };
 
-// Cancels an operation of the engine, and waits until it is done, however it ends. Nothing in a
-// forked child.
-void abandon(IoEngine& engine, IoOp& op) noexcept;
-
 }  // namespace hetero
