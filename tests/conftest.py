@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 import signal
 import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +27,7 @@ from offload.disk.directories import ram_filesystem
 from tests.support.covering import covering
 from tests.support.own_process import descriptors, native_threads
 from tests.support.ranks import quick_python as quick
-from tests.support.ranks.processes import RankPool
+from tests.support.ranks.processes import Processes, RankPool
 from tests.support.schedule import Recorder, longest_first
 from tests.support.waiting import PATIENCE_S
 
@@ -66,6 +69,9 @@ settings.register_profile("thorough", settings.get_profile("hetero"), max_exampl
 settings.register_profile("sanitized", settings.get_profile("hetero"), max_examples=5)
 
 
+QUICK_PYTHON = pytest.StashKey[Path]()
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`--covering`: for runs in which each case takes long."""
     parser.addoption("--covering", type=int, default=99, help="lowers the n of all covering(n)")
@@ -74,8 +80,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Workers of pytest-xdist report to their controller, which alone records."""
-    if config.getoption("--record-seconds") and not hasattr(config, "workerinput"):
+    if hasattr(config, "workerinput"):
+        gc.disable()  # until all is collected: what imports make is no garbage
+        multiprocessing.set_executable(config.workerinput["quick_python"])
+        return
+    if config.getoption("--record-seconds"):
         config.pluginmanager.register(Recorder())
+    if config.getoption("numprocesses", None):
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # as above, of all that is forked
+        started = ExitStack()
+        config.stash[QUICK_PYTHON] = started.enter_context(quick.quick_python())
+        config.add_cleanup(started.close)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """A worker of pytest-xdist starts its server of ranks by this one's quick Python."""
+    program = node.config.stash.get(QUICK_PYTHON, sys.executable)
+    node.workerinput["quick_python"] = str(program)
 
 
 def axes(case: pytest.Item) -> dict[str, tuple[object, ...]]:
@@ -122,6 +144,7 @@ def open_files() -> set[tuple[int, str]]:
 def pytest_collection_finish() -> None:
     """What importing all tests has made stays for good: no collection need go through it again.
     With it, each of nothing_left()'s takes half a second."""
+    gc.enable()
     gc.collect()
     gc.freeze()
 
@@ -180,17 +203,24 @@ def ctrl_c() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def ranks2() -> Iterator[RankPool]:
-    """Two ranks for all tests of the session, started when the first one needs them."""
-    with RankPool(2) as pool:
-        yield pool
+def ranks_of() -> Iterator[Callable[[int], RankPool]]:
+    """So many ranks. All tests of the session have the same processes, started when the first one
+    needs them; what changes them for good needs its own, of run_ranks()."""
+    processes = Processes()
+    yield lambda world: RankPool(world, processes)
+    processes.close()
 
 
 @pytest.fixture(scope="session")
-def ranks4() -> Iterator[RankPool]:
-    """Four ranks, likewise."""
-    with RankPool(4) as pool:
-        yield pool
+def ranks2(ranks_of: Callable[[int], RankPool]) -> RankPool:
+    """Two of them."""
+    return ranks_of(2)
+
+
+@pytest.fixture(scope="session")
+def ranks4(ranks_of: Callable[[int], RankPool]) -> RankPool:
+    """Four of them."""
+    return ranks_of(4)
 
 
 @pytest.fixture(scope="session")

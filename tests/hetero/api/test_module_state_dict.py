@@ -5,15 +5,17 @@ from __future__ import annotations
 import io
 from pathlib import Path
 
-import accelerate
 import pytest
 import torch
 from safetensors.torch import load_file, load_model, save_model
 from torch import nn
 
 import hetero
+from tests.support.late import late
 from tests.support.training.small_net import SETTINGS, Settings, loss_of, managed
 from tests.support.training.small_net import plain as plain_net
+
+accelerate = late("accelerate")
 
 pytestmark = [
     pytest.mark.usefixtures("nothing_left"),

@@ -25,7 +25,6 @@ DATA = "rank-0.safetensors"
 # All calls by which a folder changes, those of shutil.rmtree() too, and opening and locking.
 CALLS = [(os, name) for name in ("rename", "fsync", "mkdir", "unlink", "rmdir", "open", "stat")]
 CALLS += [(fcntl, "flock"), (module, "_exchange")]
-DIED = 7
 
 
 def save(path: Path, content: str, keep: int | None = None) -> None:
@@ -59,36 +58,39 @@ def names(path: Path) -> list[str]:
 
 @contextmanager
 def calls_counted(before: Callable[[int], None]) -> Iterator[list[str]]:
-    """`before` gets the number of each of CALLS before it is made; the names are what this gives"""
+    """`before` gets the number of each of CALLS before it is made, but for its own; the names are
+    what this gives."""
     seen: list[str] = []
+    is_before = False
 
     def count(name: str, _: object) -> None:
+        nonlocal is_before
+        if is_before:
+            return
         seen.append(name)
-        before(len(seen))
+        is_before = True
+        try:
+            before(len(seen))
+        finally:
+            is_before = False
 
     with before_each(CALLS, count):
         yield seen
 
 
-def dies_before(number: int, action: Callable[[], None]) -> bool:
-    """Whether `action`, in a process of its own, makes that many calls; it dies before it."""
+def crashes(folder: Path, action: Callable[[], None]) -> list[Path]:
+    """Copies of the folder as a process leaves it that dies before each of the calls of `action`;
+    and, the last one, as it is after them."""
+    found: list[Path] = []
 
-    def die(call: int) -> None:
-        if call == number:
-            os._exit(DIED)
+    def copy(call: int) -> None:
+        found.append(folder.with_name(f"{folder.name}-{call}"))
+        shutil.copytree(folder, found[-1])
 
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            with calls_counted(die):
-                action()
-            code = 0
-        finally:
-            os._exit(code)
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    assert status in (0, DIED)
-    return status == DIED
+    with calls_counted(copy) as seen:
+        action()
+    copy(len(seen) + 1)
+    return found
 
 
 @pytest.fixture(params=["exchange", "two renames"])
@@ -111,44 +113,40 @@ def test_this_system_exchanges(tmp_path: Path) -> None:
 @pytest.mark.parametrize("old", [True, False])
 def test_a_crash_before_each_call(old: bool, exchanging: bool, tmp_path: Path) -> None:
     """What is found then is the old one or the new one, whole, and the next save cleans up."""
-    number, found_old, found_new = 0, 0, 0
-    died = True
-    while died:
-        number += 1
-        here = tmp_path / str(number)
+    folder = tmp_path / "run"
+    folder.mkdir()
+    if old:
+        save(folder / "step-5", "old")
+    found = []
+    *crashed, complete = crashes(folder, lambda: save(folder / "step-5", "new"))
+    for here in (*crashed, complete):
         path = here / "step-5"
-        if old:
-            save(path, "old")
-        died = dies_before(number, lambda path=path: save(path, "new"))
         if old or path.exists():
-            content = content_of(find_checkpoint(path))
+            found.append(content_of(find_checkpoint(path)))
             assert latest_checkpoint(here) == find_checkpoint(path) == find_checkpoint(here)
         else:
             with pytest.raises(CheckpointError, match="step-5"):
                 find_checkpoint(path)
-            content = "old"
-        assert content in (("old", "new") if died else ("new",))
-        found_old += content == "old"
-        found_new += content == "new"
+            found.append("old")
         save(path, "next")
         assert content_of(path) == "next"
         assert names(here) == ["step-5"]
-    assert found_old > 5
-    assert found_new > 1 + 3 * old
+    assert set(found) == {"old", "new"}
+    assert found[-1] == "new"
+    assert found.count("old") > 5
+    assert found.count("new") > 1 + 3 * old
 
 
 @pytest.mark.covering(0)
 def test_a_crash_before_each_call_of_keep(exchanging: bool, tmp_path: Path) -> None:
-    number, died = 0, True
-    while died:
-        number += 1
-        here = tmp_path / str(number)
-        for step in (8, 9, 10):
-            save(here / f"step-{step}", str(step))
-        died = dies_before(number, lambda here=here: save(here / "step-11", "11", keep=2))
+    folder = tmp_path / "run"
+    for step in (8, 9, 10):
+        save(folder / f"step-{step}", str(step))
+    *crashed, complete = crashes(folder, lambda: save(folder / "step-11", "11", keep=2))
+    for here in (*crashed, complete):
         found = latest_checkpoint(here)
         assert found is not None
-        assert content_of(found) in (("10", "11") if died else ("11",))
+        assert content_of(found) in (("11",) if here is complete else ("10", "11"))
         for name in names(here):
             if not name.startswith("."):
                 assert content_of(here / name) == name[5:]
@@ -157,7 +155,7 @@ def test_a_crash_before_each_call_of_keep(exchanging: bool, tmp_path: Path) -> N
         assert content_of(find_checkpoint(here)) == "12"
         # (Where it died before it was there, step-11 was never complete.)
         assert names(here) in (["step-11", "step-12"], ["step-10", "step-12"])
-    assert number > 20
+    assert len(crashed) > 20
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EROFS, errno.EACCES])

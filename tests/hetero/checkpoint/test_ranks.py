@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,30 +12,31 @@ import pytest
 import hetero
 from hetero.checkpoint.folder import is_checkpoint
 from tests.support.ranks import checkpointing
-from tests.support.ranks.processes import run_ranks, run_ranks_to_the_end
+from tests.support.ranks.processes import RankPool
 from tests.support.training.loops import same
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
+Ranks = Callable[[int], RankPool]
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, Any]]:
+def saved(tmp_path_factory: pytest.TempPathFactory, ranks_of: Ranks) -> tuple[Path, dict[int, Any]]:
     """A checkpoint of each number of ranks, and what its ranks had."""
     path = tmp_path_factory.mktemp("saved")
     counts = checkpointing.OPTIONS
-    return path, {n: run_ranks(n, checkpointing.save, str(path)) for n in counts}
+    return path, {n: ranks_of(n).run(checkpointing.save, str(path)) for n in counts}
 
 
 @pytest.mark.parametrize(
     "ranks", [3, 4, *(pytest.param(ranks, marks=pytest.mark.extra) for ranks in (1, 2))]
 )
 def test_any_number_of_ranks_loads_any_other(
-    ranks: int, saved: tuple[Path, dict[int, Any]]
+    ranks: int, saved: tuple[Path, dict[int, Any]], ranks_of: Ranks
 ) -> None:
     """With as many as then, training goes on with the same bits, each rank's random numbers too."""
     path, before = saved
     counts = list(checkpointing.OPTIONS)
-    found = run_ranks(ranks, checkpointing.load, str(path), counts)
+    found = ranks_of(ranks).run(checkpointing.load, str(path), counts)
     for count in counts:
         for rank, mine in enumerate(found):
             assert mine[count]["ranks"] == count
@@ -44,9 +46,9 @@ def test_any_number_of_ranks_loads_any_other(
                 assert same(mine[count]["then"], before[count][rank]["then"])
 
 
-def test_a_rank_that_cannot_write_fails_all(tmp_path: Path) -> None:
+def test_a_rank_that_cannot_write_fails_all(ranks2: RankPool, tmp_path: Path) -> None:
     """What was there before stays, and training goes on."""
-    told = run_ranks(2, checkpointing.save_while_one_fails, str(tmp_path))
+    told = ranks2.run(checkpointing.save_while_one_fails, str(tmp_path))
     assert told[1].startswith("StoreError: ")
     assert told[0].startswith("StoreError: rank 1 could not save")
     assert "no room" in told[0]
@@ -54,17 +56,17 @@ def test_a_rank_that_cannot_write_fails_all(tmp_path: Path) -> None:
     assert is_checkpoint(tmp_path / "saved")
 
 
-def test_damage_that_one_rank_finds_is_every_ranks(tmp_path: Path) -> None:
+def test_damage_that_one_rank_finds_is_every_ranks(ranks2: RankPool, tmp_path: Path) -> None:
     """And no rank uses what is half loaded, until all have loaded another checkpoint."""
-    for told in run_ranks(2, checkpointing.load_what_one_cannot_read, str(tmp_path)):
+    for told in ranks2.run(checkpointing.load_what_one_cannot_read, str(tmp_path)):
         assert len(told) == 3, told
         assert "damaged" in told[0]
         assert told[1].startswith("HeteroError: the model is half loaded from")
         assert told[2] is True
 
 
-def test_a_rank_that_is_killed_while_it_saves(tmp_path: Path) -> None:
-    outcomes = run_ranks_to_the_end(2, checkpointing.die_in_save, str(tmp_path))
+def test_a_rank_that_is_killed_while_it_saves(ranks2: RankPool, tmp_path: Path) -> None:
+    outcomes = ranks2.run_to_the_end(checkpointing.die_in_save, str(tmp_path))
     assert outcomes[1].failure is not None
     assert outcomes[0].failure is None
     assert outcomes[0].result.startswith("PeerError")
@@ -76,9 +78,9 @@ def test_a_rank_that_is_killed_while_it_saves(tmp_path: Path) -> None:
     optimizer.engine.close()
 
 
-def test_an_error_says_how_long_a_rank_was_waited_for(tmp_path: Path) -> None:
+def test_an_error_says_how_long_a_rank_was_waited_for(ranks2: RankPool, tmp_path: Path) -> None:
     """Here for rank_timeout_s, and never for 0 s."""
-    found = run_ranks(2, checkpointing.save_alone, str(tmp_path))[0]
+    found = ranks2.run(checkpointing.save_alone, str(tmp_path))[0]
     waited = re.search(r"rank 1 did not take part in .* within (\d+) s", found)
     assert waited is not None, found
     assert int(waited[1]) >= 3

@@ -12,9 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, MistralConfig, MistralForCausalLM
 
-from hetero.cli.finetune.data import DEFAULT_TEMPLATE, read_data
 from hetero.cli.main import main
 from hetero.cli.observers import LineObserver
 from hetero.job.optimization import ADAM_BETAS
@@ -22,9 +20,11 @@ from hetero.reporting.run_record import RunRecord, StepPoint
 from tests.support.cli_runs import run_all
 from tests.support.ecosystem.tiny_models import gpt2_folder
 from tests.support.ecosystem.tiny_tokenizer import CHAT_TEMPLATE, VOCAB_SIZE, model_folder
+from tests.support.late import late
 from tests.support.ranks.processes import run_ranks
 
 trl = pytest.importorskip("trl", reason="pip install 'hetero[finetune]'")
+hf, data = late("transformers"), late("hetero.cli.finetune.data")
 
 LR, SEQ_LEN = 1e-2, 64
 COMMON = ["--seq-len", f"{SEQ_LEN}", "--learning-rate", f"{LR}", "--warmup-steps", "1"]
@@ -77,9 +77,9 @@ def test_a_whole_model_against_plain_trl(packing: bool, arguments: list[str]) ->
     options += ["--chat-template", "default", "--policy", "nvme"]
     options += ["--packing"] if packing else []
     assert main([*arguments, *options, "--output", "out"]) == 0
-    tokenizer = AutoTokenizer.from_pretrained("../model")
-    tokenizer.chat_template = DEFAULT_TEMPLATE
-    model = AutoModelForCausalLM.from_pretrained("../model").train()
+    tokenizer = hf.AutoTokenizer.from_pretrained("../model")
+    tokenizer.chat_template = data.DEFAULT_TEMPLATE
+    model = hf.AutoModelForCausalLM.from_pretrained("../model").train()
     given = trl.SFTConfig(
         output_dir="plain",
         per_device_train_batch_size=2,
@@ -97,16 +97,16 @@ def test_a_whole_model_against_plain_trl(packing: bool, arguments: list[str]) ->
         report_to=[],
         save_strategy="no",
     )
-    data = read_data("../data.jsonl", tokenizer, SEQ_LEN, "auto")
+    rows = data.read_data("../data.jsonl", tokenizer, SEQ_LEN, "auto")
     adam = torch.optim.AdamW(model.parameters(), lr=LR, betas=ADAM_BETAS, weight_decay=0.0)
-    plain = trl.SFTTrainer(model, given, None, data, None, tokenizer, optimizers=(adam, None))
+    plain = trl.SFTTrainer(model, given, None, rows, None, tokenizer, optimizers=(adam, None))
     plain.train()
     wanted = [each["loss"] for each in plain.state.log_history if "loss" in each]
     assert len(wanted) == 4
     assert logged("run") == pytest.approx(wanted, rel=1e-4)
     assert wanted[-1] < wanted[0]
-    close(AutoModelForCausalLM.from_pretrained("out"), model)
-    assert AutoTokenizer.from_pretrained("out").chat_template == DEFAULT_TEMPLATE
+    close(hf.AutoModelForCausalLM.from_pretrained("out"), model)
+    assert hf.AutoTokenizer.from_pretrained("out").chat_template == data.DEFAULT_TEMPLATE
 
 
 def test_an_adapter_merged_by_us_and_by_peft(arguments: list[str]) -> None:
@@ -120,15 +120,15 @@ def test_an_adapter_merged_by_us_and_by_peft(arguments: list[str]) -> None:
     # From any folder: transformers would look for a name that is no folder on the network.
     named = json.loads(Path("adapter/adapter_config.json").read_text())["base_model_name_or_path"]
     assert Path(named) == Path("../model").resolve()
-    base = AutoModelForCausalLM.from_pretrained("../model").to(torch.bfloat16)
+    base = hf.AutoModelForCausalLM.from_pretrained("../model").to(torch.bfloat16)
     before = [param.clone() for param in parameters(base)]
     wanted = PeftModel.from_pretrained(base, "adapter", autocast_adapter_dtype=False)
     wanted = wanted.merge_and_unload()
     assert not all(map(torch.equal, parameters(wanted), before))
-    merged = AutoModelForCausalLM.from_pretrained("merged")
+    merged = hf.AutoModelForCausalLM.from_pretrained("merged")
     for one, other in zip(parameters(merged), parameters(wanted), strict=True):
         assert torch.equal(one, other)
-    assert AutoTokenizer.from_pretrained("merged").chat_template == CHAT_TEMPLATE
+    assert hf.AutoTokenizer.from_pretrained("merged").chat_template == CHAT_TEMPLATE
 
 
 def test_a_resumed_run_has_the_same_bits(arguments: list[str]) -> None:
@@ -192,7 +192,7 @@ def test_a_result_replaces_one_of_another_kind(
     found = {path.name for path in Path("out").iterdir()}
     wanted = {path.name for path in Path("plain").iterdir()}
     assert found == wanted | {"notes.safetensors", "README.md"}
-    assert not hasattr(AutoModelForCausalLM.from_pretrained("out"), "peft_config")
+    assert not hasattr(hf.AutoModelForCausalLM.from_pretrained("out"), "peft_config")
     with monkeypatch.context() as context:
         context.setattr("hetero.cli.finetune.run.adapter_state", fail)
         assert main([*options, "--max-steps", "3"]) == 1
@@ -231,7 +231,7 @@ def test_an_export_keeps_the_setting_of_a_cache(arguments: list[str]) -> None:
     files[0].write_text(json.dumps({**own, "use_cache": False}))
     files[1].unlink()
     assert main([*arguments, "--max-steps", "1", "--output", "out"]) == 0
-    model = AutoModelForCausalLM.from_pretrained("out")
+    model = hf.AutoModelForCausalLM.from_pretrained("out")
     assert model.config.use_cache is False
     assert model.generation_config.use_cache is False
 
@@ -259,7 +259,7 @@ def test_packed_records_see_themselves_alone(arguments: list[str]) -> None:
     config = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "sliding_window": 12}
     torch.manual_seed(0)
-    model = MistralForCausalLM(MistralConfig(vocab_size=VOCAB_SIZE, **config, **heads))
+    model = hf.MistralForCausalLM(hf.MistralConfig(vocab_size=VOCAB_SIZE, **config, **heads))
     model.save_pretrained("../model")
     options = [*arguments, "--max-steps", "1", "--batch-size", "8"]
     assert main([*options, "--output", "padded", "--run-dir", "p"]) == 0
@@ -298,7 +298,7 @@ def test_sigterm_saves_and_ends(arguments: list[str], monkeypatch: pytest.Monkey
     assert not list(Path("out").iterdir())
     assert main([*options, "--max-steps", "4", "--resume"]) == 0
     assert len(logged("run")) == 4
-    assert AutoModelForCausalLM.from_pretrained("out")
+    assert hf.AutoModelForCausalLM.from_pretrained("out")
 
 
 @pytest.mark.usefixtures("nothing_left")
@@ -325,7 +325,7 @@ def test_two_ranks_are_one_with_two_micro_batches(arguments: list[str]) -> None:
     more = [*common, "--output", "more.out", "--run-dir", "more", "--max-steps", "3", "--resume"]
     run_ranks(2, run_all, str(Path.cwd()), [two, more], timeout_s=300)
     assert logged("two") == pytest.approx(logged("one"), rel=1e-4)
-    close(*(AutoModelForCausalLM.from_pretrained(f"{name}.out") for name in ("one", "two")))
+    close(*(hf.AutoModelForCausalLM.from_pretrained(f"{name}.out") for name in ("one", "two")))
     assert main([*alone, "--max-steps", "3", "--resume"]) == 0
     assert logged("more") == pytest.approx(logged("one"), rel=1e-4)
 

@@ -5,22 +5,23 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import accelerate
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState
-from transformers import AutoModelForCausalLM
 
 import hetero
-from hetero.integrations.accelerator import Accelerator, check_plain
 from tests.support.ecosystem.tiny_models import Sentences, gpt2_folder
+from tests.support.late import late
+
+accelerate, AutoModelForCausalLM = late("accelerate"), late("transformers:AutoModelForCausalLM")
+Accelerator = late("hetero.integrations.accelerator:Accelerator")
+check_plain = late("hetero.integrations.accelerator:check_plain")
 
 
 @pytest.fixture(autouse=True)
 def _fresh_state() -> None:
     """The library keeps its settings in class attributes."""
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
+    accelerate.state.AcceleratorState._reset_state(True)
+    accelerate.state.GradientState._reset_state()
 
 
 def loader_of(sentences: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -10,30 +11,35 @@ import torch
 
 import hetero
 from tests.support.ecosystem.tiny_models import Sentences, gpt2_folder
+from tests.support.late import late
 
-lightning = pytest.importorskip("lightning", reason="pip install 'hetero[ecosystem]'")
+pytestmark = pytest.mark.skipif(
+    find_spec("lightning") is None, reason="pip install 'hetero[ecosystem]'"
+)
+lightning, AutoModelForCausalLM = late("lightning"), late("transformers:AutoModelForCausalLM")
+HeteroStrategy = late("hetero.integrations.lightning:HeteroStrategy")
 
-from transformers import AutoModelForCausalLM  # noqa: E402
 
-from hetero.integrations.lightning import HeteroStrategy  # noqa: E402
+def module_of(folder: Path, kind: Any) -> Any:
+    """The folder's model as a module whose optimizer is of the kind."""
 
+    class Module(lightning.LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = AutoModelForCausalLM.from_pretrained(folder)
+            self.model.train()
+            self.losses: list[float] = []
 
-class Module(lightning.LightningModule):  # type: ignore[misc,name-defined]
-    def __init__(self, folder: Path, optimizer: Any) -> None:
-        super().__init__()
-        self.model = AutoModelForCausalLM.from_pretrained(folder)
-        self.model.train()
-        self.optimizer = optimizer
-        self.losses: list[float] = []
+        def training_step(self, batch: Any, index: int) -> torch.Tensor:
+            loss: torch.Tensor = self.model(**batch).loss
+            self.losses.append(loss.item())
+            return loss
 
-    def training_step(self, batch: Any, index: int) -> torch.Tensor:
-        loss: torch.Tensor = self.model(**batch).loss
-        self.losses.append(loss.item())
-        return loss
+        def configure_optimizers(self) -> Any:
+            optimizer = kind(self.parameters(), lr=1e-2, weight_decay=0.0)
+            return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
 
-    def configure_optimizers(self) -> Any:
-        optimizer = self.optimizer(self.parameters(), lr=1e-2, weight_decay=0.0)
-        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
+    return Module()
 
 
 def fit(module: Any, path: Path, strategy: Any, epochs: int = 2, ckpt_path: Any = None) -> Any:
@@ -59,14 +65,14 @@ def fit(module: Any, path: Path, strategy: Any, epochs: int = 2, ckpt_path: Any 
 
 def test_a_module_and_its_checkpoints(tmp_path: Path) -> None:
     folder = gpt2_folder(tmp_path / "model")
-    plain = Module(folder, torch.optim.AdamW)
+    plain = module_of(folder, torch.optim.AdamW)
     fit(plain, tmp_path / "plain", "auto")
     runs = []
     for resumed in (False, True):
         with hetero.ZeroInitContext(
             placement_policy="cpu" if resumed else "nvme", dtype="fp32", nvme_path=str(tmp_path)
         ):
-            module = Module(folder, hetero.HybridAdam)
+            module = module_of(folder, hetero.HybridAdam)
         strategy = HeteroStrategy()
         checkpoint = next((tmp_path / "run").glob("epoch=0*")) if resumed else None
         fit(module, tmp_path / ("again" if resumed else "run"), strategy, ckpt_path=checkpoint)
@@ -80,16 +86,16 @@ def test_a_module_and_its_checkpoints(tmp_path: Path) -> None:
 
 def test_a_module_that_was_built_outside(tmp_path: Path) -> None:
     folder = gpt2_folder(tmp_path / "model")
-    module = Module(folder, hetero.HybridAdam)
+    module = module_of(folder, hetero.HybridAdam)
     strategy = HeteroStrategy(placement_policy="cpu", dtype="fp32")
     trainer = fit(module, tmp_path / "run", strategy, epochs=1)
     assert strategy.engine is not None
     trainer.save_checkpoint(tmp_path / "last")
     assert hetero.latest_checkpoint(tmp_path / "last") == tmp_path / "last" / "hetero"
     strategy.close()
-    other = Module(folder, torch.optim.AdamW)
+    other = module_of(folder, torch.optim.AdamW)
     with pytest.raises(ValueError, match="the optimizer must be hetero.HybridAdam"):
         fit(other, tmp_path / "other", HeteroStrategy())
     with pytest.raises(hetero.CheckpointError, match="is no folder that HeteroStrategy"):
-        again = Module(folder, hetero.HybridAdam)
+        again = module_of(folder, hetero.HybridAdam)
         fit(again, tmp_path / "x", HeteroStrategy(), ckpt_path=tmp_path / "model")

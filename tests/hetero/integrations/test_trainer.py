@@ -10,12 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 
 import hetero
-from hetero.integrations.trainer import HeteroTrainerMixin, Trainer
 from tests.support.ecosystem.tiny_models import (
     Sentences,
     arguments,
@@ -24,6 +21,10 @@ from tests.support.ecosystem.tiny_models import (
     llama_folder,
     with_adapters,
 )
+from tests.support.late import late
+
+transformers, integration = late("transformers"), late("hetero.integrations.trainer")
+AutoModelForCausalLM = late("transformers:AutoModelForCausalLM")
 
 POLICIES = ["cpu", "nvme"]
 LOGGED = ["loss", "eval_loss", "grad_norm", "learning_rate"]
@@ -33,15 +34,15 @@ class Interrupted(Exception):
     pass
 
 
-class InterruptAfter(transformers.TrainerCallback):
-    """Ends the training as a crash would, after a step that was saved."""
+def interrupt_after(step: int) -> Any:
+    """A callback that ends the training as a crash would, after a step that was saved."""
 
-    def __init__(self, step: int) -> None:
-        self.step = step
+    class Callback(transformers.TrainerCallback):  # type: ignore[misc]
+        def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+            if state.global_step == step:
+                raise Interrupted
 
-    def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        if state.global_step == self.step:
-            raise Interrupted
+    return Callback()
 
 
 def managed(folder: Path, policy: str, path: Path, dtype: str = "fp32") -> Any:
@@ -49,7 +50,8 @@ def managed(folder: Path, policy: str, path: Path, dtype: str = "fp32") -> Any:
         return AutoModelForCausalLM.from_pretrained(folder)
 
 
-def trainer(model: Any, args: Any, kind: Any = Trainer, **others: Any) -> Any:
+def trainer(model: Any, args: Any, kind: Any = None, **others: Any) -> Any:
+    kind = kind or integration.Trainer
     return kind(model, args, train_dataset=Sentences(), eval_dataset=Sentences(), **others)
 
 
@@ -89,7 +91,7 @@ def test_an_interrupted_run_goes_on_with_the_same_bits(tmp_path: Path) -> None:
     """With dropout, whose random numbers count; resumed under another policy, and unbuilt."""
     folder = gpt2_folder(tmp_path / "model")
     runs: list[Any] = []
-    for name, callbacks in (("whole", []), ("cut", [InterruptAfter(2)])):
+    for name, callbacks in (("whole", []), ("cut", [interrupt_after(2)])):
         model = managed(folder, "nvme", tmp_path, "bf16")
         with trainer(model, arguments(tmp_path / name), callbacks=callbacks) as run:
             if callbacks:
@@ -170,7 +172,7 @@ def test_adapters(tmp_path: Path) -> None:
 
 
 def test_the_mixin_takes_optimizers_that_are_given(tmp_path: Path) -> None:
-    class Mine(HeteroTrainerMixin, transformers.Trainer):  # type: ignore[misc]
+    class Mine(integration.HeteroTrainerMixin, transformers.Trainer):  # type: ignore[misc]
         pass
 
     folder = llama_folder(tmp_path / "model")

@@ -10,22 +10,21 @@ import pytest
 import torch
 
 import hetero
-from hetero.integrations.trainer import HeteroTrainerMixin
 from tests.support.ecosystem.tiny_models import ADAPTERS, arguments, figures
 from tests.support.ecosystem.tiny_tokenizer import CHAT_TEMPLATE, model_folder
+from tests.support.late import late
 
 trl = pytest.importorskip("trl", reason="pip install 'hetero[ecosystem]'")
 
-from datasets import Dataset  # noqa: E402
-from peft import LoraConfig  # noqa: E402
-from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
-
-
-class SFT(HeteroTrainerMixin, trl.SFTTrainer):  # type: ignore[misc,name-defined]
-    pass
+datasets, peft, integration = map(late, ("datasets", "peft", "hetero.integrations.trainer"))
+AutoModelForCausalLM = late("transformers:AutoModelForCausalLM")
+AutoTokenizer = late("transformers:AutoTokenizer")
 
 
 def test_sft(tmp_path: Path) -> None:
+    class SFT(integration.HeteroTrainerMixin, trl.SFTTrainer):  # type: ignore[misc,name-defined]
+        pass
+
     folder = model_folder(tmp_path / "model", CHAT_TEMPLATE)
     rows = [
         {
@@ -36,11 +35,11 @@ def test_sft(tmp_path: Path) -> None:
         }
         for n in range(16)
     ]
-    data = Dataset.from_list(json.loads(json.dumps(rows)))
+    data = datasets.Dataset.from_list(json.loads(json.dumps(rows)))
 
     def run(kind: Any, model: Any, name: str, resume: Any = None) -> Any:
         torch.manual_seed(11)
-        config = LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM", **ADAPTERS)
+        config = peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM", **ADAPTERS)
         args = arguments(
             tmp_path / name, trl.SFTConfig, max_length=64, gradient_checkpointing=False, bf16=False
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,9 +14,8 @@ from tests.support.ranks.processes import RankPool
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(3) as made:
-        yield made
+def pool(ranks_of: Callable[[int], RankPool]) -> RankPool:
+    return ranks_of(3)
 
 
 @pytest.mark.parametrize(
@@ -38,7 +37,7 @@ def test_the_same_bits_with_and_without(pool: RankPool, options: dict[str, Any])
 
 def test_if_the_system_refuses_one_rank_all_send() -> None:
     """A rank that may not read makes all of them use gloo: none waits for what never comes."""
-    with RankPool(2) as pool:
+    with RankPool(2) as pool:  # for which that is so for good
         refused = pool.run(peer_memory.train, {}, "refused")
         read = pool.run(peer_memory.train, {}, "read")
     assert [found["reads"] for found in refused] == [False, False]
@@ -62,11 +61,10 @@ def test_memory_is_opened_to_others_only_where_that_helps(
         assert found == {"reads": reads, "connected": connected, "closed": closed}
 
 
-def test_hybrid_sharding() -> None:
+def test_hybrid_sharding(ranks4: RankPool) -> None:
     """Replicas read each other's parts, too."""
-    with RankPool(4) as pool:
-        read = pool.run(peer_memory.train, {}, "read", 2)
-        sent = pool.run(peer_memory.train, {}, "sent", 2)
+    read = ranks4.run(peer_memory.train, {}, "read", 2)
+    sent = ranks4.run(peer_memory.train, {}, "sent", 2)
     for ours, theirs in zip(read, sent, strict=True):
         assert ours["reads"]
         for a, b in zip(ours["masters"], theirs["masters"], strict=True):
@@ -81,28 +79,23 @@ def test_by_gloo_no_connection_carries_bytes_in_both_directions(pool: RankPool) 
         assert not pairs & {(to, begin) for begin, to in pairs}
 
 
-def test_a_wait_by_gloo_ends_with_the_other_rank() -> None:
-    with RankPool(2) as pool:
-        told, _ = pool.run(peer_memory.wait_for_one_that_leaves)
+def test_a_wait_by_gloo_ends_with_the_other_rank(ranks2: RankPool) -> None:
+    told, _ = ranks2.run(peer_memory.wait_for_one_that_leaves)
     assert "rank 1" in told
     assert "needed it for it" in told
 
 
-def test_memory_is_the_owners_when_all_have_read() -> None:
+def test_memory_is_the_owners_when_all_have_read(ranks2: RankPool) -> None:
     """What a rank writes right after a gather or a mean no other rank has got."""
-    with RankPool(2) as pool:
-        for wrong in pool.run(peer_memory.write_afterwards):
-            assert wrong == 0
+    assert ranks2.run(peer_memory.write_afterwards) == [0, 0]
 
 
-def test_memory_that_is_kept_is_let_go_when_all_have_read() -> None:
-    with RankPool(2) as pool:
-        assert pool.run(peer_memory.write_when_let_go) == [0, 0]
+def test_memory_that_is_kept_is_let_go_when_all_have_read(ranks2: RankPool) -> None:
+    assert ranks2.run(peer_memory.write_when_let_go) == [0, 0]
 
 
-def test_who_reads_what_its_owner_has_freed_is_told() -> None:
-    with RankPool(2) as pool:
-        first, second = pool.run(peer_memory.read_what_is_freed)
+def test_who_reads_what_its_owner_has_freed_is_told(ranks2: RankPool) -> None:
+    first, second = ranks2.run(peer_memory.read_what_is_freed)
     assert first == ""
     assert "rank 0 closed its engine" in second
     assert "needed it for it" in second

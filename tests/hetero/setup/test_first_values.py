@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,9 +13,8 @@ from tests.support.ranks.processes import RankPool
 
 
 @pytest.fixture(scope="module")
-def ranks3() -> Iterator[RankPool]:
-    with RankPool(3) as pool:
-        yield pool
+def ranks3(ranks_of: Callable[[int], RankPool]) -> RankPool:
+    return ranks_of(3)
 
 
 @pytest.mark.covering(1)

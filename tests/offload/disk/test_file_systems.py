@@ -4,19 +4,21 @@ import errno
 import os
 import shutil
 import subprocess
-import sys
-import textwrap
 from pathlib import Path
 
 import pytest
 
+from offload.disk import scratch_file
+from offload.disk.directories import free_bytes
 from offload.disk.scratch_file import ScratchFile
 from offload.errors import StoreError
+from offload.memory.ledger import Ledger
+from offload.memory.sizes import PAGE_BYTES
 from offload.memory.tiers import Account
+from tests.support.mounts import run_mounted
 from tests.support.native.scratch_files import MIB, assert_round_trip
 from tests.support.own_process import descriptors
 
-ROOT = Path(__file__).parents[3]
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount and change user")
 
 
@@ -69,70 +71,41 @@ class TestFileSystemsThatKnowLess:
         assert failure.value.errno == errno.EROFS
 
 
+def fill_a_file_system(directory: Path) -> None:
+    ledger = Ledger({})
+    scratch = ScratchFile(str(directory), ledger, Account.OPTIM_STATE)
+    assert free_bytes(str(directory)) == 2 * MIB
+    with pytest.raises(StoreError, match=r"3\.0 MiB.*2\.0 MiB") as refusal:
+        scratch.reserve(3 * MIB)
+    assert refusal.value.errno == errno.ENOSPC
+    assert str(directory) in str(refusal.value)
+    assert ledger.in_use_bytes["disk"] == 0
+    # What statvfs promised is gone when it is asked for: the kernel's own ENOSPC.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scratch_file, "free_bytes", lambda directory: 64 * MIB)
+        with pytest.raises(StoreError) as refusal:
+            scratch.reserve(3 * MIB)
+    assert refusal.value.errno == errno.ENOSPC
+    assert ledger.in_use_bytes["disk"] == scratch.nbytes == 0
+    assert_round_trip(scratch, pages=64)
+    scratch.close()
+    assert free_bytes(str(directory)) == 2 * MIB
+
+
+def use_without_preallocation(directory: Path) -> None:
+    scratch = ScratchFile(str(directory), Ledger({}), Account.OPTIM_STATE)
+    assert_round_trip(scratch, pages=64)
+    status = os.fstat(scratch.members[0].fd)
+    assert status.st_size == scratch.nbytes == 64 * PAGE_BYTES
+    assert status.st_blocks * 512 >= scratch.nbytes
+    scratch.close()
+
+
 @needs_root
 class TestRealMounts:
-    """Each in a private mount namespace, so that nothing outlives the child."""
-
-    def run(self, directory: Path, mount: list[str], body: str) -> str:
-        if shutil.which("unshare") is None:
-            pytest.skip("no unshare")
-        script = textwrap.dedent(
-            """
-            import subprocess, sys
-            mount, directory, root = sys.argv[1].split("|"), sys.argv[2], sys.argv[3]
-            if subprocess.run(["mount", *mount, directory]).returncode:
-                sys.exit(77)
-            sys.path.insert(0, root)
-            import errno, os
-            from offload.disk import scratch_file as store
-            from offload.disk.scratch_file import ScratchFile
-            from offload.errors import StoreError
-            from offload.memory.ledger import Ledger
-            from offload.memory.sizes import PAGE_BYTES
-            from offload.memory.tiers import Account
-            from tests.support.native.scratch_files import MIB, assert_round_trip
-            ledger = Ledger({})
-            """
-        ) + textwrap.dedent(body)
-        command = ["unshare", "-m", sys.executable, "-c", script, "|".join(mount), str(directory)]
-        done = subprocess.run([*command, str(ROOT)], capture_output=True, text=True, timeout=120)
-        if done.returncode == 77 or "unshare failed" in done.stderr:
-            pytest.skip(f"mounting is not permitted: {done.stderr.strip()}")
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
     def test_a_full_file_system(self, tmp_path):
-        self.run(
-            tmp_path,
-            ["-t", "tmpfs", "-o", "size=2m", "tmpfs"],
-            """
-            scratch = ScratchFile(directory, ledger, Account.OPTIM_STATE)
-            from offload.disk.directories import free_bytes
-            assert free_bytes(directory) == 2 * MIB
-            try:
-                scratch.reserve(3 * MIB)
-            except StoreError as error:
-                assert error.errno == errno.ENOSPC, error
-                assert "3.0 MiB" in str(error) and "2.0 MiB" in str(error), error
-                assert directory in str(error), error
-            else:
-                raise AssertionError("reserved more than there is")
-            assert ledger.in_use_bytes["disk"] == 0
-            # What statvfs promised is gone when it is asked for: the kernel's own ENOSPC.
-            store.free_bytes = lambda directory: 64 * MIB
-            try:
-                scratch.reserve(3 * MIB)
-            except StoreError as error:
-                assert error.errno == errno.ENOSPC, error
-            else:
-                raise AssertionError("reserved more than there is")
-            store.free_bytes = free_bytes
-            assert ledger.in_use_bytes["disk"] == scratch.nbytes == 0
-            assert_round_trip(scratch, pages=64)
-            scratch.close()
-            assert free_bytes(directory) == 2 * MIB
-            """,
-        )
+        small = ["-t", "tmpfs", "-o", "size=2m", "tmpfs"]
+        run_mounted(tmp_path, small, fill_a_file_system, tmp_path)
 
     def test_a_file_system_with_direct_transfers_that_cannot_preallocate(self, tmp_path):
         # As ext2, ext3 and NFS before 4.2.
@@ -144,15 +117,5 @@ class TestRealMounts:
         with open(image, "wb") as file:
             file.truncate(16 * MIB)
         subprocess.run([make, "-q", "-t", "ext2", str(image)], check=True)
-        self.run(
-            directory,
-            ["-o", "loop", str(image)],
-            """
-            scratch = ScratchFile(directory, ledger, Account.OPTIM_STATE)
-            assert_round_trip(scratch, pages=64)
-            status = os.fstat(scratch.members[0].fd)
-            assert status.st_size == scratch.nbytes == 64 * PAGE_BYTES
-            assert status.st_blocks * 512 >= scratch.nbytes
-            scratch.close()
-            """,
-        )
+        loop = ["-o", "loop", str(image)]
+        run_mounted(directory, loop, use_without_preallocation, directory)

@@ -99,6 +99,15 @@ def with_nccl(rank: int, world: int, function: Callable[..., Any], *args: Any) -
         return function(rank, world, *args)
 
 
+def refused(rank: int, world: int, function: Callable[..., Any], *args: Any) -> str:
+    """What `function` of a rank is told, for whom a budget is too small."""
+    try:
+        function(rank, world, *args)
+    except hetero.BudgetError as error:
+        return str(error)
+    return "nothing"
+
+
 def without_other(rank: int, world: int, how: str, where: str, more: dict[str, Any]) -> str:
     """Rank 1's device does not send what rank 0's waits for: what rank 0 is told.
 

@@ -19,7 +19,8 @@ class StreamOrder:
 
     def __init__(self) -> None:
         self._clocks: dict[Hashable, Clock] = {HOST: {}}
-        # By stream, the last use of each range that the host does not know to have ended.
+        # By stream, the last use of each range that the host does not know to have ended, the
+        # oldest first: of many uses a new one is compared with the few that are unknown to it.
         self._uses: dict[Hashable, dict[_Range, int]] = {}
 
     def now(self, stream: Hashable) -> Clock:
@@ -32,7 +33,9 @@ class StreamOrder:
         if waiting is HOST:
             for stream, uses in self._uses.items():
                 ended = clock.get(stream, 0)
-                for used in [used for used, number in uses.items() if number <= ended]:
+                for used, number in list(uses.items()):
+                    if number > ended:
+                        break
                     del uses[used]
 
     def use(self, stream: Hashable, ranges: Iterable[tuple[int, int]], *, writes: bool) -> None:
@@ -48,12 +51,16 @@ class StreamOrder:
                 if other is stream:
                     continue
                 known = clock.get(other, 0)
-                for (first, last, written), used_at in uses.items():
-                    if used_at > known and first < end and begin < last and (writes or written):
+                for (first, last, written), used_at in reversed(uses.items()):
+                    if used_at <= known:
+                        break
+                    if first < end and begin < last and (writes or written):
                         raise AssertionError(
                             "two streams use the same memory, and none waits for the other's event"
                         )
-            self._uses.setdefault(stream, {})[begin, end, writes] = number
+            mine = self._uses.setdefault(stream, {})
+            mine.pop((begin, end, writes), None)  # so that it is the newest
+            mine[begin, end, writes] = number
 
     def forget(self, begin: int, nbytes: int) -> None:
         """The memory is another's now, who knows when it was used last."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -138,15 +140,16 @@ def with_a_path_each(
     def read(folder: str, notes: list[str]) -> StateSet | None:
         return real(folder, notes) if folder.startswith(str(own)) else None
 
-    if not sees_all:
-        StateSet.read = staticmethod(read)  # type: ignore[method-assign]
     options = {**OPTIONS[world], "durable": True}
-    model, optimizer = build(rank, world, str(own), steps_before, options)
-    last = hetero.resume(model)
-    made = 0 if last is None else last.step
-    steps(rank, model, optimizer, range(made, made + 2))
-    found = whole(model, optimizer)
-    optimizer.engine.close()
+    with ExitStack() as patches:
+        if not sees_all:
+            patches.enter_context(patch.object(StateSet, "read", staticmethod(read)))
+        model, optimizer = build(rank, world, str(own), steps_before, options)
+        last = hetero.resume(model)
+        made = 0 if last is None else last.step
+        steps(rank, model, optimizer, range(made, made + 2))
+        found = whole(model, optimizer)
+        optimizer.engine.close()
     return made, found, () if last is None else last.notes
 
 

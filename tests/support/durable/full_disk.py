@@ -1,15 +1,9 @@
-"""A small filesystem that is full, or may only be read: what was there stays, and can be used.
-
-    unshare -m python -m tests.support.durable.full_disk FOLDER
-
-Mounts one in FOLDER, in a namespace of its own; exits with 77 where that is not permitted.
-"""
+"""A small filesystem that is full, or may only be read: what was there stays, and can be used."""
 
 from __future__ import annotations
 
 import errno
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +17,7 @@ from offload.disk import directories
 from offload.disk.directories import free_bytes
 from tests.hetero.checkpoint.test_save_load import PLACES, build, same, steps, whole
 
-_SIZE_BYTES = 6 << 20
+MOUNT = ["-t", "tmpfs", "-o", f"size={6 << 20}", "tmpfs"]
 
 
 def fill(folder: Path, left_bytes: int) -> Path:
@@ -115,13 +109,10 @@ def read_only(folder: Path, scratch: Path) -> None:
     optimizer.engine.close()
 
 
-def main(folder: Path) -> None:
-    """Mounts, and tries all."""
+def use(folder: Path) -> None:
+    """Tries all on what is mounted in the folder by MOUNT."""
     scratch = folder.parent / "scratch"
     scratch.mkdir()
-    size = f"size={_SIZE_BYTES}"
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", size, "tmpfs", folder]).returncode:
-        sys.exit(77)
     directories.IN_RAM = ()  # this one plays a disk
     torch.set_num_threads(1)
     commits(folder)
@@ -130,7 +121,3 @@ def main(folder: Path) -> None:
     (folder / "hetero-state").rmdir()
     saves(folder, scratch)
     read_only(folder, scratch)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

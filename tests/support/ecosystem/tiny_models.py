@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
-from transformers import TrainingArguments as Arguments
 
+from tests.support.late import late
+
+hf = late("transformers")
 VOCAB_SIZE = 64
 ADAPTERS: dict[str, Any] = {"r": 4, "lora_alpha": 8, "lora_dropout": 0.0}
 
@@ -29,7 +30,7 @@ class Sentences(torch.utils.data.Dataset[Any]):
 def llama_folder(path: Path, vocab_size: int = VOCAB_SIZE, positions: int = 8) -> Path:
     """Writes the folder of a model without dropout; returns it."""
     torch.manual_seed(0)
-    config = LlamaConfig(
+    config = hf.LlamaConfig(
         vocab_size=vocab_size,
         max_position_embeddings=positions,
         hidden_size=32,
@@ -39,14 +40,14 @@ def llama_folder(path: Path, vocab_size: int = VOCAB_SIZE, positions: int = 8) -
         num_key_value_heads=1,
         tie_word_embeddings=True,
     )
-    return _saved(LlamaForCausalLM(config), path)
+    return _saved(hf.LlamaForCausalLM(config), path)
 
 
 def gpt2_folder(path: Path) -> Path:
     """Writes the folder of a model with dropout; returns it."""
     torch.manual_seed(0)
-    config = GPT2Config(vocab_size=VOCAB_SIZE, n_positions=8, n_embd=32, n_layer=2, n_head=2)
-    return _saved(GPT2LMHeadModel(config), path)
+    config = hf.GPT2Config(vocab_size=VOCAB_SIZE, n_positions=8, n_embd=32, n_layer=2, n_head=2)
+    return _saved(hf.GPT2LMHeadModel(config), path)
 
 
 def _saved(model: Any, path: Path) -> Path:
@@ -54,7 +55,7 @@ def _saved(model: Any, path: Path) -> Path:
     return path
 
 
-def arguments(path: Path, kind: Any = Arguments, **others: Any) -> Any:
+def arguments(path: Path, kind: Any = None, **others: Any) -> Any:
     """Of a training of 6 steps that accumulates, clips, evaluates, saves and loads the best."""
     given = {
         "max_steps": 6,
@@ -73,6 +74,7 @@ def arguments(path: Path, kind: Any = Arguments, **others: Any) -> Any:
         "load_best_model_at_end": True,
         "seed": 1,
     }
+    kind = kind or hf.TrainingArguments
     return kind(output_dir=str(path), **{**given, **others})
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
 
 from tests.support.ecosystem.tiny_models import llama_folder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 TEXT = ["The quick brown fox jumps over the lazy dog.", "What is two and two? It is four."] * 3
 VOCAB_SIZE = 320
@@ -22,6 +25,8 @@ CHAT_TEMPLATE = (
 
 def trained_tokenizer(chat_template: str | None = None) -> PreTrainedTokenizerFast:
     """A tokenizer of VOCAB_SIZE tokens at most, which knows every byte."""
+    from transformers import PreTrainedTokenizerFast
+
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

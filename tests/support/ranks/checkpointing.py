@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import hetero
+from hetero.checkpoint.data_writer import DataWriter
 from hetero.checkpoint.safetensors_header import read
 from tests.support.ranks.rank_training import BASE
 from tests.support.training.small_net import Net
@@ -113,18 +116,15 @@ def save_while_one_fails(rank: int, world: int, path: str) -> str:
     model, optimizer = build(rank, world, path, 0, OPTIONS[2])
     steps(rank, model, optimizer, range(1))
     hetero.save(Path(path) / "saved", model, optimizer)
-    if rank == 1:
-        from hetero.checkpoint.data_writer import DataWriter
-
-        def full(*_: Any) -> None:
-            raise hetero.StoreError(28, "no room", "disk")
-
-        DataWriter.finish = full  # type: ignore[method-assign]
+    full = hetero.StoreError(28, "no room", "disk")
     told = ""
-    try:
-        hetero.save(Path(path) / "saved", model, optimizer)
-    except (hetero.HeteroError, OSError) as error:
-        told = f"{type(error).__name__}: {error}"
+    with ExitStack() as patches:
+        if rank == 1:
+            patches.enter_context(patch.object(DataWriter, "finish", side_effect=full))
+        try:
+            hetero.save(Path(path) / "saved", model, optimizer)
+        except (hetero.HeteroError, OSError) as error:
+            told = f"{type(error).__name__}: {error}"
     steps(rank, model, optimizer, range(1, 2))
     optimizer.engine.close()
     return told
@@ -166,8 +166,6 @@ def die_in_save(rank: int, world: int, path: str) -> str:
     steps(rank, model, optimizer, range(1))
     hetero.save(Path(path) / "saved", model, optimizer)
     if rank == 1:
-        from hetero.checkpoint.data_writer import DataWriter
-
         DataWriter.finish = lambda self: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore
     try:
         hetero.save(Path(path) / "saved", model, optimizer)

@@ -14,7 +14,6 @@ import offload
 # What needs other packages, is a program, or (matplotlib) has something to do at the end of each.
 _LEFT_OUT = ("compat", "integrations", "cli", "reporting", "benchmarks")
 import_module("torch._dynamo")  # torch's optimizers import it when the first one is made
-import_module("transformers.models.gpt2.modeling_gpt2")
 # `import hetero` imports a module when one of its names is first used.
 for package in (offload, hetero):
     for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):

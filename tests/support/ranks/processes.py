@@ -41,6 +41,7 @@ _DUMP_S = 0.5  # for a rank to write all of where it is
 # What the server imports, while it has a single thread; what is missing here a rank imports itself.
 _IMPORTED = [
     "tests.support.ranks.imported",
+    "transformers.models.gpt2.modeling_gpt2",
     "tests.support.ranks.rank_training",
     "tests.support.ranks.chunk_group_ranks",
     "tests.support.overlap.any_training",
@@ -118,14 +119,56 @@ def run_ranks_to_the_end(
         return pool.run_to_the_end(function, *args, timeout_s=timeout_s)
 
 
-class RankPool:
-    """`world` processes, started by the first run() and kept until close()."""
+class Processes:
+    """Ranks that have been started, the first ones; pools of several sizes may share them."""
 
-    def __init__(self, world: int) -> None:
-        self.world = world
+    def __init__(self) -> None:
         self._ranks: list[_Rank] = []
         self._folder: Path | None = None
         self._calls = 0
+
+    def first(self, count: int) -> list[_Rank]:
+        """Starts those that are missing."""
+        if self._folder is None:
+            self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
+        context = _context()
+        for rank in range(len(self._ranks), count):
+            ours, theirs = context.Pipe()
+            stacks = self._folder / f"stacks-{rank}"
+            process = context.Process(target=_serve, args=(rank, theirs, stacks), daemon=True)
+            process.start()
+            # Only the child has its end now, so that its death is an end of file here.
+            theirs.close()
+            self._ranks.append(_Rank(process, ours, stacks))
+        return self._ranks[:count]
+
+    def new_store(self) -> str:
+        """The path of a file for the store of a call's process group."""
+        self._calls += 1
+        return f"{self._folder}/store-{self._calls}"
+
+    def close(self) -> None:
+        """Ends all, whatever they do. Idempotent; first() starts new ones."""
+        for rank in self._ranks:
+            rank.process.kill()
+        for rank in self._ranks:
+            rank.process.join()
+            rank.process.close()
+            rank.connection.close()
+        self._ranks.clear()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
+
+
+class RankPool:
+    """`world` processes, started by the first run() and kept until close()."""
+
+    def __init__(self, world: int, processes: Processes | None = None) -> None:
+        """`processes`: those that other pools use, too, one at a time; the first ones of them."""
+        self.world = world
+        self._processes = Processes() if processes is None else processes
+        self._ranks: list[_Rank] = []  # of the call that is under way
 
     def __enter__(self) -> RankPool:
         return self
@@ -158,8 +201,7 @@ class RankPool:
         self, function: Callable[..., Any], args: Any, timeout_s: float, grace_s: float | None
     ) -> list[Outcome]:
         work = pickle.dumps((function, args))
-        if not self._ranks:
-            self._start()
+        self._ranks = self._processes.first(self.world)
         try:
             return self._call(work, timeout_s, grace_s)
         except BaseException:
@@ -168,36 +210,11 @@ class RankPool:
 
     def close(self) -> None:
         """Ends all processes, whatever they do. Idempotent; run() starts new ones."""
-        for rank in self._ranks:
-            rank.process.kill()
-        for rank in self._ranks:
-            rank.process.join()
-            rank.process.close()
-            rank.connection.close()
-        self._ranks.clear()
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            self._folder = None
-
-    def _start(self) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
-        context = _context()
-        for rank in range(self.world):
-            ours, theirs = context.Pipe()
-            stacks = self._folder / f"stacks-{rank}"
-            process = context.Process(
-                target=_serve, args=(rank, self.world, theirs, stacks), daemon=True
-            )
-            process.start()
-            # Only the child has its end now, so that its death is an end of file here.
-            theirs.close()
-            self._ranks.append(_Rank(process, ours, stacks))
+        self._processes.close()
 
     def _call(self, work: bytes, timeout_s: float, grace_s: float | None) -> list[Outcome]:
-        assert self._folder is not None
-        self._calls += 1
-        store = str(self._folder / f"store-{self._calls}")
-        request = pickle.dumps((store, free_port(), timeout_s, work))
+        store = self._processes.new_store()
+        request = pickle.dumps((self.world, store, free_port(), timeout_s, work))
         # A rank that died meanwhile takes no request; its end is found when answers are awaited.
         for rank in self._ranks:
             with contextlib.suppress(BrokenPipeError):
@@ -267,7 +284,7 @@ class RankPool:
         return rank.stacks.read_text()
 
 
-def _serve(rank: int, world: int, connection: Connection, stacks: Path) -> None:
+def _serve(rank: int, connection: Connection, stacks: Path) -> None:
     """A rank's process: calls, until the other end is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, who ends us
     # The same environment as under torchrun; gloo would else look for the host's name.
@@ -275,8 +292,6 @@ def _serve(rank: int, world: int, connection: Connection, stacks: Path) -> None:
         RANK=str(rank),
         LOCAL_RANK=str(rank),
         GROUP_RANK="0",
-        WORLD_SIZE=str(world),
-        LOCAL_WORLD_SIZE=str(world),
         MASTER_ADDR="127.0.0.1",
         GLOO_SOCKET_IFNAME="lo" if sys.platform == "linux" else "lo0",
     )
@@ -287,7 +302,7 @@ def _serve(rank: int, world: int, connection: Connection, stacks: Path) -> None:
         with contextlib.suppress(EOFError, ConnectionResetError, BrokenPipeError):
             while True:
                 request = connection.recv_bytes()
-                connection.send_bytes(_answer(rank, world, request))
+                connection.send_bytes(_answer(rank, request))
                 connection.recv_bytes()  # all ranks have answered
                 if dist.is_initialized():
                     dist.destroy_process_group()
@@ -295,11 +310,12 @@ def _serve(rank: int, world: int, connection: Connection, stacks: Path) -> None:
                 gc.freeze()  # so that the next collection need not go through modules
 
 
-def _answer(rank: int, world: int, request: bytes) -> bytes:
+def _answer(rank: int, request: bytes) -> bytes:
     """The call's pickled result behind a "+", or what it raised behind a "-"."""
     try:
-        store, port, timeout_s, work = pickle.loads(request)
-        os.environ["MASTER_PORT"] = str(port)
+        world, store, port, timeout_s, work = pickle.loads(request)
+        sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(world))
+        os.environ.update(MASTER_PORT=str(port), **sizes)
         dist.init_process_group(
             "gloo",
             store=dist.FileStore(store, world),

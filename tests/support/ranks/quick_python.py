@@ -5,12 +5,16 @@ place of `sys.executable` (the fixture `quick_python` of conftest.py). Its proce
 to fork the server of processes.py, and hands over its arguments, environment, folder and files;
 signals and the exit status are passed on. What measures memory, or how Python starts or ends, needs
 a true one.
+
+Of several workers of pytest-xdist each one's server of processes.py is such a process, too, forked
+from one that the controller has, so that one process alone imports everything.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import gc
 import json
 import os
@@ -29,12 +33,19 @@ from typing import Any
 
 from tests.support.ranks.processes import forked
 
+_MOST_FILES = 100
+_HIGH = 500  # above the numbers of files that programs have open
 _CLIENT = """#!{python} -SE
-import json, os, signal, socket, sys
+import contextlib, json, os, signal, socket, sys
+numbers = []
+for number in map(int, os.listdir("/proc/self/fd")):
+    with contextlib.suppress(OSError):  # it was that of the folder
+        os.fstat(number)
+        numbers.append(number)
 server = socket.socket(socket.AF_UNIX)
 server.connect({address!r})
-given = json.dumps([sys.argv, dict(os.environ), os.getcwd()]).encode()
-socket.send_fds(server, [len(given).to_bytes(4, "big")], [0, 1, 2])
+given = json.dumps([sys.argv, dict(os.environ), os.getcwd(), numbers]).encode()
+socket.send_fds(server, [len(given).to_bytes(4, "big")], numbers)
 server.sendall(given)
 answers = server.makefile()
 process = int(answers.readline())
@@ -77,7 +88,7 @@ def _accept(listener: socket.socket) -> None:
 def _run(client: socket.socket) -> None:
     """Forks a process for a client, and tells how it ends; ends it with the client."""
     with client, contextlib.suppress(OSError):
-        head, descriptors, *_ = socket.recv_fds(client, 4, 3)
+        head, descriptors, *_ = socket.recv_fds(client, 4, _MOST_FILES)
         files = [Connection(descriptor) for descriptor in descriptors]
         given = client.recv(int.from_bytes(head, "big"), socket.MSG_WAITALL)
         process = forked(_become, files, given)
@@ -92,10 +103,13 @@ def _run(client: socket.socket) -> None:
 
 def _become(files: list[Any], given: bytes) -> None:
     """The program's process: what `python` with these arguments does."""
-    (program, *arguments), environment, folder = json.loads(given)
-    for number, file in enumerate(files):
-        os.dup2(file.fileno(), number)
+    (program, *arguments), environment, folder, numbers = json.loads(given)
+    held = [fcntl.fcntl(file.fileno(), fcntl.F_DUPFD_CLOEXEC, _HIGH) for file in files]
+    for file in files:
         file.close()
+    for number, descriptor in zip(numbers, held, strict=True):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
     sys.stdin, sys.stdout, sys.stderr = (
         os.fdopen(number, mode, buffering=1 if number == 2 else -1, closefd=False)
         for number, mode in enumerate(("r", "w", "w"))
@@ -106,8 +120,8 @@ def _become(files: list[Any], given: bytes) -> None:
     sys.executable = program
     signal.signal(signal.SIGINT, signal.default_int_handler)
     gc.freeze()
-    while arguments[0] == "-u":
-        del arguments[0]
+    while arguments[0].startswith("-") and arguments[0] not in ("-c", "-m"):
+        del arguments[0]  # of how Python starts
     option, *rest = arguments
     try:
         if option == "-c":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +11,22 @@ import torch
 
 from hetero.checkpoint.dcp.metadata import read_metadata
 from tests.support.checkpoint import dcp_ranks
-from tests.support.ranks.processes import run_ranks
+from tests.support.ranks.processes import RankPool, run_ranks
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
 COUNTS = [1, 2, 4]
+Ranks = Callable[[int], RankPool]
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[Any]]]:
+def saved(
+    tmp_path_factory: pytest.TempPathFactory, ranks_of: Ranks
+) -> tuple[Path, dict[str, list[Any]]]:
     """A checkpoint of each number of ranks, and of two of FSDP2; and what their ranks had."""
     path = tmp_path_factory.mktemp("saved")
-    found = {f"hetero-{n}": run_ranks(n, dcp_ranks.save, str(path)) for n in COUNTS}
+    found = {f"hetero-{n}": ranks_of(n).run(dcp_ranks.save, str(path)) for n in COUNTS}
+    # (FSDP2's tensors keep the meshes of ended process groups, so its ranks are processes anew.)
     found["fsdp-2"] = run_ranks(2, dcp_ranks.fsdp_save, str(path))
     return path, found
 
@@ -35,11 +40,11 @@ def same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> boo
     "ranks", [4, *(pytest.param(ranks, marks=pytest.mark.extra) for ranks in (1, 2))]
 )
 def test_any_number_of_ranks_loads_any_other(
-    ranks: int, saved: tuple[Path, dict[str, list[Any]]]
+    ranks: int, saved: tuple[Path, dict[str, list[Any]]], ranks_of: Ranks
 ) -> None:
     """And FSDP2's: all masters and steps, bit for bit, and states as bf16 keeps them."""
     path, before = saved
-    for mine in run_ranks(ranks, dcp_ranks.load, str(path), list(before)):
+    for mine in ranks_of(ranks).run(dcp_ranks.load, str(path), list(before)):
         for name, found in mine.items():
             wanted = dict(before[name][0])
             if name == "fsdp-2":  # these ranks keep states in bf16
@@ -74,9 +79,9 @@ def test_each_rank_writes_its_own_shards(
     assert min(numels.values()) > 0
 
 
-def test_a_rank_that_cannot_write_fails_all(tmp_path: Path) -> None:
+def test_a_rank_that_cannot_write_fails_all(ranks2: RankPool, tmp_path: Path) -> None:
     """Nothing is left, and the next save is made."""
-    told = run_ranks(2, dcp_ranks.save_while_one_fails, str(tmp_path))
+    told = ranks2.run(dcp_ranks.save_while_one_fails, str(tmp_path))
     assert told[1][0].startswith("StoreError: ")
     assert told[0][0].startswith("StoreError: rank 1 could not save")
     assert [left for _, left in told] == [[], []]

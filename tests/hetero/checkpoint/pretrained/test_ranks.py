@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 
 from tests.support.checkpoint import exporting_ranks
 from tests.support.checkpoint.exports import assert_same
-from tests.support.ranks.processes import run_ranks
+from tests.support.ranks.processes import RankPool
 from tests.support.training.saved_models import FAMILIES
 
 DISK = {"placement_policy": "nvme", "host_memory": "4MiB"}
@@ -33,11 +34,12 @@ def test_a_plain_process_reads_what_ranks_export(
     mesh: tuple[int, ...] | None,
     options: dict[str, Any],
     dtype: str | None,
+    ranks_of: Callable[[int], RankPool],
 ) -> None:
     if "host_memory" in options:
         options = options | {"nvme_path": str(tmp_path)}
     out = tmp_path / "out"
-    ranks = run_ranks(world, exporting_ranks.export, family, options, str(out), dtype, mesh)
+    ranks = ranks_of(world).run(exporting_ranks.export, family, options, str(out), dtype, mesh)
     model = FAMILIES[family].load(out)
     own = torch.float32 if "fp32" in (dtype, options["dtype"]) else torch.bfloat16
     masters = ranks[0]["masters"]
@@ -57,8 +59,8 @@ def test_a_plain_process_reads_what_ranks_export(
     assert max(written) < 1.5 * total / shards
 
 
-def test_what_fails_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
-    first, second = run_ranks(2, exporting_ranks.fail_on_one, str(tmp_path))
+def test_what_fails_on_one_rank_is_an_error_on_all(ranks2: RankPool, tmp_path: Path) -> None:
+    first, second = ranks2.run(exporting_ranks.fail_on_one, str(tmp_path))
     steps = [
         ("StoreError: rank 1 could not write .*No space left", "StoreError: .*No space left"),
         (r"\[\]", r"\[\]"),

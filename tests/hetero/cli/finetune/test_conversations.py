@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
-from hetero.cli.finetune.data import DEFAULT_TEMPLATE, NOT_LEARNED, answer_labels
 from tests.support.ecosystem.tiny_tokenizer import CHAT_TEMPLATE, trained_tokenizer
+from tests.support.late import late
+
+data = late("hetero.cli.finetune.data")
 
 TWO_TURNS = [
     {"role": "system", "content": "Be brief."},
@@ -22,27 +24,30 @@ TWO_TURNS = [
     ("template", "expected"),
     [
         (CHAT_TEMPLATE, "A letter.</s>\n  It is 2 </s>\n"),
-        (DEFAULT_TEMPLATE, "A letter.</s>\n\n  It is 2 </s>\n\n"),
+        (None, "A letter.</s>\n\n  It is 2 </s>\n\n"),
     ],
 )
-def test_answers_and_their_ends_are_learned(template: str, expected: str) -> None:
-    tokenizer: Any = trained_tokenizer(template)
-    tokens, labels = answer_labels(tokenizer, TWO_TURNS, 500)
-    assert all(label in (NOT_LEARNED, token) for token, label in zip(tokens, labels, strict=True))
-    assert tokenizer.decode([each for each in labels if each != NOT_LEARNED]) == expected
+def test_answers_and_their_ends_are_learned(template: str | None, expected: str) -> None:
+    """With a template of the tokenizer, and with the default."""
+    tokenizer: Any = trained_tokenizer(template or data.DEFAULT_TEMPLATE)
+    tokens, labels = data.answer_labels(tokenizer, TWO_TURNS, 500)
+    assert all(
+        label in (data.NOT_LEARNED, token) for token, label in zip(tokens, labels, strict=True)
+    )
+    assert tokenizer.decode([each for each in labels if each != data.NOT_LEARNED]) == expected
     said = tokenizer.decode(tokens)
     assert said.index("Be brief.") < said.index("What is ü?") < said.index("A letter.")
 
 
 def test_a_long_conversation_is_cut() -> None:
     tokenizer = trained_tokenizer(CHAT_TEMPLATE)
-    whole, labels = answer_labels(tokenizer, TWO_TURNS, 500)
-    first = next(i for i, label in enumerate(labels) if label != NOT_LEARNED)
-    cut, cut_labels = answer_labels(tokenizer, TWO_TURNS, first + 1)
+    whole, labels = data.answer_labels(tokenizer, TWO_TURNS, 500)
+    first = next(i for i, label in enumerate(labels) if label != data.NOT_LEARNED)
+    cut, cut_labels = data.answer_labels(tokenizer, TWO_TURNS, first + 1)
     assert cut == whole[: first + 1]
-    assert sum(label != NOT_LEARNED for label in cut_labels) == 1
+    assert sum(label != data.NOT_LEARNED for label in cut_labels) == 1
     with pytest.raises(ValueError, match=f"^of {len(whole)} tokens the first {first} have no word"):
-        answer_labels(tokenizer, TWO_TURNS, first)
+        data.answer_labels(tokenizer, TWO_TURNS, first)
 
 
 @pytest.mark.parametrize(
@@ -55,4 +60,4 @@ def test_a_long_conversation_is_cut() -> None:
 )
 def test_templates_that_do_not_fit(template: str, said: str) -> None:
     with pytest.raises(ValueError, match=f"{said}.*--chat-template FILE"):
-        answer_labels(trained_tokenizer(template), TWO_TURNS, 500)
+        data.answer_labels(trained_tokenizer(template), TWO_TURNS, 500)

@@ -6,11 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
 
-from hetero.cli.finetune.data import NOT_LEARNED, read_data
 from tests.support.ecosystem.tiny_tokenizer import CHAT_TEMPLATE, trained_tokenizer
+from tests.support.late import late
+
+datasets, data = late("datasets"), late("hetero.cli.finetune.data")
 
 SAID = {"from": "human", "value": "Q"}
 ANSWERED = {"from": "gpt", "value": "A"}
@@ -19,7 +20,7 @@ ANSWER = {"role": "assistant", "content": "A"}
 
 def texts_of(path: Path, data_format: str = "auto", seq_len: int = 500) -> list[str]:
     tokenizer = trained_tokenizer(CHAT_TEMPLATE)
-    found = read_data(str(path), tokenizer, seq_len, data_format)
+    found = data.read_data(str(path), tokenizer, seq_len, data_format)
     return [str(tokenizer.decode(tokens)) for tokens in found["input_ids"]]
 
 
@@ -53,10 +54,10 @@ def test_conversations(content: Any, roles_and_contents: list[str], tmp_path: Pa
 def test_answers_alone_are_learned_of_conversations_and_all_of_texts(tmp_path: Path) -> None:
     tokenizer = trained_tokenizer(CHAT_TEMPLATE)
     path = one(tmp_path, {"instruction": "What?", "output": "It is."})
-    (row,) = read_data(str(path), tokenizer, 500, "auto")
-    learned = [label for label in row["labels"] if label != NOT_LEARNED]
+    (row,) = data.read_data(str(path), tokenizer, 500, "auto")
+    learned = [label for label in row["labels"] if label != data.NOT_LEARNED]
     assert tokenizer.decode(learned) == "It is.</s>\n"
-    (row,) = read_data(str(one(tmp_path, "The fox.")), tokenizer, 500, "auto")
+    (row,) = data.read_data(str(one(tmp_path, "The fox.")), tokenizer, 500, "auto")
     assert row["labels"] == row["input_ids"]
     assert tokenizer.decode(row["labels"]) == "The fox.</s>"
 

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 from transformers import Gemma3Config, Gemma3TextConfig, LlamaConfig
 
-from hetero.cli.finetune.data import DEFAULT_TEMPLATE
-from hetero.cli.finetune.pretrained import read_folder
 from tests.support.ecosystem.tiny_tokenizer import CHAT_TEMPLATE, VOCAB_SIZE, trained_tokenizer
+from tests.support.late import late
+
+data = late("hetero.cli.finetune.data")
+read_folder = late("hetero.cli.finetune.pretrained:read_folder")
 
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -42,8 +44,8 @@ def test_templates(tmp_path: Path) -> None:
     for folder, given, wanted in (
         (own, None, CHAT_TEMPLATE),
         (own, str(tmp_path / "file.jinja"), "{{ messages }}"),
-        (own, "default", DEFAULT_TEMPLATE),
-        (without, None, DEFAULT_TEMPLATE),
+        (own, "default", data.DEFAULT_TEMPLATE),
+        (without, None, data.DEFAULT_TEMPLATE),
     ):
         assert read_folder(folder, given, 64)[1].chat_template == wanted
 

@@ -7,18 +7,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from transformers import TrainerControl
 
 from hetero.job.ranks import Ranks
 from hetero.job.run import Observer, TrainingRun
+from tests.support.late import late
 
-pytest.importorskip("trl", reason="pip install 'hetero[finetune]'")
-
-from hetero.cli.finetune.trainer import RunCallback
+trainer = late("hetero.cli.finetune.trainer")
 
 
 def test_sigterm_while_ranks_agree_ends_the_next_step(tmp_path: Path) -> None:
     """It is not lost, and no rank ends alone."""
+    pytest.importorskip("trl", reason="pip install 'hetero[finetune]'")
 
     class SignalledRanks(Ranks):
         def gather(self, value: float) -> list[float]:
@@ -29,8 +28,8 @@ def test_sigterm_while_ranks_agree_ends_the_next_step(tmp_path: Path) -> None:
     folder: Any = SimpleNamespace(path=tmp_path)
     run = TrainingRun(options, folder, Observer(), SignalledRanks())
     nothing: Any = None
-    callback = RunCallback(nothing, run, nothing, [])
+    callback = trainer.RunCallback(nothing, run, nothing, [])
     for ends in (False, True):
-        control = TrainerControl()
+        control = trainer.transformers.TrainerControl()
         callback.on_step_end(None, None, control)
         assert control.should_training_stop is control.should_save is run.terminated is ends

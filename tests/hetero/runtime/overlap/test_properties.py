@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 import pytest
 from hypothesis import example, given, settings
@@ -88,10 +88,9 @@ def trainings(draw: st.DrawFn) -> tuple[int, Model, Loop, Where]:
 
 
 @pytest.fixture(scope="module")
-def pools(ranks2: RankPool) -> Iterator[dict[int, RankPool]]:
+def pools(ranks_of: Callable[[int], RankPool]) -> dict[int, RankPool]:
     """Ranks that stay up for all examples, by their number."""
-    with RankPool(3) as ranks3:
-        yield {2: ranks2, 3: ranks3}
+    return {2: ranks_of(2), 3: ranks_of(3)}
 
 
 def found_by(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.support.gathering import deviating
@@ -12,9 +14,19 @@ TIGHT = {"host_memory": "1900KiB"}
 ALONE = ["evaluates alone", "forward alone", "looks at weights", "waits elsewhere"]
 
 
+WHOLE: dict[str, list[Any]] = {}
+
+
+def with_whole_homes(ranks2: RankPool, how: str) -> list[Any]:
+    """What ranks that gather nothing have, which is made once for all tests."""
+    if how not in WHOLE:
+        WHOLE[how] = ranks2.run(deviating.train, {"zero_stage": 2}, how)
+    return WHOLE[how]
+
+
 @pytest.mark.parametrize("how", ["uneven", "in turns", *ALONE])
 def test_masters_are_those_of_ranks_that_gather_nothing(ranks2: RankPool, how: str) -> None:
-    whole = ranks2.run(deviating.train, {"zero_stage": 2}, how)
+    whole = with_whole_homes(ranks2, how)
     found = ranks2.run(deviating.train, {"zero_stage": 3, **TIGHT}, how)
     for (masters, reads), (right, no_reads) in zip(found, whole, strict=True):
         assert same(masters, right)
@@ -28,7 +40,7 @@ def test_masters_are_those_of_ranks_that_gather_nothing(ranks2: RankPool, how: s
 @pytest.mark.parametrize("how", ["in turns", "forward alone", "looks at weights"])
 def test_gathers_that_pass_through_little_ram_to_a_device(ranks2: RankPool, how: str) -> None:
     """Some wait for room in RAM, while others are made that a rank does not keep."""
-    whole = ranks2.run(deviating.train, {"zero_stage": 2}, how)
+    whole = with_whole_homes(ranks2, how)
     device = {"backend": "emulated", "device_memory": "600KiB", "link_gbps": 1.0}
     found = ranks2.run(deviating.train, {"zero_stage": 3, **device}, how)
     for (masters, _), (right, _) in zip(found, whole, strict=True):

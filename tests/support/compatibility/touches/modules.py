@@ -6,15 +6,15 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import peft
 import torch
-import transformers
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
 from tests.support.compatibility.touch import Case, Net, Section, ballast
+from tests.support.late import late
 
 MODULES = Section("Modules")
+peft, transformers = late("peft"), late("transformers")
 
 
 def convert(name: str, how: Callable[[nn.Module], object]) -> None:
