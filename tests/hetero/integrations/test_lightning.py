@@ -13,6 +13,7 @@ from tests.support.ecosystem.tiny_models import Sentences, gpt2_folder
 
 lightning = pytest.importorskip("lightning", reason="pip install 'hetero[ecosystem]'")
 
+from lightning.pytorch.strategies import SingleDeviceStrategy  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 from hetero.integrations.lightning import HeteroStrategy  # noqa: E402
@@ -88,8 +89,23 @@ def test_a_module_that_was_built_outside(tmp_path: Path) -> None:
     assert hetero.latest_checkpoint(tmp_path / "last") == tmp_path / "last" / "hetero"
     strategy.close()
     other = Module(folder, torch.optim.AdamW)
+    refusing = HeteroStrategy()
     with pytest.raises(ValueError, match="the optimizer must be hetero.HybridAdam"):
-        fit(other, tmp_path / "other", HeteroStrategy())
+        fit(other, tmp_path / "other", refusing)
+    refusing.close()  # it has no engine
     with pytest.raises(hetero.CheckpointError, match="is no folder that HeteroStrategy"):
         again = Module(folder, hetero.HybridAdam)
         fit(again, tmp_path / "x", HeteroStrategy(), ckpt_path=tmp_path / "model")
+
+
+def test_a_library_without_weights_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before 2.6."""
+    read: list[Path] = []
+
+    def load_checkpoint(self: Any, checkpoint_path: Path) -> None:
+        read.append(checkpoint_path)
+
+    monkeypatch.setattr(SingleDeviceStrategy, "load_checkpoint", load_checkpoint)
+    (tmp_path / "hetero").mkdir()
+    HeteroStrategy().load_checkpoint(tmp_path)
+    assert read == [tmp_path / "lightning.ckpt"]
