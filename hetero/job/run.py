@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
+import torch
+
 import hetero
 from hetero.job.branch import Branch
 from hetero.job.options import TrainOptions
@@ -31,7 +33,10 @@ class DivergedError(RuntimeError):
 
 
 # What ends a run that has begun, and is told in its record.
-END_A_RUN = (KeyboardInterrupt, DivergedError, hetero.HeteroError, OSError, MemoryError)
+END_A_RUN = (
+    *(KeyboardInterrupt, DivergedError, hetero.HeteroError),
+    *(OSError, MemoryError, torch.OutOfMemoryError),
+)
 
 
 class TrainingRun:
@@ -78,7 +83,6 @@ class TrainingRun:
 
     def step(self, point: StepPoint, **said: object) -> None:
         """A step was made; `said` is more of it, for its metrics."""
-        self.record.add(point)
         self.folder.append_metrics({**said, **point.as_dict(self.recorder.begin_s)})
         self._observer.step(point)
 
