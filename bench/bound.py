@@ -45,34 +45,16 @@ from bench.harness.program import Program, add_options, byte_size, list_of, tell
 from bench.harness.rounds import Sample, run_rounds
 from bench.harness.tables import middle, number, of_figures, ranged, size
 from bench.io import disk_alone
-from bench.work.job_steps import JobSteps
+from bench.work.job_steps import JobSteps, add_job_options, job_options
 from hetero.chunks.dtypes import Dtypes
 from hetero.job.data import load_corpus
 from hetero.job.job import Job, open_job
-from hetero.job.models import (
-    build_model,
-    count_parameters,
-    model_config,
-    model_label,
-    wanted_vocab_size,
-)
-from hetero.job.options import TrainOptions, add_train_arguments
+from hetero.job.models import build_model, count_parameters, model_config, model_label
+from hetero.job.options import TrainOptions
 from hetero.job.run_folder import RunFolder
 from offload.errors import HeteroError
 from offload.profile.measure import UpdateArrays
 
-DEFAULTS = {
-    "model": None,
-    "seq_len": 256,
-    "batch_size": 1,
-    "steps": 3,
-    "lr": 1e-4,
-    "warmup": 0,
-    "schedule": "constant",
-    "policy": "nvme",
-    "backend": "cpu",
-    "save_model": False,
-}
 STATE_BYTES = 16  # per parameter: a third of it is the budget, by default
 UPDATE_NUMEL = 32 << 20  # of the arrays that updates are measured on: beyond any cache
 STREAM_NUMEL = 16 << 20  # four arrays of 64 MiB: no cache holds them
@@ -80,7 +62,7 @@ RESOURCES = ("compute", "link", "NVMe", "DRAM")
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    add_train_arguments(parser, DEFAULTS)
+    add_job_options(parser, model=None, steps=3, policy="nvme")
     add_options(
         parser.add_argument_group("benchmark"),
         ("--models", list_of(str), "gpt2-medium,gpt2-1.3b", "without --model and --config"),
@@ -127,9 +109,7 @@ def _models(arguments: argparse.Namespace) -> Iterator[TrainOptions]:
     if arguments.model is not None or arguments.config is not None:
         models = [arguments.model or TrainOptions.model]
     for model in models:
-        vocab_size = wanted_vocab_size(model, arguments.config, arguments.vocab_size)
-        own = {**vars(arguments), "model": model, "vocab_size": vocab_size}
-        options = TrainOptions.from_namespace(argparse.Namespace(**own))
+        options = job_options(arguments, model=model)
         if options.host_memory is None:
             third = STATE_BYTES * count_parameters(model_config(options)) // 3
             options = replace(options, host_memory=str(third))

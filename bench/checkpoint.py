@@ -1,6 +1,6 @@
 """Checkpoints of a training: beside what the disk gives, and beside PyTorch's.
 
-usage: python -m bench.checkpoint [--model gpt2-medium] [--policy nvme|cpu] [--path DIR]
+usage: python -m bench.checkpoint [options of `hetero train`] [--policy nvme|cpu] [--path DIR]
                                   [--rounds N] [--peers torch,dcp|none] [--json]
 
 hetero.save() and hetero.load() of a training job: seconds, and GB/s of the checkpoint's bytes. "Of
@@ -8,8 +8,8 @@ the disk" is the time that the disk needs for the same bytes, over that: measure
 in --path, with reads and writes in the same proportion. With policy nvme a save reads the state
 that is on NVMe, and writes the checkpoint; a load does the reverse. With policy cpu they only
 write, or read. "Memory" is the peak of the process's resident memory less what it was before. Steps
-are measured alone and beside a save with blocking=False: what the save costs of training, "lost",
-is the time until save() returns, and what its steps take longer.
+(--max-steps in a row) are measured alone and beside a save with blocking=False: what the save costs
+of training, "lost", is the time until save() returns, and what its steps take longer.
 
 Peers train in a process of their own in each round. "torch" is torch.save() with fsync, and
 torch.load(); "dcp" torch.distributed.checkpoint, save(), load() and async_save(): both with fp32
@@ -37,9 +37,9 @@ from bench.harness.trial import run_trial
 from bench.io import disk_alone
 from bench.peers.timing import drop_pages, steps_beside, timed, with_rate
 from bench.train import write_workload
-from bench.work.job_steps import JobSteps
+from bench.work.job_steps import JobSteps, add_job_options, job_options
 from hetero.job.job import Job, open_job
-from hetero.job.models import model_label, wanted_vocab_size
+from hetero.job.models import model_label
 from hetero.job.options import TrainOptions
 from hetero.job.run_folder import RunFolder
 
@@ -48,17 +48,12 @@ TIMEOUT_S = 1800.0
 
 
 def options(parser: argparse.ArgumentParser) -> None:
+    add_job_options(parser, steps=3, policy="nvme", seq_len=128, clip=0.0)
     add_options(
-        parser,
+        parser.add_argument_group("benchmark"),
         ("--path", str, ".", "directory on NVMe; all is removed in the end"),
         ("--rounds", whole(), "3", "after one of warm-up"),
-        ("--steps", whole(), "3", "in a row"),
         ("--io-size", byte_size, "1GiB", "of the file on which the disk alone is measured"),
-        ("--model", str, "gpt2-medium", "as of hetero train, with its published vocabulary"),
-        ("--config", str, None, "JSON file with a model's configuration, instead"),
-        ("--policy", ("nvme", "cpu"), "nvme", "where hetero's state is: also on NVMe, or in RAM"),
-        ("--host-memory", str, None, "RAM budget of a job's state; else as of hetero train"),
-        ("--seq-len", whole(), "128", "tokens of a step, which is one sequence"),
         ("--peers", names_of(PEERS), ",".join(PEERS), f"of {', '.join(PEERS)}; or none"),
     )
 
@@ -66,19 +61,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measures all in turns. Raises ValueError, OSError or a hetero error for input that cannot be
     measured."""
-    options = TrainOptions(  # of steps that are alike: no clipping, a constant rate
-        model=arguments.model,
-        config=arguments.config,
-        vocab_size=wanted_vocab_size(arguments.model, arguments.config, None),
-        policy=arguments.policy,
-        host_memory=arguments.host_memory,
-        seq_len=arguments.seq_len,
-        batch_size=1,
-        lr=1e-4,
-        warmup=0,
-        schedule="constant",
-        clip=0.0,
-    )
+    options = job_options(arguments)
     if not Path(arguments.path).is_dir():
         raise ValueError(f"--path {arguments.path} is not a directory; make it first")
     with tempfile.TemporaryDirectory(prefix="hetero-bench-", dir=arguments.path) as folder:

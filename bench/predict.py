@@ -1,12 +1,12 @@
 """Steps beside what they were predicted to take, in many configurations.
 
-usage: python -m bench.predict [--model gpt2-medium] [--seq-len 256] [--nvme-path DIR]
-                               [--only nvme] [--max-grad-norm 1] [--json]
+usage: python -m bench.predict [options of `hetero train`] [--only nvme] [--json]
 
 A round measures the machine's profile, then traces one step of the model with all of it in RAM:
 its forward and backward are the seconds of computing. From these two alone steps are predicted for
 every configuration: policies, shares of the model state in RAM, one and several micro-batches. Then
-each is trained for some steps, and the median without the first two is what was measured.
+each is trained for some steps, and the median without the first two is what was measured. (With
+--overlap-updates none predicted bytes are exact.)
 
 A machine's disk and clock change within minutes, so each round has a profile and a trace of its
 own, errors are taken within a round, and a configuration counts with the median of its errors.
@@ -26,10 +26,11 @@ from typing import Any
 from bench.harness.program import Program, add_options, left_out, tell, whole
 from bench.harness.rounds import Rounds, Sample
 from bench.harness.tables import middle, number, of_figures, size
+from bench.work.job_steps import add_job_options, job_options
 from hetero.job.job import open_job
 from hetero.job.loop import one_step
-from hetero.job.models import MODEL_NAMES, count_parameters, model_config, wanted_vocab_size
-from hetero.job.options import OVERLAPS, TrainOptions
+from hetero.job.models import count_parameters, model_config
+from hetero.job.options import TrainOptions
 from hetero.job.run_folder import RunFolder
 from hetero.overlap import OverlapUpdates
 from hetero.planning.profiles import find_profile
@@ -64,41 +65,24 @@ MOVED = {"nvme_read_bytes": "disk_read", "nvme_written_bytes": "disk_write"}
 
 
 def options(parser: argparse.ArgumentParser) -> None:
+    add_job_options(parser, steps=6, dtype="bf16")
     add_options(
-        parser,
-        ("--model", MODEL_NAMES, "gpt2-medium", "by name"),
-        ("--config", str, None, "file of a model, instead of a name"),
-        ("--dtype", tuple(STATE_BYTES), "bf16", "of computing"),
-        ("--seq-len", whole(), "256", "tokens per sequence"),
-        ("--batch-size", whole(), "1", "sequences per micro-batch"),
-        ("--steps", whole(SKIPPED_STEPS + 1), "6", "of a configuration, the first two not counted"),
+        parser.add_argument_group("benchmark"),
         ("--rounds", whole(), "3", "of all configurations, one after the other"),
-        ("--overlap-updates", OVERLAPS, "auto", "as of hetero train; with none bytes are exact"),
-        ("--max-grad-norm", float, "1", "that gradients are clipped to; 0: they are not"),
         ("--only", str, "", "part of the names of the configurations that are measured; else all"),
-        ("--data", str, None, "text to train on, as of hetero train"),
         ("--profile", str, None, "file, of this machine; else it is measured in each round"),
-        ("--nvme-path", str, None, "folder on NVMe; else a temporary one"),
     )
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """The figures of all configurations. Raises ValueError for options that cannot work."""
-    rounds = Rounds()
+    rounds, options = Rounds(), job_options(arguments)
+    if options.steps <= SKIPPED_STEPS:
+        raise ValueError(f"--max-steps must be {SKIPPED_STEPS + 1} or more, got {options.steps}")
     with tempfile.TemporaryDirectory(prefix="hetero-predict-") as folder:
-        paths = (arguments.nvme_path or folder,)
-        given = ["model", "config", "data", "dtype", "steps", "seq_len", "batch_size"]
-        given.append("overlap_updates")
-        options = TrainOptions(
-            **{name: getattr(arguments, name) for name in given},
-            vocab_size=wanted_vocab_size(arguments.model, arguments.config, None),
-            clip=arguments.max_grad_norm,
-            schedule="constant",
-            warmup=0,
-            save_model=False,
-            run_dir=folder,
-        )
+        paths = options.nvme_path or (folder,)
         params = count_parameters(model_config(options))
+        state_bytes = STATE_BYTES[options.dtype or "bf16"] * params
         for round_number in range(1, arguments.rounds + 1):
             tell(f"bench.predict: round {round_number} of {arguments.rounds}")
             if arguments.profile is None:
@@ -107,7 +91,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
                 profile = find_profile(arguments.profile)
             traced = train(replace(options, policy="cpu"), folder)
             rounds.samples.setdefault("traced", []).append(traced)
-            for name, made in configurations(options, paths, STATE_BYTES[arguments.dtype] * params):
+            for name, made in configurations(options, paths, state_bytes):
                 if arguments.only not in name:
                     continue
                 try:

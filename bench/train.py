@@ -40,16 +40,11 @@ from bench.harness.rounds import ContenderError, MissingError, Rounds, Sample, r
 from bench.harness.tables import number, of_figures, ranged, size
 from bench.harness.trial import run_trial
 from bench.peers.workload import Workload
+from bench.work.job_steps import add_job_options, job_options
 from hetero.job.data import load_corpus
 from hetero.job.models import model_config
 from hetero.job.optimization import ADAM_BETAS, lr_factor
-from hetero.job.options import (
-    POLICIES,
-    TrainOptions,
-    add_train_arguments,
-    config_path,
-    to_arguments,
-)
+from hetero.job.options import POLICIES, TrainOptions, to_arguments
 
 # The modes of bench/peers/train.py that a peer is measured in.
 MODES = {
@@ -64,27 +59,13 @@ DEEPSPEED_INSTALL = (
     "python -m venv VENV && VENV/bin/pip install torch==2.13.0 transformers psutil numpy ninja"
     " setuptools deepspeed (and the system's libaio-dev), then --peer-python VENV/bin/python"
 )
-# The shape of docs/benchmarks.md: 354M parameters with GPT-2's own vocabulary.
-DEFAULTS = {
-    "model": "gpt2-medium",
-    "seq_len": 256,
-    "batch_size": 1,
-    "steps": 8,
-    "lr": 1e-4,
-    "warmup": 0,
-    "schedule": "constant",
-    "policy": None,
-    "backend": "cpu",
-    "save_model": False,
-}
-VOCAB_SIZE = 50257
 SWAP = "deepspeed-swap"  # a folder
 PHASES = ("step_s", "forward_s", "backward_s", "optimizer_s")
 EXCHANGED = ("sent_bytes_per_step", "received_bytes_per_step", "gather_wait_s_per_step")
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    add_train_arguments(parser, DEFAULTS)
+    add_job_options(parser, steps=8, policy=None)
     python = os.environ.get("BENCH_PEER_PYTHON", sys.executable)
     add_options(
         parser.add_argument_group("benchmark"),
@@ -150,9 +131,7 @@ def read_options(arguments: argparse.Namespace) -> TrainOptions:
     arguments.variants = arguments.variants or ([given] if given else ["cpu", "nvme"])
     arguments.main = given if given in arguments.variants else arguments.variants[-1]
     arguments.policy = arguments.main.partition(" ")[0]
-    if config_path(arguments.model, arguments.config) is None and arguments.vocab_size is None:
-        arguments.vocab_size = VOCAB_SIZE
-    options = TrainOptions.from_namespace(arguments)
+    options = job_options(arguments)
     if options.threads is None:
         options = replace(options, threads=max(1, torch.get_num_threads() // arguments.ranks))
     return options

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import tempfile
 import time
@@ -18,6 +19,7 @@ from bench.harness.ranks import (
     rank_log,
     run_ranks,
 )
+from bench.peers.timing import kernel_bytes
 from offload.memory.sizes import format_bytes
 
 _LOG_CHARACTERS = 4000  # that are kept of one that failed
@@ -57,7 +59,8 @@ def run_trial(
 
     def watch(pid: int) -> None:
         nonlocal peak
-        peak = _peak_bytes(pid) or peak
+        with contextlib.suppress(OSError):  # it is gone
+            peak = kernel_bytes("VmHWM", pid=pid).get("VmHWM", peak)
         if budget_bytes is not None and peak > budget_bytes:
             raise _OverBudget
 
@@ -85,12 +88,3 @@ def run_trial(
                 found = {"status": "failed" if code < 0 else "broken", "error": why}
             found["log"] = log.read_text(errors="replace")[-_LOG_CHARACTERS:]
         return {"seconds": time.perf_counter() - begin_s, "peak_bytes": peak, **found}
-
-
-def _peak_bytes(pid: int) -> int:
-    """VmHWM of a process; 0 once it has no memory any more."""
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:")), 0)

@@ -12,9 +12,10 @@ from contextlib import suppress
 from pathlib import Path
 
 
-def kernel_bytes(*names: str) -> dict[str, int]:
-    """Bytes that Linux counts of this process, by their names in /proc/self/status."""
-    lines = Path("/proc/self/status").read_text().splitlines()
+def kernel_bytes(*names: str, pid: int | str = "self") -> dict[str, int]:
+    """Bytes that Linux counts of a process, by their names in /proc/PID/status; none once it has no
+    memory any more. Raises OSError when it is gone."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     found = dict(line.split(":", 1) for line in lines if ":" in line)
     return {name: int(found[name].split()[0]) * 1024 for name in names if name in found}
 

@@ -38,31 +38,14 @@ def _tests(text: str) -> tuple[str, ...]:
 
 
 # Models of ColossalAI's tests that no test here uses, and that other packages or the network bring.
-_OTHER_MODELS = [
-    "diffusers",
-    "timm",
-    "torchaudio",
-    "torchvision",
-    "transformers.albert",
-    "transformers.blip2",
-    "transformers.bloom",
-    "transformers.chatglm2",
-    "transformers.command",
-    "transformers.deepseek",
-    "transformers.deepseek_v3",
-    "transformers.falcon",
-    "transformers.gptj",
-    "transformers.llama",
-    "transformers.mistral",
-    "transformers.mixtral",
-    "transformers.opt",
-    "transformers.qwen2",
-    "transformers.qwen3",
-    "transformers.sam",
-    "transformers.t5",
-    "transformers.vit",
-    "transformers.whisper",
-]
+_OTHER_MODELS = (
+    "diffusers timm torchaudio torchvision transformers.albert transformers.blip2"
+    " transformers.bloom transformers.chatglm2 transformers.command transformers.deepseek"
+    " transformers.deepseek_v3"
+    " transformers.falcon transformers.gptj transformers.llama transformers.mistral"
+    " transformers.mixtral transformers.opt transformers.qwen2 transformers.qwen3 transformers.sam"
+    " transformers.t5 transformers.vit transformers.whisper"
+)
 
 PEERS: Mapping[str, Peer] = {
     "deepspeed": Peer(
@@ -106,7 +89,7 @@ PEERS: Mapping[str, Peer] = {
         stand_ins={
             "colossalai": "hetero.compat.colossalai",
             "apex": "bench.peers_tests.apex",
-            **{f"tests.kit.model_zoo.{n}": f"bench.peers_tests.{n}" for n in _OTHER_MODELS},
+            **{f"tests.kit.model_zoo.{n}": f"bench.peers_tests.{n}" for n in _OTHER_MODELS.split()},
         },
         overlays={
             "torch.nn.parallel.distributed": overlays.without_device_ids,

@@ -1,13 +1,17 @@
-"""The steps of a training job, made and timed several in a row."""
+"""The options of a training job, and its steps, made and timed several in a row."""
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import time
 from dataclasses import replace
+from typing import Any
 
 from hetero.job.job import Job
 from hetero.job.loop import one_step
+from hetero.job.models import wanted_vocab_size
+from hetero.job.options import TrainOptions, add_train_arguments
 from hetero.reporting.run_record import PARTS, StepPoint
 
 QUIET_S = 0.2
@@ -15,6 +19,29 @@ QUIET_S = 0.2
 NEVER_CLIPS, ALWAYS_CLIPS = 1e30, 1e-30
 # Until updates during backward have followed a change of the share (hetero's FactorPrediction).
 WARM_UP_STEPS = 8
+# Of jobs that are measured: steps that are alike, computed by the CPU.
+DEFAULTS = {
+    "seq_len": 256,
+    "batch_size": 1,
+    "lr": 1e-4,
+    "warmup": 0,
+    "schedule": "constant",
+    "backend": "cpu",
+    "save_model": False,
+}
+
+
+def add_job_options(parser: argparse.ArgumentParser, **defaults: object) -> None:
+    """Adds the options of `hetero train`, with DEFAULTS and a benchmark's own `defaults`."""
+    add_train_arguments(parser, {**DEFAULTS, **defaults})
+
+
+def job_options(arguments: argparse.Namespace, **changed: Any) -> TrainOptions:
+    """What was parsed, but for what is `changed`; a model by name has its published vocabulary."""
+    values = {**vars(arguments), **changed}
+    chosen = values["model"], values["config"], values["vocab_size"]
+    values["vocab_size"] = wanted_vocab_size(*chosen)
+    return TrainOptions.from_namespace(argparse.Namespace(**values))
 
 
 class JobSteps:

@@ -199,9 +199,12 @@ class _Planner:
         self.disk_bytes = _disk_bytes(options, self.rank_profile)
         if options.policy == "nvme" and not self.disk_bytes:
             raise ValueError("--policy nvme needs --nvme-path, a folder on the NVMe disk")
+        process = options.process_memory
+        if process == "auto" and options.profile is not None:  # whose limits are not this machine's
+            process = str(self.rank_profile.host_bytes)
         self._config = Config.make(
             host_memory=host_bytes,
-            process_memory=options.process_memory,
+            process_memory=process,
             activation_memory=options.activation_memory,
             dtype=options.dtype,
             chunk_numel=options.chunk_numel,

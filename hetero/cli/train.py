@@ -58,15 +58,18 @@ def run_training(
         if trace is not None:  # here, because it may be in the run folder
             ranks.from_first(lambda: check_file(trace, "--timeline"))
         result = train(folder, make_observer(options.log_every, ranks, options.live), ranks)
-        if trace is not None and result.timeline is not None:
-            result.timeline.save_trace(trace)
-            result.timeline_path = str(trace)
-        summary = result.as_dict()
-        if result.every_step and ranks.leads:
-            folder.write_json("config.json", options.as_dict())
-            folder.write_json("summary.json", summary)
-            charts.draw_picture(result, folder.path / "figure.png")
-            page.write_page(result, folder.path / "report.html")
+        try:
+            if trace is not None and result.timeline is not None:
+                result.timeline.save_trace(trace)
+                result.timeline_path = str(trace)
+            summary = result.as_dict()
+            if result.points and ranks.leads:
+                folder.write_json("config.json", options.as_dict())
+                folder.write_json("summary.json", summary)
+                charts.draw_picture(result, folder.path / "figure.png")
+                page.write_page(result, folder.path / "report.html")
+        except OSError as error:  # a failure of the run, as a full disk before its last step is
+            result.failure = result.failure or error
     if result.failure is not None:
         print_error(command, result.failure)
         return EXIT_FAILED
@@ -74,7 +77,7 @@ def run_training(
         pass  # rank 0 speaks for all
     elif options.json:
         print(json.dumps(summary))
-    elif result.every_step:
+    elif result.points:
         lines = columns(run_record.rows(result), terminal_width())
         print("\n".join([f"hetero {command}", *lines]))
     return _EXITS.get(result.status, EXIT_OK)

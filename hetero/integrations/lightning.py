@@ -46,7 +46,8 @@ class HeteroStrategy(SingleDeviceStrategy):
     @property
     def engine(self) -> Engine | None:
         """The engine; None before fit()."""
-        return next((each._engine for each in self._plain_optimizers()), None)
+        found = (getattr(each, "_engine", None) for each in self._plain_optimizers())
+        return next(found, None)
 
     def close(self) -> None:
         """Frees the memory and the files of the model state; idempotent."""
@@ -91,7 +92,7 @@ class HeteroStrategy(SingleDeviceStrategy):
         optimizers = self._plain_optimizers() if "optimizer_states" in checkpoint else None
         save(folder / CHECKPOINT_NAME, self._module, optimizers)
 
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
+    def load_checkpoint(self, checkpoint_path: Any, *more: Any, **options: Any) -> Any:
         """What the folder has beside the model state. Raises CheckpointError."""
         folder = Path(checkpoint_path)
         if not (folder / CHECKPOINT_NAME).is_dir():
@@ -100,7 +101,8 @@ class HeteroStrategy(SingleDeviceStrategy):
                 f"checkpoint's values into the module before fit()"
             )
         self._resumed = folder
-        return super().load_checkpoint(folder / _REST_NAME, weights_only)
+        # (From 2.6 on the library gives weights_only, too.)
+        return super().load_checkpoint(folder / _REST_NAME, *more, **options)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Loads what hetero has saved. Raises what hetero.load() does."""

@@ -125,13 +125,21 @@ class HeteroTrainerMixin(_Base):
 
     # Checkpoints
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As the library's. All ranks call it, and save: some versions have one rank do it."""
+        if self.engine is None or self.args.should_save:
+            super().save_model(output_dir, _internal_call)
+        else:
+            self._save(output_dir)
+
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """The model's files, as from_pretrained() reads them. All ranks call it."""
         if state_dict is not None or self.engine is None:
             super()._save(output_dir, state_dict)
         elif has_adapters(self._model):
             # (Reading parameters is something that one rank may do alone.)
-            super()._save(output_dir, adapter_state(self._model) if self.args.should_save else None)
+            if self.args.should_save:
+                super()._save(output_dir, adapter_state(self._model))
         else:
             self._export(Path(output_dir or self.args.output_dir or "."))
 

@@ -34,21 +34,15 @@ class Checkpoints:
         """Goes on from a checkpoint, or from the run's last commit if that is later.
 
         Returns the number of steps that were made, and notes about what they were found in. Raises
-        ValueError if there are more than the run is to make, or what was committed is of a branch
-        that the run has left and nothing else is there.
+        ValueError if there are more than the run is to make.
         """
         job, branch, path = self._job, self._run.branch, self._run.branch.path
-        commit = found = self._last_commit()
-        if found is not None and (branch.goes_back or not branch.lineage.has(found.extra)):
+        found = self._last_commit()
+        if found is not None and not branch.has(found.extra):
             found = None
         if path is not None and (found is None or extra_of(path)["step"] > found.extra["step"]):
             found = hetero.load(path, job.model, job.optimizer, extra=self._objects)
         if found is None:
-            if commit is not None:
-                raise ValueError(
-                    f"{commit.path} has step {commit.extra['step']} of a branch that the run has "
-                    f"left, and what it went back to is not there; give --resume a checkpoint"
-                )
             begins_anew = job.options.resume is not None
             return 0, ["--resume found no checkpoint, so the run began anew"] * begins_anew
         made = int(found.extra["step"])
@@ -80,18 +74,17 @@ class Checkpoints:
 
         All ranks call it.
         """
-        job, options = self._job, self._job.options
-        ends = self._run.ends()
-        is_last = ends or step == options.steps
-        extra = {**self._objects, "step": step, **self._run.branch.lineage.as_extra}
-        if options.commit_every is not None and (step % options.commit_every == 0 or is_last):
+        job, options, run = self._job, self._job.options, self._run
+        is_due = run.keeps_now() or step == options.steps
+        extra = {**self._objects, "step": step, **run.branch.as_extra}
+        if options.commit_every is not None and (is_due or step % options.commit_every == 0):
             self._commit = hetero.commit(job.model, extra=extra)
-        if options.save_every is not None and (step % options.save_every == 0 or is_last):
+        if options.save_every is not None and (is_due or step % options.save_every == 0):
             path, keep = self._folder / f"step-{step:06}", options.keep
             self._last = hetero.save(
                 path, job.model, job.optimizer, extra=extra, blocking=False, keep=keep
             )
-        return ends
+        return run.terminated
 
     def __enter__(self) -> Checkpoints:
         return self

@@ -161,6 +161,7 @@ def make_setting(
     """
     threads, isa = torch.get_num_threads(), _native.isa()
     nvme_path = ", ".join(built.config.nvme_paths) or None
+    about = {"threads": threads, "engine": engine.io_engine, "isa": isa, "data": data}
     rows = [("data", data), ("compute", f"{threads} threads, {isa}, on {engine.backend.device}")]
     if engine.io_engine is not None:
         rows.append(("state file", f"in {nvme_path}, by {engine.io_engine}"))
@@ -172,15 +173,10 @@ def make_setting(
         chance_loss=math.log(built.source.vocab_size),
         planned_steps=steps or options.steps,
         trained_params=built.trained_numel,
-        threads=threads,
-        engine=engine.io_engine,
-        isa=isa,
         budget_bytes=dict(engine.ledger.budget_bytes),
         notes=(*built.notes, *engine.notes),
-        tokens_per_step=options.tokens_per_step * ranks.count,
-        data=data,
-        nvme_path=nvme_path,
         run_dir=str(folder.path),
+        about={**about, "nvme_path": nvme_path},
     )
 
 

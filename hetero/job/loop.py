@@ -82,5 +82,5 @@ def one_step(job: Job, step: int) -> StepPoint:
     job.optimizer.step()
     job.optimizer.zero_grad()
     job.scheduler.step()
-    tokens_made = job.setting.tokens_per_step
+    tokens_made = options.tokens_per_step * job.ranks.count
     return job.recorder.end_step(loss_mean, tokens_made, step, grad_norm, lr)

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
+import torch
+
 import hetero
 from hetero.job.branch import Branch
 from hetero.job.options import TrainOptions
@@ -31,7 +33,10 @@ class DivergedError(RuntimeError):
 
 
 # What ends a run that has begun, and is told in its record.
-END_A_RUN = (KeyboardInterrupt, DivergedError, hetero.HeteroError, OSError, MemoryError)
+END_A_RUN = (
+    *(KeyboardInterrupt, DivergedError, hetero.HeteroError),
+    *(OSError, MemoryError, torch.OutOfMemoryError),
+)
 
 
 class TrainingRun:
@@ -78,18 +83,18 @@ class TrainingRun:
 
     def step(self, point: StepPoint, **said: object) -> None:
         """A step was made; `said` is more of it, for its metrics."""
-        self.record.add(point)
         self.folder.append_metrics({**said, **point.as_dict(self.recorder.begin_s)})
         self._observer.step(point)
 
-    def ends(self) -> bool:
-        """Whether the run is to end after this step, because of SIGTERM. All ranks call it after
-        each step, before they keep anything of it."""
-        if self.options.keeps_state:
-            # One rank alone may have got the signal, and all end with it.
-            self.terminated = any(self.ranks.gather(self._signalled))
-            self.branch.note()
-        return self.terminated
+    def keeps_now(self) -> bool:
+        """Whether this step is to be kept whatever its number: the run ends after it, because of
+        SIGTERM, or it is the first one of a branch. All ranks call it after each step, before they
+        keep anything of it."""
+        if not self.options.keeps_state:
+            return False
+        # One rank alone may have got the signal, and all end with it.
+        self.terminated = any(self.ranks.gather(self._signalled))
+        return self.branch.begins() or self.terminated
 
     def note_sigterm(self) -> None:
         """Ends the run after the step that is under way, saved."""

@@ -14,6 +14,7 @@ from typing import TypeVar
 
 import torch
 
+from hetero.checkpoint.engine_checkpoint import STATE_NAMES
 from hetero.planning.group_plans import ChunkGroupPlan
 from hetero.planning.placement import Placement
 from hetero.planning.report import state_by_tier
@@ -44,7 +45,6 @@ _PLAIN_BYTES = 8
 SHOWN_STEPS = 2
 FIRST_TIMELINE = 3
 _TIMES = 8
-_STATES = {"adam": 2, "lion": 1, "adagrad": 1, "sgd": 1, "muon": 1}
 
 
 class Recorder:
@@ -193,6 +193,8 @@ class Recorder:
             grad_norm=grad_norm,
             lr=lr,
         )
+        for link, nbytes in point.traffic_bytes.items():
+            self.record.total_bytes[link] += nbytes
         self._add_waiting()
         if isinstance(loss, torch.Tensor):
             loss = loss.detach()
@@ -298,7 +300,7 @@ def facts_of(engine: Engine, title: str) -> RunFacts:
     plain = params = 0
     frozen_bytes = 4 if engine.config.dtypes.compute == "fp32" else 2
     for group in engine.chunk_groups:
-        trained_bytes = _PLAIN_BYTES + 4 * _STATES[group.dtypes.rule]
+        trained_bytes = _PLAIN_BYTES + 4 * len(STATE_NAMES[group.dtypes.rule])
         for chunk in group.layout.chunks:
             numel = sum(each.param.numel for each in chunk.slices)
             params += numel

@@ -13,7 +13,7 @@ import enum
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from offload.memory.sizes import format_bytes
@@ -233,9 +233,8 @@ class RunFacts:
         chance_loss: of guessing, in the unit of the losses; None: unknown.
         budget_bytes: by the name of a tier, at the beginning; None: no limit.
         notes: fallbacks worth knowing.
-
-    The others are of the commands' trainings: `engine` is that of disk transfers, None when nothing
-    is on disk; `tokens_per_step` are those of all ranks; `nvme_path` may be several with commas.
+        run_dir: the run folder of one of the commands' trainings; "" of others.
+        about: what else summary.json has of it.
     """
 
     title: str
@@ -253,13 +252,8 @@ class RunFacts:
     trained_params: int | None = None
     budget_bytes: Mapping[str, int | None] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
-    threads: int = 0
-    engine: str | None = None
-    isa: str = ""
-    tokens_per_step: int = 0
-    data: str = ""
-    nvme_path: str | None = None
     run_dir: str = ""
+    about: Mapping[str, Any] = field(default_factory=dict)
 
 
 def _no_budgets() -> dict[Tier, int | None]:
@@ -283,9 +277,9 @@ class RunRecord:
             "interrupted", "terminated" or "failed".
         error: what ended it early; None: nothing did.
         notes: what is worth knowing beside.
-        every_step: all of them, without samples of memory; of the commands' trainings, as is what
-            follows.
-        peak_rss_by_rank_bytes: of all ranks of a run that finished. Other bytes are this rank's.
+        total_bytes: what all steps moved, by LINKS.
+        peak_rss_by_rank_bytes: of all ranks of a run that finished; of the commands' trainings, as
+            is what follows. Other bytes are this rank's.
         checkpoint, model_folder: the last one that was saved, and that of the trained weights.
         eval_losses: after which step, and the loss.
         failure: what raised `error`.
@@ -306,17 +300,13 @@ class RunRecord:
     notes: tuple[str, ...] = ()
     largest_budget_bytes: Mapping[Tier, int | None] = field(default_factory=dict)
     built_bytes: Mapping[Tier, int] = field(default_factory=dict)
-    every_step: list[StepPoint] = field(default_factory=list)
+    total_bytes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(LINKS, 0))
     peak_rss_by_rank_bytes: list[int] = field(default_factory=list)
     checkpoint: str | None = None
     model_folder: str | None = None
     eval_losses: list[tuple[int, float]] = field(default_factory=list)
     failure: Exception | None = None
     timeline_path: str | None = None
-
-    def add(self, step: StepPoint) -> None:
-        """Takes the next step; its samples of memory are in `points`, as far as they are kept."""
-        self.every_step.append(replace(step, samples=()))
 
     def largest_budget(self, tier: Tier) -> int | None:
         """What the tier's peak is compared with; None: there was no budget, or not always."""
@@ -429,11 +419,6 @@ class RunRecord:
         return {link: round(self.mean(link)) for link in LINKS}
 
     @property
-    def total_bytes(self) -> dict[str, int]:
-        """What all steps moved."""
-        return {link: sum(step.traffic_bytes[link] for step in self.every_step) for link in LINKS}
-
-    @property
     def placement_words(self) -> str:
         """Where each kind of state is at the end, in bytes; "" if that is not known."""
         parts = []
@@ -448,21 +433,23 @@ class RunRecord:
         return "; ".join(parts)
 
     def as_dict(self) -> dict[str, Any]:
-        """The object that `--json` prints and summary.json holds."""
-        facts, steps, moved = self.facts, self.every_step, self.bytes_per_step
+        """The object that `--json` prints and summary.json holds; of each step that is kept."""
+        facts, steps, moved = self.facts, self.points, self.bytes_per_step
         names = (
-            *("params", "dtype", "policy", "threads", "engine", "isa", "budget_bytes", "data"),
-            *("nvme_path", "run_dir", "ranks", "trained_params", "process_bytes"),
+            *("params", "dtype", "policy", "budget_bytes"),
+            *("run_dir", "ranks", "trained_params", "process_bytes"),
         )
         return {
             "model": facts.title,
             "state_bytes": facts.plain_bytes,
             **{name: getattr(facts, name) for name in names},
+            **facts.about,
             "status": self.status,
             "checkpoint": self.checkpoint,
             "model_folder": self.model_folder,
             "error": self.error,
-            "steps": len(steps),
+            "steps": self.steps,
+            "step_numbers": [step.last for step in steps],
             "losses": [step.loss for step in steps],
             "eval_losses": [list(each) for each in self.eval_losses],
             "grad_norms": [step.grad_norm for step in steps],

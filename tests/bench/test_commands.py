@@ -310,7 +310,7 @@ def test_a_small_run(
         ("checkpoint", f"{SAVES} --host-memory 4KiB", "host_memory"),
         ("bound", f"{BOUND} --clipped 101", "--clipped: must be percentages"),
         ("bound", f"{BOUND} --timeline FILE", "leave out --backend cuda and --timeline"),
-        ("predict", f"{PREDICT} --steps 2", "--steps: must be 3 or more"),
+        ("predict", f"{PREDICT} --steps 2", "--max-steps must be 3 or more"),
         ("largest", "--contenders torsh", "--contenders: unknown name 'torsh'"),
         ("largest", "--of sentence", "--of: invalid choice: 'sentence'"),
         ("largest", "--of batch --shape 24,63,16", "a width of 63 is no multiple of 16 heads"),

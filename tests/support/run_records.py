@@ -80,6 +80,7 @@ def make_record(steps: int = 5, **changed: Any) -> RunRecord:
             policy="nvme",
             rows=(("data", 'a "text"'),),
             planned_steps=steps,
+            about={"engine": "threads", "isa": "avx2"},
             budget_bytes={"device": None, "host": 200 * MIB, "disk": None},
         ),
         "points": [point(number) for number in range(1, steps + 1)],
@@ -102,10 +103,7 @@ def make_record(steps: int = 5, **changed: Any) -> RunRecord:
         "timeline": timeline(),
         "notes": ("a note",),
     }
-    record = RunRecord(**made | changed)
-    for each in record.points:
-        record.add(each)
-    return record
+    return RunRecord(**made | changed)
 
 
 @dataclass

@@ -96,14 +96,15 @@ def fine_tune(
     }
     notes = []
     if path is not None:
-        extra = extra_of(path)
-        _check_goes_on(options, path, extra, about)
-        notes.append(f"resumed after step {extra['step']} from {path.parent}")
+        found = extra_of(path)
+        _check_goes_on(options, path, found, about)
+        notes.append(f"resumed after step {found['step']} from {path.parent}")
     elif options.resume is not None:
         notes.append("--resume found no checkpoint, so the run began anew")
     built = build_in_budgets(source, options, folder, ranks)
     words = f"{options.data}: {len(data[0]):,} sequences"
-    with make_trainer(options, folder, built, tokenizer, data, {DATA_KEY: about}) as trainer:
+    extra = {DATA_KEY: about, **run.branch.as_extra}
+    with make_trainer(options, folder, built, tokenizer, data, extra) as trainer:
         begin = partial(make_setting, built, options, folder, ranks, words)
         trainer.add_callback(RunCallback(trainer, run, begin, notes))
         with run.under_way():

@@ -6,6 +6,7 @@ import gc
 import json
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,10 +15,11 @@ import pytest
 import torch
 
 from hetero.cli.main import main
+from hetero.job import loop
 from hetero.job.job import choose_for_memory
 from hetero.job.options import TrainOptions
 from hetero.job.ranks import ALONE
-from hetero.reporting.run_record import LINKS
+from hetero.reporting.run_record import LINKS, PointList
 from tests.support.cli_runs import draw_nothing
 from tests.support.run_records import Page
 from tests.support.training.loops import SMALLEST_MODEL
@@ -103,6 +105,23 @@ def test_json_is_one_object_and_the_run_folder_is_whole(
     assert {"run", "timeline"} <= set(page.ids)
     # The learning rate warms up through the scheduler and falls in the last step.
     assert lines[0]["lr"] < lines[1]["lr"] > lines[2]["lr"]
+
+
+def test_the_summary_of_a_long_run_is_short(
+    train: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Figures of as many steps as there are points; all steps are counted, and have metrics."""
+    monkeypatch.setattr("hetero.reporting.recorder.PointList", partial(PointList, most=4))
+    assert train("--json", "--policy", "nvme", "--run-dir", "run", "--max-steps", "9") == 0
+    summary = json.loads(capsys.readouterr().out)
+    metrics = (tmp_path / "work" / "run" / "metrics.jsonl").read_text().splitlines()
+    lines, kept = [json.loads(line) for line in metrics], summary["step_numbers"]
+    assert len(lines) == summary["steps"] == 9
+    assert (kept[0], kept[-1]) == (1, 9)
+    assert len(kept) <= 5
+    assert summary["losses"] == [lines[number - 1]["loss"] for number in kept]
+    moved = {link: sum(line["traffic_bytes"][link] for line in lines) for link in LINKS}
+    assert summary["total_bytes"] == moved
 
 
 def test_the_last_two_steps_as_a_trace(
@@ -318,6 +337,35 @@ def test_diverged_loss_stops_with_advice_and_keeps_what_there_is(
     summary = json.loads((tmp_path / "work" / "run" / "summary.json").read_text())
     assert summary["status"] == "failed"
     assert summary["steps"] == 1
+
+
+def test_a_device_without_memory_is_a_failure_of_the_run(
+    train: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make = loop.one_step
+
+    def step(job: Any, number: int) -> Any:
+        if number == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return make(job, number)
+
+    monkeypatch.setattr(loop, "one_step", step)
+    assert train("--run-dir", "run", "--policy", "cpu") == 1
+    assert capsys.readouterr().err.endswith("hetero train: error: CUDA out of memory\n")
+    summary = json.loads((tmp_path / "work" / "run" / "summary.json").read_text())
+    assert (summary["status"], summary["steps"]) == ("failed", 1)
+
+
+def test_a_picture_that_cannot_be_written_is_a_failure_of_the_run(
+    train: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("hetero.reporting.charts.draw_picture", fail)
+    assert train("--json", "--policy", "cpu") == 1
+    out, err = capsys.readouterr()
+    assert (out, err.splitlines()[-1]) == ("", "hetero train: error: No space left on device")
 
 
 @pytest.mark.usefixtures("pictures")

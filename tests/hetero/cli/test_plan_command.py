@@ -349,6 +349,14 @@ def test_a_machine_that_is_not_there_is_refused(
     assert says in capsys.readouterr().err
 
 
+def test_limits_of_this_machine_are_none_of_another_one(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hetero.config.allowed_bytes", lambda: 1 << 30)
+    auto, whole = (planned(capsys, "--process-memory", each) for each in ("auto", "16GiB"))
+    assert auto["budget_bytes"]["host"] == pytest.approx(whole["budget_bytes"]["host"], rel=0.01)
+
+
 def test_a_limit_of_the_process_leaves_less_for_state(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

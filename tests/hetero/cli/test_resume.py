@@ -16,8 +16,6 @@ import pytest
 
 from hetero.cli.main import main
 from hetero.job import branch
-from hetero.job.branch import Branch, Lineage
-from hetero.job.ranks import ALONE
 from tests.support.cli_runs import draw_nothing, run_all
 from tests.support.ranks.processes import run_ranks
 from tests.support.waiting import until
@@ -133,63 +131,42 @@ def test_a_run_that_went_back_goes_on_from_there(
     assert lines("run")[:4] == second
 
 
-def test_a_commit_is_of_one_branch(tmp_path: Path) -> None:
-    """What is in the file is what was written; of several branches, as earlier versions wrote them,
-    none is guessed."""
-    first, second = Lineage(), Lineage("ab", "source", "launch")
-    for each, other in ((first, second), (second, first)):
-        extra = {"step": 5, **each.as_extra}
-        assert each.has(extra)
-        assert not other.has(extra)
-        each.write(tmp_path)
-        assert Lineage.read(tmp_path) == each
-    assert first.has({"step": 5})  # of before there were branches
-    assert second.has({"lineage": [["0", 4], ["ab", None]]})
-    old = {"branches": [["0", 4], ["ab", None]], "source": "", "launch": ""}
-    (tmp_path / "lineage.json").write_text(json.dumps(old))
-    with pytest.raises(ValueError, match="give --resume a checkpoint"):
-        Lineage.read(tmp_path)
-
-
-def test_a_branch_without_a_checkpoint_begins_where_it_began(
-    arguments: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The run was killed before its first one, and what it went back to is of another run."""
-    saving = [*arguments, "--save-every", "2", "--schedule", "constant", "--steps"]
+def test_the_first_step_of_a_branch_is_kept(arguments: list[str]) -> None:
+    """Else a run that has left its own checkpoints, for one of another run, would have none."""
+    saving = [*arguments, "--schedule", "constant", "--save-every", "2", "--steps"]
     assert main([*saving, "2", "--run-dir", "other"]) == 0
-    committing = [*saving, "6", "--run-dir", "run", "--commit-every", "2"]
-    assert main(committing) == 0
-    source = Path("other/checkpoints/step-000002").resolve()
-    Branch(Lineage(), Path("run"), ALONE, source, goes_back=True).note()
-    assert checkpoints("run") == []
+    assert main([*saving, "6", "--run-dir", "run"]) == 0
+    saving[saving.index("--save-every") + 1] = "100"
+    back = [*saving, "5", "--run-dir", "run", "--commit-every", "100"]
+    assert main([*back, "--resume", "other/checkpoints/step-000002"]) == 0
+    assert checkpoints("run") == ["step-000003", "step-000005"]
     assert {path.name for path in Path("run/left").glob("*/*")} == {"step-000004", "step-000006"}
-    capsys.readouterr()
-    committing[committing.index("6")] = "3"
-    assert main([*committing, "--resume", "--json"]) == 0
-    assert f"resumed after step 2 from {source}" in json.loads(capsys.readouterr().out)["notes"]
-    shutil.rmtree("run/checkpoints")
-    Lineage("x", str(source.with_name("gone"))).write(Path("run"))
-    assert main([*committing, "--resume"]) == 2
-    assert "what it went back to is not there" in capsys.readouterr().err
-    assert main([*saving, "6", "--run-dir", "run", "--resume"]) == 2
-    assert "gone, which is not there any more" in capsys.readouterr().err
-    Path("run/lineage.json").write_text("{}")
-    assert main([*committing, "--resume"]) == 2
-    assert "lineage.json says which checkpoints" in capsys.readouterr().err
 
 
+def test_a_damaged_checkpoint_keeps_no_run_from_going_back(arguments: list[str]) -> None:
+    saving = [*arguments, "--run-dir", "run", "--save-every", "1", "--keep", "9", "--steps"]
+    assert main([*saving, "3"]) == 0
+    Path("run/checkpoints/step-000003/manifest.json").write_text("{")
+    assert main([*saving, "2", "--resume", "run/checkpoints/step-000001"]) == 0
+    assert checkpoints("run") == ["step-000001", "step-000002"]
+
+
+@pytest.mark.parametrize("keeping", ["--save-every", "--commit-every"])
 def test_ranks_that_are_started_again_do_not_go_back_twice(
-    arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    keeping: str,
+    arguments: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """torchrun gives them the same command line, with the checkpoint to go back to."""
-    saving = [*arguments, "--run-dir", "run", "--save-every", "2", "--schedule", "constant"]
-    assert main([*saving, "--steps", "6", "--keep", "9"]) == 0
-    back = [*saving, "--resume", "run/checkpoints/step-000002", "--json", "--steps"]
+    run = [*arguments, "--run-dir", "run", "--schedule", "constant", "--keep", "9"]
+    assert main([*run, "--save-every", "2", "--steps", "6"]) == 0
+    back = [*run, keeping, "2", "--resume", "run/checkpoints/step-000002", "--json", "--steps"]
 
     def resumed(launch: str, steps: int) -> str:
         monkeypatch.setattr(branch, "this_launch", lambda: launch)
         capsys.readouterr()
-        assert main([*back, str(steps), "--keep", "9"]) == 0
+        assert main([*back, str(steps)]) == 0
         notes = json.loads(capsys.readouterr().out)["notes"]
         return next(note for note in notes if note.startswith("resumed"))
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 import hetero
-from tests.hetero.checkpoint.test_save_load import PLACES, build, same, steps, whole
+from tests.hetero.checkpoint.test_save_load import ALL_PLACES, PLACES, build, same, steps, whole
 
 _BUDGETS = ("96KiB", "200KiB", "1MiB")  # the first one for parameters on NVMe
 
@@ -27,7 +27,7 @@ class AnyChanges(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.folder = Path(tempfile.mkdtemp())
-        self.options = {**PLACES[self.place], "durable": True, "commit_every": 0}
+        self.options = {**ALL_PLACES[self.place], "durable": True, "commit_every": 0}
         scratch = self.folder / "scratch"
         scratch.mkdir()
         self.model, self.optimizer = build(self.options, scratch)

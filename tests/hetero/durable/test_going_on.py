@@ -14,6 +14,7 @@ import hetero
 from hetero.durable.record import RecordFiles
 from offload.memory.tiers import Account, Tier
 from tests.hetero.checkpoint.test_save_load import (
+    ALL_PLACES,
     PLACES,
     RULES_AND_DTYPES,
     build,
@@ -43,10 +44,10 @@ def folder(path: Path, name: str) -> Path:
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("overlap", ["none", "forward", "backward", "both"])
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", ALL_PLACES)
 def test_every_placement_and_overlap_goes_on(place: str, overlap: str, tmp_path: Path) -> None:
     """Five steps without a crash; and three, a crash, two: elsewhere, too."""
-    settings = {**PLACES[place], "overlap_updates": overlap}
+    settings = {**ALL_PLACES[place], "overlap_updates": overlap}
     model, optimizer = build(settings, folder(tmp_path, "plain"))
     steps(model, optimizer, range(3))
     stored = whole(model, optimizer)
@@ -82,7 +83,7 @@ def test_every_placement_and_overlap_goes_on(place: str, overlap: str, tmp_path:
 def test_every_rule_and_dtype_goes_on(
     place: str, rule: str, dtype: str, state_dtype: str, tmp_path: Path
 ) -> None:
-    options = {**PLACES[place], **DURABLE, "commit_every": 0}
+    options = {**ALL_PLACES[place], **DURABLE, "commit_every": 0}
     scratch = folder(tmp_path, "scratch")
     model, optimizer = build(options, scratch, rule, dtype, state_dtype)
     for step in range(3):
@@ -122,7 +123,7 @@ def test_steps_since_the_last_commit_are_lost(tmp_path: Path) -> None:
 def test_writes_between_commits_are_the_later_ones(place: str, tmp_path: Path) -> None:
     """What user code writes outside of steps, and of gathered(), is no part of the last commit, and
     part of the next one."""
-    options = {**PLACES[place], **DURABLE, "commit_every": 0}
+    options = {**ALL_PLACES[place], **DURABLE, "commit_every": 0}
     scratch = folder(tmp_path, "scratch")
     model, optimizer = build(options, scratch)
     steps(model, optimizer, range(3))

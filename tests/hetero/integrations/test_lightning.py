@@ -18,6 +18,7 @@ pytestmark = pytest.mark.skipif(
 )
 lightning, AutoModelForCausalLM = late("lightning"), late("transformers:AutoModelForCausalLM")
 HeteroStrategy = late("hetero.integrations.lightning:HeteroStrategy")
+SingleDeviceStrategy = late("lightning.pytorch.strategies:SingleDeviceStrategy")
 
 
 def module_of(folder: Path, kind: Any) -> Any:
@@ -95,7 +96,21 @@ def test_a_module_that_was_built_outside(tmp_path: Path) -> None:
     strategy.close()
     other = module_of(folder, torch.optim.AdamW)
     with pytest.raises(ValueError, match="the optimizer must be hetero.HybridAdam"):
-        fit(other, tmp_path / "other", HeteroStrategy())
+        fit(other, tmp_path / "other", refusing)
+    refusing.close()  # it has no engine
     with pytest.raises(hetero.CheckpointError, match="is no folder that HeteroStrategy"):
         again = module_of(folder, hetero.HybridAdam)
         fit(again, tmp_path / "x", HeteroStrategy(), ckpt_path=tmp_path / "model")
+
+
+def test_a_library_without_weights_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before 2.6."""
+    read: list[Path] = []
+
+    def load_checkpoint(self: Any, checkpoint_path: Path) -> None:
+        read.append(checkpoint_path)
+
+    monkeypatch.setattr(SingleDeviceStrategy, "load_checkpoint", load_checkpoint)
+    (tmp_path / "hetero").mkdir()
+    HeteroStrategy().load_checkpoint(tmp_path)
+    assert read == [tmp_path / "lightning.ckpt"]

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -234,6 +235,31 @@ def test_arguments_that_cannot_work(tmp_path: Path) -> None:
         object.__setattr__(args, "_n_gpu" if name == "n_gpu" else name, value)
         with pytest.raises(ValueError, match=r"2 GPUs|shards and offloads the model itself"):
             trainer(plain, args)
+
+
+class OlderTrainer:
+    """As some of transformers: the first rank alone saves, and waits for the others for ever."""
+
+    def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        if self.args.should_save:
+            self._save(output_dir)
+
+
+@pytest.mark.parametrize("leads", [True, False])
+def test_each_rank_saves_whatever_the_library_does(leads: bool) -> None:
+    exported: list[Path] = []
+
+    class Sharded(HeteroTrainerMixin, OlderTrainer):
+        engine, _model = object(), torch.nn.Linear(1, 1)
+
+        def __init__(self) -> None:
+            self.args = SimpleNamespace(should_save=leads)
+
+        def _export(self, folder: Path) -> None:
+            exported.append(folder)
+
+    Sharded().save_model("there")
+    assert exported == [Path("there")]
 
 
 @pytest.mark.usefixtures("quick_python")

@@ -251,5 +251,5 @@ def test_a_loss_that_is_no_number_on_another_rank_stops_this_one(
 ) -> None:
     arguments = [*options[3:], "--policy", "cpu"]
     result = train_options(arguments, RunFolder(str(tmp_path / "run")), AstrayElsewhere())
-    assert (result.status, result.every_step) == ("failed", [])
+    assert (result.status, result.points) == ("failed", [])
     assert "the loss became nan in step 1" in (result.error or "")

@@ -68,7 +68,6 @@ def test_the_first_step_counts_only_where_there_is_no_other() -> None:
     assert make_record(1).tokens_per_s == pytest.approx(10.0)
     moved = dict.fromkeys(LINKS, 0) | {"disk_read": 7 * MIB, "disk_write": MIB}
     assert record.bytes_per_step == moved
-    assert record.total_bytes["disk_read"] == 3 * 7 * MIB
 
 
 def test_dictionary_is_json_with_the_promised_keys() -> None:
