@@ -18,7 +18,6 @@ pytestmark = pytest.mark.skipif(
 )
 lightning, AutoModelForCausalLM = late("lightning"), late("transformers:AutoModelForCausalLM")
 HeteroStrategy = late("hetero.integrations.lightning:HeteroStrategy")
-SingleDeviceStrategy = late("lightning.pytorch.strategies:SingleDeviceStrategy")
 
 
 def module_of(folder: Path, kind: Any) -> Any:
@@ -95,6 +94,7 @@ def test_a_module_that_was_built_outside(tmp_path: Path) -> None:
     assert hetero.latest_checkpoint(tmp_path / "last") == tmp_path / "last" / "hetero"
     strategy.close()
     other = module_of(folder, torch.optim.AdamW)
+    refusing = HeteroStrategy()
     with pytest.raises(ValueError, match="the optimizer must be hetero.HybridAdam"):
         fit(other, tmp_path / "other", refusing)
     refusing.close()  # it has no engine
@@ -105,6 +105,8 @@ def test_a_module_that_was_built_outside(tmp_path: Path) -> None:
 
 def test_a_library_without_weights_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before 2.6."""
+    from lightning.pytorch.strategies import SingleDeviceStrategy
+
     read: list[Path] = []
 
     def load_checkpoint(self: Any, checkpoint_path: Path) -> None:

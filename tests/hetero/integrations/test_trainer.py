@@ -249,7 +249,7 @@ class OlderTrainer:
 def test_each_rank_saves_whatever_the_library_does(leads: bool) -> None:
     exported: list[Path] = []
 
-    class Sharded(HeteroTrainerMixin, OlderTrainer):
+    class Sharded(integration.HeteroTrainerMixin, OlderTrainer):  # type: ignore[misc]
         engine, _model = object(), torch.nn.Linear(1, 1)
 
         def __init__(self) -> None:
