@@ -87,6 +87,17 @@ class TestReadsAndWrites:
         assert (r.got(0) == 7).all()
         assert r.reads == []
 
+    def test_a_chunk_on_its_way_to_the_file_changes_when_it_is_there(self, rig):
+        r = rig(1, [1])
+        r.cache.create(0)
+        r.tensor(0).fill_(7)
+        r.cache.write_back(0)
+        r.cache.dirty(0)
+        r.got(0).fill_(8)
+        assert r.is_dirty(0)
+        r.cache.clear()
+        assert (r.on_file(0) == 8).all()
+
     def test_write_back_of_clean_chunks_does_nothing(self, rig):
         r = rig(1, [1])
         r.got(0)
@@ -124,6 +135,20 @@ class TestRoom:
         with pytest.raises(BudgetError):
             r.got(1)
         assert (r.tensor(0) == 5).all()
+
+    def test_read_ahead_takes_no_slots_that_are_not_written_yet(self, rig):
+        r = rig(2, [1, 1, 1])
+        for chunk in (1, 2, 0):
+            r.use(chunk)
+        r.order.end_step()
+        pin = r.use(1)
+        r.got(0)
+        r.cache.dirty(0)
+        r.cache.prefetch(1)
+        assert r.held() == {0, 1}
+        assert r.is_dirty(0)
+        assert r.writes == []
+        del pin
 
     def test_a_use_of_what_is_held_moves_its_next_use(self, rig):
         """After its second use chunk 0 is needed in the next step, and chunk 1 in this one."""

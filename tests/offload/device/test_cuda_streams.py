@@ -139,6 +139,26 @@ def read_later(runtime: FakeRuntime, arena: DeviceArena, seen: list[int]) -> Non
     runtime.give(stream, lambda: seen.append(int(alias[0])), reads=memory)
 
 
+def test_a_fetch_waits_for_all_streams_that_use_the_slot() -> None:
+    runtime, backend, arena = make(1)
+    other, seen = runtime.new_stream(), list[int]()
+    ones = torch.ones(SLOT, dtype=torch.uint8)
+    backend.fetch(arena.view(0, 1, torch.uint8), ones)
+    views = []
+    for stream in (runtime.compute, other):
+        with runtime.on(stream):
+            views.append(arena.view(0, 1, torch.uint8, pinned=True))
+            read_later(runtime, arena, seen)
+    views.clear()
+    backend.fetch(arena.view(0, 1, torch.uint8), 2 * ones)
+    while runtime.step(backend._fetching.stream):
+        pass
+    runtime.synchronize_all()
+    assert seen == [1, 1]
+    arena.close()
+    backend.close()
+
+
 def test_a_fetch_waits_for_work_that_came_long_after_the_pin() -> None:
     """Other slots were looked at in between."""
     runtime, backend, arena = make(2)
