@@ -52,8 +52,8 @@ CudaDriver driver_of(const Functions& functions) {
   return driver;
 }
 
-std::shared_ptr<OffloadQueue> make_queue(const Functions& functions, Address context, Address stream,
-                                         Address buffers, std::size_t count,
+std::shared_ptr<OffloadQueue> make_queue(const Functions& functions, Address context,
+                                         Address stream, Address buffers, std::size_t count,
                                          std::size_t buffer_bytes) {
   return released_without_gil(make_own<OffloadQueue>(driver_of(functions), context, stream,
                                                      reinterpret_cast<std::byte*>(buffers), count,

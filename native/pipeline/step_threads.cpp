@@ -67,9 +67,9 @@ void StepPipeline::stage_first() {
       if (read_param) read(task.param, layout_.param_at(), layout_.param_bytes());
       if (task.grad.in_file()) read(task.grad, layout_.grad_at(), layout_.grad_bytes());
       if (saves) {
-        buffer->reads.push_back(engine_->submit(
-            IoKind::write, file_, task.param.address, layout_.param_bytes(),
-            static_cast<std::uint64_t>(task.saved_param), IoTurn::idle));
+        buffer->reads.push_back(
+            engine_->submit(IoKind::write, file_, task.param.address, layout_.param_bytes(),
+                            static_cast<std::uint64_t>(task.saved_param), IoTurn::idle));
       }
     }
     if (stopping()) return;
