@@ -5,9 +5,9 @@ is offloaded when it is registered: memory that nobody has written to, as torch.
 takes no room while it is read. An operator that fills it then works tile by tile in the file
 (tile_changes.py). One that needs such a parameter whole is refused with the budget that it takes.
 
-With several ranks each parameter has to fit the budget, and is brought in by all of them together,
-which is possible inside the block alone. From there to initialize() a use of an offloaded one is
-refused, but for conversions to what it is (`model.to("cpu")`).
+With several ranks a parameter is brought in by all of them together, which is possible inside the
+block alone. From there to initialize() a use of an offloaded one is refused, but for conversions to
+what it is (`model.to("cpu")`).
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class ConstructionArena:
         only counts.
 
         One that does not fit the host budget is offloaded at once, if a tile of it fits and there
-        is a file for it. Of several ranks each needs room for all of it.
+        is a file for it, or several ranks that keep parts of it.
 
         Raises:
             HeteroError: it is not on the CPU, has no values of its own, or is of a dtype that
@@ -144,8 +144,7 @@ class ConstructionArena:
                 record.charged = record.nbytes
             except BudgetError:  # (memory that was never written to takes no room while it is read)
                 tile_fits = self.budgets.host_bytes >= min(record.nbytes, BLOCK_BYTES)
-                has_file = store.config.nvme_path is not None and self.world.shard is None
-                if not (tile_fits and has_file and record.may_move):
+                if not (tile_fits and store.moves_out and record.may_move):
                     raise
             param._hetero_owner = ConstructionUses(self)  # type: ignore[attr-defined]
             store.params[id(param)] = record

@@ -511,12 +511,41 @@ class ConstructionParam:
     # Where its values are
 
     def change(self, change: TileChange) -> bool:
-        """Makes a change to an offloaded one tile by tile; False, with nothing changed, if ranks
-        keep parts of it."""
+        """Makes a change to an offloaded one tile by tile; False, with nothing changed, if not."""
         store, param = self._store, self.alive()
-        if store.world.shard is not None:
+        if store.world.shard is None:
+            store.file.change(self._space, self.nbytes, param.dtype, change)
+            return True
+        if not store.in_block:
             return False
-        store.file.change(self._space, self.nbytes, param.dtype, change)
+        part = self._part_in_file() if self._part is None else self._part
+        done = self._change_part(part, change)
+        if self._part is None:
+            self._space = store.file.write(part, self._space)
+        return done
+
+    def _change_part(self, part: torch.Tensor, change: TileChange) -> bool:
+        """Makes a change to this rank's `part`. All ranks call it.
+
+        Returns False, on all ranks, if elements are cut in two by the ranks' parts.
+
+        What fills is made on all of the parameter, tile by tile, because it may draw random
+        numbers, of which each rank draws all; the first rank's count.
+        """
+        world, param = self._store.world, self.alive()
+        if not change.fills:
+            cut = part_bytes(param.numel() * param.element_size(), world.ranks)
+            if cut % param.element_size():
+                return False
+            change.apply(part.view(param.dtype))
+            return True
+        kept = self._own_part()
+        for tile in tiles(param.numel(), BLOCK_BYTES // param.element_size()):
+            values = torch.empty(tile.stop - tile.start, dtype=param.dtype)
+            change.apply(values)
+            make_alike(world, self.number, values)
+            has = self._bytes(tile)
+            _common(part, kept, has).copy_(_common(values.view(torch.uint8), has, kept))
         return True
 
 

@@ -72,6 +72,41 @@ def test_weights_are_the_first_ranks_and_random_numbers_each_ones(
         assert all(map(torch.equal, weights, first))
 
 
+NUMEL = 3 << 19  # 6 MiB, of which 4 are a tile
+
+
+def fill_in_tiles(rank: int, world: int, nvme_path: str) -> Any:
+    """A parameter that is larger than the budget is drawn tile by tile."""
+    torch.manual_seed(100 + rank)
+    plain = nn.Parameter(torch.empty(NUMEL))
+    generator = torch.Generator().manual_seed(rank)
+    with torch.no_grad():
+        plain.normal_()
+        plain.uniform_(generator=generator).mul_(2)
+    after = torch.rand(3), torch.rand(3, generator=generator)
+    torch.manual_seed(100 + rank)
+    generator.manual_seed(rank)
+    module = nn.Module()
+    with hetero.ZeroInitContext(
+        placement_policy="nvme", nvme_path=nvme_path, host_memory="4500KiB", dtype="fp32"
+    ) as context:
+        module.large = nn.Parameter(torch.empty(NUMEL))
+        with torch.no_grad():
+            module.large.normal_()
+            module.large.uniform_(generator=generator).mul_(2)
+        values = context.construction.elements(module.large, slice(0, NUMEL))
+    goes_on = torch.equal(torch.rand(3), after[0])
+    goes_on = goes_on and torch.equal(torch.rand(3, generator=generator), after[1])
+    return goes_on, values, plain.detach()
+
+
+def test_what_is_drawn_in_tiles_is_the_first_ranks(ranks2: RankPool, tmp_path: Path) -> None:
+    results = ranks2.run(fill_in_tiles, str(tmp_path))
+    for goes_on, values, _ in results:
+        assert goes_on
+        assert torch.equal(values, results[0][2])
+
+
 # Between the block and initialize()
 
 
