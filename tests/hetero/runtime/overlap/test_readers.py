@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+import hetero
 from hetero.chunks.layout import Chunk
 from hetero.state.chunk_access import ParamUpdates
 from tests.support.ranks import overlapping
@@ -79,6 +80,31 @@ def test_a_reader_that_has_begun_sees_no_update(tmp_path: Path) -> None:
             optimizer.step()
             optimizer.zero_grad()
         assert overlap == "none" or left > STEPS
+        return []
+
+    assert_same_bits(tmp_path, "optim_states", ["backward"], loop)
+
+
+def test_a_reader_that_comes_later_sees_the_values_of_before(tmp_path: Path) -> None:
+    """Updates were made during backward; each is taken back before its chunk is read."""
+
+    def loop(model: nn.Module, optimizer: Any, overlap: str) -> list[torch.Tensor]:
+        (chunk_group,) = optimizer.engine.chunk_groups
+        read = 0
+        for step in range(STEPS):
+            before = hetero.masters(model.parameters())
+            kept = [value.bfloat16().flatten() for value in before]
+            loss_of(model, step).backward()
+            chunk_group.updates.wait_all_computed()
+            speculative = [state.chunk for state in chunk_group.updates.speculative]
+            for chunk in speculative:
+                with chunk_group.params.copies.shards.open(chunk) as shard:
+                    for m in chunk_group.updates.chunks[chunk.id].members:
+                        assert any(torch.equal(m.part_of(shard).flatten(), each) for each in kept)
+            read += len(speculative)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert overlap == "none" or read > 0
         return []
 
     assert_same_bits(tmp_path, "optim_states", ["backward"], loop)
