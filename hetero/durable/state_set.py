@@ -46,11 +46,13 @@ class StateSet:
         return tuple(os.path.normpath(os.path.join(folder, each)) for each in self.folders)
 
     def write(self, folder: str) -> None:
-        """Writes both copies, one after the other, so that one is whole. Raises StoreError."""
+        """Writes both copies, one after the other, so that one is whole. Raises StoreError.
+
+        The first one is a copy that is not whole, as a write that was killed may have left it.
+        """
         text = json.dumps({"format": _FORMAT, "version": VERSION, **asdict(self)})
         content = f"{crc_of(text.encode()):08x} {text}\n".encode()
-        for name in SET_NAMES:
-            path = os.path.join(folder, name)
+        for path in sorted((os.path.join(folder, name) for name in SET_NAMES), key=_is_whole):
             try:
                 flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
                 descriptor = os.open(path, flags, 0o600)
@@ -94,6 +96,15 @@ class StateSet:
         if found:
             notes.extend(f"{each}; its copy is used" for each in (*damaged, *missing))
         return max(found, key=lambda each: each.generation, default=None)
+
+
+def _is_whole(path: str) -> bool:
+    """Whether a copy can be read."""
+    try:
+        _parse(Path(path).read_bytes()[:_MOST_BYTES], path)
+    except (OSError, CheckpointError):
+        return False
+    return True
 
 
 class _DamagedError(CheckpointError):

@@ -9,7 +9,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,10 @@ import hetero
 from hetero.durable import state_folder
 from hetero.durable.record import RecordFiles
 from hetero.durable.state_folder import StateFolder
+from hetero.durable.state_set import StateSet
 from hetero.durable.stored_commit import data_paths
 from hetero.ranks.process_groups import ProcessGroups
+from hetero.state.state_files import SET_NAMES
 from tests.hetero.checkpoint.test_save_load import PLACES, build, steps
 from tests.support.durable.calls import before_each
 from tests.support.durable.records import SAMPLE
@@ -50,6 +52,21 @@ def killed_at(number: int | None) -> Iterator[None]:
         patch.setattr(os, "fsync", lambda descriptor: None)
         with before_each(((os, name) for name in CALLS), kill):
             yield
+
+
+@pytest.mark.parametrize("damaged_name", SET_NAMES)
+def test_a_copy_of_the_set_is_always_whole(damaged_name: str, tmp_path: Path) -> None:
+    """A write is killed when an earlier one, killed as well, has left either copy damaged."""
+    old = StateSet("0" * 32, 0, (".",), 1)
+    for kill_at in range(1, 9):
+        with killed_at(None):
+            old.write(str(tmp_path))
+        (tmp_path / damaged_name).write_bytes(b"")
+        with killed_at(kill_at), suppress(KilledError):
+            replace(old, generation=2).write(str(tmp_path))
+        found = StateSet.read(str(tmp_path), [])
+        assert found is not None
+        assert found.generation in (1, 2)
 
 
 class Training:
