@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -272,25 +273,36 @@ class WithLoss(Net):
         return {"loss": (y - 1).square().mean(), "logits": y}
 
 
-@pytest.mark.parametrize("of_logits", [False, True])
-def test_outputs_that_are_made_of_others(of_logits: bool) -> None:
-    """A backward of the loop's own divides by the micro-batches once."""
+def assert_divides_once(
+    make: Callable[[], torch.nn.Module], name: str, loss_of: Callable[[Any], torch.Tensor]
+) -> None:
+    """A backward of the loop's own divides by the micro-batches as engine.backward() does: compared
+    by the gradient of the parameter `name`; `loss_of` gets the engine."""
     found = []
     for own in (False, True):
         torch.manual_seed(0)
         config = {"gradient_accumulation_steps": 4, "optimizer": ADAMW}
-        engine, _, _, _ = deepspeed.initialize(model=WithLoss(), config=config)
-        outputs = engine(torch.ones(2, 64))
-        loss = outputs["loss"]
-        if of_logits:
-            loss += outputs["logits"].square().mean()
+        engine, _, _, _ = deepspeed.initialize(model=make(), config=config)
+        loss = loss_of(engine)
         if own:
             loss.backward()
         else:
             engine.backward(loss)
-        found.append(hetero.grads(engine.module.first.weight)[0])
+        found.append(hetero.grads(engine.module.get_parameter(name))[0])
         engine.destroy()
     torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("of_logits", [False, True])
+def test_outputs_that_are_made_of_others(of_logits: bool) -> None:
+    def loss_of(engine: Any) -> torch.Tensor:
+        outputs = engine(torch.ones(2, 64))
+        loss: torch.Tensor = outputs["loss"]
+        if of_logits:
+            loss += outputs["logits"].square().mean()
+        return loss
+
+    assert_divides_once(WithLoss, "first.weight", loss_of)
 
 
 class WithoutGradient(torch.autograd.Function):
@@ -331,26 +343,19 @@ class WithHead(torch.nn.Module):
 
 @pytest.mark.parametrize("tiled", [False, True])
 def test_a_loss_of_deferred_logits(tiled: bool) -> None:
-    """A backward of the loop's own divides by the micro-batches once, also of tiles."""
-    found = []
-    for own in (False, True):
-        torch.manual_seed(0)
+    def make() -> torch.nn.Module:
         model = WithHead()
         hetero.tile_heads(model, tile_tokens=16)
-        config = {"gradient_accumulation_steps": 4, "optimizer": ADAMW}
-        engine, _, _, _ = deepspeed.initialize(model=model, config=config)
+        return model
+
+    def loss_of(engine: Any) -> torch.Tensor:
         tokens = torch.arange(64)
         logits = engine(tokens)["logits"]
         if not tiled:
             logits = logits + 0  # whole
-        loss = torch.nn.functional.cross_entropy(logits, tokens)
-        if own:
-            loss.backward()
-        else:
-            engine.backward(loss)
-        found.append(hetero.grads(engine.module.head.weight)[0])
-        engine.destroy()
-    torch.testing.assert_close(*found)
+        return torch.nn.functional.cross_entropy(logits, tokens)
+
+    assert_divides_once(make, "head.weight", loss_of)
 
 
 def test_the_loss_is_a_scalar() -> None:
