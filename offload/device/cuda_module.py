@@ -35,7 +35,7 @@ _PROTOTYPES = {
     "cuStreamCreate": (POINTER(c_void_p), c_uint),
 }
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: it does not wait for work in the default stream
-# What native code calls to copy (native/link/copier.h).
+# What native code calls to copy (native/link/cuda_copier.h).
 COPY_FUNCTIONS = (
     "cuCtxSetCurrent",
     "cuEventCreate",
