@@ -11,9 +11,9 @@
 // above 0x8000, and p is the rounding of w as ever.
 //
 // Whoever writes p alone, as user code does through `param.data`, keeps remainder and carry: w is
-// then less than one bf16 step from the new p. Where no w has these three (p is 0 and there is a
-// carry, a tie would go the other way, p is infinite and w would be a NaN), w is p itself: else the
-// next split would give another p than was written.
+// then less than one bf16 step from the new p. Where no w has these three (p is 0 and the carry
+// makes a NaN of it, a tie would go the other way, p is infinite and w would be a NaN), w is p
+// itself: else the next split would give another p than was written.
 #pragma once
 
 #include <cstddef>
@@ -30,8 +30,9 @@ struct SplitMaster {
 
   static SplitMaster of(typename V::F master) {
     const auto bits = V::if_nan(master, V::set_bits(0x7fc00000), V::bits(master));
-    const auto param = rounded(bits);
-    return {param, bits, param - (bits >> 16)};  // (storing takes the low half of `bits`)
+    const auto upper = bits >> 16;
+    const auto param = rounded(bits, upper);
+    return {param, bits, param - upper};  // (storing takes the low half of `bits`)
   }
 
   // The master itself, or the next one where it is a tie that rounds up.
@@ -45,17 +46,17 @@ struct SplitMaster {
   static typename V::U carry_of(typename V::U remainder) { return (0x7fffU + remainder) >> 16; }
 
   static typename V::F join(typename V::U param, typename V::U remainder, typename V::U carry) {
-    const auto not_zero = (0x7fffU + (param & 0x7fffU)) >> 15;  // (0 - 1 would be a NaN)
-    const auto bits = ((param - (carry & not_zero)) << 16) | remainder;
+    const auto upper = param - carry;
+    const auto bits = (upper << 16) | remainder;
     const auto alone = param << 16;
-    return V::from_bits(
-        V::if_nan(V::from_bits(bits), alone, rounded(bits) == param ? bits : alone));
+    const auto is_rounding = rounded(bits, upper) == param;
+    return V::from_bits(V::if_nan(V::from_bits(bits), alone, is_rounding ? bits : alone));
   }
 
  private:
-  // The upper half of a number that is no NaN, rounded to nearest even.
-  static typename V::U rounded(typename V::U bits) {
-    return (bits + (0x7fffU + ((bits >> 16) & 1U))) >> 16;
+  // The upper half of a number that is no NaN, rounded to nearest even. It is `upper` before that.
+  static typename V::U rounded(typename V::U bits, typename V::U upper) {
+    return (bits + (0x7fffU + (upper & 1U))) >> 16;
   }
 };
 
