@@ -13,6 +13,7 @@ import torch
 from hetero.api.loaded_state import (
     LARGEST,
     check_state,
+    check_torch_arguments,
     check_torch_options,
     in_own_options,
     in_own_state,
@@ -31,6 +32,11 @@ from offload.interrupts import uninterrupted
 
 ParamGroups = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
 
+# Options by what they are, in whichever optimizer: numbers, of which most are 0 or more, and those
+# that are True or False. The native kernel takes them under the same names.
+_NOT_NEGATIVE = ("lr", "lr_decay", "momentum", "eps", "weight_decay")
+_NUMBERS = (*_NOT_NEGATIVE, "dampening")
+_FLAGS = ("bias_correction", "adamw_mode", "nesterov")
 
 # Optimizers that initialize() has not connected yet.
 unmanaged: weakref.WeakSet[HybridOptimizer] = weakref.WeakSet()
@@ -49,10 +55,17 @@ class HybridOptimizer(torch.optim.Optimizer):
     # As in state_dict(), in the order of the optimizer state.
     state_names: ClassVar[tuple[str, ...]]
     device_updates: ClassVar[bool] = True  # of what is at home on DEVICE
-    not_negative: ClassVar[tuple[str, ...]] = ("lr", "weight_decay")  # options that must be so
-    flags: ClassVar[tuple[str, ...]] = ()  # options that must be True or False
+    decoupled: ClassVar[bool] = False  # weight decay, where no option says it
 
-    def __init__(self, params: ParamGroups, defaults: dict[str, Any], state_dtype: str) -> None:
+    def __init__(
+        self,
+        params: ParamGroups,
+        defaults: dict[str, Any],
+        state_dtype: str,
+        torch_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`torch_options`: further arguments of torch's optimizers, which have no effect."""
+        check_torch_arguments(type(self).__name__, torch_options or {})
         self._engine: Engine | None = None
         # A state dict that was loaded before initialize(), whose options are in use already.
         self._early_state: dict[str, Any] | None = None
@@ -63,10 +76,10 @@ class HybridOptimizer(torch.optim.Optimizer):
     def check_options(self, options: Mapping[str, Any], where: str = "") -> None:
         """Raises ValueError if an option of a param group is out of range; `where` says whose."""
         check_torch_options(options, where)
-        for name in self.flags:
+        for name in self._own(_FLAGS):
             if not isinstance(options[name], bool):
                 raise ValueError(f"{where}{name} must be True or False, not {options[name]!r}")
-        for name in self.not_negative:
+        for name in self._own(_NOT_NEGATIVE):
             value = number(options[name])
             if value is None or not 0 <= value <= LARGEST:
                 raise ValueError(
@@ -80,9 +93,9 @@ class HybridOptimizer(torch.optim.Optimizer):
             if not all(beta is not None and 0 <= beta < 1 for beta in values):
                 raise ValueError(f"{where}betas must be two numbers in [0, 1), not {betas!r}")
 
-    def _rule_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """What the native kernel takes beside lr and weight_decay, as fields of Hyper."""
-        raise NotImplementedError
+    def _own(self, names: Sequence[str]) -> list[str]:
+        """Those of the options that this optimizer has."""
+        return [name for name in names if name in self.defaults]
 
     def _lr_scale(self, options: Mapping[str, Any], shape: torch.Size) -> float:
         """The factor of the learning rate of parameters of this shape."""
@@ -100,14 +113,14 @@ class HybridOptimizer(torch.optim.Optimizer):
         options that the user has set out of range since.
         """
         self.check_options(options)
-        return Hyper(
-            lr=float(options["lr"]),
-            weight_decay=float(options["weight_decay"]),
-            step=step,
-            grad_scale=grad_scale,
-            lr_scale=lr_scale,
-            **self._rule_options(options),
-        )
+        given: dict[str, Any] = {name: float(options[name]) for name in self._own(_NUMBERS)}
+        given |= {name: options[name] for name in self._own(_FLAGS)}
+        given["decoupled"] = given.pop("adamw_mode", self.decoupled)
+        # (Without momentum Muon's average is the gradient, whichever it is.)
+        given["nesterov"] = given.get("nesterov", False) and given["momentum"] > 0
+        if "betas" in self.defaults:
+            given["beta1"], given["beta2"] = map(float, options["betas"])
+        return Hyper(step=step, grad_scale=grad_scale, lr_scale=lr_scale, **given)
 
     def dtypes(self, config: Config) -> Dtypes:
         """The dtypes of `config` and of this optimizer's state.

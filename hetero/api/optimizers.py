@@ -9,12 +9,7 @@ from typing import Any
 
 import torch
 
-from hetero.api.loaded_state import (
-    LARGEST,
-    MOMENTUM_SUM,
-    check_torch_arguments,
-    momentum_sum,
-)
+from hetero.api.loaded_state import LARGEST, MOMENTUM_SUM, momentum_sum
 from hetero.api.optimizer import HybridOptimizer, ParamGroups
 from hetero.chunk_groups.update_tasks import number
 
@@ -49,8 +44,6 @@ class HybridAdam(HybridOptimizer):
 
     rule = "adam"
     state_names = ("exp_avg", "exp_avg_sq")
-    not_negative = ("lr", "eps", "weight_decay")
-    flags = ("bias_correction", "adamw_mode")
 
     def __init__(
         self,
@@ -65,26 +58,9 @@ class HybridAdam(HybridOptimizer):
         state_dtype: str = "fp32",
         **torch_options: Any,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "adamw_mode": adamw_mode,
-        }
-        check_torch_arguments(type(self).__name__, torch_options)
-        super().__init__(params, defaults, state_dtype)
-
-    def _rule_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        beta1, beta2 = options["betas"]
-        return {
-            "decoupled": options["adamw_mode"],
-            "beta1": float(beta1),
-            "beta2": float(beta2),
-            "eps": float(options["eps"]),
-            "bias_correction": options["bias_correction"],
-        }
+        own = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps}
+        own |= {"weight_decay": weight_decay, "adamw_mode": adamw_mode}
+        super().__init__(params, own, state_dtype, torch_options)
 
 
 class Adam(HybridAdam):
@@ -171,6 +147,7 @@ class HybridLion(HybridOptimizer):
 
     rule = "lion"
     state_names = ("exp_avg",)
+    decoupled = True
 
     def __init__(
         self,
@@ -181,12 +158,8 @@ class HybridLion(HybridOptimizer):
         *,
         state_dtype: str = "fp32",
     ) -> None:
-        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
-        super().__init__(params, defaults, state_dtype)
-
-    def _rule_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        beta1, beta2 = options["betas"]
-        return {"decoupled": True, "beta1": float(beta1), "beta2": float(beta2)}
+        own = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
+        super().__init__(params, own, state_dtype)
 
 
 class HybridAdagrad(HybridOptimizer):
@@ -208,7 +181,6 @@ class HybridAdagrad(HybridOptimizer):
 
     rule = "adagrad"
     state_names = ("sum",)
-    not_negative = ("lr", "lr_decay", "weight_decay", "eps")
 
     def __init__(
         self,
@@ -223,13 +195,9 @@ class HybridAdagrad(HybridOptimizer):
         state_dtype: str = "fp32",
         **torch_options: Any,
     ) -> None:
-        defaults = {"lr": lr, "lr_decay": lr_decay, "weight_decay": weight_decay, "eps": eps}
+        own = {"lr": lr, "lr_decay": lr_decay, "weight_decay": weight_decay, "eps": eps}
         torch_options["initial_accumulator_value"] = initial_accumulator_value
-        check_torch_arguments(type(self).__name__, torch_options)
-        super().__init__(params, defaults, state_dtype)
-
-    def _rule_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        return {"eps": float(options["eps"]), "lr_decay": float(options["lr_decay"])}
+        super().__init__(params, own, state_dtype, torch_options)
 
 
 class HybridSGD(HybridOptimizer):
@@ -258,8 +226,6 @@ class HybridSGD(HybridOptimizer):
 
     rule = "sgd"
     state_names = ("momentum_buffer",)
-    not_negative = ("lr", "momentum", "weight_decay")
-    flags = ("nesterov",)
 
     def __init__(
         self,
@@ -273,15 +239,8 @@ class HybridSGD(HybridOptimizer):
         state_dtype: str = "fp32",
         **torch_options: Any,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "dampening": dampening,
-            "weight_decay": weight_decay,
-            "nesterov": nesterov,
-        }
-        check_torch_arguments(type(self).__name__, torch_options)
-        super().__init__(params, defaults, state_dtype)
+        own = {"lr": lr, "momentum": momentum, "dampening": dampening, "nesterov": nesterov}
+        super().__init__(params, own | {"weight_decay": weight_decay}, state_dtype, torch_options)
 
     def check_options(self, options: Mapping[str, Any], where: str = "") -> None:
         super().check_options(options, where)
@@ -294,13 +253,6 @@ class HybridSGD(HybridOptimizer):
                 f"{where}nesterov needs momentum and no dampening, and momentum is {momentum!r} "
                 f"and dampening {given!r}"
             )
-
-    def _rule_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        return {
-            "momentum": float(options["momentum"]),
-            "dampening": float(options["dampening"]),
-            "nesterov": options["nesterov"],
-        }
 
     def _finish_state(self, kept: dict[str, Any]) -> None:
         if kept["step"] == 0:  # as torch.optim.SGD's of a parameter that was never updated
@@ -344,8 +296,7 @@ class HybridMuon(HybridOptimizer):
 
     rule = "muon"
     state_names = ("momentum_buffer",)
-    not_negative = ("lr", "weight_decay", "momentum", "eps")
-    flags = ("nesterov",)
+    decoupled = True
 
     def __init__(
         self,
@@ -361,17 +312,10 @@ class HybridMuon(HybridOptimizer):
         *,
         state_dtype: str = "fp32",
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "weight_decay": weight_decay,
-            "momentum": momentum,
-            "nesterov": nesterov,
-            "ns_coefficients": ns_coefficients,
-            "eps": eps,
-            "ns_steps": ns_steps,
-            "adjust_lr_fn": adjust_lr_fn,
-        }
-        super().__init__(params, defaults, state_dtype)
+        own = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov}
+        products = {"ns_coefficients": ns_coefficients, "eps": eps, "ns_steps": ns_steps}
+        given = {**own, **products, "adjust_lr_fn": adjust_lr_fn}
+        super().__init__(params, given, state_dtype)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As of HybridOptimizer; raises ValueError for what is no matrix, too."""
@@ -413,15 +357,6 @@ class HybridMuon(HybridOptimizer):
         if options["adjust_lr_fn"] == "match_rms_adamw":
             return 0.2 * math.sqrt(max(rows, columns))
         return math.sqrt(max(1.0, rows / max(1, columns)))
-
-    def _rule_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        momentum = float(options["momentum"])
-        return {
-            "decoupled": True,
-            "momentum": momentum,
-            # (Without momentum the average is the gradient, whichever it is.)
-            "nesterov": options["nesterov"] and momentum > 0,
-        }
 
     def _finish_state(self, kept: dict[str, Any]) -> None:
         # By it load_state_dict() sees that torch.optim.Muon has trained on with the state, and that
