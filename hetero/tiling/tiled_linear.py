@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from hetero.stand_ins.construction_uses import arena_of, rows_of
-from hetero.stand_ins.tile_changes import tiles
+from hetero.tiling.cross_entropy import tile_parts
 from hetero.tiling.tiled_weight import TiledWeight, owners_of, replace
 
 _PIECE_NUMEL = 1 << 20  # elements of the weight that are drawn at a time
@@ -84,17 +84,15 @@ class TiledLinear(TiledWeight):
     def _draw(self, bias: bool, dtype: torch.dtype | None, device: torch.device) -> None:
         """Adds the tiles and draws their values, as torch.nn.Linear's reset_parameters() does.
 
-        Random numbers are drawn for a piece of the weight at a time, whole rows. Inside
-        hetero.ZeroInitContext all tiles of some rows may not fit: each is filled before the next
-        one is made, so that their pieces are drawn once for each.
+        Random numbers are drawn for a piece of a band at a time, whole rows. Inside
+        hetero.ZeroInitContext all tiles of a band may not fit: each is filled before the next one
+        is made, so that the band is drawn once for each.
         """
-        height, width = self.out_features, self.in_features
-        numel = max(1, _PIECE_NUMEL // width // 16) * 16 * width  # (whole rows, for tiles())
-        pieces = [slice(p.start // width, p.stop // width) for p in tiles(height * width, numel)]
+        width, on_cpu = self.in_features, device.type == "cpu"
         gain = torch.nn.init.calculate_gain("leaky_relu", math.sqrt(5))  # kaiming_uniform_()
         bound, bias_bound = math.sqrt(3.0) * (gain / math.sqrt(width)), 1 / math.sqrt(width)
-        begins: dict[int, torch.Tensor] = {}  # states of the generator, by a piece's first row
         for band, rows in zip(self.linears, self.out_ranges, strict=True):
+            begin = torch.get_rng_state()
             for columns in self.in_ranges:
                 sizes = columns.stop - columns.start, rows.stop - rows.start
                 with torch.device("meta"):  # it draws nothing
@@ -104,17 +102,13 @@ class TiledLinear(TiledWeight):
                 band.append(tile)  # type: ignore[operator]
                 if device.type not in ("cpu", "meta"):
                     torch.nn.init.uniform_(tile.weight, -bound, bound)
-                for piece in pieces if device.type == "cpu" else ():
-                    first, last = max(rows.start, piece.start), min(rows.stop, piece.stop)
-                    if first >= last:
-                        continue
-                    torch.set_rng_state(begins.setdefault(piece.start, torch.get_rng_state()))
+                if on_cpu:
+                    torch.set_rng_state(begin)
+                for piece in tile_parts(sizes[1], max(1, _PIECE_NUMEL // width)) if on_cpu else ():
                     values = torch.empty((piece.stop - piece.start, width), dtype=dtype)
                     values.uniform_(-bound, bound)
                     with torch.no_grad():
-                        tile.weight[first - rows.start : last - rows.start] = values[
-                            first - piece.start : last - piece.start, columns
-                        ]
+                        tile.weight[piece] = values[:, columns]
         for tile in self._last_tiles() if bias and device.type != "meta" else ():
             torch.nn.init.uniform_(tile.bias, -bias_bound, bias_bound)
 
