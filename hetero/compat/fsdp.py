@@ -50,14 +50,7 @@ __all__ = [
 
 ARGUMENTS = KeyTable(
     "fully_shard",
-    mapped={
-        "mesh": "`mesh` of hetero.initialize(): one dimension shards, two also replicate",
-        "reshard_after_forward": "`zero_stage`: 2 if it is False, else 3",
-        "mp_policy": (
-            "`dtype`, `reduce_dtype`, `keep_fp32`; gradients are kept in fp32; output_dtype casts"
-        ),
-        "offload_policy": '`placement_policy="cpu"` for CPUOffloadPolicy',
-    },
+    taken="mesh reshard_after_forward mp_policy offload_policy",
     not_needed={"a chunk is divided evenly, wherever tensors end": "shard_placement_fn"},
     refused={
         "freeze them (requires_grad_(False)): they get no optimizer state": "ignored_params",
@@ -66,11 +59,8 @@ ARGUMENTS = KeyTable(
 )
 METHODS = KeyTable(
     "FSDPModule",
-    honoured={
-        "set_requires_gradient_sync": "of the whole model, as hetero.no_sync()",
-        "set_gradient_divide_factor": "gradients of the module's own parameters",
-        "set_reduce_scatter_divide_factor": "its older name",
-    },
+    taken="""set_requires_gradient_sync set_gradient_divide_factor
+        set_reduce_scatter_divide_factor""",
     not_needed={
         "the engine brings parameters in and out, updates and overlaps in its own order": """
             unshard reshard set_modules_to_forward_prefetch set_modules_to_backward_prefetch

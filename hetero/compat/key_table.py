@@ -1,8 +1,9 @@
 """What becomes of each key of another project's configuration.
 
-Vocabulary: a key is *honoured* (it does here what it does there), *mapped* (to an option of hetero
-that says the same in other words), *not needed* (accepted, and the reason is logged once), or
-*refused* (training would be another one without it; only a value that switches it off is accepted).
+Vocabulary: a key is *taken* (honoured: it does here what it does there; or mapped to an option of
+hetero that says the same in other words; docs/compatibility.md has which), *not needed* (accepted,
+and the reason is logged once), or *refused* (training would be another one without it; only a value
+that switches it off is accepted).
 """
 
 from __future__ import annotations
@@ -26,17 +27,16 @@ _logged: set[tuple[str, str]] = set()
 class Treatment(Enum):
     """The fate of a key."""
 
-    HONOURED = "honoured"
-    MAPPED = "mapped"
+    TAKEN = "taken"
     NOT_NEEDED = "not needed"
     REFUSED = "refused"
 
 
 class Key(NamedTuple):
-    """One key: its treatment, and its effect, or why it is not needed or refused."""
+    """One key: its treatment, and why it is not needed or refused."""
 
     treatment: Treatment
-    text: str
+    reason: str = ""
 
 
 _NONE: Mapping[str, Any] = MappingProxyType({})
@@ -45,16 +45,14 @@ _NONE: Mapping[str, Any] = MappingProxyType({})
 class KeyTable:
     """The keys of one mapping, as errors and messages `name` it ("zero_optimization").
 
-    `honoured` and `mapped` have a text for each key; `not_needed` and `refused` have names, with
-    spaces between, for each reason. `others` are keys of another table. `aliases` are other
-    spellings.
+    `taken` has names, with spaces between; `not_needed` and `refused` have names for each reason.
+    `others` are keys of another table. `aliases` are other spellings.
     """
 
     def __init__(
         self,
         name: str,
-        honoured: Mapping[str, str] = _NONE,
-        mapped: Mapping[str, str] = _NONE,
+        taken: str = "",
         not_needed: Mapping[str, str] = _NONE,
         refused: Mapping[str, str] = _NONE,
         *,
@@ -62,15 +60,14 @@ class KeyTable:
         others: Mapping[str, Key] = _NONE,
     ) -> None:
         self.name, self.aliases = name, aliases
-        self.keys = {each: Key(Treatment.HONOURED, text) for each, text in honoured.items()}
-        self.keys |= {each: Key(Treatment.MAPPED, text) for each, text in mapped.items()}
+        self.keys = dict.fromkeys(taken.split(), Key(Treatment.TAKEN))
         for kind, reasons in ((Treatment.NOT_NEEDED, not_needed), (Treatment.REFUSED, refused)):
             for reason, names in reasons.items():
                 self.keys |= dict.fromkeys(names.split(), Key(kind, reason))
         self.keys |= others
 
     def read(self, given: object, known: Sequence[str] = ()) -> dict[str, Any]:
-        """The values of honoured and mapped keys, under their usual names; None is no value.
+        """The values of taken keys, under their usual names; None is no value.
 
         Logs once, in the logger "hetero.compat", each key that is not needed. The error about an
         unknown key tells of the `known` ones, too.
@@ -90,9 +87,9 @@ class KeyTable:
             if key.treatment is Treatment.REFUSED:
                 if not _is_off(value):
                     said = f"{spelling}={reprlib.repr(value)}"
-                    raise ValueError(f"{self.name}: {said} is refused: {key.text}")
+                    raise ValueError(f"{self.name}: {said} is refused: {key.reason}")
             elif key.treatment is Treatment.NOT_NEEDED:
-                log_not_needed(f"{self.name}: {spelling}", key.text)
+                log_not_needed(f"{self.name}: {spelling}", key.reason)
             elif values.setdefault(name, value) != value:
                 raise ValueError(
                     f"{self.name}: {name} is given under two names, with {values[name]!r} and "

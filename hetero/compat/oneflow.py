@@ -24,12 +24,7 @@ from hetero.config import Config
 
 METHODS = KeyTable(
     "nn.Graph.config",
-    mapped={
-        "set_hetero_options": "hetero's own options, as `host_memory`",
-        "enable_zero": "`zero_stage`; without it 1: the same numbers with less memory",
-        "set_zero_redundancy_optimizer_mode": "`zero_stage=1`",
-        "enable_amp": '`dtype="bf16"`, which needs no loss scale',
-    },
+    taken="set_hetero_options enable_zero set_zero_redundancy_optimizer_mode enable_amp",
     not_needed={
         "the engine divides parameters, and graphs run as they are written": """shard_min_size
             set_zero_redundancy_optimizer_min_size_after_split shard_restore_level

@@ -1,4 +1,7 @@
-"""The arguments and configuration keys of ColossalAI, and what becomes of each."""
+"""The arguments and configuration keys of ColossalAI, and what becomes of each.
+
+docs/compatibility.md says what those that are taken do.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +16,7 @@ _SEARCHED = "sizes of chunks and slots are searched (hetero: chunk_numel sets th
 
 INIT_CONTEXT = KeyTable(
     "ZeroInitContext",
-    honoured={
-        "seed": "torch.manual_seed() at the block's beginning, undone at its end",
-        "default_dtype": "parameters are drawn in it",
-    },
-    mapped={
-        "shard_strategy": "`shard_strategy`",
-        "shard_param": "`zero_stage`: 3, or 2 if it is false",
-        "convert_fp16": "`dtype`: fp16, or fp32 if it is false",
-    },
+    taken="seed default_dtype shard_strategy shard_param convert_fp16",
     not_needed={
         _PLACEMENT: "target_device convert_cuda",
         _ENGINE: "shard_grad rm_torch_payload_on_the_fly replicated",
@@ -30,12 +25,7 @@ INIT_CONTEXT = KeyTable(
 )
 SHARDED_MODEL = KeyTable(
     "ShardedModelV2",
-    mapped={
-        "shard_strategy": "`shard_strategy`",
-        "process_group": "`process_group` of hetero.initialize()",
-        "tensor_placement_policy": "`placement_policy`; cuda without a GPU: auto",
-        "fp32_reduce_scatter": '`reduce_dtype="fp32"`',
-    },
+    taken="shard_strategy process_group tensor_placement_policy fp32_reduce_scatter",
     not_needed={
         _ENGINE: """gradient_predivide_factor reuse_fp16_shard use_memory_tracer mixed_precision
             reshard_after_forward""",
@@ -44,18 +34,10 @@ SHARDED_MODEL = KeyTable(
         _PLACEMENT: "offload_config",
     },
 )
-_SCALE = {
-    "initial_scale": "the first loss scale",
-    "min_scale": "its least",
-    "growth_factor": "by which it grows",
-    "backoff_factor": "by which it becomes smaller",
-    "growth_interval": "steps without overflow until it grows",
-    "hysteresis": "overflows until it becomes smaller",
-    "max_scale": "its largest",
-}
+_SCALE = "initial_scale min_scale growth_factor backoff_factor growth_interval hysteresis max_scale"
 SHARDED_OPTIMIZER = KeyTable(
     "ShardedOptimizerV2",
-    honoured=_SCALE,
+    taken=_SCALE,
     not_needed={
         _FREE: "gpu_margin_mem_ratio",
         _RANKS: "dp_process_group mp_process_group",
@@ -65,17 +47,8 @@ SHARDED_OPTIMIZER = KeyTable(
 )
 GEMINI = KeyTable(
     "GeminiDDP",
-    honoured={"force_outputs_fp32": "floating outputs become fp32"},
-    mapped={
-        "placement_policy": "`placement_policy`; static: by the two fractions below",
-        "shard_param_frac": "`zero_stage`: 2 if it is 0, else 3",
-        "offload_optim_frac": "static: 0 cuda, 1 cpu, between auto",
-        "offload_param_frac": "static: above 0 cpu",
-        "strict_ddp_mode": "`zero_stage=1`",
-        "mixed_precision": "`dtype`",
-        "zero_group": "`process_group` of hetero.initialize()",
-        "process_group": "its older name",
-    },
+    taken="""force_outputs_fp32 placement_policy shard_param_frac offload_optim_frac
+        offload_param_frac strict_ddp_mode mixed_precision zero_group process_group""",
     not_needed={
         _SEARCHED: """chunk_config_dict search_range_m hidden_dim min_chunk_size_m search_range_mb
             min_chunk_size_mb""",
@@ -91,14 +64,14 @@ GEMINI = KeyTable(
 )
 GEMINI_OPTIMIZER = KeyTable(
     "GeminiOptimizer",
-    honoured={**_SCALE, "max_norm": "step() clips the total norm", "norm_type": "2, or infinity"},
+    taken=f"{_SCALE} max_norm norm_type",
     not_needed={_FREE: "gpu_margin_mem_ratio", _ENGINE: "params_info verbose enable_async_reduce"},
     refused={_NO_SUCH: "tp_group"},
 )
 _NOT_OF_PLUGIN = ("mixed_precision", "tp_group", "params_info", "zero_group", "device")
 PLUGIN = KeyTable(
     "GeminiPlugin",
-    mapped={"precision": "`dtype`: fp16, bf16 or fp32"},
+    taken="precision",
     not_needed={"there is no tensor parallelism": "tp_size extra_dp_size"},
     refused={
         "use models that are optimized already": """enable_all_optimization
@@ -113,13 +86,7 @@ PLUGIN = KeyTable(
 )
 CONFIGURATION = KeyTable(
     "the ColossalAI configuration",
-    honoured={
-        "zero": "model_config for ShardedModelV2, optimizer_config for ShardedOptimizerV2",
-        "gradient_accumulation": "micro-batches between steps; losses are divided",
-        "clip_grad_norm": "the total norm is clipped before each step",
-        "cudnn_benchmark": "torch.backends.cudnn.benchmark",
-        "cudnn_deterministic": "torch.backends.cudnn.deterministic",
-    },
+    taken="zero gradient_accumulation clip_grad_norm cudnn_benchmark cudnn_deterministic",
     not_needed={"gradients are averaged as they come": "gradient_handler"},
     refused={
         "hetero has data parallelism alone": "parallel",

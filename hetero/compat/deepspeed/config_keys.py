@@ -1,4 +1,7 @@
-"""The keys of a DeepSpeed configuration, and what becomes of each."""
+"""The keys of a DeepSpeed configuration, and what becomes of each.
+
+docs/compatibility.md says what those that are taken do.
+"""
 
 from __future__ import annotations
 
@@ -13,28 +16,10 @@ _SEARCHED = "sizes are searched within a budget in bytes (hetero: device_memory,
 
 TOP = KeyTable(
     "the DeepSpeed configuration",
-    honoured={
-        "train_batch_size": "checked against the two below and the number of ranks",
-        "train_micro_batch_size_per_gpu": "the batch size of the loader",
-        "gradient_accumulation_steps": "micro-batches between steps; losses are divided",
-        "managed_gradient_accumulation": "false: every step() updates",
-        "gradient_clipping": "the total norm is clipped before each step; absent: to 1.0",
-        "gradient_allreduce_op": '"mean"; "sum" is refused',
-        "log_level": "of the logger hetero.compat",
-        "optimizer": "Adam, AdamW, Lion, Adagrad, SGD",
-        "scheduler": "LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR",
-        **{
-            name: f"see {name}"
-            for name in (
-                *("fp16", "bf16", "zero_optimization", "activation_checkpointing"),
-                *("data_types", "checkpoint", "aio"),
-            )
-        },
-        "dataloader_drop_last": "the loader leaves out the last, smaller batch",
-        "steps_per_print": "steps and learning rates are logged, logger hetero.compat",
-        "hetero": "hetero's own options, as `host_memory`; they go before all others",
-    },
-    mapped={"communication_data_type": "`reduce_dtype`"},
+    taken="""train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps
+        managed_gradient_accumulation gradient_clipping gradient_allreduce_op log_level optimizer
+        scheduler fp16 bf16 zero_optimization activation_checkpointing data_types checkpoint aio
+        dataloader_drop_last steps_per_print hetero communication_data_type""",
     not_needed={
         _EXACT: "prescale_gradients gradient_predivide_factor",
         _ENGINE: """disable_allgather sparse_gradients zero_allow_untested_optimizer vocabulary_size
@@ -67,18 +52,8 @@ _WITHOUT_STAGE = """prefetch_bucket_size max_live_parameters max_reuse_distance
     gather_16bit_weights_on_model_save"""
 ZERO = KeyTable(
     "zero_optimization",
-    honoured={"zenflow": "see zenflow"},
-    mapped={
-        "stage": "`zero_stage`; 0 becomes 1, the same numbers with less memory",
-        "offload_optimizer": "`placement_policy` and `nvme_path`, see offload_optimizer",
-        "offload_param": "`placement_policy` and `nvme_path`, see offload_param",
-        "cpu_offload": '`placement_policy="cpu"`',
-        "cpu_offload_param": '`placement_policy="cpu"`',
-        "stage3_prefetch_bucket_size": (
-            "0: `prefetch=False`; else not needed: four uses are gathered ahead"
-        ),
-        "mics_shard_size": "a mesh: shards within this number of ranks, replicas across",
-    },
+    taken="""stage offload_optimizer offload_param cpu_offload cpu_offload_param zenflow
+        stage3_prefetch_bucket_size mics_shard_size""",
     not_needed={
         _LAYOUT: """contiguous_gradients reduce_scatter allgather_partitions parameter_alignment
             use_multi_rank_bucket_allreduce round_robin_gradients legacy_stage1
@@ -107,18 +82,14 @@ ZERO = KeyTable(
     },
 )
 
-_OFFLOAD = {"device": "none, cpu, nvme: `placement_policy`", "nvme_path": "`nvme_path`"}
 OFFLOAD_PARAM = KeyTable(
     "offload_param",
-    mapped=_OFFLOAD,
+    taken="device nvme_path",
     not_needed={_ENGINE: "pin_memory", _SEARCHED: "buffer_count buffer_size max_in_cpu"},
 )
 OFFLOAD_OPTIMIZER = KeyTable(
     "offload_optimizer",
-    mapped={
-        **_OFFLOAD,
-        "ratio": 'less than 1: `placement_policy="auto"`, the device keeps what fits',
-    },
+    taken="device nvme_path ratio",
     not_needed={
         _SEARCHED: "buffer_count",
         _ENGINE: """pin_memory pipeline pipeline_read pipeline_write super_offload fast_init
@@ -128,15 +99,8 @@ OFFLOAD_OPTIMIZER = KeyTable(
 )
 FP16 = KeyTable(
     "fp16",
-    honoured={
-        "loss_scale": "0: dynamic; else this scale, always",
-        "initial_scale_power": "the first scale is 2 to this power",
-        "loss_scale_window": "steps without overflow after which the scale doubles",
-        "hysteresis": "overflows before the scale is halved",
-        "consecutive_hysteresis": "a step without overflow fills the hysteresis again",
-        "min_loss_scale": "the scale is not halved below it",
-    },
-    mapped={"enabled": '`dtype="fp16"`'},
+    taken="""enabled loss_scale initial_scale_power loss_scale_window hysteresis
+        consecutive_hysteresis min_loss_scale""",
     not_needed={
         "inputs are always cast, by one kernel, and masters are fp32": """auto_cast fused_mode
             fp16_master_weights_and_grads"""
@@ -144,13 +108,7 @@ FP16 = KeyTable(
 )
 BF16 = KeyTable(
     "bf16",
-    honoured={
-        "check_grad_overflow": "a step whose gradients are not finite is left out; absent: it is"
-    },
-    mapped={
-        "enabled": '`dtype="bf16"`',
-        "bf16_optimizer_states": '`state_dtype="bf16"` of the optimizer',
-    },
+    taken="enabled check_grad_overflow bf16_optimizer_states",
     not_needed={
         "an exact master costs 2 bytes more than bf16": "bf16_master_weights_and_grads",
         _ENGINE: "immediate_grad_update",
@@ -158,16 +116,11 @@ BF16 = KeyTable(
 )
 DATA_TYPES = KeyTable(
     "data_types",
-    honoured={
-        "param_dtype": "must be that of fp16 or bf16",
-        "buffer_dtype": "buffers are cast to it; absent: they keep theirs",
-        "keep_in_fp32_modules": '"auto" or []; patterns of names are refused',
-    },
-    mapped={"grad_accum_dtype": "`grad_dtype`"},
+    taken="param_dtype buffer_dtype keep_in_fp32_modules grad_accum_dtype",
 )
 ACTIVATIONS = KeyTable(
     "activation_checkpointing",
-    mapped={"cpu_checkpointing": '`activation_memory="auto"`'},
+    taken="cpu_checkpointing",
     not_needed={
         "there is data parallelism alone": "partition_activations",
         _ENGINE: """contiguous_memory_optimization number_checkpoints

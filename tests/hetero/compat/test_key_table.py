@@ -10,8 +10,7 @@ from hetero.compat.key_table import Key, KeyTable, Treatment, forget_logged, log
 
 TABLE = KeyTable(
     "things",
-    honoured={"count": "so many"},
-    mapped={"size": "`chunk_numel`"},
+    taken="count size",
     not_needed={"there are chunks": "buckets"},
     refused={"do it by hand": "magic"},
     aliases={"sise": "size"},

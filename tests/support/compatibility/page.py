@@ -1,4 +1,7 @@
-"""docs/compatibility.md: its tables and numbers of touches are made, its text is written there."""
+"""docs/compatibility.md: its tables and numbers of touches are made, its text is written there.
+
+So is what is said of the keys that are taken.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from pathlib import Path
 from hetero.compat import fsdp, oneflow
 from hetero.compat.colossalai import argument_keys
 from hetero.compat.deepspeed import config_keys
-from hetero.compat.key_table import Key, KeyTable
+from hetero.compat.key_table import Key, KeyTable, Treatment
 from tests.support.compatibility.runs import COLUMNS
 from tests.support.compatibility.touches import SECTIONS
 
@@ -25,7 +28,7 @@ def page_of(page: str, cell_of: Callable[[str, str], str]) -> str:
 
     `cell_of` takes a touch's name and a column's.
     """
-    tables = {f"#### `{table.name}`": _keys(table) for table in _KEY_TABLES}
+    tables = {f"#### `{table.name}`": _keys(table, page) for table in _KEY_TABLES}
     count = all_touches = 0
     for section in SECTIONS:
         rows = {t.name: [cell_of(t.name, column) for column in COLUMNS] for t in section.touches}
@@ -54,20 +57,33 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "".join([lines[0], "|---" * len(head), "|\n", *lines[1:]])
 
 
-def _keys(table: KeyTable) -> str:
-    """All keys of another project's options, of which those of one treatment and text are a row."""
+def _keys(table: KeyTable, page: str) -> str:
+    """All keys of another project's options, of which those of one treatment and reason are a row.
+
+    Rows of keys that are taken are the page's own, which must name each once.
+    """
     other_names: dict[str, list[str]] = {}
     for alias, name in table.aliases.items():
         other_names.setdefault(name, []).append(alias)
-    of_reason: dict[Key, list[str]] = {}
+    of_reason: dict[Key, list[str]] = {Key(Treatment.TAKEN): []}
     for name, key in table.keys.items():
         of_reason.setdefault(key, []).extend((name, *other_names.get(name, ())))
+    taken = of_reason.pop(Key(Treatment.TAKEN))
+    below = re.search(rf"^#### `{re.escape(table.name)}`\n\n((?:\|.*\n)*)", page, re.MULTILINE)
+    lines = [] if below is None else below[1].splitlines()
+    rows = [line[2:-2].split(" | ") for line in lines]
+    written = [row for row in rows if row[1:2] in (["honoured"], ["mapped"])]
+    named = re.findall(r"`(\w+)`", " ".join(row[0] for row in written))
+    assert sorted(named) == sorted(taken), f"{table.name}: write rows for the keys that are taken"
     return _table(
         ["keys", "treatment", "what they do, or why not"],
-        (
-            [", ".join(f"`{each}`" for each in names), key.treatment.value, key.text]
-            for key, names in of_reason.items()
-        ),
+        [
+            *written,
+            *(
+                [", ".join(f"`{each}`" for each in names), key.treatment.value, key.reason]
+                for key, names in of_reason.items()
+            ),
+        ],
     )
 
 

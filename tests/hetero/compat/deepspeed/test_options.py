@@ -214,8 +214,8 @@ def test_every_key_is_read_or_named(caplog: pytest.LogCaptureFixture) -> None:
         for table in TABLES:
             for name, key in table.keys.items():
                 found = table.read({name: 1}) if key.treatment is not Treatment.REFUSED else {}
-                assert (name in found) == (key.treatment in (Treatment.HONOURED, Treatment.MAPPED))
-                expected = f"{table.name}: {name} is not needed here, because {key.text}"
+                assert (name in found) == (key.treatment is Treatment.TAKEN)
+                expected = f"{table.name}: {name} is not needed here, because {key.reason}"
                 assert (expected in caplog.messages) == (key.treatment is Treatment.NOT_NEEDED)
     assert len(caplog.messages) == len(set(caplog.messages))
     for table in TABLES:
