@@ -24,11 +24,10 @@ from hetero.checkpoint.folder import is_checkpoint
 from hetero.state.state_files import FOLDER
 from offload import _native
 from offload.disk.directories import ram_filesystem
-from tests.support.covering import covering
 from tests.support.own_process import descriptors, native_threads
 from tests.support.ranks import quick_python as quick
 from tests.support.ranks.processes import Processes, RankPool
-from tests.support.schedule import Recorder, longest_first
+from tests.support.schedule import Recorder, covering, longest_first
 from tests.support.waiting import PATIENCE_S
 
 # Many tests have state files in temporary folders, which must not be RAM.

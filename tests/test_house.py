@@ -1,16 +1,25 @@
-"""The size of classes, and what packages say of themselves. Which package may import
-which is in pyproject.toml, [tool.importlinter]."""
+"""Sizes of classes, docstrings, words of the glossary, versions, extras and type stubs.
+
+Which package may import which is in pyproject.toml, [tool.importlinter].
+"""
 
 from __future__ import annotations
 
 import ast
+import importlib
 import re
+import subprocess
+import sys
+import tokenize
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+
+import hetero
+from hetero.cli.outcome import EXTRAS
 
 ROOT = Path(__file__).resolve().parents[1]
 TREES = ("hetero", "offload", "native", "bench", "tests")
@@ -130,3 +139,157 @@ def test_torch_distributed_checkpoint_is_imported_where_it_is_used() -> None:
     found = [path for path in (ROOT / "hetero").rglob("*.py") if slow.search(path.read_text())]
     assert found
     assert {path.parent for path in found} == {ROOT / "hetero" / "checkpoint" / "dcp"}
+
+
+# Docstrings against the code
+
+
+@pytest.mark.parametrize("top", ["hetero", "offload", "bench"])
+def test_documented_arguments_exist(top: str) -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}:{function.lineno}: {function.name}() has no `{name}`"
+        for path in sorted((ROOT / top).rglob("*.py"))
+        for function, names in _documented(ast.parse(path.read_text()))
+        for name in names - _parameters(function)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_an_unknown_argument_is_found() -> None:
+    docstring = "One.\n\n    Args:\n        a, c: two\n            more: of it\n    "
+    text = f'def f(a, *, b):\n    """{docstring}"""'
+    ((function, names),) = _documented(ast.parse(text))
+    assert names - _parameters(function) == {"c"}
+
+
+def test_what_a_test_says_it_tests_exists() -> None:
+    first = re.compile(r'"""((?:hetero|offload)/[\w/]+):')
+    named = {
+        path: found[1]
+        for path in (ROOT / "tests").rglob("test_*.py")
+        if (found := first.match(path.read_text()))
+    }
+    gone = [f"{path.name}: {name}" for path, name in named.items() if not _exists(name)]
+    assert named
+    assert not gone, "\n".join(gone)
+
+
+def _exists(name: str) -> bool:
+    """Whether there is such a module or package; a folder left empty by a move is none."""
+    return (ROOT / f"{name}.py").exists() or any((ROOT / name).glob("*.py"))
+
+
+def _documented(tree: ast.Module) -> Iterator[tuple[ast.FunctionDef, set[str]]]:
+    """Functions with the names under "Args:" of their docstrings."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            _, found, rest = (ast.get_docstring(node) or "").partition("Args:\n")
+            if found:
+                section = re.split(r"\n\n|\n(?=\S)", rest)[0]
+                heads = re.findall(r"^ {4}((?:\*{0,2}\w+(?:, )?)+):", section, re.MULTILINE)
+                yield node, {name.lstrip("*") for head in heads for name in head.split(", ")}
+
+
+def _parameters(function: ast.FunctionDef) -> set[str]:
+    spec = function.args
+    listed = [*spec.posonlyargs, *spec.args, *spec.kwonlyargs, spec.vararg, spec.kwarg]
+    return {argument.arg for argument in listed if argument is not None}
+
+
+# docs/glossary.md
+
+GLOSSARY = (ROOT / "docs/glossary.md").read_text()
+NAMES = sorted(set(re.findall(r"`((?:hetero|offload)\.[\w.]+)`", GLOSSARY)))
+# Words that this project once used for what the glossary names; as parts of Python names.
+RETIRED = {
+    "bank": "chunk group",
+    "banks": "chunk group",
+    "lease": "pin",
+    "leases": "pin",
+    "leased": "pin",
+    "payload": "state kind",
+    "payloads": "state kind",
+    "ferry": "home copy",
+    "drain": "gradient offload",
+    "drained": "gradient offload",
+    "stepper": "UpdateTasks",
+    "seats": "ParamState",
+    "comfort": "headroom",
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_in_the_glossary_exists(name: str) -> None:
+    parts = name.split(".")
+    for length in range(len(parts), 0, -1):
+        try:
+            found = importlib.import_module(".".join(parts[:length]))
+        except ModuleNotFoundError:
+            continue
+        for attribute in parts[length:]:
+            found = getattr(found, attribute)
+        return
+    pytest.fail(f"{name} is in docs/glossary.md and not in the code")
+
+
+def test_no_term_stands_twice() -> None:
+    terms = re.findall(r"^\| ([^|]+?) \*? ?\|", GLOSSARY, re.MULTILINE)
+    terms = [term for term in terms if term not in ("term", "---")]
+    assert len(terms) == len(set(terms))
+
+
+@pytest.mark.parametrize("top", ["hetero", "offload", "bench"])
+def test_retired_words_are_in_no_name(top: str) -> None:
+    found = {
+        f"{path.relative_to(ROOT)}:{line}: {name} (the glossary says {RETIRED[part.lower()]!r})"
+        for path in sorted((ROOT / top).rglob("*.py"))
+        for line, name in _names(path)
+        for part in re.split(r"_|(?<=[a-z])(?=[A-Z])", name)
+        if part.lower() in RETIRED
+    }
+    assert not found, "\n".join(sorted(found))
+
+
+def _names(path: Path) -> Iterator[tuple[int, str]]:
+    with open(path, "rb") as source:
+        for token in tokenize.tokenize(source.readline):
+            if token.type == tokenize.NAME:
+                yield token.start[0], token.string
+
+
+# What says of hetero what it is
+
+PROJECT = (ROOT / "pyproject.toml").read_text()
+
+# What stubtest finds and is meant: names for type checkers alone, pybind11's metaclass, and
+# pybind11's constructor of classes that have none.
+MEANT = re.compile(
+    r"Name is not present at runtime$|metaclass differs$|__init__ is inconsistent, stub does not"
+    r' have \*args parameter "args"$'
+)
+
+
+def test_versions_agree() -> None:
+    (version,) = re.findall(r'^version = "(.*)"', PROJECT, re.MULTILINE)
+    assert hetero.__version__ == version
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+def test_what_an_extra_is_said_to_bring_it_brings() -> None:
+    _, _, extras = PROJECT.partition("[project.optional-dependencies]")
+    for extra, modules in EXTRAS.items():
+        (listed,) = re.findall(rf"^{extra} = \[(.*?)\]$", extras, re.MULTILINE | re.DOTALL)
+        for module in modules:
+            assert f'"{module}>=' in listed, (extra, module)
+
+
+def test_the_stubs_are_those_of_the_extension() -> None:
+    checked = subprocess.run(
+        [sys.executable, "-m", "mypy.stubtest", "offload._native", "--concise"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    lines = checked.stdout.splitlines()
+    assert lines, checked.stderr
+    assert not [line for line in lines if not MEANT.search(line)]

@@ -57,7 +57,6 @@ SANITIZERS = {
             "tests/native",
             "tests/offload/memory/test_arena.py",
             "tests/offload/disk/test_scratch_file.py",
-            "tests/offload/disk/test_transfers.py",
             "tests/offload/device/test_grad_offload.py",
             "tests/offload/device/test_fetch_queue.py",
         ),
@@ -75,7 +74,7 @@ SANITIZERS = {
         "or unbiased or nearest or every_16_bit or special or finite or oracle_rounds "
         "or too_small_to_be_normal or becomes_its_code_again or written_alone or rate_zero "
         # Processes that import torch under the sanitizer, and of which another one is enough.
-        "or killed_process_leaves or (may_die_after_python and another)",
+        "or file_size_limit or sparse_tables or (may_die_after_python and another)",
         options={
             "ASAN_OPTIONS": "abort_on_error=1",
             "UBSAN_OPTIONS": "print_stacktrace=1",

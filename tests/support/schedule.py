@@ -1,4 +1,4 @@
-"""The order in which `make test` starts files of tests: those that take longest come first.
+"""Which cases of products `make test` runs, and the order of files: the longest come first.
 
 Workers take a file at a time, so a long one that starts late would run alone in the end.
 `make test ARGS=--record-seconds` writes how long files take to tests/seconds.txt.
@@ -6,7 +6,9 @@ Workers take a file at a time, so a long one that starts late would run alone in
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -45,3 +47,31 @@ class Recorder:
 
 def _file(nodeid: str) -> str:
     return nodeid.partition("::")[0]
+
+
+def covering(cases: Sequence[Mapping[str, Sequence[object]]], strength: int, turn: int) -> set[int]:
+    """Indices of some of the `cases`, each the values along every axis, in which each `strength`
+    values along different axes that meet in a case do so.
+
+    Of cases that add as much, that goes first whose values were taken least, and then by turns: so
+    products of the same axes with another `turn` have other cases.
+    """
+    values = [[(name, tuple(map(_key, case[name]))) for name in sorted(case)] for case in cases]
+    tuples = [set(itertools.combinations(each, min(strength, len(each)))) for each in values]
+    missing = set().union(*tuples)
+    taken: Counter[tuple[str, Hashable]] = Counter()
+    chosen: set[int] = set()
+    order = [(turn + number) % len(cases) for number in range(len(cases))]
+    while missing:
+        best = max(
+            order, key=lambda n: (len(tuples[n] & missing), -sum(taken[each] for each in values[n]))
+        )
+        chosen.add(best)
+        missing -= tuples[best]
+        taken.update(values[best])
+    return chosen
+
+
+def _key(value: object) -> Hashable:
+    """What is another value is another object, but for literals."""
+    return value if isinstance(value, (str, int, float)) else id(value)

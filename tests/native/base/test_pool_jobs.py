@@ -1,30 +1,29 @@
 """native/worker_pool: its queue of jobs, with calls that wait for each other at gates."""
 
-import shutil
 from pathlib import Path
 
 import pytest
 
 from tests.native.test_sanitizers import SANITIZERS, missing
-from tests.support.native.native_build import ROOT, build_program, cached, succeed
+from tests.support.native.native_build import CXX, ROOT, cached, succeed
 
 BUILDS = ["address", pytest.param("thread", marks=pytest.mark.extra)]
+FLAGS = ["-std=c++20", "-O1", "-g1", "-pthread", "-Wall", "-Wextra", "-Werror", "-DHETERO_CHECKS"]
 
 
-@pytest.fixture(scope="module", params=BUILDS)
-def program(request: pytest.FixtureRequest) -> Path:
-    """The test program, with sanitizers, which see all of it, where there are any."""
-    has_none = missing(SANITIZERS[request.param])
-    name = "pool" if has_none else f"pool-{request.param}"
-    flags = "" if has_none else SANITIZERS[request.param].flags
+@pytest.mark.parametrize("sanitizer", BUILDS)
+def test_jobs(sanitizer: str) -> None:
+    """With sanitizers, which see all of the program, where there are any."""
+    flags = list(FLAGS)
+    if not missing(SANITIZERS[sanitizer]):
+        flags += [f"-fsanitize={SANITIZERS[sanitizer].flags}", "-fno-sanitize-recover=all"]
+    base = ROOT / "native" / "base"
+    program = ROOT / "tests" / "native" / "pool" / "pool.cpp"
+    sources = [program, *(base / f"{name}.cpp" for name in ("fork", "timeline", "worker_pool"))]
+    command = [CXX, *flags, f"-I{ROOT / 'native'}", *map(str, sources)]
 
     def make(target: Path) -> None:
-        folder = build_program(name, "pool", HETERO_SANITIZE=flags)
-        shutil.copy2(folder / "tests" / "native" / "pool" / "pool", target)
+        succeed([*command, "-o", str(target)])
 
-    files = [*(ROOT / "native" / "base").iterdir(), *(ROOT / "tests" / "native" / "pool").iterdir()]
-    return cached(name, [flags], sorted([ROOT / "CMakeLists.txt", *files]), make)
-
-
-def test_jobs(program: Path) -> None:
-    succeed([str(program)])
+    read = sorted([program, *base.iterdir()])
+    succeed([str(cached(f"pool-{sanitizer}", flags, read, make))])

@@ -158,19 +158,6 @@ def test_recordings_begin_and_end_while_others_note():
     assert found >= 100
 
 
-def test_a_forked_child_notes_nothing():
-    def run():
-        child = os.fork()
-        if child == 0:
-            _native.set_threads(1)
-            update()
-            os._exit(0)
-        assert os.waitpid(child, 0)[1] == 0
-
-    _, _, lanes, _ = record(run)
-    assert lanes == {}
-
-
 def test_a_forked_child_has_no_recording_and_may_make_its_own():
     stop = threading.Event()
 

@@ -12,6 +12,7 @@ from offload import _native
 from tests.support.native.io_tools import (
     BLOCK,
     Memory,
+    Pipe,
     add_file,
     needs_uring,
     run_script,
@@ -19,11 +20,11 @@ from tests.support.native.io_tools import (
     threads_since,
 )
 from tests.support.own_process import descriptors
+from tests.support.waiting import until
 
 
-@pytest.mark.covering(2)
 @pytest.mark.parametrize("op", ["read", "write"])
-@pytest.mark.parametrize("nth", range(5))
+@pytest.mark.parametrize("nth", [0, 4])
 def test_error_at_each_block(engine, tmp_path, op, nth):
     memory = Memory(5 * BLOCK)
     file = add_file(engine, tmp_path, 5 * BLOCK)
@@ -105,9 +106,9 @@ def test_what_passes_within_thirty_seconds_is_no_error(kind, tmp_path):
     engine = _native.IoEngine(kind, queue_depth=8, block_bytes=4096)
     memory = Memory(4096)
     file = add_file(engine, tmp_path, 4096)
-    engine.inject("read", 0, error=errno.ENOMEM, count=2_000)  # a millisecond or more each
+    engine.inject("read", 0, error=errno.ENOMEM, count=1_200)  # a millisecond or more each
     engine.read(file, memory.address, 4096, 0).wait()
-    assert engine.stats["retries"] == 2_000
+    assert engine.stats["retries"] == 1_200
     engine.close()
 
 
@@ -132,8 +133,8 @@ def test_transfers_that_stall_together_are_given_up_together_and_hold_no_other(k
 
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("direct", [False, True])
-@pytest.mark.parametrize("short_bytes", [1, 512, 4096, 5000, BLOCK - 1])
-@pytest.mark.parametrize("nth", [0, 2, 4])
+@pytest.mark.parametrize("short_bytes", [1, 512, 4096, BLOCK - 1])
+@pytest.mark.parametrize("nth", [0, 4])
 def test_short_transfer_is_continued(engine, tmp_path, direct, short_bytes, nth):
     memory = Memory(5 * BLOCK)
     file = add_file(engine, tmp_path, direct=direct)
@@ -238,9 +239,8 @@ def test_bad_address(engine, tmp_path):
         engine.read(file, address, 4096, 0)
 
 
-@pytest.mark.covering(2)
 @pytest.mark.parametrize("op", ["read", "write"])
-@pytest.mark.parametrize("nth", [0, 2, 4])
+@pytest.mark.parametrize("nth", [0, 4])
 def test_a_thread_of_the_engine_that_throws_fails_the_operation_only(engine, tmp_path, op, nth):
     memory = Memory(5 * BLOCK)
     file = add_file(engine, tmp_path, 10 * BLOCK)
@@ -262,18 +262,16 @@ def test_a_thread_of_the_engine_that_throws_fails_the_operation_only(engine, tmp
 @needs_uring
 def test_an_operation_that_does_not_move_does_not_hold_up_others(tmp_path):
     engine = _native.IoEngine("io_uring", queue_depth=4, block_bytes=4096)
-    source, sink = os.pipe()
-    pipe = engine.add_file(source, "pipe")
+    pipe = Pipe(engine)
     memory = Memory(64 * 4096)
-    stuck = engine.read(pipe, memory.address, 3 * 4096, 0)
+    stuck = engine.read(pipe.file, memory.address, 3 * 4096, 0)
     file = add_file(engine, tmp_path, 64 * 4096)
     engine.read(file, memory.address + 4 * 4096, 60 * 4096, 0).wait()  # through the fourth place
     assert not stuck.done()
     assert engine.stats["in_flight"] == 3
-    os.write(sink, bytes(3 * 4096))
+    pipe.feed(3 * 4096)
     stuck.wait()
-    os.close(source)
-    os.close(sink)
+    pipe.close()
     engine.close()
 
 
@@ -281,22 +279,18 @@ def test_an_operation_that_does_not_move_does_not_hold_up_others(tmp_path):
 def test_the_queue_stays_full_from_one_operation_to_the_next():
     """Every completion is followed by the next block in order of submission, whoever's it is."""
     engine = _native.IoEngine("io_uring", queue_depth=4, block_bytes=4096)
-    source, sink = os.pipe()
-    pipe = engine.add_file(source, "pipe")
+    pipe = Pipe(engine)
     memory = Memory(12 * 4096)
     # Three blocks each: no operation ends where the queue does.
-    ops = [engine.read(pipe, memory.address + i * 3 * 4096, 3 * 4096, 0) for i in range(4)]
+    ops = [engine.read(pipe.file, memory.address + i * 3 * 4096, 3 * 4096, 0) for i in range(4)]
     for fed in range(1, 13):
-        os.write(sink, bytes([fed]) * 4096)
-        deadline = time.monotonic() + 20
-        while engine.stats["reads"] < fed and time.monotonic() < deadline:
-            time.sleep(0.0005)
+        pipe.feed(4096)
+        until(lambda fed=fed: engine.stats["reads"] >= fed)
         assert engine.stats["reads"] == fed
         assert engine.stats["in_flight"] == min(4, 12 - fed)
         # Not later ones before: at most one is partly done beyond those that must be.
         assert sum(op.done() for op in ops) <= fed // 3
     for op in ops:
         op.wait()
-    os.close(source)
-    os.close(sink)
+    pipe.close()
     engine.close()

@@ -2,7 +2,6 @@
 
 import errno
 import gc
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -106,29 +105,6 @@ def test_unclosed_engine_is_closed_with_its_object(kind, tmp_path):
     gc.collect()
     assert in_time(descriptors, fds) == fds
     assert threads_since([]) == []
-
-
-def test_waiting_releases_the_gil(engine, tmp_path):
-    memory = Memory(4096)
-    file = add_file(engine, tmp_path, 4096)
-    ticks, stop = [], threading.Event()
-
-    def tick():
-        while not stop.is_set():
-            ticks.append(time.perf_counter())
-            time.sleep(0.001)
-
-    thread = threading.Thread(target=tick)
-    thread.start()
-    stall(engine)
-    op = engine.read(file, memory.address, 4096, 0)
-    begin = time.perf_counter()
-    op.wait()
-    end = time.perf_counter()
-    stop.set()
-    thread.join()
-    assert end - begin > 0.1
-    assert sum(begin < tick < end for tick in ticks) > 3  # held, the lock would let none pass
 
 
 def test_forked_child_leaves_the_engine_alone(kind, tmp_path):

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload import _native
-from tests.support.native.io_tools import BLOCK, Memory, add_file
+from tests.support.native.io_tools import BLOCK, Memory, Striped, add_file
 from tests.support.own_process import descriptors
 
 WEIGHTS = st.lists(st.integers(1, 9), min_size=1, max_size=5)
@@ -70,23 +70,6 @@ def test_one_member_is_a_plain_file():
 def test_what_is_no_map_is_refused(weights, unit):
     with pytest.raises(ValueError, match="stripe map needs|unit_bytes must be"):
         _native.StripeMap(weights, unit)
-
-
-class Striped:
-    """A striped file in `directory` that is added to `engine`, and its members' descriptors."""
-
-    def __init__(self, engine, directory, weights, unit=4096, nbytes=0, direct=False):
-        self.stripes = _native.StripeMap(weights, unit)
-        flags = os.O_TMPFILE | os.O_RDWR | (os.O_DIRECT if direct else 0)
-        self.fds = [os.open(directory, flags, 0o600) for _ in weights]
-        for member, fd in enumerate(self.fds):
-            os.truncate(fd, self.stripes.member_bytes(member, nbytes))
-        members = [(fd, f"{directory}/member{m}") for m, fd in enumerate(self.fds)]
-        self.file = engine.add_striped_file(members, self.stripes)
-
-    def close(self) -> None:
-        for fd in self.fds:
-            os.close(fd)
 
 
 @pytest.mark.parametrize("weights", [[1, 1], [3, 1], [1, 2, 5]])

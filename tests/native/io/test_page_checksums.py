@@ -9,21 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload import _native
-from tests.support.native.io_tools import BLOCK, KINDS, Memory
+from tests.support.native.io_tools import BLOCK, KINDS, Memory, Striped
 
 PAGE = 4096
 
 
-class Checked:
+class Checked(Striped):
     """A file of several members whose pages have checksums, and memory of the same size."""
 
-    def __init__(self, engine, directory, pages=64, weights=(1,), unit=PAGE):
-        self.engine, self.stripes = engine, _native.StripeMap(weights, unit)
-        self.fds = [os.open(directory, os.O_TMPFILE | os.O_RDWR, 0o600) for _ in weights]
-        for member, fd in enumerate(self.fds):
-            os.truncate(fd, self.stripes.member_bytes(member, pages * PAGE))
-        members = [(fd, f"{directory}/member{m}") for m, fd in enumerate(self.fds)]
-        self.file = engine.add_striped_file(members, self.stripes, checksums=True)
+    def __init__(self, engine, directory, pages=64, weights=(1,)):
+        super().__init__(engine, directory, weights, PAGE, pages * PAGE, checksums=True)
+        self.engine = engine
         self.memory = Memory(pages * PAGE)
         self.memory.randomise()
 
@@ -42,10 +38,6 @@ class Checked:
         member, at, _ = self.stripes.place(byte)
         old = os.pread(self.fds[member], 1, at)
         os.pwrite(self.fds[member], bytes([old[0] ^ (1 << bit)]), at)
-
-    def close(self):
-        for fd in self.fds:
-            os.close(fd)
 
 
 @pytest.fixture

@@ -1,5 +1,7 @@
-"""native/step_pipeline: file and RAM give the same bytes."""
+"""native/step_pipeline: file and RAM give the same bytes, and files the checksums of them."""
 
+import ctypes
+import errno
 import itertools
 import os
 
@@ -21,6 +23,13 @@ from tests.support.native.step_tiles import (
 from tests.support.waiting import until
 
 PLACES = [(False, False), (True, False), (True, True)]
+PAGE = 4096
+
+
+def checksums(content: np.ndarray) -> bytes:
+    begin = content.ctypes.data
+    pages = [_native.crc32c(begin + at, PAGE) for at in range(0, content.nbytes, PAGE)]
+    return np.array(pages, np.uint32).tobytes()
 
 
 @pytest.mark.covering(2)
@@ -37,7 +46,7 @@ def test_file_and_ram_give_the_same_bytes(
 ) -> None:
     count, steps = 5, 4
     tiles = Tiles(count, dtype, grad_dtype)
-    filed = file_tiles(tiles, buffers, param_in_file, grad_in_file)
+    filed = file_tiles(tiles, buffers, param_in_file, grad_in_file, checksums=True)
     for step in range(1, steps + 1):
         filed.pipeline.submit(filed.tasks(zig_zag(count, step)), hypers(step, 0.5))
         filed.pipeline.wait_updated()
@@ -64,6 +73,10 @@ def test_file_and_ram_give_the_same_bytes(
     assert stats["hits"] == hits
     assert stats["read_bytes"] == read == filed.engine.stats["read_bytes"]
     assert stats["busy_s"] >= stats["compute_s"] > 0
+    in_file = [(tiles.optim_states, filed.optim_state_at)]
+    in_file += [(tiles.params, filed.param_at)] if param_in_file else []
+    for array, offset in (pair for pairs in in_file for pair in zip(*pairs, strict=True)):
+        assert filed.engine.checksums(filed.file, offset, array.nbytes) == checksums(array)
 
 
 @pytest.mark.covering(2)
@@ -242,3 +255,29 @@ def test_a_task_that_is_taken_back_leaves_those_before_it(file_tiles: FileTiles)
     assert filed.pipeline.stats["tasks"] == 1
     train_in_ram(tiles, steps=1)
     assert filed.bytes() == tiles.bytes()
+
+
+def test_checksums_are_made_when_the_update_ends(file_tiles: FileTiles) -> None:
+    """Not when the write is submitted, with the pipeline's lock held, which would stop all others.
+
+    So a byte that changes in the buffer between the update and its write is not what was meant.
+    """
+    tiles = Tiles(1, "bf16", "bf16")
+    filed = file_tiles(tiles, 2, checksums=True)
+    pipeline, offset = filed.pipeline, filed.optim_state_at[0]
+    pipeline.submit(filed.tasks([0]), hypers(1))
+    pipeline.wait_updated()
+    pipeline.wait_written()
+    assert filed.engine.checksums(filed.file, offset, PAGE) == bytes(4)  # not written yet
+    train_in_ram(tiles, 1)
+    meant = tiles.optim_states[0]
+    buffers = [filed.arena.address, filed.arena.address + filed.arena.nbytes // 2]
+    (buffer,) = [at for at in buffers if ctypes.string_at(at, meant.nbytes) == meant.tobytes()]
+    byte = ctypes.c_ubyte.from_address(buffer + PAGE + 7)
+    byte.value ^= 1
+    pipeline.flush()
+    assert filed.engine.checksums(filed.file, offset, meant.nbytes) == checksums(meant)
+    into = _native.Arena(meant.nbytes)
+    with pytest.raises(OSError, match="is not what was written there") as caught:
+        filed.engine.read(filed.file, into.address, meant.nbytes, offset).wait()
+    assert caught.value.errno == errno.EBADMSG

@@ -130,8 +130,10 @@ def test_bad_tasks_are_refused_and_nothing_is_queued() -> None:
     param, grad, optim_state = ram(tiles.params[0]), ram(tiles.grads[0]), ram(tiles.optim_states[0])
     filed = _native.Location(file_offset=8192)
 
-    def task(key=3, param=param, grad=grad, optim_state=optim_state, segments=((0, TILE, 0, 0),)):
-        return _native.StepTask(key, param, grad, optim_state, segments)
+    def task(
+        key=3, param=param, grad=grad, optim_state=optim_state, segments=((0, TILE, 0, 0),), to=()
+    ):
+        return _native.StepTask(key, param, grad, optim_state, segments, 0, *to)
 
     before = tiles.bytes()
     for bad, fact in [
@@ -144,6 +146,8 @@ def test_bad_tasks_are_refused_and_nothing_is_queued() -> None:
         (task(segments=[(0, TILE + 1, 0, 0)]), "outside"),
         (task(segments=[(10, 10, 0, 0), (0, 11, 0, 0)]), "overlaps"),
         (task(segments=[(0, 10, 2, 0)]), "hyper-parameters 2 of 2"),
+        (task(to=(8192, -1)), "optim_state_to is for an optim_state in the file"),
+        (task(to=(-1, 8192)), "param_to is for a param in the file"),
     ]:
         with pytest.raises(ValueError, match=rf"StepTask (3|-1): .*{fact}"):
             pipeline.submit([task(), bad], hypers(1))

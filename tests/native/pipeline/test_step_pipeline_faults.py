@@ -60,7 +60,7 @@ def refuses_everything(filed: Filed, error: type[Exception], match: str | None =
 
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("buffers", [1, 3])
-@pytest.mark.parametrize("nth", [0, 2, 4])
+@pytest.mark.parametrize("nth", [0, 4])
 def test_an_update_that_throws_changes_nothing_of_its_tile_and_stops_the_rest(
     file_tiles: FileTiles, buffers: int, nth: int
 ) -> None:
@@ -188,7 +188,7 @@ def test_failures_leak_neither_threads_nor_descriptors(tmp_path: Path, kind: str
     assert pipeline_threads() == []
 
 
-def test_a_child_forked_with_tasks_in_flight_can_end(file_tiles: FileTiles) -> None:
+def test_a_child_forked_with_tasks_in_flight_can_compute_and_end(file_tiles: FileTiles) -> None:
     tiles = Tiles(5, "bf16", "bf16")
     filed = file_tiles(tiles, buffers=2)
     steps = 40
@@ -203,7 +203,10 @@ def test_a_child_forked_with_tasks_in_flight_can_end(file_tiles: FileTiles) -> N
             except RuntimeError:
                 refused += 1
         filed.pipeline.close()
-        os._exit(0 if refused == 2 else 1)
+        own = Tiles(3, "bf16", "bf16")
+        train_in_ram(own, steps=2)  # by a pool of its own
+        computed = own.bytes() != Tiles(3, "bf16", "bf16").bytes()
+        os._exit(0 if refused == 2 and computed else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     within(filed.pipeline.flush)
     train_in_ram(tiles, steps)

@@ -1,6 +1,5 @@
 """native/step_pipeline: many small tiles under way at once, on more threads than one has blocks."""
 
-import os
 import random
 
 import pytest
@@ -12,7 +11,6 @@ from tests.support.native.step_tiles import (
     FileTiles,
     Tiles,
     hypers,
-    ram,
     train_in_ram,
     zig_zag,
 )
@@ -45,7 +43,7 @@ def params(tiles: Tiles) -> list[bytes]:
     return [param.tobytes() for param in tiles.params]
 
 
-@pytest.mark.parametrize("buffers", [1, 2, 5, COUNT])
+@pytest.mark.parametrize("buffers", [2, COUNT])
 def test_many_tiles_in_the_file(file_tiles: FileTiles, buffers: int) -> None:
     tiles = Tiles(COUNT, "bf16", "bf16")
     filed = file_tiles(tiles, buffers, param_in_file=True, grad_in_file=True)
@@ -105,7 +103,7 @@ def test_updates_before_one_that_is_held_end() -> None:
         pipeline.close()
 
 
-@pytest.mark.parametrize("nth", [0, 1, 17, COUNT - 1])
+@pytest.mark.parametrize("nth", [0, 17])
 def test_an_update_that_fails_ends_after_those_before_it(nth: int) -> None:
     tiles, wanted = Tiles(COUNT, "bf16", "bf16"), Tiles(COUNT, "bf16", "bf16")
     pipeline = pipeline_in_ram()
@@ -142,43 +140,12 @@ def test_close_ends_what_is_under_way_and_begins_no_more() -> None:
         assert tiles.bytes() == wanted.bytes()
 
 
-def test_threads_change_while_updates_are_under_way() -> None:
-    tiles, wanted = Tiles(COUNT, "bf16", "bf16"), Tiles(COUNT, "bf16", "bf16")
-    pipeline = pipeline_in_ram()
-    for step in range(1, 31):
-        pipeline.submit(tiles.tasks_in_ram(range(COUNT)), hypers(step))
-        _native.set_threads(1 + step % 5)
-        if step % 7 == 0:
-            _native.shutdown_workers()
-    pipeline.wait_updated()
-    pipeline.close()
-    train_one_by_one(wanted, list(range(COUNT)), 30)
-    assert tiles.bytes() == wanted.bytes()
-
-
 def test_a_task_without_segments_is_updated_at_once(file_tiles: FileTiles) -> None:
     tiles = Tiles(2, "bf16", "bf16")
     filed = file_tiles(tiles, buffers=1)
-    param, grad = ram(filed.params[1]), ram(tiles.grads[1])
-    optim_state = _native.Location(file_offset=filed.optim_state_at[1])
-    empty = _native.StepTask(1, param, grad, optim_state, [])
+    empty = filed.task(1, segments=[])
     before = filed.in_file(tiles.optim_states[1], filed.optim_state_at[1])
     filed.pipeline.submit([empty, *filed.tasks([0]), empty], hypers(1))
     filed.pipeline.flush()
     assert filed.pipeline.stats["tasks"] == 3
     assert filed.in_file(tiles.optim_states[1], filed.optim_state_at[1]) == before
-
-
-def test_a_child_forked_with_many_under_way_can_compute() -> None:
-    tiles = Tiles(COUNT, "bf16", "bf16")
-    pipeline = pipeline_in_ram()
-    for step in range(1, 21):
-        pipeline.submit(tiles.tasks_in_ram(range(COUNT)), hypers(step))
-    child = os.fork()
-    if child == 0:
-        own = Tiles(3, "bf16", "bf16")
-        train_in_ram(own, steps=2)
-        os._exit(0 if own.bytes() != Tiles(3, "bf16", "bf16").bytes() else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    pipeline.wait_updated()
-    pipeline.close()

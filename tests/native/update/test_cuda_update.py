@@ -1,4 +1,4 @@
-"""native/update/cuda/update.cu, compiled for the host, against the CPU's kernels: the same bits.
+"""native/update/cuda, compiled for the host, against the CPU's kernels: the same bits.
 
 What NVRTC makes of it is compared in tests/cuda, where there is a device.
 """
@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offload import _native
-from offload.device.updater import DeviceTask, Updater
+from offload.device.updater import DeviceTask, MeanKernel, Updater
 from tests.support.native.device_tile import (
     DTYPES,
     RULES,
@@ -141,3 +141,25 @@ def test_split_and_join(rule: str, state_dtype: str) -> None:
     updater.join(param, remainder, carrier, target)
     assert equal_bits(target.numpy(), arrays.fp32_master())
     assert torch.equal(target, source) or carrier is None  # where ties are moved
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("count", [1, 2, 3, 7])
+@pytest.mark.parametrize("numel", [1, 255, 256, 4097])
+def test_means(dtype: str, count: int, numel: int) -> None:
+    torch.manual_seed(numel)
+    scales = 10.0 ** torch.randint(-6, 4, (count, numel))
+    parts = (torch.randn(count, numel) * scales).to(TORCH_DTYPES[dtype])
+    wanted = torch.empty(numel, dtype=TORCH_DTYPES[dtype])
+    _native.mean(dtype, [part.data_ptr() for part in parts], wanted.data_ptr(), numel)
+    kernel = MeanKernel(FakeRuntime())
+    flat = parts.flatten().clone()
+    elsewhere = torch.empty_like(wanted)
+    kernel.launch(flat, count, elsewhere)
+    assert torch.equal(elsewhere, wanted)
+    assert torch.equal(flat, parts.flatten())
+    kernel.launch(flat, count, flat[:numel])
+    assert torch.equal(flat[:numel], wanted)
+    assert torch.equal(flat[numel:], parts.flatten()[numel:])
+    kernel.close()

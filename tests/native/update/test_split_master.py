@@ -123,15 +123,6 @@ def test_masters_on_a_tie_are_moved_by_a_unit_where_there_is_no_carry(bits: np.n
         assert equal_bits(again.fp32_master()[number], found[number])
 
 
-@pytest.mark.parametrize("kind", BF16_KINDS, ids=repr)
-def test_blocks_of_the_pool_are_split_at_the_same_places(kind: _native.UpdateKind) -> None:
-    numel = 2 * 64 * 1024 + 77
-    master = np.random.default_rng(0).integers(0, 0x7F000000, numel, np.uint32).view(np.float32)
-    arrays = Arrays(kind, master)
-    assert equal_bits(arrays.fp32_master(), master)
-    assert not any(state.any() for state in arrays.fp32_states())
-
-
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("kind", [*BF16_KINDS, EIGHT_BIT], ids=repr)

@@ -6,7 +6,7 @@ from functools import partial
 from types import SimpleNamespace
 
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
@@ -30,7 +30,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.rig = Rig(SLOTS, RUNS)
         self.cache = self.rig.cache
         self.rig.before_write = self.before_write
-        # Collecting takes as long as all else together; test_cache.py has a test about it.
+        # Collecting takes as long as all else together; test_slot_cache.py has a test about it.
         cache_module.gc = SimpleNamespace(collect=lambda: 0)
         # The truth per chunk, in the file and now; None: it cannot be known.
         self.on_file = {c: self.rig.on_file(c) for c in self.rig.extents}
@@ -210,9 +210,5 @@ class CacheMachine(RuleBasedStateMachine):
         assert self.rig.ledger.peak_bytes["host"] <= SLOTS * SLOT
 
 
-CacheMachine.TestCase.settings = settings(
-    stateful_step_count=50,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],
-)
+CacheMachine.TestCase.settings = settings(stateful_step_count=50)
 TestRandomUse = CacheMachine.TestCase

@@ -80,14 +80,6 @@ def test_any_steps_agree_with_the_model(steps, count):
         assert order.upcoming(count) == naive.upcoming(count)
 
 
-def learned(*uses: int) -> UseOrder:
-    order = UseOrder()
-    for chunk in uses:
-        order.note(chunk)
-    order.end_step()
-    return order
-
-
 def test_inference_without_an_end_of_step_takes_no_more_and_more_memory():
     order = UseOrder()
     with traced_memory() as traced:
@@ -119,15 +111,6 @@ def test_what_was_done_often_gives_way_to_what_is_done_now():
         use(order, 4, 3, 4)
         order.end_step()
     assert order.upcoming(1) == [4]
-
-
-def test_few_sequences_are_kept():
-    order = learned(9, 8)
-    for step in range(4):
-        use(order, 0, 10 + step)
-        order.end_step()
-    order.note(9)
-    assert next_use(order, 8) > next_use(order, 0)
 
 
 def test_what_is_used_in_place_is_not_expected():

@@ -1,4 +1,4 @@
-"""offload/cuda, offload/device_arena: streams in any order that events allow, and pins."""
+"""offload/device/cuda_backend: streams in any order that events allow, pins, events."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from tests.support.training.planning import make_profile
 SLOT = 4096
 
 
-def make(slots: int = 3, **options: object) -> tuple[FakeRuntime, CudaBackend, DeviceArena]:
-    runtime = FakeRuntime(page_lockable=False, eager=False, **options)  # type: ignore[arg-type]
+def make(slots: int = 3, eager: bool = False) -> tuple[FakeRuntime, CudaBackend, DeviceArena]:
+    runtime = FakeRuntime(page_lockable=False, eager=eager)
     backend = CudaBackend(runtime)
     arena = backend.arena(slots, SLOT, Ledger({}), Account.GATHERED)
     assert isinstance(arena, DeviceArena)
@@ -112,69 +112,6 @@ def test_a_copy_to_new_memory_waits_for_work_that_reads_what_was_there() -> None
     assert seen == [3]
     arena.close()
     other.close()
-    backend.close()
-
-
-def test_work_waits_for_all_copies_to_its_slots() -> None:
-    runtime, backend, arena = make(3)
-    for slot in (1, 2):
-        source = torch.full((SLOT,), slot, dtype=torch.uint8)
-        backend.fetch(arena.view(slot, 1, torch.uint8), source)
-    view = arena.view(0, 3, torch.uint8, pinned=True)
-    seen: list[list[int]] = []
-    alias = torch.from_dlpack(arena.memory.export(0, 3 * SLOT))
-    runtime.give(runtime.compute, lambda: seen.append([int(alias[s * SLOT]) for s in (1, 2)]))
-    while runtime.step(runtime.compute):
-        pass
-    runtime.synchronize_all()
-    assert seen == [[1, 2]]
-    del view
-
-
-def read_later(runtime: FakeRuntime, arena: DeviceArena, seen: list[int]) -> None:
-    """Gives the current stream work that reads slot 0."""
-    alias = torch.from_dlpack(arena.memory.export(0, SLOT))
-    memory = [(alias.data_ptr(), SLOT)]
-    stream = runtime.current_stream()
-    runtime.give(stream, lambda: seen.append(int(alias[0])), reads=memory)
-
-
-def test_a_fetch_waits_for_all_streams_that_use_the_slot() -> None:
-    runtime, backend, arena = make(1)
-    other, seen = runtime.new_stream(), list[int]()
-    ones = torch.ones(SLOT, dtype=torch.uint8)
-    backend.fetch(arena.view(0, 1, torch.uint8), ones)
-    views = []
-    for stream in (runtime.compute, other):
-        with runtime.on(stream):
-            views.append(arena.view(0, 1, torch.uint8, pinned=True))
-            read_later(runtime, arena, seen)
-    views.clear()
-    backend.fetch(arena.view(0, 1, torch.uint8), 2 * ones)
-    while runtime.step(backend._fetching.stream):
-        pass
-    runtime.synchronize_all()
-    assert seen == [1, 1]
-    arena.close()
-    backend.close()
-
-
-def test_a_fetch_waits_for_work_that_came_long_after_the_pin() -> None:
-    """Other slots were looked at in between."""
-    runtime, backend, arena = make(2)
-    seen = list[int]()
-    ones = torch.ones(SLOT, dtype=torch.uint8)
-    backend.fetch(arena.view(0, 1, torch.uint8), ones)
-    view = arena.view(0, 1, torch.uint8, pinned=True)
-    backend.fetch(arena.view(1, 1, torch.uint8), ones)
-    read_later(runtime, arena, seen)
-    del view
-    backend.fetch(arena.view(0, 1, torch.uint8), 2 * ones)
-    while runtime.step(backend._fetching.stream):
-        pass
-    runtime.synchronize_all()
-    assert seen == [1]
-    arena.close()
     backend.close()
 
 
@@ -366,3 +303,31 @@ def test_memory_is_freed_behind_a_copy_that_uses_it(
     no_order = "none waits for the other's event"
     assert [no_order in words for words in found] == ([] if waits else [True])
     assert runtime.copying  # which the host did not wait for
+
+
+def test_copies_keep_no_more_events_than_are_waited_for() -> None:
+    runtime, backend, arena = make(2, eager=True)
+    source = torch.zeros(SLOT, dtype=torch.uint8)
+    kept = []
+    for number in range(40):
+        copy = backend.fetch(arena.view(number % 2, 1, torch.uint8), source)
+        view = arena.view(number % 2, 1, torch.uint8, pinned=True)
+        del view
+        if number % 4 == 3:
+            copy.wait()
+        kept.append(len(runtime.events))
+    assert max(kept) == max(kept[:8])
+    copy.wait()
+    arena.close()
+    backend.close()
+
+
+def test_resident_slots_keep_one_event_for_each_stream() -> None:
+    """Work uses them in every step, and no copy to them ever takes their events."""
+    runtime, backend, arena = make(3, eager=True)
+    for _ in range(10):
+        views = [arena.view(slot, 1, torch.uint8, pinned=True) for slot in range(3)]
+        views.clear()
+    assert len(runtime.events) <= 3
+    arena.close()
+    backend.close()

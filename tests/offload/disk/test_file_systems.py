@@ -22,13 +22,14 @@ from tests.support.own_process import descriptors
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount and change user")
 
 
-def refuse_flags(monkeypatch, flags_refused: int, error: int) -> None:
-    """os.open as on a file system that does not know `flags_refused`."""
+def refuse_flags(monkeypatch, errors: dict[int, int]) -> None:
+    """os.open as on a file system that does not know these flags; by flags, the error."""
     real = os.open
 
     def refusing(path, flags, *mode):
-        if flags & flags_refused == flags_refused:
-            raise OSError(error, os.strerror(error), path)
+        for refused, error in errors.items():
+            if flags & refused == refused:
+                raise OSError(error, os.strerror(error), path)
         return real(path, flags, *mode)
 
     monkeypatch.setattr(os, "open", refusing)
@@ -37,7 +38,7 @@ def refuse_flags(monkeypatch, flags_refused: int, error: int) -> None:
 class TestFileSystemsThatKnowLess:
     @pytest.mark.parametrize("error", [errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT])
     def test_no_unnamed_files(self, tmp_path, ledger, monkeypatch, error):
-        refuse_flags(monkeypatch, os.O_TMPFILE, error)
+        refuse_flags(monkeypatch, {os.O_TMPFILE: error})
         before = descriptors()
         scratch = ScratchFile(str(tmp_path), ledger, Account.OPTIM_STATE)
         assert list(tmp_path.iterdir()) == []
@@ -48,16 +49,8 @@ class TestFileSystemsThatKnowLess:
         assert descriptors() <= before
 
     def test_neither(self, tmp_path, ledger, monkeypatch):
-        real = os.open
-
-        def refusing(path, flags, *mode):
-            if flags & os.O_TMPFILE == os.O_TMPFILE:
-                raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
-            if flags & os.O_DIRECT:
-                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-            return real(path, flags, *mode)
-
-        monkeypatch.setattr(os, "open", refusing)
+        unknown = {os.O_TMPFILE: errno.EOPNOTSUPP, os.O_DIRECT: errno.EINVAL}
+        refuse_flags(monkeypatch, unknown)
         scratch = ScratchFile(str(tmp_path), ledger, Account.OPTIM_STATE)
         assert len(scratch.notes) == 1
         assert list(tmp_path.iterdir()) == []
@@ -65,7 +58,7 @@ class TestFileSystemsThatKnowLess:
         scratch.close()
 
     def test_other_errors_are_not_taken_for_missing_features(self, tmp_path, ledger, monkeypatch):
-        refuse_flags(monkeypatch, os.O_TMPFILE, errno.EROFS)
+        refuse_flags(monkeypatch, {os.O_TMPFILE: errno.EROFS})
         with pytest.raises(StoreError) as failure:
             ScratchFile(str(tmp_path), ledger, Account.OPTIM_STATE)
         assert failure.value.errno == errno.EROFS

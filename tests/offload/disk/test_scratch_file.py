@@ -1,17 +1,19 @@
-"""The scratch file: its space, its budget, and that nothing of it stays behind."""
+"""The scratch file: its space, its budget, its transfers, and that nothing of it stays behind."""
 
 import errno
 import os
+import signal
 import stat
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+import torch
 
+from offload.cache.slot_cache import Transfers
 from offload.disk import scratch_file as store
-from offload.disk.scratch_file import ScratchFile
+from offload.disk.directories import check_directory
+from offload.disk.scratch_file import ScratchFile, make_io_engine
 from offload.errors import BudgetError, HeteroError, StoreError
+from offload.memory.arena import HostArena
 from offload.memory.ledger import Ledger
 from offload.memory.sizes import PAGE_BYTES
 from offload.memory.tiers import Account, Tier
@@ -22,7 +24,7 @@ from tests.support.native.scratch_files import (
 )
 from tests.support.own_process import descriptors
 
-ROOT = Path(__file__).parents[3]
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount and change user")
 
 
 def reserved(ledger: Ledger) -> int:
@@ -76,28 +78,6 @@ class TestFile:
             os.fstat(scratch.members[0].fd).st_size == scratch.nbytes == reserved(ledger) == 8 * MIB
         )
 
-    def test_more_than_is_free_is_refused_before_it_is_tried(self, scratch, ledger, monkeypatch):
-        monkeypatch.setattr(store, "free_bytes", lambda directory: MIB)
-        scratch.reserve(MIB)
-        with pytest.raises(StoreError) as refusal:
-            scratch.reserve(MIB + 1)
-        assert refusal.value.errno == errno.ENOSPC
-        for fact in ("1.0 MiB are free", "host_memory", scratch.members[0].directory):
-            assert fact in str(refusal.value)
-        assert scratch.nbytes == reserved(ledger) == MIB
-
-    def test_space_that_goes_while_it_is_reserved_is_given_back(self, scratch, ledger, monkeypatch):
-        def taken_by_others(fd, offset, nbytes):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-        monkeypatch.setattr(os, "posix_fallocate", taken_by_others)
-        with pytest.raises(StoreError) as refusal:
-            scratch.reserve(MIB)
-        assert refusal.value.errno == errno.ENOSPC
-        assert scratch.nbytes == reserved(ledger) == 0
-        monkeypatch.undo()
-        assert scratch.reserve(PAGE_BYTES) == 0
-
     def test_errors_are_of_both_families(self, tmp_path, ledger):
         with pytest.raises(StoreError) as refusal:
             ScratchFile(str(tmp_path / "none"), ledger, Account.OPTIM_STATE)
@@ -106,19 +86,113 @@ class TestFile:
         assert refusal.value.filename == str(tmp_path / "none")
 
 
-def test_a_killed_process_leaves_nothing(tmp_path):
-    child = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            "import os, sys\n"
-            "from offload.disk.scratch_file import *\n"
-            "s = ScratchFile(sys.argv[1], Ledger({}), Account.OPTIM_STATE)\n"
-            "s.reserve(1 << 20)\n"
-            "os.kill(os.getpid(), 9)",
-            str(tmp_path),
-        ],
-        cwd=ROOT,
-    )
-    assert child.returncode == -9
+def test_a_forked_process_that_is_killed_leaves_nothing(tmp_path):
+    child = os.fork()
+    if child == 0:
+        ScratchFile(str(tmp_path), Ledger({}), Account.OPTIM_STATE).reserve(MIB)
+        os.kill(os.getpid(), signal.SIGKILL)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
     assert list(tmp_path.iterdir()) == []
+
+
+class TestDirectory:
+    @needs_root
+    def test_not_writable_for_another_user(self, tmp_path):
+        # Of a child, because to root everything is writable; by ".", because the directories
+        # above are closed to others.
+        tmp_path.chmod(0o755)
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                os.chdir(tmp_path)
+                os.setgid(65534)
+                os.setuid(65534)
+                check_directory(".")
+            except StoreError as error:
+                code = 0 if error.errno == errno.EACCES else 2
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+    def test_a_directory_that_goes_before_it_is_used_is_named(self, tmp_path, ledger, monkeypatch):
+        monkeypatch.setattr(store, "check_directories", lambda paths, **_: tuple(paths))
+        with pytest.raises(StoreError, match="cannot make a scratch file.*gone"):
+            ScratchFile(str(tmp_path / "gone"), ledger, Account.OPTIM_STATE)
+
+    def test_a_failed_open_leaves_no_descriptor_and_no_name(self, tmp_path, ledger, monkeypatch):
+        before = descriptors()
+        real = os.open
+
+        def full(path, flags, *mode):
+            if flags & os.O_TMPFILE == os.O_TMPFILE:
+                raise OSError(errno.EOPNOTSUPP, "no O_TMPFILE")
+            if flags & os.O_EXCL:
+                return real(path, flags, *mode)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        monkeypatch.setattr(os, "open", full)
+        with pytest.raises(StoreError) as failure:
+            ScratchFile(str(tmp_path), ledger, Account.OPTIM_STATE)
+        monkeypatch.undo()
+        assert failure.value.errno == errno.EIO
+        assert list(tmp_path.iterdir()) == []
+        assert descriptors() <= before
+
+
+class TestEngines:
+    def test_auto_falls_back_to_threads_and_says_so(self, monkeypatch):
+        real = store.IoEngine
+
+        def refusing(kind, **options):
+            if kind == "io_uring":
+                raise OSError(errno.EPERM, "io_uring is disabled here")
+            return real(kind, **options)
+
+        monkeypatch.setattr(store, "IoEngine", refusing)
+        engine, notes = make_io_engine("auto")
+        assert engine.kind == "threads"
+        (note,) = notes
+        assert "io_uring is disabled here" in note
+        engine.close()
+
+    def test_what_was_asked_for_is_not_replaced(self, monkeypatch):
+        engine, notes = make_io_engine("threads")
+        assert (engine.kind, notes) == ("threads", [])
+        engine.close()
+
+        def refusing(kind, **options):
+            raise OSError(errno.EPERM, "io_uring is disabled here")
+
+        monkeypatch.setattr(store, "IoEngine", refusing)
+        with pytest.raises(OSError, match="disabled here"):
+            make_io_engine("io_uring")
+
+    def test_transfers_of_a_scratch_file(self, scratch, ledger):
+        before = descriptors()
+        engine, _ = make_io_engine("auto")
+        scratch.reserve(4 * PAGE_BYTES)
+        transfers = Transfers(engine, scratch)
+        arena = HostArena(2, 4 * PAGE_BYTES, ledger, Account.BUFFER)
+        out, back = (arena.view(slot, 1, torch.uint8) for slot in range(2))
+        out.random_(0, 256)
+        transfers.write(arena.address(0), 4 * PAGE_BYTES, 0).wait()
+        transfers.read(arena.address(1), 4 * PAGE_BYTES, 0).wait()
+        assert torch.equal(out, back)
+        transfers.close()
+        transfers.close()
+        with pytest.raises(ValueError, match="file"):
+            transfers.read(arena.address(1), 4 * PAGE_BYTES, 0)
+        engine.close()
+        assert descriptors() <= before
+
+    def test_the_file_may_go_while_the_engine_transfers(self, scratch, ledger):
+        engine, _ = make_io_engine("auto")
+        scratch.reserve(4 * MIB)
+        transfers = Transfers(engine, scratch)
+        arena = HostArena(1, 4 * MIB, ledger, Account.BUFFER)
+        op = transfers.write(arena.address(0), 4 * MIB, 0)
+        scratch.close()
+        op.wait()
+        transfers.close()
+        engine.close()

@@ -9,7 +9,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload import _native
 from offload._native import NativeIoError, StripeMap
 from offload.cache.slot_cache import Transfers
 from offload.disk import scratch_file as store
@@ -19,10 +18,10 @@ from offload.errors import StoreError
 from offload.memory.ledger import Ledger
 from offload.memory.sizes import PAGE_BYTES
 from offload.memory.tiers import Account, Tier
-from tests.support.native.scratch_files import read_from
+from tests.support.native.scratch_files import MIB, memory_of, read_from
 from tests.support.own_process import descriptors
 
-MIB, GIB = 1 << 20, 1 << 30
+GIB = 1 << 30
 
 
 @pytest.fixture
@@ -50,12 +49,6 @@ def engine():
     made, _ = make_io_engine("auto", 3)
     yield made
     made.close()
-
-
-def memory_of(nbytes: int) -> tuple[int, torch.Tensor]:
-    arena = _native.Arena(nbytes)
-    tensor = torch.from_dlpack(arena.export(0, nbytes))
-    return arena.address, tensor.random_(0, 256, generator=torch.Generator().manual_seed(nbytes))
 
 
 def sizes(scratch: ScratchFile) -> list[int]:
@@ -195,11 +188,11 @@ class TestBytes:
     def test_every_disk_takes_part_in_one_transfer(self, scratch, engine):
         scratch.reserve(6 * MIB)
         transfers = Transfers(engine, scratch)
-        address, memory = memory_of(6 * MIB)
-        transfers.write(address, 6 * MIB, 0).wait()
+        memory, _ = memory_of(6 * MIB)
+        transfers.write(memory.data_ptr(), 6 * MIB, 0).wait()
         for index, member in enumerate(scratch.members):
-            _, got = memory_of(2 * MIB)
-            os.preadv(member.fd, [got.numpy()], 0)
+            got, view = memory_of(2 * MIB)
+            os.preadv(member.fd, [view], 0)
             units = memory.view(6, MIB)[index::3]
             assert torch.equal(got.view(2, MIB), units)
         transfers.close()
@@ -207,7 +200,8 @@ class TestBytes:
     def test_growing_does_not_move_what_is_there(self, scratch, engine):
         scratch.reserve(4 * MIB)
         transfers = Transfers(engine, scratch)
-        address, memory = memory_of(4 * MIB)
+        memory, _ = memory_of(4 * MIB)
+        address = memory.data_ptr()
         transfers.write(address, 4 * MIB, 0).wait()
         end = scratch.reserve(5 * MIB)
         transfers.write(address, 4 * MIB, end).wait()
@@ -223,7 +217,7 @@ class TestBytes:
         os.ftruncate(scratch.members[1].fd, PAGE_BYTES)
         _, memory = memory_of(2 * PAGE_BYTES)
         with pytest.raises(NativeIoError) as failure:
-            read_from(scratch, memoryview(memory.numpy()), MIB)
+            read_from(scratch, memory, MIB)
         assert directories[1] in str(failure.value)
 
 

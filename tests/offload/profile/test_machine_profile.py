@@ -1,14 +1,18 @@
-"""offload/profile: what is saved is what is loaded, and nothing else is accepted."""
+"""offload/profile: what is measured and saved is what is loaded, and nothing else is accepted."""
 
 import dataclasses
 import json
 import math
+import os
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from offload.errors import StoreError
+from offload.profile import measure
 from offload.profile.machine_profile import Profile, default_path
+from offload.profile.measure import measure_profile
 from tests.support.training.planning import separate_profile
 
 RATES = {"bf16": 2e9, "fp32": 1e9}
@@ -125,3 +129,37 @@ def test_the_default_place_follows_the_environment(tmp_path, monkeypatch):
     for ignored in ("", "relative"):
         monkeypatch.setenv("XDG_CACHE_HOME", ignored)
         assert default_path() == tmp_path / "home" / ".cache" / "hetero" / "profile.json"
+
+
+@pytest.fixture
+def quickly(monkeypatch):
+    monkeypatch.setattr(measure, "SHAPES", ((64, 64, 64),))
+
+
+def small(*paths, tell=lambda text: None) -> Profile:
+    return measure_profile(
+        [os.fspath(p) for p in paths], tell=tell, numel=4096, area_bytes=1 << 24, window_s=0.01
+    )
+
+
+def test_every_rate_is_there_and_the_profile_survives_a_file(tmp_path, quickly):
+    told = []
+    found = small(tmp_path, tell=told.append)
+    assert found.nvme_read_bytes_per_s is not None
+    assert found.nvme_bytes is not None
+    assert set(found.update_bytes_per_s) == set(found.matmul_flop_per_s) == {"bf16", "fp16", "fp32"}
+    assert not found.separate
+    assert str(tmp_path) in " ".join(told)
+    assert list(tmp_path.iterdir()) == []
+    found.save(tmp_path / "p.json")
+    assert Profile.load(tmp_path / "p.json") == found
+
+
+def test_without_a_directory_there_is_no_disk(quickly):
+    found = small()
+    assert found.nvme_read_bytes_per_s is found.nvme_bytes is None
+
+
+def test_a_directory_that_is_not_there_is_named(tmp_path, quickly):
+    with pytest.raises(StoreError, match="gone"):
+        small(tmp_path / "gone")

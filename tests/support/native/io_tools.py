@@ -5,14 +5,13 @@ import os
 import subprocess
 import sys
 import textwrap
-import time
 
 import pytest
 import torch
 
 from offload import _native
 from tests.support.own_process import native_threads
-from tests.support.waiting import in_time
+from tests.support.waiting import in_time, until
 
 # Small, so that few bytes make many blocks.
 BLOCK = 1 << 16
@@ -58,6 +57,25 @@ def add_file(engine, directory, nbytes=0, direct=False) -> int:
         os.close(fd)
 
 
+class Striped:
+    """A file of members without names, one for each weight, that is added to `engine`."""
+
+    def __init__(
+        self, engine, directory, weights, unit=4096, nbytes=0, direct=False, checksums=False
+    ) -> None:
+        self.stripes = _native.StripeMap(weights, unit)
+        flags = os.O_TMPFILE | os.O_RDWR | (os.O_DIRECT if direct else 0)
+        self.fds = [os.open(directory, flags, 0o600) for _ in weights]
+        for member, fd in enumerate(self.fds):
+            os.truncate(fd, self.stripes.member_bytes(member, nbytes))
+        members = [(fd, f"{directory}/member{m}") for m, fd in enumerate(self.fds)]
+        self.file = engine.add_striped_file(members, self.stripes, checksums)
+
+    def close(self) -> None:
+        for fd in self.fds:
+            os.close(fd)
+
+
 class Pipe:
     """A file whose reads stay in flight until they are fed. Threads cannot read it: no offsets."""
 
@@ -72,9 +90,7 @@ class Pipe:
     def feed_first(self, engine) -> None:
         """One block, until it is back: the next ones are then in flight for certain."""
         self.feed(4096)
-        deadline = time.monotonic() + 20
-        while engine.stats["reads"] == 0 and time.monotonic() < deadline:
-            time.sleep(0.001)
+        until(lambda: engine.stats["reads"] > 0)
 
     def close(self) -> None:
         os.close(self.sink)

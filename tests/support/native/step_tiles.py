@@ -154,43 +154,37 @@ class Filed:
         self.arena = _native.Arena(buffers * _native.StepPipeline.buffer_bytes(*shape))
         self.pipeline = _native.StepPipeline(self.engine, self.file, self.arena, buffers, *shape)
 
+    def task(
+        self,
+        key: int,
+        priority: int = 0,
+        leaves: str = "",
+        state_in_file: bool = True,
+        segments: Sequence[tuple[int, int, int, int]] = SEGMENTS,
+    ) -> _native.StepTask:
+        """An update of a tile. Of what `leaves` names, "state" and "param", the old values stay in
+        the file; those of a parameter in RAM are saved there."""
+        param, grad = ram(self.params[key]), ram(self.tiles.grads[key])
+        state = ram(self.tiles.optim_states[key])
+        if self.param_in_file:
+            param = _native.Location(file_offset=self.param_at[key])
+        if self.grad_in_file:
+            grad = _native.Location(file_offset=self.grad_at[key])
+        if state_in_file:
+            state = _native.Location(file_offset=self.optim_state_at[key])
+        state_to = self.spare_optim_state_at[key] if "state" in leaves else -1
+        spare = self.spare_param_at[key] if "param" in leaves else -1
+        param_to, saved_param = (spare, -1) if self.param_in_file else (-1, spare)
+        places = state_to, param_to, saved_param
+        return _native.StepTask(key, param, grad, state, segments, priority, *places)
+
     def tasks(self, order: Sequence[int], priorities: Sequence[int] = ()) -> list[_native.StepTask]:
         """In this order, or by priorities."""
-
-        def state_kind(in_file: bool, offsets: list[int], arrays: list[np.ndarray], key: int):
-            if in_file:
-                return _native.Location(file_offset=offsets[key])
-            return ram(arrays[key])
-
-        return [
-            _native.StepTask(
-                key,
-                state_kind(self.param_in_file, self.param_at, self.params, key),
-                state_kind(self.grad_in_file, self.grad_at, self.tiles.grads, key),
-                _native.Location(file_offset=self.optim_state_at[key]),
-                SEGMENTS,
-                *priorities[place : place + 1],
-            )
-            for place, key in enumerate(order)
-        ]
+        return [self.task(key, *priorities[place : place + 1]) for place, key in enumerate(order)]
 
     def speculative(self, order: Sequence[int]) -> list[_native.StepTask]:
         """Tasks that leave what they read as it is."""
-        return [self._speculative(key) for key in order]
-
-    def _speculative(self, key: int) -> _native.StepTask:
-        param, to = ram(self.params[key]), (-1, self.spare_param_at[key])
-        if self.param_in_file:
-            param, to = _native.Location(file_offset=self.param_at[key]), to[::-1]
-        grad = ram(self.tiles.grads[key])
-        if self.grad_in_file:
-            grad = _native.Location(file_offset=self.grad_at[key])
-        optim_state = _native.Location(file_offset=self.optim_state_at[key])
-        param_to, saved_param = to
-        state_to = self.spare_optim_state_at[key]
-        return _native.StepTask(
-            key, param, grad, optim_state, SEGMENTS, 0, state_to, param_to, saved_param
-        )
+        return [self.task(key, leaves="state, param") for key in order]
 
     def confirm(self, key: int) -> None:
         """The key's speculative update stays."""
@@ -234,9 +228,10 @@ class Filed:
 FileTiles = Callable[..., Filed]  # of tiles and a number of buffers, as Filed takes them
 
 
-def train_in_ram(tiles: Tiles, steps: int, scale: float = 1.0) -> None:
+def train_in_ram(tiles: Tiles, steps: int, scale: float = 1.0, before: int = 0) -> None:
+    """So many steps behind those `before`."""
     pipeline = _native.StepPipeline(None, 0, None, 0, tiles.kind, TILE, False, False)
-    for step in range(1, steps + 1):
+    for step in range(before + 1, before + steps + 1):
         pipeline.submit(tiles.tasks_in_ram(range(tiles.count)), hypers(step, scale))
         pipeline.wait_updated()
     pipeline.close()

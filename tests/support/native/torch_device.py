@@ -22,7 +22,6 @@ from offload._native import OffloadQueue, UpdateKind
 from offload.device.cuda_backend import CudaBackend
 from offload.device.cuda_runtime import CudaRuntime
 from offload.memory.arena import HostArena
-from tests.support.cuda.host_driver import HostDriver
 from tests.support.cuda.watch import Watch
 from tests.support.native.fake_cuda import FakeRuntime, HostKernels
 from tests.support.native.native_build import CXX, ROOT, cached, succeed
@@ -186,7 +185,7 @@ class TorchRuntime(CudaRuntime):
         self.dlpack_device = EXTENSION
         self.page_locked: dict[int, int] = {}
         self.launched = 0
-        self._driver = HostDriver()
+        self._copies = FakeRuntime(page_lockable=False)  # of RAM to RAM, done at once
 
     def new_stream(self) -> torch.Stream:
         return torch.Stream(self.device)
@@ -195,7 +194,7 @@ class TorchRuntime(CudaRuntime):
         return 0  # it has come
 
     def offload_queue(self, stream: object, buffers: HostArena) -> OffloadQueue:
-        return self._driver.queue(buffers.address(0), buffers.slots, buffers.slot_bytes)
+        return self._copies.offload_queue(self._copies.compute, buffers)
 
     def collective_name(self) -> None:
         return None
