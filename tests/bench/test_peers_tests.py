@@ -158,10 +158,3 @@ def test_overlays(peer: str, module: str, tests: str, tmp_path: Path) -> None:
 )
 def test_what_a_failure_tells(text: str, outcome: Outcome) -> None:
     assert told(PEERS["deepspeed"], text)[0] is outcome
-
-
-def test_help(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as raised:
-        main(["--help"])
-    assert raised.value.code == 0
-    assert "python -m bench.peers_tests PEER --repo FOLDER" in capsys.readouterr().out

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 import hetero
-from offload.device import device_arena
 from offload.device.cuda_backend import CudaBackend
 from offload.device.device_arena import DeviceArena
 from offload.errors import HeteroError
@@ -76,52 +75,11 @@ def writes_do_not_wait(patch: pytest.MonkeyPatch, runtime: FakeRuntime) -> None:
     patch.setattr(DeviceArena, "before_write", lambda self, slot, run: [])
 
 
-def pins_are_forgotten(patch: pytest.MonkeyPatch, runtime: FakeRuntime) -> None:
-    patch.setattr(DeviceArena, "_note_unpinned", lambda self: self._used.clear())
-
-
-def use_does_not_wait_for_the_copy(patch: pytest.MonkeyPatch, runtime: FakeRuntime) -> None:
-    patch.setattr(DeviceArena, "_writes", lambda self, slot, run: [])
-
-
-def copies_are_not_noted(patch: pytest.MonkeyPatch, runtime: FakeRuntime) -> None:
-    patch.setattr(DeviceArena, "written", lambda self, slot, run, event: None)
-
-
-def only_the_last_run_is_noted(patch: pytest.MonkeyPatch, runtime: FakeRuntime) -> None:
-    written = DeviceArena.written
-
-    def forgetful(self: DeviceArena, slot: int, run: int, event: Any) -> None:
-        self._written.clear()
-        written(self, slot, run, event)
-
-    patch.setattr(DeviceArena, "written", forgetful)
-
-
-def use_is_noted_in_no_stream(patch: pytest.MonkeyPatch, runtime: FakeRuntime) -> None:
-    view = DeviceArena.view
-
-    def viewed(self: DeviceArena, slot: int, run: int, dtype: Any, pinned: bool = False) -> Any:
-        made = view(self, slot, run, dtype, pinned)
-        if pinned:
-            self._used[slot] = run, {}
-        return made
-
-    patch.setattr(DeviceArena, "view", viewed)
-
-
 def gradients_leave_before_they_are_computed(
     patch: pytest.MonkeyPatch, runtime: FakeRuntime
 ) -> None:
     event = runtime.record(runtime.new_stream())
     patch.setattr(CudaBackend, "record_event", lambda self: event)
-
-
-def an_event_is_recorded_in_another_stream(patch: pytest.MonkeyPatch, runtime: FakeRuntime) -> None:
-    record, other = FakeRuntime.record, runtime.new_stream()
-    patch.setattr(
-        runtime, "record", lambda s: record(runtime, other if s is runtime.compute else s)
-    )
 
 
 def compute_waits_for_nothing(patch: pytest.MonkeyPatch, runtime: FakeRuntime) -> None:
@@ -138,40 +96,11 @@ def copies_wait_for_nothing(patch: pytest.MonkeyPatch, runtime: FakeRuntime) -> 
     )
 
 
-def a_fetch_is_noted_in_the_next_slot(patch: pytest.MonkeyPatch, runtime: FakeRuntime) -> None:
-    written = DeviceArena.written
-    patch.setattr(
-        DeviceArena,
-        "written",
-        lambda self, slot, run, event: written(self, (slot + 1) % self.slots, run, event),
-    )
-
-
-def pins_end_with_the_view(patch: pytest.MonkeyPatch, runtime: FakeRuntime) -> None:
-    """A slot is free for the next chunk while a parameter in use still views it."""
-    view = device_arena.HostArena.view
-    patch.setattr(
-        device_arena.HostArena,
-        "view",
-        lambda self, slot, run, dtype, pinned=False: view(self, slot, run, dtype, False),
-    )
-
-
 MUTANTS: list[tuple[Patch, str]] = [
     (writes_do_not_wait, "slots"),
-    (pins_are_forgotten, "slots"),
-    (use_does_not_wait_for_the_copy, "slots"),
-    (use_does_not_wait_for_the_copy, "nvme"),
-    (copies_are_not_noted, "slots"),
-    (only_the_last_run_is_noted, "slots"),
-    (use_is_noted_in_no_stream, "slots"),
     (gradients_leave_before_they_are_computed, "slots"),
-    (gradients_leave_before_they_are_computed, "nvme"),
-    (an_event_is_recorded_in_another_stream, "homes"),
     (compute_waits_for_nothing, "homes"),
     (copies_wait_for_nothing, "nvme"),
-    (a_fetch_is_noted_in_the_next_slot, "slots"),
-    (pins_end_with_the_view, "slots"),
 ]
 
 

@@ -151,52 +151,6 @@ def test_a_users_hook_that_raises_loses_no_earlier_micro_batch(net: Callable) ->
     optimizer.engine.close()
 
 
-def test_writes_inside_gathered_are_kept(net: Callable) -> None:
-    model, optimizer = net()
-    for _ in range(2):
-        loss_of(model).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        with hetero.gathered(model.scale, modifier_rank=0), torch.no_grad():
-            model.scale.clamp_(0, 1)
-    assert hetero.masters(model.scale)[0].item() == 1.0
-    optimizer.engine.close()
-
-
-def test_interruption_of_a_forward_is_unwound(net: Callable) -> None:
-    model, optimizer = net()
-
-    def stop(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    handle = model.last.register_forward_pre_hook(stop)
-    with pytest.raises(KeyboardInterrupt):
-        loss_of(model)
-    handle.remove()
-    loss_of(model).backward()
-    optimizer.step()
-    assert torch._C._len_torch_function_stack() == 0
-    assert sum(g.params.copies.pinned() for g in optimizer.engine.chunk_groups) == 0
-    optimizer.engine.close()
-
-
-def test_refused_hyper_parameters_change_nothing(net: Callable) -> None:
-    model, optimizer = net()
-    clean, clean_optimizer = net()
-    for each in (model, clean):
-        loss_of(each).backward()
-        hetero.clip_grad_norm_(each.parameters(), 0.01)
-    optimizer.param_groups[0]["lr"] = -1.0
-    with pytest.raises(ValueError, match="lr"):
-        optimizer.step()
-    optimizer.param_groups[0]["lr"] = 1e-2
-    optimizer.step()
-    clean_optimizer.step()
-    assert all(map(torch.equal, *(hetero.masters(m.parameters()) for m in (model, clean))))
-    optimizer.engine.close()
-    clean_optimizer.engine.close()
-
-
 @pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_create_graph_does_not_keep_graphs(net: Callable) -> None:

@@ -87,14 +87,6 @@ def test_gathered_reads_and_writes(tmp_path: Path) -> None:
     optimizer.engine.close()
 
 
-def test_floating_inputs_are_cast_to_the_compute_dtype() -> None:
-    with hetero.ZeroInitContext(placement_policy="cpu", dtype="bf16"):
-        model = Block()
-    model, optimizer = hetero.initialize(model, hetero.HybridAdam(model.parameters()))
-    assert model(torch.randn(2, 64)).dtype == torch.bfloat16
-    optimizer.engine.close()
-
-
 @pytest.mark.parametrize("trained", [True, False], ids=["head-trained", "all-frozen"])
 def test_frozen_parameters_alone_on_disk(trained: bool, tmp_path: Path) -> None:
     """A trained head in RAM over a frozen base that does not fit there."""

@@ -73,27 +73,6 @@ class TestConstruction:
         assert torch.equal(found[1][-1], torch.zeros(3))
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_experts_that_differ_per_step_and_rank(ranks2: RankPool, stage: int) -> None:
-    """One rank with both batches is the oracle; buckets are few, so that chunks are sent early."""
-    chosen = [[0, 1], [1, 1], [None, 3], [3, None], [2, 0]]
-    made = {"zero_stage": stage, "chunk_numel": 8192, "shard_strategy": "bucket"}
-    found = ranks2.run(rank_training.expert_steps, made, 5, chosen)
-    assert same(found[0]["masters"], found[1]["masters"])
-    model, optimizer = build(lambda: rank_training.Experts(4), placement_policy="cpu", dtype="fp32")
-    for step in range(5):
-        for rank in range(2):
-            output = model(rank_training.inputs(rank, step), chosen[step][rank])
-            (output.square().mean() / 2).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    for mine, theirs in zip(
-        found[0]["masters"], rank_training.hetero.masters(list(model.parameters())), strict=True
-    ):
-        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=2e-5)
-    optimizer.engine.close()
-
-
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.extra), 3])
 def test_one_rank_alone_reads_and_generates(ranks2: RankPool, tmp_path: Path, stage: int) -> None:
     where = TIGHT | {"nvme_path": str(tmp_path)} if stage == 3 else {}

@@ -12,8 +12,8 @@ from torch import nn
 import hetero
 from tests.zoo.case import Case, Where
 from tests.zoo.pretrained import CASES
-from tests.zoo.rank_runs import STEPS, in_least_memory
-from tests.zoo.runs import Run, initialized
+from tests.zoo.rank_runs import in_least_memory
+from tests.zoo.runs import STEPS, Run, initialized, masters_by_name
 
 GPT2: Case = next(case for case in CASES if case.name == "gpt2")
 
@@ -50,31 +50,19 @@ def generation(model: Any, optimizer: Any, where: Where, world: int) -> None:
     model.train()
 
 
-def compiled(model: Any, optimizer: Any, where: Where, world: int) -> None:
-    """The blocks, before the first step."""
-    if where.step == 0:
-        torch._dynamo.reset()
-        for block in model.transformer.h:
-            block.compile(backend="eager")
-
-
 def throw(*_: object) -> None:
     raise Interruption
 
 
 def error_in_forward(model: Any, optimizer: Any, where: Where, world: int) -> None:
-    """In the middle of the model, on all ranks."""
+    """In the middle of the model, on one rank, which may do it again alone."""
+    if where.rank != where.step % world:
+        return
     hook = model.transformer.h[1].mlp.c_fc.register_forward_pre_hook(throw)
     with contextlib.suppress(Interruption):
         GPT2.loss(model, GPT2.batch(where))
         raise AssertionError("not thrown")
     hook.remove()
-
-
-def error_in_forward_of_one(model: Any, optimizer: Any, where: Where, world: int) -> None:
-    """Forward takes no two ranks, so one may do it again."""
-    if where.rank == where.step % world:
-        error_in_forward(model, optimizer, where, world)
 
 
 def error_in_backward(model: Any, optimizer: Any, where: Where, world: int) -> None:
@@ -98,9 +86,7 @@ DISTURBANCES: dict[str, Callable[[Any, Any, Where, int], None]] = {
         nothing,
         evaluation,
         generation,
-        compiled,
         error_in_forward,
-        error_in_forward_of_one,
         error_in_backward,
     )
 }
@@ -120,7 +106,6 @@ def disturbed(rank: int, world: int, how: str, settings: dict[str, Any]) -> Run:
         run.norms.append(hetero.clip_grad_norm_(model.parameters(), 1e30).item())
         optimizer.step()
         optimizer.zero_grad()
-    names = dict(model.named_parameters())
-    run.masters = dict(zip(names, hetero.masters(names.values()), strict=True))
+    run.masters = masters_by_name(model)
     optimizer.engine.close()
     return run

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,36 +14,17 @@ import hetero
 from tests.support.tiling import tiled_models
 from tests.zoo import handwritten, pretrained
 from tests.zoo.case import WIDTH, Case, Where, vectors
-from tests.zoo.runs import TORCH_DTYPES, Run, cast, initialized, least_host_memory, plain_adam
+from tests.zoo.runs import (
+    Run,
+    in_dtype,
+    initialized,
+    least_host_memory,
+    plain_adam,
+    run_hetero,
+    train,
+)
 
-STEPS = 3
 CASES = {case.name: case for case in [*handwritten.CASES, *pretrained.CASES, *tiled_models.CASES]}
-
-
-def train(
-    case: Case,
-    model: nn.Module,
-    rank: int,
-    accumulate: int,
-    backward: Callable[[torch.Tensor], None],
-    norm: Callable[[], float],
-    step: Callable[[], None],
-    no_sync: Callable[[], Any] = contextlib.nullcontext,
-) -> Run:
-    """The loop, each rank on its own data; `no_sync()` is around all micro-batches but the last."""
-    run = Run()
-    for number in range(STEPS):
-        for micro in range(accumulate):
-            where = Where(number, micro, rank)
-            torch.manual_seed(where.seed)
-            with contextlib.nullcontext() if micro == accumulate - 1 else no_sync():
-                loss = case.loss(model, case.batch(where))
-                backward(loss / accumulate)
-            run.losses.append(loss.item())
-            del loss
-        run.norms.append(norm())
-        step()
-    return run
 
 
 def mean_of_ranks(mine: torch.Tensor, world: int) -> torch.futures.Future[torch.Tensor]:
@@ -78,8 +57,6 @@ def run_ddp(
     ddp = DistributedDataParallel(model, find_unused_parameters=True, broadcast_buffers=False)
     if not own_mean:
         ddp.register_comm_hook(None, lambda _, bucket: mean_of_ranks(bucket.buffer(), world))
-    batch = case.batch
-    case = replace(case, batch=lambda where: cast(batch(where), TORCH_DTYPES[dtype]))
 
     def backward(loss: torch.Tensor) -> None:
         before = {p: p.grad for p in optimizer.masters if p.grad is not None}
@@ -95,7 +72,8 @@ def run_ddp(
         optimizer.zero_grad()
 
     no_sync = ddp.no_sync if held else contextlib.nullcontext
-    run = train(case, ddp, rank, accumulate, backward, optimizer.norm, step, no_sync)
+    case = in_dtype(case, dtype)
+    run = train(case, ddp, accumulate, backward, optimizer.norm, step, rank, no_sync)
     run.masters = optimizer.whole(model)
     run.buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     return run
@@ -109,34 +87,6 @@ def in_least_memory(case: Case, dtype: str, settings: dict[str, Any]) -> dict[st
     least = torch.tensor(least_host_memory(case, dtype, path, zero_stage=stage))
     dist.all_reduce(least, dist.ReduceOp.MAX)  # shards differ in size, by a padding
     return {**settings, "host_memory": int(least)}
-
-
-def run_hetero(rank: int, case: Case, dtype: str, accumulate: int, settings: dict[str, Any]) -> Run:
-    """The same with hetero, sharded over all ranks; stage 2 inside no_sync(), as DDP is.
-
-    With a disk in the least RAM that works, unless a budget is given.
-    """
-    model, optimizer = initialized(case, dtype, in_least_memory(case, dtype, settings))
-
-    def step() -> None:
-        optimizer.step()
-        optimizer.zero_grad()
-
-    run = train(
-        case,
-        model,
-        rank,
-        accumulate,
-        optimizer.backward,
-        lambda: hetero.clip_grad_norm_(model.parameters(), 1e30).item(),
-        step,
-        (lambda: hetero.no_sync(model)) if settings["zero_stage"] == 2 else contextlib.nullcontext,
-    )
-    names = dict(model.named_parameters())
-    run.masters = dict(zip(names, hetero.masters(names.values()), strict=True))
-    run.buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    optimizer.engine.close()
-    return run
 
 
 def both(
@@ -157,7 +107,8 @@ def both(
         held = accumulate > 1 and each["zero_stage"] < 3
         if held not in by_ddp:
             by_ddp[held] = run_ddp(rank, world, case, dtype, accumulate, held, own_mean)
-        found.append((by_ddp[held], run_hetero(rank, case, dtype, accumulate, each)))
+        options = in_least_memory(case, dtype, each)
+        found.append((by_ddp[held], run_hetero(case, dtype, accumulate, options, rank)))
     return found
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -54,24 +56,55 @@ def cast(value: Any, dtype: torch.dtype) -> Any:
     return value
 
 
+def train(
+    case: Case,
+    model: nn.Module,
+    accumulate: int,
+    backward: Callable[[torch.Tensor], None],
+    norm: Callable[[], float],
+    step: Callable[[], None],
+    rank: int = 0,
+    no_sync: Callable[[], Any] = contextlib.nullcontext,
+    check: Callable[[], None] = lambda: None,
+) -> Run:
+    """The loop, each rank on its own data; `no_sync()` is around all micro-batches but the last,
+    and `check()` is called after each."""
+    run = Run()
+    for number in range(STEPS):
+        for micro in range(accumulate):
+            where = Where(number, micro, rank)
+            torch.manual_seed(where.seed)
+            with contextlib.nullcontext() if micro == accumulate - 1 else no_sync():
+                loss = case.loss(model, case.batch(where))
+                backward(loss / accumulate)
+            run.losses.append(loss.item())
+            del loss
+            check()
+        run.norms.append(norm())
+        step()
+    run.buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    return run
+
+
+def in_dtype(case: Case, dtype: str) -> Case:
+    """The case with its batches in the compute dtype, as hetero gives them to the model."""
+    batch = case.batch
+    return replace(case, batch=lambda where: cast(batch(where), TORCH_DTYPES[dtype]))
+
+
 def run_plain(case: Case, dtype: str, accumulate: int) -> Run:
     """Plain PyTorch in memory; only the update is hetero's, as documented."""
     torch.manual_seed(0)
     model = case.make()
     optimizer = plain_adam(model, dtype)
-    run = Run()
-    for step in range(STEPS):
-        for micro in range(accumulate):
-            where = Where(step, micro)
-            torch.manual_seed(where.seed)
-            loss = case.loss(model, cast(case.batch(where), TORCH_DTYPES[dtype]))
-            (loss / accumulate).backward()
-            run.losses.append(loss.item())
-        run.norms.append(optimizer.norm())
+
+    def step() -> None:
         optimizer.step()
         optimizer.zero_grad()
+
+    case = in_dtype(case, dtype)
+    run = train(case, model, accumulate, torch.Tensor.backward, optimizer.norm, step)
     run.masters = optimizer.whole(model)
-    run.buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     return run
 
 
@@ -111,27 +144,45 @@ def least_device_memory(case: Case, dtype: str, settings: dict[str, Any]) -> int
     return found
 
 
-def run_hetero(case: Case, dtype: str, accumulate: int, settings: dict[str, Any]) -> Run:
-    """The same with hetero."""
+def masters_by_name(model: nn.Module) -> dict[str, torch.Tensor]:
+    names = dict(model.named_parameters())
+    return dict(zip(names, hetero.masters(names.values()), strict=True))
+
+
+def run_hetero(
+    case: Case, dtype: str, accumulate: int, settings: dict[str, Any], rank: int | None = None
+) -> Run:
+    """The same with hetero, on one of several ranks if that is given; stage 2 is in no_sync()."""
     model, optimizer = initialized(case, dtype, settings)
     engine = optimizer.engine
-    run = Run()
-    for step in range(STEPS):
-        for micro in range(accumulate):
-            where = Where(step, micro)
-            torch.manual_seed(where.seed)
-            loss = case.loss(model, case.batch(where))
-            optimizer.backward(loss / accumulate)
-            run.losses.append(loss.item())
-            del loss
-            pinned = sum(g.params.copies.pinned() for g in engine.chunk_groups)
-            assert pinned == 0, "nothing is held after a backward"
-        run.norms.append(hetero.clip_grad_norm_(model.parameters(), 1e30).item())
+
+    def check() -> None:
+        pinned = sum(g.params.copies.pinned() for g in engine.chunk_groups)
+        assert rank is not None or pinned == 0, "nothing is held after a backward"
+
+    def step() -> None:
         optimizer.step()
         optimizer.zero_grad()
-    names = dict(model.named_parameters())
-    run.masters = dict(zip(names, hetero.masters(names.values()), strict=True))
-    run.buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+    def norm() -> float:
+        return hetero.clip_grad_norm_(model.parameters(), 1e30).item()
+
+    holds = settings.get("zero_stage") == 2
+    no_sync = (lambda: hetero.no_sync(model)) if holds else contextlib.nullcontext
+    run = train(case, model, accumulate, optimizer.backward, norm, step, rank or 0, no_sync, check)
+    run.masters = masters_by_name(model)
     run.placement = engine.placement
     engine.close()
     return run
+
+
+def assert_same_bits(run: Run, expected: Run, of: object = None) -> None:
+    """Every bit; the norm, the same sum in another order, as fp32."""
+    assert run.losses == expected.losses, of
+    assert run.norms == pytest.approx(expected.norms, rel=2e-7), of
+    assert list(run.masters) == list(expected.masters)
+    for name, master in run.masters.items():
+        assert torch.equal(master, expected.masters[name]), (name, of)
+    for name, buffer in run.buffers.items():
+        assert torch.equal(buffer, expected.buffers[name]), (name, of)
+    assert len(set(run.losses)) > 1, "training moved"

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from offload.memory.tiers import Tier
 from tests.zoo.case import Case
 from tests.zoo.rank_runs import CASES
 from tests.zoo.runs import (
     Run,
+    assert_same_bits,
     least_device_memory,
     least_host_memory,
     run_hetero,
@@ -87,15 +87,7 @@ def test_same_bits_as_plain_torch(
     plain = expected(case.name, dtype, accumulate)
     settings = settings_of(case, policy, dtype, str(tmp_path))
     run = run_hetero(case, dtype, accumulate, settings)
-    assert run.losses == plain.losses
-    # The same sum in another order, given as fp32.
-    assert run.norms == pytest.approx(plain.norms, rel=2e-7)
-    assert list(run.masters) == list(plain.masters)
-    for name, master in run.masters.items():
-        assert torch.equal(master, plain.masters[name]), name
-    for name, buffer in run.buffers.items():
-        assert torch.equal(buffer, plain.buffers[name]), name
-    assert len(set(run.losses)) > 1, "training moved"
+    assert_same_bits(run, plain)
     placed = {
         "cpu": lambda p: {Tier.DISK} & {*p.param, *p.grad, *p.optim_state} == set(),
         "nvme": lambda p: p.param.count(Tier.DISK) > len(p.param) / 2,
@@ -119,11 +111,6 @@ def test_same_bits_on_the_smallest_device(
         settings["host_memory"] *= 2  # also for what is on its way to the device
     settings["device_memory"] = least_device_memory(case, dtype, settings)
     run = run_hetero(case, dtype, accumulate, settings)
-    assert run.losses == plain.losses
-    assert run.norms == pytest.approx(plain.norms, rel=2e-7)
-    for name, master in run.masters.items():
-        assert torch.equal(master, plain.masters[name]), name
-    for name, buffer in run.buffers.items():
-        assert torch.equal(buffer, plain.buffers[name]), name
+    assert_same_bits(run, plain)
     assert run.placement is not None
     assert Tier.DEVICE not in run.placement.param

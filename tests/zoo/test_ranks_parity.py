@@ -14,7 +14,7 @@ import torch
 
 from tests.support.ranks.processes import RankPool
 from tests.zoo.rank_runs import CASES, both, one_sided_parts
-from tests.zoo.runs import Run
+from tests.zoo.runs import Run, assert_same_bits
 
 # What DDP cannot do itself: methods other than forward, reentrant checkpoints with unused
 # parameters.
@@ -28,7 +28,6 @@ ALWAYS = {
     (2, "odd", "bf16", 3),
     (2, "lora", "fp32", 1),
     (2, "tiled-tied", "bf16", 1),
-    (4, "routed", "bf16", 1),
 }
 # Whose parameters get their gradients in another order than that of their chunks: in the least RAM
 # that initialize() asks for, buckets run out.
@@ -66,20 +65,6 @@ def on_disk(nvme_path: Path) -> dict[str, Any]:
 
 
 Ranks = list[list[tuple[Run, Run]]]  # by DDP and by hetero, for each of the settings
-
-
-def assert_same(ranks: Ranks, settings: list[dict[str, Any]]) -> None:
-    """Every bit; the norm, the same sum in another order, as fp32."""
-    for runs in ranks:
-        for options, (expected, run) in zip(settings, runs, strict=True):
-            assert run.losses == expected.losses, options
-            assert run.norms == pytest.approx(expected.norms, rel=2e-7), options
-            assert list(run.masters) == list(expected.masters)
-            for key, master in run.masters.items():
-                assert torch.equal(master, expected.masters[key]), (key, options)
-            for key, buffer in run.buffers.items():
-                assert torch.equal(buffer, expected.buffers[key]), (key, options)
-            assert len(set(run.losses)) > 1, "training moved"
 
 
 def assert_close(ranks: Ranks, settings: list[dict[str, Any]]) -> None:
@@ -127,7 +112,9 @@ def test_same_bits_as_with_ddp(
     settings = [{"placement_policy": "cpu", "zero_stage": stage} for stage in STAGES]
     if name not in NOT_IN_LEAST_MEMORY:
         settings.append(on_disk(tmp_path))
-    assert_same(pool.run(both, name, dtype, accumulate, settings), settings)
+    for runs in pool.run(both, name, dtype, accumulate, settings):
+        for options, (expected, run) in zip(settings, runs, strict=True):
+            assert_same_bits(run, expected, options)
 
 
 @pytest.mark.parametrize("name", ["routed", "batch-norm"])

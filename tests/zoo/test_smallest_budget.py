@@ -18,42 +18,30 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hetero
+from tests.zoo.pretrained import ATTENTION, LAYERS, TOKENS, TRANSFORMER
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
 TOO_LITTLE = 1 << 14  # bytes of RAM
 MODEL_TOO_LARGE = 1 << 16  # no parameter is, so that the whole model is known to the refusal
-TOKENS: dict[str, Any] = {
-    "vocab_size": 101,
-    "pad_token_id": 0,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-}
-WIDTH: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2}
-HEADS: dict[str, Any] = {**WIDTH, "num_attention_heads": 4}
-PLAIN: dict[str, Any] = {**TOKENS, **HEADS, "intermediate_size": 48, "max_position_embeddings": 64}
+PLAIN: dict[str, Any] = {**TRANSFORMER, "num_attention_heads": 4}
 GROUPED: dict[str, Any] = {**PLAIN, "num_key_value_heads": 2}
-OF_8: dict[str, Any] = {**GROUPED, "head_dim": 8}
 
-# The options of each family's configuration; class names begin with the key.
+# The options of each family's configuration; class names begin with the key. Those are left out
+# whose modules are as another one's.
 DECODERS: dict[str, dict[str, Any]] = {
     "Llama": GROUPED,
-    "Mistral": GROUPED,
-    "Qwen2": GROUPED,
-    "Qwen3": OF_8,
-    "Gemma": OF_8,
-    "Gemma2": OF_8,
+    "Qwen3": {**GROUPED, "head_dim": 8},
+    "Gemma2": {**GROUPED, "head_dim": 8},
     "Phi": PLAIN,
-    "Phi3": GROUPED,
-    "Falcon": {**TOKENS, **HEADS, "num_kv_heads": 2},
+    "Falcon": {**TOKENS, **ATTENTION, "num_kv_heads": 2},
     "OPT": {
         **TOKENS,
-        **HEADS,
+        **ATTENTION,
         "ffn_dim": 48,
         "max_position_embeddings": 64,
         "word_embed_proj_dim": 16,
     },
-    "GPTNeoX": PLAIN,
     "GPTJ": {
         **TOKENS,
         "n_embd": 32,
@@ -63,11 +51,6 @@ DECODERS: dict[str, dict[str, Any]] = {
         "rotary_dim": 8,
     },
     "Bloom": {**TOKENS, "hidden_size": 32, "n_layer": 2, "n_head": 4},
-    "StableLm": {**PLAIN, "num_key_value_heads": 4},
-    "Starcoder2": GROUPED,
-    "Olmo": GROUPED,
-    "Cohere": GROUPED,
-    "Granite": GROUPED,
     "Mixtral": {**GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2},
     "Qwen2Moe": {
         **GROUPED,
@@ -76,36 +59,14 @@ DECODERS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 16,
         "shared_expert_intermediate_size": 48,
     },
-    "Mamba": {**TOKENS, **WIDTH, "state_size": 4},
-    "Jamba": {
-        **GROUPED,
-        "num_experts": 2,
-        "attn_layer_period": 2,
-        "attn_layer_offset": 1,
-        "expert_layer_period": 2,
-        "expert_layer_offset": 1,
-        "mamba_d_state": 4,
-        "mamba_dt_rank": 4,
-        "use_mamba_kernels": False,
-    },
+    "Mamba": {**TOKENS, **LAYERS, "state_size": 4},
 }
 ENCODERS: dict[str, dict[str, Any]] = {
     "Bert": PLAIN,
-    "Roberta": PLAIN,
-    "Electra": {**PLAIN, "embedding_size": 16},
     "Albert": {**PLAIN, "embedding_size": 16},
     "DebertaV2": PLAIN,
 }
 PAIRS: dict[str, dict[str, Any]] = {
-    "T5": {
-        **TOKENS,
-        "d_model": 32,
-        "d_kv": 8,
-        "d_ff": 48,
-        "num_layers": 2,
-        "num_heads": 4,
-        "decoder_start_token_id": 0,
-    },
     "Bart": {
         **TOKENS,
         "d_model": 32,

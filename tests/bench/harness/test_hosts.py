@@ -7,13 +7,10 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from bench.harness.hosts import INTERFACE, Hosts, parse_rate, why_no_hosts
-from bench.harness.ranks import run_ranks
-from hetero.job.options import TrainOptions, to_arguments
 from tests.support.ranks import on_hosts
 from tests.support.ranks.processes import RankPool
 from tests.support.training.loops import SMALLEST_MODEL
@@ -62,24 +59,6 @@ print(socket.gethostname(), socket.gethostbyname(socket.gethostname()), os.getpi
     assert left.wait(30) != 0  # it ended with its host
 
 
-def losses(tmp_path: Path, name: str, ranks: int, hosts: Hosts | None) -> dict[str, Any]:
-    """What `hetero train` tells of three steps; each host has a folder of its own."""
-    (tmp_path / name).mkdir()
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    small: dict[str, Any] = {"seq_len": 32, "batch_size": 1, "threads": 1, "host_memory": "4MiB"}
-    where: dict[str, Any] = {
-        "nvme_path": (str(tmp_path / name),),
-        "run_dir": str(tmp_path / name / "run"),
-    }
-    how: dict[str, Any] = {"steps": 3, "dtype": "fp32", "policy": "nvme", "save_model": False}
-    options = TrainOptions(config=f"{tmp_path}/config.json", json=True, **small, **where, **how)
-    command = [sys.executable, "-m", "hetero.cli", "train", *to_arguments(options)]
-    log, out = tmp_path / f"{name}.log", tmp_path / f"{name}.out"
-    run_ranks(command, ranks, os.environ, log, out, 300, hosts)
-    found: dict[str, Any] = json.loads(out.read_text())
-    return found
-
-
 @needs_hosts
 def test_ranks_on_two_hosts_train_as_one_machine_s(ranks2: RankPool, tmp_path: Path) -> None:
     """The same bits; a host sends what its rank sends the other, and little more. Then one is lost.
@@ -123,17 +102,3 @@ def test_ranks_on_two_hosts_train_as_one_machine_s(ranks2: RankPool, tmp_path: P
     for rank, nbytes in zip(two, sent, strict=True):
         assert 0 < rank["sent_bytes"] < nbytes < rank["sent_bytes"] * 5 // 4 + (1 << 20)
     assert json.loads((tmp_path / "until_lost-0.json").read_text()).startswith("PeerError")
-
-
-@needs_hosts
-@pytest.mark.extra
-@pytest.mark.parametrize(("ranks", "bytes_per_s"), [(2, GIGABIT), (4, SLOW)])
-def test_two_hosts_train_as_one(ranks: int, bytes_per_s: float, tmp_path: Path) -> None:
-    """`hetero train`: the same bits; a host sends what its ranks exchange with the other's."""
-    one = losses(tmp_path, "one", ranks, None)
-    with Hosts(2, bytes_per_s) as hosts:
-        two = losses(tmp_path, "two", ranks, hosts)
-        sent = [hosts.sent_bytes(host) for host in range(2)]
-    assert two["losses"] == one["losses"]
-    exchanged = 3 * two["sent_bytes_per_step"] * ranks // 2  # by a host's ranks, with all others
-    assert max(sent) < exchanged * 5 // 4 + (1 << 20)

@@ -54,7 +54,7 @@ class Reference:
                 param.copy_(other)
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("unscale", [False, True], ids=["step", "unscale and clip, step"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_training_equals_plain_torch(
@@ -91,7 +91,7 @@ def assert_unscaled(model: Net, expected: Net, scale: float) -> None:
             assert torch.equal(grad, param.grad.float() / scale)
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("clear", [True, False])
 @pytest.mark.parametrize("unscale", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -47,6 +47,7 @@ def held_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
             go.set()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("rule", ["adam", "muon"])
 def test_it_has_the_state_of_then(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.checkpoint.crashing import PLACES, crash
+from tests.support.checkpoint.crashing import PLACES, crash, growth
 from tests.support.ranks.processes import run_forked
 
 
@@ -26,3 +26,12 @@ def test_a_training_that_is_killed_again_and_again(
     assert found["same"]
     checkpoints = [] if place.startswith("durable") else [f"step-{steps - 1}", f"step-{steps}"]
     assert found["left"] == checkpoints
+
+
+@pytest.mark.extra
+@pytest.mark.parametrize("place", ["disk", "durable-moving"])
+def test_a_long_training_leaks_nothing(place: str, tmp_path: Path) -> None:
+    """With a save or a commit beside each step, and homes that move."""
+    first, last = run_forked(growth, tmp_path, place, timeout_s=1200)
+    assert last[1] <= first[1] + 8  # (of a save that is under way)
+    assert last[0] - first[0] < 8 << 20, (first, last)

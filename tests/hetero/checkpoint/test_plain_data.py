@@ -174,17 +174,11 @@ def optimizer() -> torch.optim.Optimizer:
     return torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1, momentum=0.9)
 
 
+# Each has something else in its state: functions, counters, lists, options, other schedulers.
 SCHEDULERS: dict[str, Any] = {
     "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda n: 0.9**n),
-    "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, lambda n: 0.9),
-    "StepLR": lambda o: lr_scheduler.StepLR(o, 2),
     "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [2, 4, 4]),
-    "ConstantLR": lambda o: lr_scheduler.ConstantLR(o, total_iters=3),
-    "LinearLR": lambda o: lr_scheduler.LinearLR(o, total_iters=5),
-    "ExponentialLR": lambda o: lr_scheduler.ExponentialLR(o, 0.9),
-    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 10),
     "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
-    "PolynomialLR": lambda o: lr_scheduler.PolynomialLR(o, 6),
     "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, step_size_up=3),
     "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 0.3, total_steps=20),
     "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=1),
@@ -193,14 +187,7 @@ SCHEDULERS: dict[str, Any] = {
         [lr_scheduler.ConstantLR(o, total_iters=3), lr_scheduler.ExponentialLR(o, 0.9)],
         milestones=[3],
     ),
-    "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler(
-        [lr_scheduler.LinearLR(o, total_iters=4), lr_scheduler.ExponentialLR(o, 0.9)]
-    ),
 }
-
-
-def test_no_scheduler_of_torch_is_left_out() -> None:
-    assert set(lr_scheduler.__all__) - {"LRScheduler"} <= set(SCHEDULERS)
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)

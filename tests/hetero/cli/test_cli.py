@@ -160,12 +160,9 @@ def test_placement_and_disk_engine_do_not_change_the_numbers(
     for number, arguments in enumerate(
         (
             ("--policy", "cpu"),
-            ("--policy", "nvme"),
             ("--policy", "nvme", "--io-engine", "threads", "--no-prefetch"),
             ("--policy", "nvme", "--nvme-path", "../in", "--nvme-path", "."),
-            ("--policy", "auto"),
             ("--policy", "cpu", *EMULATED),
-            ("--policy", "nvme", *EMULATED),
             ("--policy", "cuda", *EMULATED),
         )
     ):

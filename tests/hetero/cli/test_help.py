@@ -179,9 +179,6 @@ def test_a_reader_that_has_gone_is_no_error() -> None:
         (("hetero", "doc"), "doctor"),
         (("hetero", "train", "--overlap-u"), "--overlap-updates"),
         (("hetero", "train", "--policy", "n"), "nvme"),
-        (("hetero", "plan", "--dtype", "b"), "bf16"),
-        (("hetero", "finetune", "--backend", "c"), "cuda"),
-        (("hetero", "convert", "--to", "dc"), "dcp"),
     ],
 )
 def test_bash_completes(

@@ -12,9 +12,7 @@ import hetero
 from hetero.compat import deepspeed, fsdp
 from hetero.compat.colossalai.nn.optimizer import HybridAdam
 from hetero.compat.colossalai.zero import ShardedModelV2, ShardedOptimizerV2, ZeroInitContext
-from offload.device.cuda_backend import CudaBackend
 from offload.memory.tiers import Tier
-from tests.support.native.fake_cuda import FakeRuntime
 from tests.support.training.small_net import Net, loss_of
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -22,11 +20,7 @@ Trained = tuple[Net, hetero.HybridOptimizer]
 
 
 @pytest.fixture
-def _device(monkeypatch: pytest.MonkeyPatch) -> None:
-    runtime = FakeRuntime()
-    monkeypatch.setattr("hetero.config.cuda_available", lambda: True)
-    monkeypatch.setattr("hetero.config.default_device_bytes", lambda *_: 64 << 20)
-    monkeypatch.setattr("hetero.config.CudaBackend", lambda: CudaBackend(runtime))
+def _device(fake_cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hetero.compat.colossalai.zero.cuda_available", lambda: True)
 
 

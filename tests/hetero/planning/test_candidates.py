@@ -23,10 +23,8 @@ from tests.support.training.planning import (
     BF16,
     SLOT,
     layout_of,
-    make_plan,
     make_spec,
     placed_plans,
-    separate_profile,
 )
 
 
@@ -89,16 +87,6 @@ def test_where_updates_overlap_buffers_keep_the_optimizer_states_that_forward_wa
         given = Budgets(host, AMPLE, keep_optim_states=False)
         made = place(make_spec(layout, given, overlaps_updates=overlaps))
         assert Tier.HOST in made.optim_state
-
-
-def test_all_is_on_the_device_where_it_fits():
-    layout = layout_of(*[SLOT] * 6)
-    budgets = Budgets(AMPLE, AMPLE, device=AMPLE, under_construction=False)
-    made = place(make_spec(layout, budgets))
-    assert set(made.optim_state) == {Tier.DEVICE}
-    assert made.gathered_slots == made.grad_offload_bytes == 0
-    cost = make_plan(layout, separate_profile()).cost_of(made)
-    assert cost.traffic["h2d"] == cost.traffic["d2h"] == 0
 
 
 @pytest.mark.parametrize("policy", ["cpu", "nvme", "auto"])

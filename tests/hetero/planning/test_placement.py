@@ -194,16 +194,6 @@ def test_with_little_disk_the_two_numbers_quoted_work_together(problem, share):
                 placed(layout, d, policy, replace(budgets, disk=disk - 1), min_gathered)
 
 
-@given(problems())
-def test_a_host_budget_refused_alone_is_quoted(problem):
-    layout, d, policy, budgets, min_gathered = problem
-    budgets = replace(budgets, host=1, disk=AMPLE, gathered=None)
-    with pytest.raises(BudgetError) as refusal:
-        placed(layout, d, policy, budgets, min_gathered)
-    assert smallest_in(refusal.value) is not None
-    assert "host_memory is 1 B (1 bytes)" in str(refusal.value)
-
-
 # Budgets in steps of what makes a difference.
 more_bytes = st.integers(1, 400).map(lambda n: n * SLOT * 2)
 
@@ -277,16 +267,6 @@ class TestRefusals:
         assert "40,960 parameters in 10 chunks" in message
         assert f"({10 * SLOT * needed} bytes)" in message
         assert said in message
-
-    def test_too_little_device_memory_is_told_with_what_is_needed(self):
-        needed = 3 * SLOT * 2
-        with pytest.raises(BudgetError) as refusal:
-            placed(self.LAYOUT, self.BF16, "nvme", Budgets(10 * SLOT, AMPLE, needed - 1), 3)
-        message = str(refusal.value)
-        assert "device_memory" in message
-        assert f"({needed} bytes)" in message
-        p = placed(self.LAYOUT, self.BF16, "nvme", Budgets(30 * SLOT, AMPLE, needed), 3)
-        assert p.gathered_slots in (0, 3)
 
 
 def test_buffers_of_the_link_are_in_ram():

@@ -17,7 +17,6 @@ import hetero
 from hetero import TiledLinear
 from hetero.setup.construction_store import ConstructionParam
 from hetero.tiling import tiled_linear
-from tests.support.training.loops import batches, build, tiny_gpt2, train
 from tests.support.training.smallest import smallest_host_memory
 
 OUTPUTS = 320
@@ -302,33 +301,6 @@ def test_a_plain_state_loads_into_a_managed_layer(tmp_path: Path) -> None:
     assert all(map(torch.equal, model[0].linear_state_dict().values(), other.state_dict().values()))
     assert torch.equal(copy.deepcopy(model)[0].weight, other.weight)
     optimizer.engine.close()
-
-
-def test_a_plain_layer_that_is_larger_than_the_budget_gives_its_values(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    plain = nn.Linear(1024, 2048)
-    disk: Any = {"placement_policy": "nvme", "nvme_path": str(tmp_path), "host_memory": "6MiB"}
-    with hetero.ZeroInitContext(dtype="fp32", **disk):
-        tiled = TiledLinear(1024, 2048, in_splits=2, out_splits=8)
-        torch.manual_seed(0)
-        tiled.copy_params_from(nn.Linear(1024, 2048))
-    assert all(map(torch.equal, tiled.linear_state_dict().values(), plain.state_dict().values()))
-
-
-def test_large_layers_of_a_model_under_construction_are_replaced(tmp_path: Path) -> None:
-    """The plain layer fits the budget, and later two of its tiles do."""
-
-    def make() -> nn.Module:
-        model = tiny_gpt2()
-        # (GPT-2's own layers are no torch.nn.Linear; its head is tied.)
-        model.extra = nn.Linear(64, 512)
-        assert list(hetero.tile_linears(model, 64 * 64)) == ["extra"]
-        return model
-
-    data = batches(2)
-    disk: Any = {"placement_policy": "nvme", "nvme_path": str(tmp_path), "host_memory": "4MiB"}
-    run = train(*build(make, dtype="fp32", **disk), data)
-    assert run.same_bits(train(*build(make, dtype="fp32", placement_policy="cpu"), data))
 
 
 def test_a_layer_under_construction_that_is_larger_than_the_budget(tmp_path: Path) -> None:

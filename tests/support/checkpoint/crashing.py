@@ -9,6 +9,7 @@ the remaining steps.
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import shutil
@@ -20,6 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 import hetero
@@ -183,3 +185,18 @@ def crash(folder: Path, place: str, kills: int, steps: int, seed: int) -> dict[s
     left = sorted(path.name for path in run.iterdir()) if run.exists() else []
     same = all(map(torch.equal, found, wanted))
     return {"died_in": died_in, "same": same, "left": left}
+
+
+def growth(folder: Path, place: str) -> list[tuple[int, int]]:
+    """Bytes of resident memory and number of descriptors after 100 and after 1,000 steps."""
+    process, found, made = psutil.Process(), list[tuple[int, int]](), 0
+
+    def note(what: str) -> None:
+        nonlocal made
+        made += what == "train"
+        if what == "train" and made in (100, 1000):
+            gc.collect()
+            found.append((process.memory_info().rss, process.num_fds()))
+
+    life(folder, place, 1000, note)
+    return found

@@ -1,4 +1,4 @@
-"""ColossalAI's example of ZeRO with other imports: hetero's, or plain PyTorch's."""
+"""ColossalAI's example of ZeRO with hetero's imports."""
 
 from __future__ import annotations
 
@@ -31,17 +31,11 @@ _SIZES = {
 }
 
 
-_PLAIN = {
-    line: f"from tests.support.compat.plain_colossalai import {line.split(' import ')[1]}"
-    for line in list(_COLOSSALAI)[1:]
-} | {"import colossalai": "from tests.support.compat import plain_colossalai as colossalai"}
-
-
-def names_of(plain: bool = False) -> dict[str, Any]:
+def names_of() -> dict[str, Any]:
     """The names of the example, with small numbers where main() has those of a large model."""
     names = run_document(
         "colossalai_zero.txt",
-        (_PLAIN if plain else _COLOSSALAI) | _SIZES,
+        _COLOSSALAI | _SIZES,
         {"get_mem_info": lambda prefix="": prefix},
     )
     names["gpt2_medium"] = lambda checkpoint: names["GPTLMModel"](

@@ -11,11 +11,12 @@ from torch import nn
 import hetero
 from tests.support.compat.document import run_document
 
+STEPS = 10
 IMPORTS = {
+    "for _ in range(100):": f"for _ in range({STEPS}):",
     "import oneflow as flow": "from hetero.compat import oneflow as flow",
     "from oneflow import nn": "from hetero.compat.oneflow import nn",
 }
-STEPS = 100
 
 
 def run_on_a_rank(rank: int, world: int, enable: str) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from tests.support.cuda.watch import Watch
 from tests.support.native.fake_cuda import FakeRuntime
 from tests.support.ranks.rank_training import inputs, make
 
-STEPS = 3
+STEPS = 2
 
 
 @contextmanager

@@ -147,21 +147,6 @@ def traffic(rank: int, world: int, options: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def expert_steps(
-    rank: int, world: int, options: dict[str, Any], steps: int, chosen: list[list[int | None]]
-) -> dict[str, Any]:
-    """Trains Experts; in step s rank r uses expert chosen[s][r]."""
-    model, optimizer = make("experts", options)
-    for step in range(steps):
-        loss = model(inputs(rank, step), chosen[step][rank]).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    found = {"masters": hetero.masters(list(model.parameters()))}
-    optimizer.engine.close()
-    return found
-
-
 def construct(rank: int, world: int, options: dict[str, Any], seed_by_rank: bool) -> dict[str, Any]:
     """First values of tiny_gpt2, and the most RAM its construction took."""
     torch.manual_seed(rank if seed_by_rank else 0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +12,13 @@ from torch.autograd.graph import save_on_cpu
 
 import hetero
 from hetero.activations.store import ActivationStore
-from offload.device.cuda_backend import CudaBackend
 from offload.errors import BudgetError
 from offload.memory.tiers import Account, Tier
 from tests.support.activations import steps_of_rank
-from tests.support.cuda.watch import Watch
-from tests.support.native.fake_cuda import FakeRuntime
 from tests.support.ranks.processes import RankPool
 from tests.support.training.loops import Run, batches, build, train
 
-pytestmark = pytest.mark.usefixtures("nothing_left")
+pytestmark = pytest.mark.usefixtures("nothing_left", "fake_cuda")
 
 # Without checkpoints a forward saves about 1.2 MiB in fp32; the logits are 77 KiB of it.
 HOSTS = {None: "300KiB", False: "240KiB", True: "240KiB"}
@@ -41,17 +37,6 @@ SETTINGS = [
 ]
 CHECKPOINTS = [pytest.param(kind, id=f"reentrant-{kind}") for kind in (None, False, True)]
 REFERENCES: dict[Any, Run] = {}
-
-
-@pytest.fixture(autouse=True)
-def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeRuntime]:
-    """The device that the backend "cuda" is; what torch computes is watched."""
-    made = FakeRuntime()
-    monkeypatch.setattr("hetero.config.cuda_available", lambda: True)
-    monkeypatch.setattr("hetero.config.default_device_bytes", lambda *_: 64 << 20)
-    monkeypatch.setattr("hetero.config.CudaBackend", lambda: CudaBackend(made))
-    with Watch(made):
-        yield made
 
 
 def made(path: Path, settings: dict[str, Any], reentrant: bool | None = None, **more: Any) -> Any:

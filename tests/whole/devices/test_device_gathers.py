@@ -18,10 +18,11 @@ LEAST = 5  # chunks on a device: gathered, not kept, in a bucket, received, and 
 
 
 @pytest.mark.parametrize("settings", [{"placement_policy": "cpu"}, {"placement_policy": "nvme"}])
-def test_of_a_chunk_one_shard_crosses_the_link(
+def test_of_a_chunk_and_of_a_mean_one_shard_crosses_the_link(
     ranks2: RankPool, settings: dict[str, Any], tmp_path: Path
 ) -> None:
     options = {"dtype": "bf16", "nvme_path": str(tmp_path), "zero_stage": 3, **settings}
+    options["overlap_updates"] = "none"
     # Five gathered chunks each, beside two gradients on their way to RAM; or one chunk that is not
     # kept, three buckets, two that are received, and zeros.
     in_ram = ranks2.run(ranks.train, options | {"device_memory": str((5 + 2) * CHUNK_BYTES)})
@@ -29,6 +30,7 @@ def test_of_a_chunk_one_shard_crosses_the_link(
     for mine, other in zip(ranks2.run(ranks.train, between, 1, 1, True), in_ram, strict=True):
         assert other["gathers"] == 0 < other["h2d"]  # through RAM each rank reads alone
         assert mine["h2d"] == mine["gathers"] * CHUNK_BYTES // 2
+        assert mine["d2h"] == other["d2h"] // 2  # of the means
         assert same(mine["masters"], other["masters"])
 
 

@@ -16,15 +16,6 @@ CHUNK_BYTES = 16384 * 2  # in bf16
 ON_DEVICE = {"backend": "cuda", "device_memory": "64MiB"}
 
 
-def test_of_a_mean_one_shard_crosses_the_link(ranks2: RankPool) -> None:
-    options = {"placement_policy": "cpu", "device_memory": "2MiB", "dtype": "bf16"}
-    options |= {"zero_stage": 3, "overlap_updates": "none"}
-    in_ram = ranks2.run(ranks.train, options)
-    for mine, other in zip(ranks2.run(ranks.train, options, 1, 1, True), in_ram, strict=True):
-        assert mine["d2h"] == other["d2h"] // 2
-        assert same(mine["masters"], other["masters"])
-
-
 def test_of_a_mean_over_replicas_one_shard_crosses_the_link(ranks4: RankPool) -> None:
     options = {"placement_policy": "cpu", "device_memory": "2MiB", "dtype": "bf16"}
     options["host_memory"] = "8MiB"

@@ -438,10 +438,9 @@ def test_what_is_not_given_is_as_in_the_release_that_is_followed(
     engine.destroy()
 
 
-@pytest.mark.parametrize("key", ["bf16", "fp16"])
-def test_masters_begin_rounded(key: str) -> None:
-    """As DeepSpeed's, which are made of parameters that are in bf16 or fp16 already."""
-    engine = engine_of(**{key: {"enabled": True}})
+def test_masters_begin_rounded() -> None:
+    """As DeepSpeed's, which are made of parameters that are in bf16 already."""
+    engine = engine_of(bf16={"enabled": True})
     for master, first in zip(
         hetero.masters(engine.module.parameters()), plain()[0].parameters(), strict=True
     ):
@@ -523,6 +522,7 @@ def test_parts_of_a_checkpoint(tmp_path: Path) -> None:
     engine.destroy()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("inside", [False, True])
 def test_an_engine_for_inference(inside: bool, dtype: torch.dtype) -> None:

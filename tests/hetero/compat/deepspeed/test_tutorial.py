@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 
 import pytest
 import torch
@@ -66,36 +65,3 @@ def test_first_values_are_those_of_plain_construction() -> None:
     plain = run_megatron(PLAIN, 3)
     for (name, found), weight in zip(model.named_parameters(), plain.parameters(), strict=True):
         assert torch.equal(found.detach().clone(), weight), name
-
-
-def test_built_and_trained_on_nvme(tmp_path: Path, nothing_left: None) -> None:
-    """The third configuration, with state on NVMe and a budget in which it does not fit."""
-    config = {
-        "zero_optimization": {
-            "stage": 3,
-            "offload_param": {"device": "nvme", "nvme_path": str(tmp_path)},
-            "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)},
-        },
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.01, "eps": EPS}},
-        "hetero": {"host_memory": "192KiB"},
-    }
-    torch.manual_seed(0)
-    with deepspeed.zero.Init(config_dict_or_path=config):
-        model = run_megatron(OURS, 3, remote="nvme")  # (a context inside the other one)
-    engine, optimizer, _, _ = deepspeed.initialize(model=model, config=config)
-    assert optimizer is not None
-    assert optimizer.engine.config.placement_policy == "nvme"
-    torch.manual_seed(0)
-    plain = run_megatron(PLAIN, 3)
-    adamw = torch.optim.AdamW(plain.parameters(), lr=1e-3, eps=EPS)
-    for seed in range(2):
-        engine.backward(loss_of(engine, seed))
-        engine.step()
-        loss_of(plain, seed).backward()
-        torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
-        adamw.step()
-        adamw.zero_grad()
-    assert optimizer.engine.traffic.disk_read > 0
-    for found, weight in zip(hetero.masters(model.parameters()), plain.parameters(), strict=True):
-        torch.testing.assert_close(found, weight.detach(), rtol=1e-5, atol=1e-5)
-    engine.destroy()
