@@ -315,7 +315,7 @@ class _ChunkGroupBuilder:
         versions = ChunkVersions(memory, chunks)
         updates = ChunkUpdates(memory, chunks, versions, overlap)
         optim_states = OptimizerState(
-            self._layout.tile_numel, self._dtypes, updater, memory, versions.begin_write
+            self._layout.tile_numel, self._dtypes, memory, versions.begin_write
         )
         grads = Grads(
             self._layout,

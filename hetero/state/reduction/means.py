@@ -148,7 +148,7 @@ class DeviceMeans:
         shard: Shard,
         memory: MeanMemory,
     ) -> None:
-        """Nothing is sent yet. Raises HeteroError if the device's kernel cannot be compiled.
+        """Nothing is sent yet.
 
         Args:
             world: the ranks.
@@ -158,7 +158,6 @@ class DeviceMeans:
             shard: this rank's part of a chunk.
             memory: on the device, and in RAM.
         """
-        backend.prepare_means()
         self._world = world
         self.group = group
         self.backend = backend
