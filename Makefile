@@ -24,7 +24,7 @@ URING_CALLS := native/io/engines/uring_calls.cpp
 # Succeeds where liburing's header has all that the io_uring engine calls.
 has_liburing = $(CXX) -std=c++20 -fsyntax-only $(URING_CALLS) >/dev/null 2>&1
 # Those that may have locks; without liburing its engine cannot be read.
-LOCK_SOURCES = $(shell find native -name '*.cpp' -not -path '*/isa/*' -not -name by_instruction.cpp -not -path '*/bindings/*' \
+LOCK_SOURCES = $(shell find native -name '*.cpp' -not -path '*/isa/*' -not -path '*/bindings/*' \
 	$$($(has_liburing) || echo -not -name 'uring_*'))
 
 # Python keeps what it has compiled, also where the environment says otherwise: tests start hundreds
@@ -110,7 +110,7 @@ lint: $(VENV)/test.stamp
 tidy: $(VENV)/test.stamp
 	$(BIN)/cmake -S. -Bbuild/tidy -GNinja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) \
 		-DCMAKE_EXPORT_COMPILE_COMMANDS=ON -DHETERO_PYTHON=OFF
-	$(BIN)/clang-tidy -p build/tidy --quiet $(filter-out %_neon.cpp %by_instruction.cpp native/bindings/%,$(shell find native -name "*.cpp"))
+	$(BIN)/clang-tidy -p build/tidy --quiet $(filter-out %_neon.cpp native/bindings/%,$(shell find native -name "*.cpp"))
 
 format: $(VENV)/test.stamp
 	$(BIN)/ruff check --fix $(PYTHON_SOURCES)

@@ -59,7 +59,7 @@ from offload.device.updater import Updater
 from offload.memory.arena import HostArena
 from offload.memory.ledger import Ledger
 from offload.memory.process_memory import ProcessExcess
-from offload.memory.slot_pool import DevicePool, SlotPool
+from offload.memory.slot_pool import SlotPool
 from offload.memory.tiers import Account, StateKind, Tier
 
 
@@ -315,7 +315,7 @@ class _ChunkGroupBuilder:
         versions = ChunkVersions(memory, chunks)
         updates = ChunkUpdates(memory, chunks, versions, overlap)
         optim_states = OptimizerState(
-            self._layout.tile_numel, self._dtypes, updater, memory, versions.begin_write
+            self._layout.tile_numel, self._dtypes, memory, versions.begin_write
         )
         grads = Grads(
             self._layout,
@@ -559,26 +559,23 @@ class _ChunkGroupBuilder:
         slot_bytes = SlotBytes.of(layout, self._dtypes).bucket
         shard_bytes = slot_bytes // layout.shard.ranks
         dtype, received = self._dtypes.torch_reduce, placement.receive_slots
-        if self.plan.spec.averages_on_device and placement.longest_trained:
-            on_device = partial(self._bucket_arena, self._backend.arena, slot_bytes)
+        on_device = bool(self.plan.spec.averages_on_device and placement.longest_trained)
+        make = self._backend.arena if on_device else self._backend.host_arena
+        pool = partial(SlotPool, lambda n: make(n, slot_bytes, self._ledger, Account.BUCKET))
+        buckets = self._owned(pool(placement.bucket_slots))
+        received_pool = self._owned(pool(received))
+        of_shards = partial(self._bucket_arena, self._backend.host_arena, shard_bytes)
+        between_replicas: HostArena | None = None
+        means: DeviceMeans | None = None
+        if on_device:
             grad_offload = None
-            device_buckets = DevicePool(on_device, placement.bucket_slots)
-            in_ram = self._bucket_arena(self._backend.host_arena, shard_bytes, received)
+            in_ram = of_shards(received)
             in_ram.commit_all()
             means = self._make_device_means(grads, in_ram, slot_bytes, shard_bytes)
-            pool = DevicePool(on_device, received)
-            buffers = ReduceBuffers(dtype, device_buckets, pool, None, device=means)
-        else:
-            in_arena = partial(self._bucket_arena, self._backend.host_arena)
-            between_replicas: HostArena | None = None
-            if self.world.replicas is not None and placement.longest_trained:
-                between_replicas = in_arena(shard_bytes, placement.longest_trained)
-                between_replicas.commit_all()
-            trained_slots = sum(c.slots for c in layout.chunks if c.trainable)
-            slots = placement.bucket_slots
-            buckets = SlotPool(in_arena(slot_bytes, max(trained_slots, slots)), slots)
-            received_pool = SlotPool(in_arena(slot_bytes, received), received)
-            buffers = ReduceBuffers(dtype, buckets, received_pool, between_replicas)
+        elif self.world.replicas is not None and placement.longest_trained:
+            between_replicas = of_shards(placement.longest_trained)
+            between_replicas.commit_all()
+        buffers = ReduceBuffers(dtype, buckets, received_pool, between_replicas, means)
         trained = [m for m in self.members if m.chunk.trainable]
         loss_scale = self.shared.loss_scale
         made = GradReducer(layout, trained, self.world, buffers, grads, loss_scale, grad_offload)

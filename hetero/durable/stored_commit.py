@@ -224,7 +224,7 @@ class StoredCommit(StoredCheckpoint):
             master = arrays[1].view(torch.int16 if dtypes.compute == "bf16" else torch.float32)
         states = tuple(each.view(dtypes.torch_state) for each in arrays[2:])
         tile_state = TileState(master, states)
-        codec = TileCodec(group.tile_numel, dtypes, None)
+        codec = TileCodec(group.tile_numel, dtypes)
         if key == master_key(name):
             return codec.join(param, tile_state, slice(0, numel))
         shift = part.begin % _BLOCK_NUMEL if dtypes.state == "8bit" else 0

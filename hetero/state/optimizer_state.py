@@ -14,7 +14,6 @@ from hetero.chunks.layout import Chunk, Layout
 from hetero.state.managed_param import ManagedParam
 from hetero.state.memory import StateMemory
 from offload._native import decode_state, encode_state, join_master, split_master
-from offload.device.updater import Updater
 from offload.memory.tiers import StateKind
 
 
@@ -79,12 +78,10 @@ class TileCodec:
     Attributes:
         tile_numel: elements of a tile.
         dtypes: of the chunk group.
-        updater: splits and joins masters on a DEVICE whose memory the CPU does not reach.
     """
 
     tile_numel: int
     dtypes: Dtypes
-    updater: Updater | None
 
     def over(self, raw: torch.Tensor) -> TileState:
         """Views of the tile's bytes `raw`, laid out as docs/formats.md says."""
@@ -117,21 +114,12 @@ class TileCodec:
                 master[where] = values
             param.copy_(values)
             return
-        assert master is not None
-        master, carrier = master[where], self._carrier(optim_state, where)
-        values = values.to(param.device).contiguous()
-        if param.device.type != "cpu":
-            assert self.updater is not None
-            self.updater.split(values, param, master, carrier)
-            return
-        split_master(
-            self.dtypes.kind,
-            values.data_ptr(),
-            param.data_ptr(),
-            master.data_ptr(),
-            0 if carrier is None else carrier.data_ptr(),
-            values.numel(),
-        )
+        places = [param, *self._rest_of_masters(optim_state, where)]
+        values, *in_ram = (tensor.cpu().contiguous() for tensor in (values, *places))
+        split_master(self.dtypes.kind, values.data_ptr(), *_split_addresses(in_ram), values.numel())
+        for place, made in zip(places, in_ram, strict=True):
+            if made is not place:  # it is on a device, and the splitter is the CPU's
+                place.copy_(made)
 
     def states(self, optim_state: TileState, where: slice) -> list[torch.Tensor]:
         """Copies of the rule's states, flat, fp32, without the master's bit in the last one."""
@@ -175,11 +163,12 @@ class TileCodec:
         decode_state(self.dtypes.kind, i, blocks.data_ptr(), values.data_ptr(), values.numel())
         return values
 
-    def _carrier(self, optim_state: TileState, where: slice) -> torch.Tensor | None:
-        """What has the masters' carries beside other bits; None if nothing has."""
-        if self.dtypes.kind.carrier == "remainder":
-            return None
-        return optim_state.states[-1][where]
+    def _rest_of_masters(self, optim_state: TileState, where: slice) -> list[torch.Tensor]:
+        """The remainders, and what has the masters' carries beside other bits, if anything has."""
+        assert optim_state.master is not None
+        has_carrier = self.dtypes.kind.carrier != "remainder"
+        carriers = [optim_state.states[-1][where]] if has_carrier else []
+        return [optim_state.master[where], *carriers]
 
     def join(self, param: torch.Tensor, optim_state: TileState, where: slice) -> torch.Tensor:
         """The masters of a part of a parameter, flat, fp32, on the optimizer state's device.
@@ -194,22 +183,17 @@ class TileCodec:
         master = optim_state.master[where]
         if self.dtypes.compute == "fp16":
             return master.clone()
-        carrier = self._carrier(optim_state, where)
-        param = param.to(master.device).contiguous()
-        values = torch.empty(param.numel(), dtype=torch.float32, device=master.device)
-        if master.device.type != "cpu":
-            assert self.updater is not None
-            self.updater.join(param, master, carrier, values)
-            return values
-        join_master(
-            self.dtypes.kind,
-            param.data_ptr(),
-            master.data_ptr(),
-            0 if carrier is None else carrier.data_ptr(),
-            values.data_ptr(),
-            values.numel(),
-        )
-        return values
+        parts = (param, *self._rest_of_masters(optim_state, where))
+        in_ram = [part.cpu().contiguous() for part in parts]
+        values = torch.empty(param.numel())
+        join_master(self.dtypes.kind, *_split_addresses(in_ram), values.data_ptr(), values.numel())
+        return values.to(master.device)
+
+
+def _split_addresses(arrays: Sequence[torch.Tensor]) -> tuple[int, int, int]:
+    """Of parameters, remainders and what has the carries, if anything has."""
+    param, remainder, *carriers = (array.data_ptr() for array in arrays)
+    return param, remainder, carriers[0] if carriers else 0
 
 
 @dataclass(frozen=True, eq=False)

@@ -41,7 +41,6 @@ HEADERS = [
 # By the name that the kernels include them by.
 FILES = {
     "update.cu": "update/cuda/update.cu",
-    "mean.cu": "update/cuda/mean.cu",
     **{name: name for name in HEADERS},
     **dict.fromkeys(("cmath", "cstddef", "cstdint", "cstring"), "update/cuda/nvrtc_std.h"),
 }

@@ -234,8 +234,16 @@ py::dict stats_of(const IoEngine& engine) {
 }
 
 void bind_io(py::module_& module) {
-  io_error_type = make_os_error(
-      module, "NativeIoError", "A failed transfer: which, of what file, how far it came, and why.");
+  io_error_type = PyErr_NewExceptionWithDoc(
+      "offload._native.NativeIoError",
+      "A failed transfer: which, of what file, how far it came, and why.", PyExc_OSError, nullptr);
+  if (io_error_type == nullptr) throw py::error_already_set();
+  const auto type = py::reinterpret_borrow<py::object>(io_error_type);
+  // OSError's own text has errno and file only.
+  type.attr("__str__") =
+      py::cpp_function([](const py::object& self) { return self.attr("message"); },
+                       py::is_method(type), py::name("__str__"));
+  module.attr("NativeIoError") = type;
   py::register_local_exception_translator(&translate);
 
   Transfer::bind(module, "IoOp")

@@ -104,11 +104,7 @@ void bind_pipeline(py::module_& module) {
           "submit",
           [](StepPipeline& self, std::vector<StepTask> tasks, const std::vector<Hyper>& hypers,
              const std::optional<UpdateKind>& kind) {
-            if (kind) {
-              self.submit(std::move(tasks), hypers, *kind);
-            } else {
-              self.submit(std::move(tasks), hypers);
-            }
+            self.submit(std::move(tasks), hypers, kind);
           },
           "tasks"_a, "hypers"_a, "kind"_a = py::none(), ReleaseGil())
       .def("expect", &expect, "expected"_a, "streaming"_a = 0, ReleaseGil())

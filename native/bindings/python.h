@@ -1,5 +1,4 @@
-// What several files of bindings need: the GIL let go, handles, errors that are OSErrors, names of
-// an enum's values.
+// What several files of bindings need: the GIL let go, handles, names of an enum's values.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -72,21 +71,6 @@ template <typename T>
 std::shared_ptr<T> released_without_gil(std::shared_ptr<T> object) {
   T* const raw = object.get();
   return {raw, [object = std::move(object)](T*) mutable { without_gil([&] { object.reset(); }); }};
-}
-
-// offload._native.`name`, a subclass of OSError whose text is its attribute `message`. Borrowed and
-// never released: exceptions may be translated until the interpreter is gone.
-inline PyObject* make_os_error(py::module_& module, const char* name, const char* doc) {
-  const std::string full_name = std::string("offload._native.") + name;
-  PyObject* const made = PyErr_NewExceptionWithDoc(full_name.c_str(), doc, PyExc_OSError, nullptr);
-  if (made == nullptr) throw py::error_already_set();
-  const auto type = py::reinterpret_borrow<py::object>(made);
-  // OSError's own text has errno and file only.
-  type.attr("__str__") =
-      py::cpp_function([](const py::object& self) { return self.attr("message"); },
-                       py::is_method(type), py::name("__str__"));
-  module.attr(name) = type;
-  return made;
 }
 
 // The value of the enum whose name stands at its number in `names`. Throws std::invalid_argument,

@@ -141,7 +141,8 @@ void BlockQueue::inject(const Fault& fault) {
   if (fault.error < 0 || (fault.error == 0 && fault.short_bytes < 0 && !fault.throws)) {
     throw std::invalid_argument("a fault needs a positive errno, a number of bytes or throws");
   }
-  (fault.kind == IoKind::read ? read_faults_ : write_faults_).add(fault.nth, fault.count, fault);
+  if (fault.count == 0) throw std::invalid_argument("a fault needs a count of at least 1");
+  faults_.push_back(fault);
 }
 
 std::size_t BlockQueue::waiting() {
@@ -249,14 +250,21 @@ void BlockQueue::complete(Block& block, std::int64_t result) noexcept {
 
 std::int64_t BlockQueue::with_faults(IoKind kind, std::int64_t result) {
   bool throws = false;
-  (kind == IoKind::read ? read_faults_ : write_faults_).next([&](const Fault& fault) {
+  for (Fault& fault : faults_) {
+    if (fault.kind != kind) continue;
+    if (fault.nth != 0) {
+      --fault.nth;
+      continue;
+    }
+    --fault.count;
     throws |= fault.throws;
     if (fault.error != 0) {
       result = -fault.error;
     } else if (fault.short_bytes >= 0) {
       result = std::min(result, fault.short_bytes);
     }
-  });
+  }
+  std::erase_if(faults_, [](const Fault& fault) { return fault.count == 0; });
   if (throws) throw std::runtime_error("an injected fault");
   return result;
 }

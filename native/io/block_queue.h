@@ -16,7 +16,6 @@
 #include <utility>
 #include <vector>
 
-#include "base/faults.h"
 #include "base/thread_annotations.h"
 #include "io/io_operation.h"
 
@@ -139,7 +138,7 @@ class BlockQueue {
   std::array<Backlog, kIoTurns> backlogs_;
   std::set<std::uint64_t> unsettled_;  // serial numbers
   std::uint64_t next_serial_ = 0;
-  Faults<Fault> read_faults_, write_faults_;
+  std::vector<Fault> faults_;  // `nth` and `count` count down
   IoStats stats_;
   std::chrono::steady_clock::time_point busy_since_;  // when blocks began to be in flight
 };

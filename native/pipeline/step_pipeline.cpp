@@ -55,8 +55,9 @@ StepPipeline::StepPipeline(std::shared_ptr<IoEngine> engine, int file, const Are
 // --- submitting and waiting -----------------------------------------------------------------
 
 void StepPipeline::submit(std::vector<StepTask> tasks, std::span<const Hyper> hypers,
-                          const UpdateKind& kind) {
+                          const std::optional<UpdateKind>& other) {
   guard_.require_own();
+  const UpdateKind kind = other.value_or(layout_.kind);
   for (const StepTask& task : tasks) {
     task.check(layout_, hypers.size(), engine_ != nullptr);
     layout_.check(kind, task.param.in_file(), task.grad.in_file());

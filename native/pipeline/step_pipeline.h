@@ -56,13 +56,14 @@ struct StepStats {
 // and every later call but close() and stats() rethrows it.
 //
 // After fork() the child's copy refuses all work (std::runtime_error) and close() does nothing.
+//
+// offload/_native.pyi says what the calls do; those of a key are here of that one, or of all.
 class StepPipeline {
  public:
   static constexpr std::int64_t kAnyKey = -1;
 
-  // `arena` holds `buffers` buffers one after another, until close(). Without an engine only tasks
-  // that live in RAM are allowed. Throws std::invalid_argument for what does not fit together. To
-  // be made by make_own().
+  // The arena holds the buffers until close(). Throws std::invalid_argument for what does not fit
+  // together. To be made by make_own().
   StepPipeline(std::shared_ptr<IoEngine> engine, int file, const Arena* arena, std::size_t buffers,
                const TileLayout& layout);
   ~StepPipeline() { close(); }
@@ -71,64 +72,25 @@ class StepPipeline {
 
   bool foreign() const { return guard_.foreign(); }
 
-  // Queues the tasks, each in its place (step_task.h) among those that have no buffer yet; their
-  // RAM parts must stay until updated. All or nothing: throws std::invalid_argument if any is not
-  // valid.
-  void submit(std::vector<StepTask> tasks, std::span<const Hyper> hypers) EXCLUDES(mutex_) {
-    submit(std::move(tasks), hypers, layout_.kind);
-  }
-  // The same for an update of another kind, whose optimizer state is laid out as the pipeline's,
-  // and gradients, if in the file, are of the pipeline's dtype.
-  void submit(std::vector<StepTask> tasks, std::span<const Hyper> hypers, const UpdateKind& kind)
-      EXCLUDES(mutex_);
-
-  // From now on reads ahead what `expected`, in this order, find in the file and no buffer has;
-  // replaces what was expected before. BufferPolicy::expect() says what `streaming` is. Throws
-  // std::invalid_argument if any is not valid.
+  // All or nothing. RAM parts of the tasks must stay until they are updated.
+  void submit(std::vector<StepTask> tasks, std::span<const Hyper> hypers,
+              const std::optional<UpdateKind>& other = std::nullopt) EXCLUDES(mutex_);
   void expect(std::vector<Expectation> expected, std::size_t streaming) EXCLUDES(mutex_);
-
-  // Drops the tasks of the keys in [first, first + count), one of each, if none of them has begun;
-  // returns whether it did. Throws the pipeline's failure.
   bool take_back(std::int64_t first, std::size_t count) EXCLUDES(mutex_);
-
-  // Whether the key's optimizer state stays in its buffer from step to step, unwritten.
   bool keeps(std::int64_t key) const EXCLUDES(mutex_);
-
-  // Waits until every submitted update, or those of `key`, are computed: parameters in RAM are
-  // final, gradients free.
   void wait_updated(std::int64_t key = kAnyKey) EXCLUDES(mutex_);
-  // Whether wait_updated(key) would return, or throw, at once.
   bool is_updated(std::int64_t key = kAnyKey) const EXCLUDES(mutex_);
-
-  // Waits until no write, or none of `key`, is under way: parameters in the file are final.
   void wait_written(std::int64_t key = kAnyKey) EXCLUDES(mutex_);
-  // Whether wait_written(key) would return, or throw, at once.
   bool is_written(std::int64_t key = kAnyKey) const EXCLUDES(mutex_);
-
-  // Writes the optimizer states that only buffers have, then wait_written: the file has all.
   void flush(std::int64_t key = kAnyKey) EXCLUDES(mutex_);
-
-  // flush, then drops the kept content, and expects nothing any more: for a caller that is about to
-  // use the file or the buffers itself.
   void forget(std::int64_t key = kAnyKey) EXCLUDES(mutex_);
-
   StepStats stats() const EXCLUDES(mutex_);
-
-  // The caller's part of an update has failed: from now on the pipeline refuses work with `why`.
   void give_up(const std::string& why) EXCLUDES(mutex_);
-
-  // For tests: the nth update from now (from 0) throws std::runtime_error and changes nothing, and
-  // none after it is begun.
+  // No update after that one is begun.
   void inject(std::uint64_t nth) EXCLUDES(mutex_);
-
-  // For tests: the nth update from now (from 0) waits until release(), or until the pipeline stops;
-  // the task's reads are done then. One update is held at a time.
   void hold(std::uint64_t nth) EXCLUDES(mutex_);
   void release() EXCLUDES(mutex_);
-
-  // Abandons the tasks not yet being computed, waits for the others, waits for transfers in flight,
-  // joins the threads. Idempotent. If tasks were abandoned, later waits throw. Optimizer states
-  // that were not flushed are lost.
+  // If tasks were abandoned, later waits throw.
   void close() EXCLUDES(closing_mutex_, mutex_);
 
  private:

@@ -76,22 +76,13 @@ class UpdateBlocks {
 // Updates all slices in place, in one use of the worker pool.
 void update(const UpdateKind& kind, std::vector<UpdateSlice> slices);
 
-// fp32 source -> bf16 param, uint16 remainder, and the carry into its bit of the carrier, whose
-// other bits are kept (of a NaN only that it is one). Carrier::remainder has no such array, and
-// moves masters on a tie. Throws std::invalid_argument unless the kind's parameters are bf16.
+// offload/_native.pyi says what these do. Of a carrier that is a NaN only that it is one is kept.
 void split_master(const UpdateKind& kind, const char* source, const SplitArrays& at,
                   std::size_t numel);
-
-// The exact fp32 values that split_master took apart. Throws likewise.
 void join_master(const UpdateKind& kind, const SplitArrays& at, char* target, std::size_t numel);
-
-// fp32 source -> state blocks of the kind's state `state`, each value rounded to the nearest code.
-// What decode_state() gave becomes the same blocks again. Throws std::invalid_argument unless the
-// kind's states are kept in 8 bits.
+// What decode_state() gave becomes the same blocks again.
 void encode_state(const UpdateKind& kind, std::size_t state, const char* source, char* blocks,
                   std::size_t numel);
-
-// State blocks of the kind's state `state` -> fp32. Throws likewise.
 void decode_state(const UpdateKind& kind, std::size_t state, const char* blocks, char* target,
                   std::size_t numel);
 

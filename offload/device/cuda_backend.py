@@ -31,7 +31,7 @@ from offload._native import OffloadOp, OffloadQueue, UpdateKind
 from offload.device.backend import DTYPE_NAMES, Backend, check_sides
 from offload.device.cuda_runtime import CudaRuntime, Event, Stream
 from offload.device.device_arena import DeviceArena, PageLockedArena, check_not_capturing
-from offload.device.updater import MeanKernel, Updater
+from offload.device.updater import Updater
 from offload.memory.arena import HostArena
 from offload.memory.ledger import Ledger
 from offload.memory.sizes import format_bytes
@@ -80,7 +80,6 @@ class CudaBackend(Backend):
         self._fetching = _Way("from RAM to the device", self.runtime.new_stream())
         self._draining = _Way("from the device to RAM", self.runtime.new_stream())
         self._ways = [self._fetching, self._draining]
-        self._mean_kernel: MeanKernel | None = None
         # Reentrant: the garbage collector may close what it finds at any time.
         self._lock = threading.RLock()  # guards all below, and the order in the two streams
         self._arenas = _Arenas()
@@ -223,11 +222,6 @@ class CudaBackend(Backend):
         """What the calling thread gives to the device from now on comes after the event."""
         self.runtime.wait(self.runtime.current_stream(), event)
 
-    def prepare_means(self) -> None:
-        """Makes what average() needs. Raises HeteroError if its kernel cannot be compiled."""
-        if self._mean_kernel is None:
-            self._mean_kernel = MeanKernel(self.runtime)
-
     def average(self, streams: DeviceStreams, task: MeanTask, after: Sequence[Event]) -> Event:
         """Starts making the mean of this device's parts of what the devices of a group have.
 
@@ -236,19 +230,17 @@ class CudaBackend(Backend):
         """
         with self._lock:
             arena, slot, run = self._arenas.find(task.received)
-            stream, flat, kernel = streams.collectives, task.flat, self._mean_kernel
-            assert kernel is not None, "prepare_means() was not called"
+            stream, flat = streams.collectives, task.flat
             for event in [*after, *arena.before_write(slot, run)]:
                 self.runtime.wait(stream, event)
         with self.runtime.on(stream):
             if streams.group is not None:
-                received = task.received
-                _average_in_group(kernel, streams.group, flat, received, task.mean)
+                self._average_in_group(streams.group, flat, task.received, task.mean)
             if streams.replicas is not None:
                 assert task.between is not None
                 mine = flat if streams.group is None else task.mean
                 own = task.between.chunk(streams.replicas.size())[0]
-                _average_in_group(kernel, streams.replicas, mine, task.between, own)
+                self._average_in_group(streams.replicas, mine, task.between, own)
                 streams.replicas._allgather_base(_bytes(task.mean), _bytes(own)).wait()
         with self._lock:
             done = self.runtime.record(stream)
@@ -258,6 +250,13 @@ class CudaBackend(Backend):
                 self.d2h_bytes += task.mean.nbytes
             arena.written(slot, run, done)
         return done
+
+    def _average_in_group(
+        self, group: Any, flat: torch.Tensor, received: torch.Tensor, into: torch.Tensor
+    ) -> None:
+        """Makes the mean of this device's parts of `flat`, in the current stream."""
+        group.alltoall_base(_bytes(received), _bytes(flat), [], []).wait()
+        self.runtime.mean(received.view(group.size(), -1), into)
 
     def _start(
         self, way: _Way, to: torch.Tensor, source: torch.Tensor, events: Iterable[Event]
@@ -322,15 +321,12 @@ class CudaBackend(Backend):
                 with suppress(OSError):
                     copy.wait()
             way.under_way.clear()
-        if self._updaters or self._mean_kernel is not None:
+        if self._updaters:
             with suppress(RuntimeError):
                 self.runtime.synchronize_all()  # until no kernel is running
         for updater in self._updaters.values():
             updater.close()
         self._updaters.clear()
-        if self._mean_kernel is not None:
-            self._mean_kernel.close()
-            self._mean_kernel = None
 
 
 class _Arenas:
@@ -410,18 +406,6 @@ class MeanTask:
     mean: torch.Tensor
     between: torch.Tensor | None = None
     in_ram: torch.Tensor | None = None
-
-
-def _average_in_group(
-    kernel: MeanKernel,
-    group: Any,
-    flat: torch.Tensor,
-    received: torch.Tensor,
-    into: torch.Tensor,
-) -> None:
-    """Makes the mean of this device's parts of `flat`, in the current stream."""
-    group.alltoall_base(_bytes(received), _bytes(flat), [], []).wait()
-    kernel.launch(received, group.size(), into)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""CUDA's driver, and kernels that it launches: compiled by NVRTC, of updates for one kind each."""
+"""CUDA's driver, and kernels that it launches: compiled by NVRTC, for one kind of update each."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _PROTOTYPES = {
     "cuStreamCreate": (POINTER(c_void_p), c_uint),
 }
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: it does not wait for work in the default stream
-# What native code calls to copy (native/link/cuda_copier.h).
+# What native code calls to copy (native/link/offload_queue.h).
 COPY_FUNCTIONS = (
     "cuCtxSetCurrent",
     "cuEventCreate",
@@ -49,13 +49,13 @@ COPY_FUNCTIONS = (
 
 
 class CudaModule:
-    """The kernels of native/update/cuda/update.cu, for one kind, or of mean.cu, on one device.
+    """The kernels of native/update/cuda/update.cu, for one kind, on one device.
 
     Any thread may launch them, whatever its current device.
     """
 
-    def __init__(self, kind: UpdateKind | None, index: int) -> None:
-        """Compiles them for device `index`, in half a second; None: those of means.
+    def __init__(self, kind: UpdateKind, index: int) -> None:
+        """Compiles them for device `index`, in half a second.
 
         Raises HeteroError with the compiler's messages.
         """
@@ -118,9 +118,7 @@ def create_stream(index: int) -> int:
 
 
 @cache
-def compile_kernels(
-    kind: UpdateKind | None, capability: tuple[int, int], ptx: bool = False
-) -> bytes:
+def compile_kernels(kind: UpdateKind, capability: tuple[int, int], ptx: bool = False) -> bytes:
     """Machine code for a GPU of compute capability `capability`, as CudaModule says.
 
     `ptx`: the text of which machine code is made. Raises HeteroError.
@@ -136,12 +134,10 @@ def compile_kernels(
         "--ftz=false",
         "--prec-div=true",
         "--prec-sqrt=true",
-        "-DHETERO_NVRTC" if kind is None else f"-DHETERO_KIND={hash(kind)}",
+        f"-DHETERO_KIND={hash(kind)}",
     )
-    texts = {name: sources.pop(name) for name in ("update.cu", "mean.cu")}
-    source = texts["mean.cu" if kind is None else "update.cu"]
-    what = "hetero's mean" if kind is None else "hetero's update"
-    return Nvrtc.find().compile(source, what, sources, options, ptx)
+    source = sources.pop("update.cu")
+    return Nvrtc.find().compile(source, "hetero's update", sources, options, ptx)
 
 
 def driver_functions(names: Sequence[str]) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Updates of what is at home on DEVICE, and means of what ranks have sent, by kernels there."""
+"""Updates of what is at home on DEVICE, by kernels there."""
 
 from __future__ import annotations
 
@@ -40,14 +40,6 @@ _Segment = _struct(
 _Batch = _struct(tiles=c_void_p, constants=c_void_p, segment=c_void_p, segments=c_uint64)
 _SumSegment = _struct(values=c_void_p, numel=c_uint64, first_block=c_uint32, first_out=c_uint32)
 _SumBatch = _struct(lanes=c_void_p, segment=c_void_p, segments=c_uint64)
-_SplitArrays = _struct(param=c_void_p, remainder=c_void_p, carrier=c_void_p)
-
-
-def _split_arrays(
-    param: torch.Tensor, remainder: torch.Tensor, carrier: torch.Tensor | None
-) -> Any:
-    address = None if carrier is None else carrier.data_ptr()
-    return _SplitArrays(param.data_ptr(), remainder.data_ptr(), address)
 
 
 def _blocks(numel: int) -> int:
@@ -66,7 +58,7 @@ class DeviceTask:
 
 
 class Updater:
-    """One kind's update, sums of squares and split, on the device, in the stream of compute.
+    """One kind's update and sums of squares, on the device, in the stream of compute.
 
     It does not wait for the device: what the caller gives to it afterwards comes after it. The bits
     are those of the CPU's kernels. Optimizer states are laid out as docs/formats.md says.
@@ -145,73 +137,3 @@ class Updater:
         total = [batch, c_void_p(totals.data_ptr())]
         kernels.launch("hetero_total", -(-len(arrays) // THREADS), total, stream)
         return [float(value) for value in totals.tolist()]
-
-    def split(
-        self,
-        values: torch.Tensor,
-        param: torch.Tensor,
-        remainder: torch.Tensor,
-        carrier: torch.Tensor | None,
-    ) -> None:
-        """As _native.split_master(), of flat tensors on the device."""
-        at = _split_arrays(param, remainder, carrier)
-        arguments = [c_void_p(values.data_ptr()), at, c_uint64(values.numel())]
-        self._launch("hetero_split", values.numel(), arguments)
-
-    def join(
-        self,
-        param: torch.Tensor,
-        remainder: torch.Tensor,
-        carrier: torch.Tensor | None,
-        target: torch.Tensor,
-    ) -> None:
-        """As _native.join_master(), of flat tensors on the device."""
-        at = _split_arrays(param, remainder, carrier)
-        arguments = [at, c_void_p(target.data_ptr()), c_uint64(target.numel())]
-        self._launch("hetero_join", target.numel(), arguments)
-
-    def _launch(self, kernel: str, numel: int, arguments: Sequence[object]) -> None:
-        stream = self._runtime.current_stream()
-        self.prepare().launch(kernel, _blocks(numel), arguments, stream)
-
-
-# Dtypes, as native/update/update_kind.h numbers them.
-_NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-
-
-# As native/update/cuda/mean.cu has it.
-_Parts = _struct(
-    first=c_void_p,
-    target=c_void_p,
-    numel=c_uint64,
-    count=c_uint32,
-    dtype=c_uint32,
-    divisor=c_uint32,
-    unused=c_uint32,
-)
-
-
-class MeanKernel:
-    """The mean of several arrays, with the bits of _native.mean()."""
-
-    def __init__(self, runtime: CudaRuntime) -> None:
-        """Compiles the kernel. Raises HeteroError."""
-        self._runtime = runtime
-        self._made: CudaModule = runtime.kernels(None)
-
-    def launch(self, parts: torch.Tensor, divisor: int, target: torch.Tensor) -> None:
-        """Starts adding up parts, divided by `divisor`, in the current stream.
-
-        All is flat, on the device and of one dtype. `parts` has one or more, of as many elements as
-        `target`, which may be the first one.
-        """
-        numel = target.numel()
-        first, count = parts.data_ptr(), len(parts) // numel
-        number = _NUMBERS[parts.dtype]
-        argument = _Parts(first, target.data_ptr(), numel, count, number, divisor, 0)
-        stream = self._runtime.current_stream()
-        self._made.launch("hetero_mean", _blocks(numel), [argument], stream)
-
-    def close(self) -> None:
-        """Unloads the kernel, which is not running; idempotent."""
-        self._made.close()

@@ -8,9 +8,9 @@ import torch
 
 from offload import _native
 from offload.device.cuda_runtime import CudaRuntime
-from offload.device.updater import MeanKernel, Updater
-from tests.support.native.device_tile import DTYPES, KINDS, RULES, TILE, check_update
-from tests.support.native.update_arrays import TORCH_DTYPES, Arrays, equal_bits, gradients, masters
+from offload.device.updater import Updater
+from tests.support.native.device_tile import DTYPES, KINDS, TILE, check_update
+from tests.support.native.update_arrays import TORCH_DTYPES, gradients
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
@@ -29,25 +29,6 @@ def test_sums_of_squares(runtime: CudaRuntime, dtype: str) -> None:
     assert updater.sums_of_squares(pairs) == expected
 
 
-@pytest.mark.parametrize("state_dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("rule", RULES)
-def test_split_and_join(runtime: CudaRuntime, rule: str, state_dtype: str) -> None:
-    kind = _native.UpdateKind("bf16", "bf16", rule, state_dtype)
-    arrays = Arrays(kind, masters(1003))
-    assert arrays.master is not None
-    updater = Updater(runtime, kind, TILE)
-    source = torch.from_numpy(masters(1003)).cuda()
-    param, remainder = torch.zeros(2, 1003, dtype=torch.int16, device="cuda")
-    carrier = torch.zeros(1003, dtype=TORCH_DTYPES[state_dtype], device="cuda")
-    updater.split(source, param, remainder, carrier)
-    assert equal_bits(param.cpu().numpy(), arrays.param)
-    assert equal_bits(remainder.cpu().numpy(), arrays.master)
-    assert equal_bits(carrier.cpu().view(torch.uint8).numpy(), arrays.states[-1].view(np.uint8))
-    target = torch.zeros(1003, device="cuda")
-    updater.join(param, remainder, carrier, target)
-    assert torch.equal(target, source)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("count", [1, 2, 7])
 def test_means(runtime: CudaRuntime, dtype: str, count: int) -> None:
@@ -57,10 +38,7 @@ def test_means(runtime: CudaRuntime, dtype: str, count: int) -> None:
     parts = (torch.randn(count, numel) * scales).to(TORCH_DTYPES[dtype])
     wanted = torch.empty(numel, dtype=parts.dtype)
     _native.mean(dtype, [part.data_ptr() for part in parts], wanted.data_ptr(), numel)
-    kernel = MeanKernel(runtime)
-    received = parts.flatten().cuda()
-    for target in (torch.empty_like(received[:numel]), received[:numel]):
-        kernel.launch(received, count, target)
+    received = parts.cuda()
+    for target in (torch.empty_like(received[0]), received[0]):
+        runtime.mean(received, target)
         assert torch.equal(target.cpu(), wanted)
-    torch.cuda.synchronize()
-    kernel.close()

@@ -32,7 +32,7 @@ from offload.device.cuda_backend import CudaBackend, MeanTask
 from offload.device.cuda_runtime import Event
 from offload.memory.arena import HostArena
 from offload.memory.operation import Worker
-from offload.memory.slot_pool import DevicePool, SlotPool
+from offload.memory.slot_pool import SlotPool
 
 
 class RankMean:
@@ -148,7 +148,7 @@ class DeviceMeans:
         shard: Shard,
         memory: MeanMemory,
     ) -> None:
-        """Nothing is sent yet. Raises HeteroError if the device's kernel cannot be compiled.
+        """Nothing is sent yet.
 
         Args:
             world: the ranks.
@@ -158,7 +158,6 @@ class DeviceMeans:
             shard: this rank's part of a chunk.
             memory: on the device, and in RAM.
         """
-        backend.prepare_means()
         self._world = world
         self.group = group
         self.backend = backend
@@ -275,9 +274,6 @@ class DeviceMean:
         return mean
 
 
-Pool = SlotPool | DevicePool
-
-
 @dataclass(frozen=True)
 class ReduceBuffers:
     """Memory in which gradients are while they become means; all of it in `dtype`.
@@ -294,15 +290,15 @@ class ReduceBuffers:
     """
 
     dtype: torch.dtype
-    buckets: Pool
-    received: Pool
+    buckets: SlotPool
+    received: SlotPool
     replicas: HostArena | None
     device: DeviceMeans | None = None
 
     def resize(self, bucket_slots: int, received_slots: int) -> None:
         """Gives the pools other numbers of slots, of which none is taken. Raises BudgetError."""
-        self.buckets.refit(max(self.most_buckets, bucket_slots), bucket_slots)
-        self.received.refit(received_slots, received_slots)
+        self.buckets.refit(bucket_slots)
+        self.received.refit(received_slots)
         if self.device is not None:
             self.device.resize(received_slots)
 
@@ -335,11 +331,6 @@ class ReduceBuffers:
         if flat is None:
             flat = _zeros(received.numel(), self.dtype)
         return RankMean(world, flat, received, into, self.replicas, what)
-
-    @property
-    def most_buckets(self) -> int:
-        """Slots for buckets that may be taken as long as RAM is free."""
-        return self.buckets.arena.slots if isinstance(self.buckets, SlotPool) else 0
 
 
 @cache

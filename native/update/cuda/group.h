@@ -24,16 +24,12 @@ struct Wide<4> {
   using Element = std::uint32_t;
 };
 
-// kGroup elements of `size` bytes. `whole`: all of them, from an address that is_aligned(); else
-// the first `count`, and zeros.
+// kGroup elements of `size` bytes. `whole`: all of them, from an aligned address; else the first
+// `count`, and zeros.
 template <std::size_t size>
 struct alignas(kGroup* size) Group {
   using Element = typename Wide<size>::Element;
   Element elements[kGroup];
-
-  static bool is_aligned(const char* address) {
-    return reinterpret_cast<std::uintptr_t>(address) % sizeof(Group) == 0;
-  }
 
   char* at(unsigned i) { return reinterpret_cast<char*>(elements + i); }
 
@@ -61,7 +57,6 @@ struct alignas(kGroup* size) Group {
 };
 template <>
 struct Group<0> {  // of what a kind does not have
-  static bool is_aligned(const char*) { return true; }
   char* at(unsigned) { return nullptr; }
   void load(const char*, bool, unsigned) {}
   void store(char*, bool, unsigned) const {}

@@ -1,4 +1,4 @@
-// The optimizer's update, sums of squares, and the split of masters, on a GPU.
+// The optimizer's update and sums of squares on a GPU.
 //
 // The arithmetic is the CPU's own templates over one lane of plain C++ (vec_scalar.h), so there is
 // one text of each formula, and the same bits: compiled without contraction of products and sums,
@@ -314,61 +314,6 @@ inline void total_thread(const SumBatch& batch, double* totals, unsigned block, 
   totals[number] = total;
 }
 
-// The groups of a bf16 split's arrays that a thread has.
-template <UpdateKind kind>
-struct SplitGroups {
-  static constexpr Carrier carrier = kind.carrier(kind.states() - 1);
-  static constexpr std::size_t carrier_size = kCarrierBytes<kind.state_dtype, carrier>;
-
-  const Share share;
-  const bool whole;  // all of each group, aligned
-  Group<4> values;
-  Group<2> param, remainder;
-  Group<carrier_size> carriers;
-
-  SplitGroups(const char* source, const SplitArrays& at, std::uint64_t numel, unsigned block,
-              unsigned thread)
-      : share(numel, block, thread),
-        whole(share.count == kGroup && Group<4>::is_aligned(source) &&
-              Group<2>::is_aligned(at.param) && Group<2>::is_aligned(at.remainder) &&
-              Group<carrier_size>::is_aligned(at.carrier)) {}
-
-  SplitArrays arrays(unsigned i) { return {param.at(i), remainder.at(i), carriers.at(i)}; }
-};
-
-template <UpdateKind kind>
-void split_thread(const char* source, const SplitArrays& at, std::uint64_t numel, unsigned block,
-                  unsigned thread) {
-  using Groups = SplitGroups<kind>;
-  Groups its(source, at, numel, block, thread);
-  const auto [first, count] = its.share;
-  its.values.load(source + 4 * first, its.whole, count);
-  its.carriers.load(at.carrier + Groups::carrier_size * first, its.whole, count);
-#pragma unroll
-  for (unsigned i = 0; i < kGroup; ++i) {
-    split_vector<VecScalar, kind.state_dtype, Groups::carrier>(its.values.at(i), its.arrays(i));
-  }
-  its.param.store(at.param + 2 * first, its.whole, count);
-  its.remainder.store(at.remainder + 2 * first, its.whole, count);
-  its.carriers.store(at.carrier + Groups::carrier_size * first, its.whole, count);
-}
-
-template <UpdateKind kind>
-void join_thread(const SplitArrays& at, char* target, std::uint64_t numel, unsigned block,
-                 unsigned thread) {
-  using Groups = SplitGroups<kind>;
-  Groups its(target, at, numel, block, thread);
-  const auto [first, count] = its.share;
-  its.param.load(at.param + 2 * first, its.whole, count);
-  its.remainder.load(at.remainder + 2 * first, its.whole, count);
-  its.carriers.load(at.carrier + Groups::carrier_size * first, its.whole, count);
-#pragma unroll
-  for (unsigned i = 0; i < kGroup; ++i) {
-    join_vector<VecScalar, kind.state_dtype, Groups::carrier>(its.arrays(i), its.values.at(i));
-  }
-  its.values.store(target + 4 * first, its.whole, count);
-}
-
 }  // namespace hetero::cuda
 
 #ifdef HETERO_KIND
@@ -418,19 +363,6 @@ __global__ void hetero_tree(double* lanes, std::uint64_t blocks) {
 
 __global__ void hetero_total(const __grid_constant__ hetero::cuda::SumBatch batch, double* totals) {
   hetero::cuda::total_thread(batch, totals, blockIdx.x, threadIdx.x);
-}
-
-__global__ void hetero_split(const char* source, const hetero::SplitArrays at,
-                             std::uint64_t numel) {
-  if constexpr (hetero::cuda::kKind.dtype == hetero::Dtype::bf16) {
-    hetero::cuda::split_thread<hetero::cuda::kKind>(source, at, numel, blockIdx.x, threadIdx.x);
-  }
-}
-
-__global__ void hetero_join(const hetero::SplitArrays at, char* target, std::uint64_t numel) {
-  if constexpr (hetero::cuda::kKind.dtype == hetero::Dtype::bf16) {
-    hetero::cuda::join_thread<hetero::cuda::kKind>(at, target, numel, blockIdx.x, threadIdx.x);
-  }
 }
 
 }  // extern "C"

@@ -60,30 +60,6 @@ struct SplitMaster {
   }
 };
 
-template <class V, StateDtype state_dtype, Carrier carrier>
-void split_vector(const char* source, const SplitArrays& at) {
-  auto master = V::load(source);
-  if constexpr (carrier == Carrier::remainder) master = SplitMaster<V>::without_tie(master);
-  const auto split = SplitMaster<V>::of(master);
-  V::store_u16(at.param, split.param);
-  V::store_u16(at.remainder, split.remainder);
-  if constexpr (carrier != Carrier::remainder) {
-    using State = StateCodec<V, state_dtype, carrier>;
-    State::store(at.carrier, State::with_carry(State::load(at.carrier), split.carry));
-  }
-}
-
-template <class V, StateDtype state_dtype, Carrier carrier>
-void join_vector(const SplitArrays& at, char* target) {
-  const auto remainder = V::load_u16(at.remainder);
-  auto carry = SplitMaster<V>::carry_of(remainder);
-  if constexpr (carrier != Carrier::remainder) {
-    using State = StateCodec<V, state_dtype, carrier>;
-    carry = State::carry(State::load(at.carrier));
-  }
-  V::store(target, SplitMaster<V>::join(V::load_u16(at.param), remainder, carry));
-}
-
 // Bytes per element of the array that has the carry; 0 if there is none.
 template <StateDtype state_dtype, Carrier carrier>
 constexpr std::size_t kCarrierBytes =
@@ -94,7 +70,15 @@ void split_block(const char* source, const SplitArrays& at, std::size_t numel) {
   for_vectors<V, 4, 2, 2, kCarrierBytes<state_dtype, carrier>>(
       numel,
       [](const char* from, char* param, char* remainder, char* carried) {
-        split_vector<V, state_dtype, carrier>(from, {param, remainder, carried});
+        auto master = V::load(from);
+        if constexpr (carrier == Carrier::remainder) master = SplitMaster<V>::without_tie(master);
+        const auto split = SplitMaster<V>::of(master);
+        V::store_u16(param, split.param);
+        V::store_u16(remainder, split.remainder);
+        if constexpr (carrier != Carrier::remainder) {
+          using State = StateCodec<V, state_dtype, carrier>;
+          State::store(carried, State::with_carry(State::load(carried), split.carry));
+        }
       },
       source, at.param, at.remainder, at.carrier);
 }
@@ -104,7 +88,13 @@ void join_block(const SplitArrays& at, char* target, std::size_t numel) {
   for_vectors<V, 2, 2, kCarrierBytes<state_dtype, carrier>, 4>(
       numel,
       [](char* param, char* remainder, char* carried, char* to) {
-        join_vector<V, state_dtype, carrier>({param, remainder, carried}, to);
+        const auto low = V::load_u16(remainder);
+        auto carry = SplitMaster<V>::carry_of(low);
+        if constexpr (carrier != Carrier::remainder) {
+          using State = StateCodec<V, state_dtype, carrier>;
+          carry = State::carry(State::load(carried));
+        }
+        V::store(to, SplitMaster<V>::join(V::load_u16(param), low, carry));
       },
       at.param, at.remainder, at.carrier, target);
 }

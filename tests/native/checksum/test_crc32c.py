@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from offload import _native
 
-STREAM = 256  # kStreamBytes of native/checksum/by_instruction.cpp
+STREAM = 256  # kStreamBytes of native/checksum/crc32c.cpp
 BORDERS = [blocks * 3 * STREAM for blocks in (1, 2, 5)] + [1 << 20]
 EMPTY = 0  # the checksum of no bytes
 

@@ -22,8 +22,6 @@ void threads(unsigned blocks, Do run) {
 struct Launches {
   void (*update)(void** arguments, unsigned blocks);
   void (*lanes)(void** arguments, unsigned blocks);
-  void (*split)(void** arguments, unsigned blocks);
-  void (*join)(void** arguments, unsigned blocks);
 };
 
 template <class T>
@@ -71,22 +69,6 @@ constexpr Launches launches_of() {
           lanes_thread<kind.grad_dtype>(argument<SumBatch>(a, 0), block, thread);
         });
       },
-      [](void** a, unsigned blocks) {
-        if constexpr (kind.dtype == Dtype::bf16) {
-          threads(blocks, [&](unsigned block, unsigned thread) {
-            split_thread<kind>(argument<const char*>(a, 0), argument<SplitArrays>(a, 1),
-                               argument<std::uint64_t>(a, 2), block, thread);
-          });
-        }
-      },
-      [](void** a, unsigned blocks) {
-        if constexpr (kind.dtype == Dtype::bf16) {
-          threads(blocks, [&](unsigned block, unsigned thread) {
-            join_thread<kind>(argument<SplitArrays>(a, 0), argument<char*>(a, 1),
-                              argument<std::uint64_t>(a, 2), block, thread);
-          });
-        }
-      },
   };
 }
 
@@ -109,10 +91,6 @@ extern "C" int hetero_on_host(unsigned kind, const char* kernel, unsigned blocks
     of.update(arguments, blocks);
   } else if (name == "hetero_lanes") {
     of.lanes(arguments, blocks);
-  } else if (name == "hetero_split") {
-    of.split(arguments, blocks);
-  } else if (name == "hetero_join") {
-    of.join(arguments, blocks);
   } else if (name == "hetero_tree") {
     threads(blocks, [&](unsigned block, unsigned thread) {
       tree_thread(argument<double*>(arguments, 0), argument<std::uint64_t>(arguments, 1), block,

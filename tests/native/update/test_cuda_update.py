@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offload import _native
-from offload.device.updater import DeviceTask, MeanKernel, Updater
+from offload.device import cuda_runtime
+from offload.device.updater import DeviceTask, Updater
 from tests.support.native.device_tile import (
     DTYPES,
     RULES,
@@ -21,7 +22,7 @@ from tests.support.native.device_tile import (
     native,
 )
 from tests.support.native.fake_cuda import FakeRuntime
-from tests.support.native.update_arrays import TORCH_DTYPES, Arrays, equal_bits, gradients, masters
+from tests.support.native.update_arrays import TORCH_DTYPES, Arrays, gradients, masters
 from tests.support.native.update_oracle import Hyper
 
 
@@ -120,46 +121,22 @@ def test_a_sum_that_is_not_finite() -> None:
     assert updater.sums_of_squares([]) == []
 
 
-@pytest.mark.parametrize("state_dtype", STATE_DTYPES)
-@pytest.mark.parametrize("rule", RULES)
-def test_split_and_join(rule: str, state_dtype: str) -> None:
-    kind = _native.UpdateKind("bf16", "bf16", rule, state_dtype)
-    arrays = Arrays(kind, masters(1003))
-    assert arrays.master is not None
-    updater = Updater(FakeRuntime(), kind, TILE)
-    source = torch.from_numpy(masters(1003))
-    param, remainder = torch.zeros(2, 1003, dtype=torch.int16)
-    carrier = None
-    if state_dtype != "8bit":
-        carrier = torch.zeros(1003, dtype=TORCH_DTYPES[state_dtype])
-    updater.split(source, param, remainder, carrier)
-    assert equal_bits(param.numpy(), arrays.param)
-    assert equal_bits(remainder.numpy(), arrays.master)
-    if carrier is not None:
-        assert equal_bits(carrier.view(torch.uint8).numpy(), arrays.states[-1].view(np.uint8))
-    target = torch.zeros(1003)
-    updater.join(param, remainder, carrier, target)
-    assert equal_bits(target.numpy(), arrays.fp32_master())
-    assert torch.equal(target, source) or carrier is None  # where ties are moved
-
-
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
 @pytest.mark.parametrize("numel", [1, 255, 256, 4097])
-def test_means(dtype: str, count: int, numel: int) -> None:
+def test_means(dtype: str, count: int, numel: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which a device makes by torch's operations."""
+    monkeypatch.setattr(cuda_runtime, "_MEAN_NUMEL", 256)  # of a piece
     torch.manual_seed(numel)
     scales = 10.0 ** torch.randint(-6, 4, (count, numel))
     parts = (torch.randn(count, numel) * scales).to(TORCH_DTYPES[dtype])
     wanted = torch.empty(numel, dtype=TORCH_DTYPES[dtype])
     _native.mean(dtype, [part.data_ptr() for part in parts], wanted.data_ptr(), numel)
-    kernel = MeanKernel(FakeRuntime())
-    flat = parts.flatten().clone()
-    elsewhere = torch.empty_like(wanted)
-    kernel.launch(flat, count, elsewhere)
+    received, elsewhere = parts.clone(), torch.empty_like(wanted)
+    cuda_runtime.mean_of_rows(received, elsewhere)
     assert torch.equal(elsewhere, wanted)
-    assert torch.equal(flat, parts.flatten())
-    kernel.launch(flat, count, flat[:numel])
-    assert torch.equal(flat[:numel], wanted)
-    assert torch.equal(flat[numel:], parts.flatten()[numel:])
-    kernel.close()
+    assert torch.equal(received, parts)
+    cuda_runtime.mean_of_rows(received, received[0])
+    assert torch.equal(received[0], wanted)
+    assert torch.equal(received[1:], parts[1:])

@@ -93,7 +93,6 @@ def test_work_that_is_told_to_follow_does(rig: Rig) -> None:
 
 
 def test_means_in_the_same_memory_come_to_ram_one_after_the_other(rig: Rig) -> None:
-    rig.backend.prepare_means()
     received = rig.arena.view(0, 1, torch.float32)
     flats = [torch.full_like(received, value) for value in (1.0, 2.0, 3.0)]
     found = [torch.zeros_like(flat) for flat in flats]

@@ -23,7 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload import _native
 from offload._native import UpdateKind
-from offload.device.cuda_runtime import Event
+from offload.device.cuda_runtime import Event, mean_of_rows
 from offload.memory.arena import HostArena
 from tests.support.cuda.fake_driver import CONTEXT, FakeDriver, FakeEvent
 from tests.support.cuda.fake_nccl import FakeNccl
@@ -409,14 +409,17 @@ class FakeRuntime:
 
     # Kernels
 
-    def kernels(self, kind: UpdateKind | None) -> HostKernels:
+    def kernels(self, kind: UpdateKind) -> HostKernels:
         return HostKernels(self, kind)
+
+    def mean(self, parts: torch.Tensor, target: torch.Tensor) -> None:
+        self.give(self.current_stream(), lambda: mean_of_rows(parts, target))
 
 
 class HostKernels:
-    """The kernels of one kind, or of means, on the host."""
+    """The kernels of one kind on the host."""
 
-    def __init__(self, runtime: Any, kind: UpdateKind | None) -> None:
+    def __init__(self, runtime: Any, kind: UpdateKind) -> None:
         """`runtime` has give() and counts in `launched`."""
         self._runtime = runtime
         self._kind = kind
@@ -435,11 +438,8 @@ class HostKernels:
 
         def run() -> None:
             pointers = (c_void_p * len(copies))(*(ctypes.addressof(one) for one in copies))
-            if self._kind is None:
-                failed = _means().hetero_on_host(kernel.encode(), blocks, pointers)
-            else:
-                number = hash(self._kind)
-                failed = _library().hetero_on_host(number, kernel.encode(), blocks, pointers)
+            number = hash(self._kind)
+            failed = _library().hetero_on_host(number, kernel.encode(), blocks, pointers)
             assert not failed, kernel
 
         self._runtime.give(stream, run)
@@ -448,27 +448,19 @@ class HostKernels:
 @cache
 def _library() -> ctypes.CDLL:
     """native/update/cuda/update.cu for the host."""
-    library = _compiled("on_host.cpp")
+    library = _compiled()
     library.hetero_on_host.argtypes = (c_uint, c_char_p, c_uint, c_void_p)
     return library
 
 
-@cache
-def _means() -> ctypes.CDLL:
-    """native/update/cuda/mean.cu for the host."""
-    library = _compiled("mean_on_host.cpp")
-    library.hetero_on_host.argtypes = (c_char_p, c_uint, c_void_p)
-    return library
-
-
-def _compiled(name: str) -> ctypes.CDLL:
+def _compiled() -> ctypes.CDLL:
     """Compiled once for all processes, as long as no source changes."""
     flags = ["-std=c++20", "-O2", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC", "-shared"]
     quiet = ["-Wall", "-Wno-unknown-pragmas", "-Werror"]
-    source = ROOT / "tests/native/cuda_host" / name
+    source = ROOT / "tests/native/cuda_host/on_host.cpp"
     command = [CXX, *flags, *quiet, f"-I{ROOT / 'native'}", str(source)]
     sources = [source, *sorted((ROOT / "native" / "update").rglob("*.*"))]
     made = cached(
-        f"{name}.so", [*flags, *quiet], sources, lambda at: succeed([*command, "-o", str(at)])
+        "on_host.so", [*flags, *quiet], sources, lambda at: succeed([*command, "-o", str(at)])
     )
     return ctypes.CDLL(str(made))

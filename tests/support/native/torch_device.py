@@ -205,7 +205,7 @@ class TorchRuntime(CudaRuntime):
     def unregister(self, address: int) -> None:
         del self.page_locked[address]
 
-    def kernels(self, kind: UpdateKind | None) -> Any:
+    def kernels(self, kind: UpdateKind) -> Any:
         return HostKernels(self, kind)
 
     def give(self, stream: object, work: Callable[[], object]) -> None:

@@ -244,7 +244,7 @@ def make_rank(
     longest = max(c.slots for c in layout.chunks)
 
     def slots(count: int) -> SlotPool:
-        return SlotPool(HostArena(count, slot_bytes, ledger, Account.BUCKET), count)
+        return SlotPool(lambda n: HostArena(n, slot_bytes, ledger, Account.BUCKET), count)
 
     pool = slots(longest + spare)
     between = HostArena(longest, slot_bytes // shards, ledger, Account.BUCKET)
