@@ -31,8 +31,8 @@ import torch
 
 from bench.cuda_copies import WAYS, measure_copies
 from bench.harness.program import Program, add_options, names_of, tell
+from bench.harness.ranks import run_trial
 from bench.harness.tables import number, of_figures, size
-from bench.harness.trial import run_trial
 from bench.work.gpt import SHAPES, VOCABULARY, Shape
 from bench.work.gpt_training import Spec
 from offload._native import UpdateKind

@@ -36,9 +36,9 @@ import torch
 
 from bench.harness.hosts import Hosts, parse_rate
 from bench.harness.program import Program, add_options, left_out, list_of, names_of, whole
+from bench.harness.ranks import run_trial
 from bench.harness.rounds import ContenderError, MissingError, Rounds, Sample, run_rounds
 from bench.harness.tables import number, of_figures, ranged, size
-from bench.harness.trial import run_trial
 from bench.peers.workload import Workload
 from bench.work.job_steps import add_job_options, job_options
 from hetero.job.data import load_corpus
