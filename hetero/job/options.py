@@ -374,21 +374,6 @@ def flag(name: str) -> str:
     return _FLAGS.get(name, "--" + name.replace("_", "-"))
 
 
-def to_arguments(options: TrainOptions) -> list[str]:
-    """The command line that says the same as `options`."""
-    arguments = []
-    for name, value in dataclasses.asdict(options).items():
-        if isinstance(value, bool):
-            if value != getattr(TrainOptions, name):
-                arguments.append(flag(name) if value else "--no-" + flag(name).removeprefix("--"))
-        elif isinstance(value, tuple):
-            arguments += [f"{flag(name)}={each}" for each in value]
-        elif value is not None:
-            # One word, so that a value may begin with a dash.
-            arguments.append(f"{flag(name)}={value}")
-    return arguments
-
-
 def add_train_arguments(
     parser: argparse.ArgumentParser,
     defaults: Mapping[str, object] | None = None,

@@ -13,7 +13,7 @@ import pytest
 
 from bench.harness.hosts import INTERFACE, Hosts, parse_rate, why_no_hosts
 from bench.harness.ranks import run_ranks
-from hetero.job.options import TrainOptions, to_arguments
+from hetero.job.options import TrainOptions
 from tests.support.ranks import on_hosts
 from tests.support.ranks.processes import RankPool
 from tests.support.training.loops import SMALLEST_MODEL
@@ -73,7 +73,9 @@ def losses(tmp_path: Path, name: str, ranks: int, hosts: Hosts | None) -> dict[s
     }
     how: dict[str, Any] = {"steps": 3, "dtype": "fp32", "policy": "nvme", "save_model": False}
     options = TrainOptions(config=f"{tmp_path}/config.json", json=True, **small, **where, **how)
-    command = [sys.executable, "-m", "hetero.cli", "train", *to_arguments(options)]
+    job = tmp_path / f"{name}.json"
+    job.write_text(json.dumps(options.as_dict()))
+    command = [sys.executable, "-m", "hetero.cli", "train", f"--config={job}"]
     log, out = tmp_path / f"{name}.log", tmp_path / f"{name}.out"
     run_ranks(command, ranks, os.environ, log, out, 300, hosts)
     found: dict[str, Any] = json.loads(out.read_text())
