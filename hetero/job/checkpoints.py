@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import hetero
-from hetero.job.branch import extra_of
 from hetero.job.job import Job
+from hetero.job.resume import extra_of
 from hetero.job.run import TrainingRun
 from hetero.job.run_folder import CHECKPOINTS_NAME
 
@@ -36,10 +36,8 @@ class Checkpoints:
         Returns the number of steps that were made, and notes about what they were found in. Raises
         ValueError if there are more than the run is to make.
         """
-        job, branch, path = self._job, self._run.branch, self._run.branch.path
+        job, path = self._job, self._run.beginning.path
         found = self._last_commit()
-        if found is not None and not branch.has(found.extra):
-            found = None
         if path is not None and (found is None or extra_of(path)["step"] > found.extra["step"]):
             found = hetero.load(path, job.model, job.optimizer, extra=self._objects)
         if found is None:
@@ -56,12 +54,12 @@ class Checkpoints:
     def _last_commit(self) -> hetero.Checkpoint | None:
         """The commit that the engine has brought back.
 
-        Raises ValueError if the run is not to go on from anything.
+        Raises ValueError if it is of another run.
         """
         if self._job.options.commit_every is None:
             return None
         found = hetero.resume(self._job.model, extra=self._objects)
-        if found is not None and self._job.options.resume is None:
+        if found is not None and not self._run.beginning.takes_commit:
             raise ValueError(
                 f"{found.path} has the state of a run that made {found.extra['step']} steps; "
                 f"--resume goes on from there, and a new run needs another --nvme-path or --run-dir"
@@ -75,8 +73,8 @@ class Checkpoints:
         All ranks call it.
         """
         job, options, run = self._job, self._job.options, self._run
-        is_due = run.keeps_now() or step == options.steps
-        extra = {**self._objects, "step": step, **run.branch.as_extra}
+        is_due = run.ends_now() or step == options.steps
+        extra = {**self._objects, "step": step}
         if options.commit_every is not None and (is_due or step % options.commit_every == 0):
             self._commit = hetero.commit(job.model, extra=extra)
         if options.save_every is not None and (is_due or step % options.save_every == 0):

@@ -111,10 +111,8 @@ class RunCallback(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """All ranks end if SIGTERM has come to one."""
-        if self._run.keeps_now():
-            control.should_save = True
-        if self._run.terminated:
-            control.should_training_stop = True
+        if self._run.ends_now():
+            control.should_save = control.should_training_stop = True
 
     def on_log(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Keeps the metrics of each step and of each evaluation."""
