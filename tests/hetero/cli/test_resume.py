@@ -175,11 +175,11 @@ def test_sigterm_saves_and_ends(arguments: list[str], tmp_path: Path) -> None:
 
 KILLED = """
     import os, signal, sys
-    from hetero.job import checkpoints
+    from hetero.job.loop import Checkpoints
     from hetero.reporting import charts, page
     from hetero.cli.main import main
 
-    after_step = checkpoints.Checkpoints.after_step
+    after_step = Checkpoints.after_step
 
     def killed(self, step):
         first_try = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
@@ -187,7 +187,7 @@ KILLED = """
             os.kill(os.getpid(), signal.SIGKILL)
         return after_step(self, step)
 
-    checkpoints.Checkpoints.after_step = killed
+    Checkpoints.after_step = killed
     charts.draw_picture = page.write_page = lambda *given: None
     sys.exit(main(sys.argv[1:]))
 """
