@@ -13,12 +13,11 @@ from typing import Any
 
 import torch
 
-from hetero.cli.options import PlanOptions
 from hetero.cli.outcome import EXIT_OK, EXIT_USAGE
 from hetero.config import Config
 from hetero.job.job import arrange_shape
 from hetero.job.models import build_shape, model_config, model_label, wanted_vocab_size
-from hetero.job.options import DEFAULT_DISK_SHARE, DEFAULT_SHARE
+from hetero.job.options import DEFAULT_DISK_SHARE, DEFAULT_SHARE, PlanOptions
 from hetero.job.ranks import Ranks
 from hetero.planning.candidates import SmallestBudgets, smallest_budgets
 from hetero.planning.group_plans import ChunkGroupPlan

@@ -20,12 +20,12 @@ from hetero.checkpoint.folder import TRAINER_STATE_NAME
 from hetero.cli.finetune.data import read_data
 from hetero.cli.finetune.pretrained import FolderModel
 from hetero.cli.finetune.trainer import RunCallback, make_trainer
-from hetero.cli.options import FinetuneOptions
 from hetero.cli.outcome import make_writable
 from hetero.cli.train import run_training
 from hetero.integrations.adapters import adapter_state, merged
 from hetero.integrations.exports import export_into, moved_into
 from hetero.job.job import build_in_budgets, make_setting
+from hetero.job.options import FinetuneOptions
 from hetero.job.ranks import Ranks
 from hetero.job.resume import DATA_KEY, extra_of
 from hetero.job.run import Observer, TrainingRun, failing_of_the_run

@@ -14,10 +14,10 @@ from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
 import hetero
-from hetero.cli.options import FinetuneOptions
 from hetero.integrations.trainer import HeteroTrainerMixin
 from hetero.job.job import BuiltModel
 from hetero.job.optimization import make_optimizer
+from hetero.job.options import FinetuneOptions
 from hetero.job.run import TrainingRun, require_number
 from hetero.job.run_folder import CHECKPOINTS_NAME, RunFolder
 from hetero.reporting.recorder import FIRST_TIMELINE, Recorder
