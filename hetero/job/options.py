@@ -289,8 +289,9 @@ class TrainOptions:
     keep: int = option("so many last checkpoints of the run stay", 2, least=1, advanced=True)
     resume: str | None = option(
         "go on from a checkpoint, or from the last one in a run folder, with any number of ranks"
-        " and any memory; without PATH from the last checkpoint or commit of --run-dir, or else of"
-        " the newest run, and from the beginning if there is none",
+        " and any memory; from an earlier one with a new --run-dir. Without PATH from the last"
+        " checkpoint or commit of --run-dir, or else of the newest run, and from the beginning if"
+        " there is none",
         metavar="PATH",
         nargs="?",
         const="",

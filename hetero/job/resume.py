@@ -63,8 +63,9 @@ def find_beginning(options: TrainOptions, run_folder: Path) -> Beginning:
     own = latest_checkpoints(run_folder / CHECKPOINTS_NAME)
     if not options.resume:
         return Beginning(next(iter(own), None), True)
-    path: Path | None = of_trainer(given := Path(options.resume))
-    if path is None or not is_checkpoint(path):
+    given = Path(options.resume)
+    path: Path | None = of_trainer(given)
+    if not is_checkpoint(of_trainer(given)):
         path = latest_checkpoint(given) or latest_checkpoint(given / CHECKPOINTS_NAME)
     if path is None:
         raise ValueError(f"--resume {given} is no checkpoint, and has none in it")
