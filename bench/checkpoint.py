@@ -31,9 +31,9 @@ from typing import Any
 
 import hetero
 from bench.harness.program import Program, add_options, byte_size, left_out, names_of, whole
+from bench.harness.ranks import run_trial
 from bench.harness.rounds import ContenderError, Rounds, Sample, run_rounds
 from bench.harness.tables import number, of_figures, ranged, size
-from bench.harness.trial import run_trial
 from bench.io import disk_alone
 from bench.peers.timing import drop_pages, steps_beside, timed, with_rate
 from bench.train import write_workload

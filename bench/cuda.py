@@ -20,23 +20,30 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from bench.cuda_copies import WAYS, measure_copies
 from bench.harness.program import Program, add_options, names_of, tell
+from bench.harness.ranks import run_trial
 from bench.harness.tables import number, of_figures, size
-from bench.harness.trial import run_trial
 from bench.work.gpt import SHAPES, VOCABULARY, Shape
 from bench.work.gpt_training import Spec
 from offload._native import UpdateKind
-from offload.device.cuda_backend import cuda_available
+from offload.device.cuda_backend import CudaBackend, cuda_available
+from offload.device.cuda_runtime import CudaRuntime
+from offload.device.grad_offload import GradOffload, buffer_sizes
+from offload.memory.arena import HostArena
+from offload.memory.ledger import Ledger
+from offload.memory.tiers import Account
 from offload.profile.measure import UpdateArrays, measure_disk
 
 WARM_UP, STEPS = 2, 5
@@ -48,6 +55,9 @@ _KINDS = ("torch", "100", "50", "25", "10", "fsdp2")
 _UPDATE_KIND, _UPDATE_NUMEL = UpdateKind("bf16", "bf16"), 256 << 20  # far more than caches hold
 _UPDATE_BYTES = 26  # of RAM that the CPU's update of a parameter reads and writes
 _GRAD_BYTES = 2  # of it that come from the device
+# Of copies: rounds that count, and what is copied in each.
+ROUNDS, CHUNK_BYTES, CHUNKS = 5, 32 << 20, 32
+WAYS = ("h2d", "d2h", "d2h_added")
 _WAY_WORDS = {"h2d": "H2D", "d2h": "D2H", "d2h_added": "D2H, added"}
 
 
@@ -164,6 +174,78 @@ def row_of(shape: Shape, found: Mapping[str, Any]) -> dict[str, Any]:
         "disk_bytes": moved.get("disk_read", 0) + moved.get("disk_write", 0),
         "tokens_per_s": shape.tokens / step_s,
         "tflop_per_s": shape.flop(numel) / step_s / 1e12,
+    }
+
+
+# How fast hetero copies between page-locked RAM and a GPU, beside the link alone
+
+
+def measure_copies(
+    runtime: CudaRuntime | None = None, chunk_bytes: int = CHUNK_BYTES, chunks: int = CHUNKS
+) -> dict[str, float]:
+    """Bytes per second of each of WAYS, and of "h2d_alone" and "d2h_alone".
+
+    "h2d" fetches chunks to their slots, "d2h" brings first gradients to their homes, "d2h_added"
+    later ones, which are added in RAM; all as training does, one after another, until the host
+    knows that they are there. "alone" is one copy by CUDA of as many bytes, in the same memory.
+    They take turns; medians of ROUNDS after one of warm-up. Takes twice `chunk_bytes` times
+    `chunks` of RAM and of the device's memory.
+    """
+    backend, ledger = CudaBackend(runtime), Ledger({})
+    there = backend.arena(chunks, chunk_bytes, ledger, Account.GATHERED)
+    ram = backend.host_arena(chunks, chunk_bytes, ledger, Account.PARAM)
+    buffers = backend.host_arena(*buffer_sizes(chunk_bytes), ledger, Account.LINK)
+    with closing(backend), closing(there), closing(ram), closing(buffers):
+        ram.commit(0, chunks)
+        buffers.commit(0, buffers.slots)
+        ram.view(0, chunks, torch.uint8).zero_()
+        offload = GradOffload(backend, ledger, 1 << 62, buffers)
+        with closing(offload):
+            times_s: dict[str, list[float]] = {}
+            runs = _runs(backend, offload, there, ram)
+            for _ in range(ROUNDS + 1):
+                for name, run in runs.items():
+                    backend.runtime.synchronize_all()
+                    begin_s = time.perf_counter()
+                    run()
+                    times_s.setdefault(name, []).append(time.perf_counter() - begin_s)
+    nbytes = chunks * chunk_bytes
+    return {name: nbytes / statistics.median(some[1:]) for name, some in times_s.items()}
+
+
+def _runs(
+    backend: CudaBackend, offload: GradOffload, there: HostArena, ram: HostArena
+) -> dict[str, Callable[[], None]]:
+    """What is measured, between all slots on the device and as many in RAM."""
+    whole, ram_whole = (arena.view(0, arena.slots, torch.uint8) for arena in (there, ram))
+    chunks = [
+        (there.view(slot, 1, torch.uint8), ram.view(slot, 1, torch.uint8))
+        for slot in range(ram.slots)
+    ]
+    stream = backend.runtime.new_stream()
+
+    def alone(to: torch.Tensor, source: torch.Tensor) -> None:
+        backend.runtime.copy(to, source, stream)
+        backend.runtime.synchronize_all()
+
+    def fetch() -> None:
+        copies = [backend.fetch(to, source) for to, source in chunks]
+        for copy in copies:
+            copy.wait()
+
+    def bring(add: bool) -> None:
+        for owner, (source, to) in enumerate(chunks):
+            kept = to.view(torch.bfloat16)
+            offload.take(owner, "", source.view(torch.bfloat16), kept, add)
+        for owner in range(len(chunks)):
+            offload.wait(owner, "")
+
+    return {
+        "h2d_alone": partial(alone, whole, ram_whole),
+        "h2d": fetch,
+        "d2h_alone": partial(alone, ram_whole, whole),
+        "d2h": partial(bring, False),
+        "d2h_added": partial(bring, True),
     }
 
 

@@ -19,6 +19,7 @@ A variant is a policy, and options of `hetero train` that it alone has: "nvme --
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shlex
 import shutil
@@ -36,15 +37,15 @@ import torch
 
 from bench.harness.hosts import Hosts, parse_rate
 from bench.harness.program import Program, add_options, left_out, list_of, names_of, whole
+from bench.harness.ranks import run_trial
 from bench.harness.rounds import ContenderError, MissingError, Rounds, Sample, run_rounds
 from bench.harness.tables import number, of_figures, ranged, size
-from bench.harness.trial import run_trial
 from bench.peers.workload import Workload
 from bench.work.job_steps import add_job_options, job_options
 from hetero.job.data import load_corpus
 from hetero.job.models import model_config
 from hetero.job.optimization import ADAM_BETAS, lr_factor
-from hetero.job.options import POLICIES, TrainOptions, to_arguments
+from hetero.job.options import POLICIES, TrainOptions
 
 # The modes of bench/peers/train.py that a peer is measured in.
 MODES = {
@@ -142,7 +143,8 @@ def contenders(
 ) -> dict[str, list[str]]:
     """Commands by contenders' names, which say what they did on stdout.
 
-    Raises ValueError for peers that cannot run as that many ranks.
+    The options of each of hetero's are in a job file in `folder`. Raises ValueError for peers that
+    cannot run as that many ranks.
     """
     made = {}
     for variant in arguments.variants:
@@ -159,7 +161,9 @@ def contenders(
             json=True,
             timeline=timeline,
         )
-        command = [sys.executable, "-m", "hetero.cli", "train", *to_arguments(own), *more]
+        job = folder / f"hetero-{name}.json"
+        job.write_text(json.dumps(own.as_dict()), encoding="utf-8")
+        command = [sys.executable, "-m", "hetero.cli", "train", f"--config={job}", *more]
         made[f"hetero {variant}"] = command
     for peer in arguments.peers:
         other, instead = (ALONE, TOGETHER) if arguments.ranks > 1 else (TOGETHER, ALONE)

@@ -67,8 +67,8 @@ def options_by_name(
     return values
 
 
-def options_from_file(path: str | PathLike[str]) -> dict[str, Any]:
-    """The options in a JSON file.
+def options_from_file(path: str | PathLike[str], name: str = "the configuration") -> dict[str, Any]:
+    """The options in a JSON file, which errors call `name` and its path.
 
     Raises ValueError if it is not one, has no object, or has a key twice.
     """
@@ -84,9 +84,9 @@ def options_from_file(path: str | PathLike[str]) -> dict[str, Any]:
         with open(path, encoding="utf-8") as file:
             content = json.load(file, object_pairs_hook=unique)
     except OSError as error:
-        raise ValueError(f"cannot read the configuration {path}: {error.strerror}") from error
+        raise ValueError(f"cannot read {name} {path}: {error.strerror}") from error
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"the configuration {path} is not JSON: {error}") from error
+        raise ValueError(f"{name} {path} is not JSON: {error}") from error
     if not isinstance(content, dict):
-        raise ValueError(f"the configuration {path} must be a JSON object")
+        raise ValueError(f"{name} {path} must be a JSON object")
     return content

@@ -101,7 +101,7 @@ def try_to_train(
         budget_bytes: what the whole process may hold; the operating system refuses LIMIT_PER_BUDGET
             times as many, which guards the machine. None: no limit.
     """
-    from bench.harness.trial import run_trial
+    from bench.harness.ranks import run_trial
     from offload.memory.sizes import format_bytes
 
     options = {"dir": folder, "prefix": "trial-", "ignore_cleanup_errors": True}

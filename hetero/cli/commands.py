@@ -9,8 +9,7 @@ import argparse
 from dataclasses import dataclass
 from typing import Any
 
-from hetero.cli.options import FinetuneOptions, PlanOptions
-from hetero.job.options import TrainOptions
+from hetero.job.options import FinetuneOptions, PlanOptions, TrainOptions
 from offload.profile.machine_profile import default_path
 
 Option = tuple[tuple[str, ...], dict[str, Any]]  # flags, and what add_argument() takes

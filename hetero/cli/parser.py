@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import json
 import re
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from hetero.cli.outcome import EXIT_USAGE, missing_extra
+from hetero.option_checks import options_from_file
 
 _EXAMPLES = "examples:\n"
 _RUN_MARK = "metrics.jsonl"  # of a run folder, whose config.json has more than options
@@ -185,26 +185,20 @@ def _options_in(
 
 
 def _read(path: Path) -> dict[str, Any]:
+    if path.suffix == ".json":
+        return options_from_file(path, "--config")
+    import yaml
+
     try:
-        text = path.read_text(encoding="utf-8")
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ValueError(f"cannot read --config {path}: {reason}; give a YAML or JSON file") from (
             error
         )
-    if path.suffix == ".json":
-        try:
-            content = json.loads(text)
-        except ValueError as error:
-            raise ValueError(f"--config {path} is not JSON: {error}") from error
-    else:
-        import yaml
-
-        try:
-            content = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            reason = " ".join(str(error).split())
-            raise ValueError(f"--config {path} is not YAML: {reason}") from error
+    except yaml.YAMLError as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"--config {path} is not YAML: {reason}") from error
     if not isinstance(content, dict):
         raise ValueError(f"--config {path} must have options, such as `max_steps: 20`")
     return content

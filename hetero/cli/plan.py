@@ -9,16 +9,15 @@ import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from hetero.cli.options import PlanOptions
 from hetero.cli.outcome import EXIT_OK, EXIT_USAGE
 from hetero.config import Config
 from hetero.job.job import arrange_shape
 from hetero.job.models import build_shape, model_config, model_label, wanted_vocab_size
-from hetero.job.options import DEFAULT_DISK_SHARE, DEFAULT_SHARE
+from hetero.job.options import DEFAULT_DISK_SHARE, DEFAULT_SHARE, PlanOptions
 from hetero.job.ranks import Ranks
 from hetero.planning.candidates import SmallestBudgets, smallest_budgets
 from hetero.planning.group_plans import ChunkGroupPlan
@@ -53,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     if excess:
         excess = f"does not fit: {excess}"
     if options.json:
-        others = {"what_if": [case.as_dict() for case in cases]} if cases else {}
+        others = {"what_if": cases} if cases else {}
         print(json.dumps(facts | as_dict(plans, least) | others))
         if excess:
             print(excess, file=sys.stderr)
@@ -78,32 +77,22 @@ _ROOM = 1.1  # times all state: with as much everything that can be there is
 _DISK_FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
 
 
-class Case(NamedTuple):
-    """A budget that is another one, all else being equal.
+def case(of: str, value: float, is_given: bool, step: StepCost | None) -> dict[str, Any]:
+    """A budget that is another one, all else being equal, and the figures of its step, which are
+    None where nothing fits.
 
-    Attributes:
-        of: RAM, DEVICE or NVME_RATE.
-        value: bytes, or bytes per second that the disk reads.
-        is_given: this is what there is.
-        step: the step that is predicted; None: nothing fits.
+    `of` RAM, DEVICE or NVME_RATE there are `value` bytes, or bytes per second that the disk reads;
+    `is_given`: this is what there is.
     """
-
-    of: str
-    value: float
-    is_given: bool
-    step: StepCost | None
-
-    def as_dict(self) -> dict[str, object]:
-        """For programs; the step's figures are None where nothing fits."""
-        found = dict.fromkeys(STEP_FIGURES) if self.step is None else self.step.figures
-        return {"of": self.of, "value": self.value, "is_given": self.is_given, **found}
+    found = dict.fromkeys(STEP_FIGURES) if step is None else step.figures
+    return {"of": of, "value": value, "is_given": is_given, **found}
 
 
-def _what_if(planner: _Planner, plans: list[Plan], least: SmallestBudgets) -> list[Case]:
+def _what_if(planner: _Planner, plans: list[Plan], least: SmallestBudgets) -> list[dict[str, Any]]:
     """Cases of RAM, and of DEVICE where that is not RAM, from the least to enough for all state;
     and of NVMe that is faster or slower, if it is used."""
     groups = [plan.group for plan in plans]
-    found: list[Case] = []
+    found = []
     state_bytes = sum(sum(kinds.values()) for kinds in state_by_tier(groups).values())
     given = {"host": planner.host_bytes, "device": planner.device_bytes}
     for of, name in ((RAM, "host"), (DEVICE, "device")):
@@ -114,12 +103,12 @@ def _what_if(planner: _Planner, plans: list[Plan], least: SmallestBudgets) -> li
             with contextlib.suppress(PlacementError):
                 arranged = planner.arrange_within(budgets["host"] or 0, budgets["device"])
                 step = whole_step(planner.predict(arranged))
-            found.append(Case(of, nbytes, nbytes == now, step))
+            found.append(case(of, nbytes, nbytes == now, step))
     traffic = whole_step(plans).traffic
     for factor in _DISK_FACTORS if traffic["nvme_read"] or traffic["nvme_written"] else ():
         other = planner.rank_profile.with_disk(factor)
         step = whole_step(planner.predict(groups, other))
-        found.append(Case(NVME_RATE, other.nvme_read_bytes_per_s or 0.0, factor == 1.0, step))
+        found.append(case(NVME_RATE, other.nvme_read_bytes_per_s or 0.0, factor == 1.0, step))
     return found
 
 
@@ -130,22 +119,21 @@ def _ladder(least: int, most: int, given: int) -> list[int]:
     return sorted({*steps, given})
 
 
-def explain_cases(cases: Sequence[Case], width: int | None = None) -> str:
+def explain_cases(cases: Sequence[Mapping[str, Any]], width: int | None = None) -> str:
     """A table for people; the steps are compared with the given one."""
     rows: list[tuple[str, ...]] = [
         ("what if there were", "", "expected step", "compared", "bound by", "NVMe read", "written")
     ]
-    now_s = next(case.step.seconds for case in cases if case.is_given and case.step is not None)
-    for case in cases:
-        value = format_bytes(case.value)
-        name = f"NVMe of {value}/s" if case.of == NVME_RATE else f"{value} of {case.of}"
+    now_s = next(each["step_s"] for each in cases if each["is_given"])
+    for each in cases:
+        value, (seconds, bound, *moved) = format_bytes(each["value"]), map(each.get, STEP_FIGURES)
+        name = f"{value} of {each['of']}" if each["of"] != NVME_RATE else f"NVMe of {value}/s"
         cells = ["nothing fits", "", "", "", ""]
-        if (step := case.step) is not None:
-            compared = f"{step.seconds / now_s:.0%}" if now_s else "-"
-            moved = (step.traffic["nvme_read"], step.traffic["nvme_written"])
-            cells = [f"{seconds_text(step.seconds)} s", compared, step.bound]
+        if seconds is not None:
+            compared = f"{seconds / now_s:.0%}" if now_s else "-"
+            cells = [f"{seconds_text(seconds)} s", compared, str(bound)]
             cells += [format_bytes(n) if n else "-" for n in moved]
-        rows.append((name, "given" if case.is_given else "", *cells))
+        rows.append((name, "given" if each["is_given"] else "", *cells))
     return table(rows, width)
 
 

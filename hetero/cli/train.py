@@ -19,10 +19,10 @@ from hetero.cli.outcome import (
     check_file,
     print_error,
 )
-from hetero.job.branch import run_folder_to_resume
 from hetero.job.loop import train
 from hetero.job.options import TrainOptions
 from hetero.job.ranks import Ranks, joined_ranks
+from hetero.job.resume import run_folder_to_resume
 from hetero.job.run import Observer
 from hetero.job.run_folder import RunFolder
 from hetero.reporting import charts, page, run_record

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +13,7 @@ from hetero.job.data import Corpus, load_corpus
 from hetero.job.options import TrainOptions, config_path
 from hetero.job.ranks import Ranks
 from hetero.job.run_folder import MODEL_NAME, RunFolder
+from hetero.option_checks import options_from_file
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -197,17 +197,10 @@ def _config_from_file(path: Path) -> PretrainedConfig:
     from transformers import AutoConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    try:
-        content: Any = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(
-            f"cannot read the model's configuration {path}: {error.strerror}"
-        ) from error
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-    if not isinstance(content, dict) or not isinstance(content.get("model_type"), str):
+    content = options_from_file(path, "the model's configuration")
+    model_type = content.pop("model_type", None)
+    if not isinstance(model_type, str):
         raise ValueError(f'{path} must be an object with a "model_type", like "llama"')
-    model_type = content.pop("model_type")
     # Weights start in fp32, where the master is; the compute dtype is the engine's business.
     for key in ("dtype", "torch_dtype"):
         content.pop(key, None)

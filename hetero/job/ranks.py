@@ -42,15 +42,14 @@ class Ranks:
     def leads(self) -> bool:
         return self.rank == 0
 
-    def gather(self, value: float) -> list[float]:
+    def gather(self, value: Made) -> list[Made]:
         """Every rank's value, in their order."""
         if self.count == 1:
             return [value]
-        found = torch.zeros(self.count, dtype=torch.float64)
-        found[self.rank] = value
+        found: list[Any] = [None] * self.count
         with self._talking():
-            dist.all_reduce(found)
-        return found.tolist()
+            dist.all_gather_object(found, value)
+        return found
 
     def mean(self, value: float) -> float:
         """The same bits on all ranks."""
@@ -72,13 +71,6 @@ class Ranks:
             raise ValueError(answer[1])
         made: Made = answer[0]
         return made
-
-    def names(self) -> list[str]:
-        """Every rank's number and machine, as errors name it."""
-        found: list[Any] = [None] * self.count
-        with self._talking():
-            dist.all_gather_object(found, f"rank {self.rank} on {os.uname().nodename}")
-        return found
 
     @contextmanager
     def _talking(self) -> Iterator[None]:

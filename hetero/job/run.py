@@ -11,9 +11,9 @@ from dataclasses import replace
 import torch
 
 import hetero
-from hetero.job.branch import Branch
 from hetero.job.options import TrainOptions
 from hetero.job.ranks import Ranks
+from hetero.job.resume import find_beginning
 from hetero.job.run_folder import RunFolder
 from hetero.reporting.recorder import Recorder
 from hetero.reporting.run_record import RunFacts, RunRecord, StepPoint
@@ -44,7 +44,7 @@ class TrainingRun:
 
     Attributes:
         options, folder, ranks: of the run.
-        branch: what it goes on from.
+        beginning: what it goes on from, as the first rank sees it.
         recorder: of the engine's steps; there is none before begin().
         terminated: SIGTERM has come to a rank, as all know.
     """
@@ -52,11 +52,11 @@ class TrainingRun:
     def __init__(
         self, options: TrainOptions, folder: RunFolder, observer: Observer, ranks: Ranks
     ) -> None:
-        """Raises ValueError, on all ranks, if --resume has a path without a checkpoint."""
+        """Raises ValueError, on all ranks, as find_beginning() does."""
         self.options = options
         self.folder = folder
         self.ranks = ranks
-        self.branch = Branch.agreed(options, folder, ranks)
+        self.beginning = ranks.from_first(lambda: find_beginning(options, folder.path))
         self.recorder: Recorder
         self.terminated = False
         self._observer = observer
@@ -86,15 +86,13 @@ class TrainingRun:
         self.folder.append_metrics({**said, **point.as_dict(self.recorder.begin_s)})
         self._observer.step(point)
 
-    def keeps_now(self) -> bool:
-        """Whether this step is to be kept whatever its number: the run ends after it, because of
-        SIGTERM, or it is the first one of a branch. All ranks call it after each step, before they
-        keep anything of it."""
-        if not self.options.keeps_state:
-            return False
-        # One rank alone may have got the signal, and all end with it.
-        self.terminated = any(self.ranks.gather(self._signalled))
-        return self.branch.begins() or self.terminated
+    def ends_now(self) -> bool:
+        """Whether the run ends after this step, which is kept whatever its number: SIGTERM came.
+        All ranks call it after each step, before they keep anything of it."""
+        if self.options.keeps_state:
+            # One rank alone may have got the signal, and all end with it.
+            self.terminated = any(self.ranks.gather(self._signalled))
+        return self.terminated
 
     def note_sigterm(self) -> None:
         """Ends the run after the step that is under way, saved."""

@@ -64,13 +64,14 @@ class RunFolder:
         if self._ranks.count == 1:
             return
         sign = self.path / self._ranks.from_first(self._make_sign)
-        seen = self._ranks.gather(sign.exists())
+        name = f"rank {self._ranks.rank} on {os.uname().nodename}"
+        found = self._ranks.gather((name, sign.exists()))
         if self._ranks.leads:
             sign.unlink()
-        if not all(seen):
-            names = self._ranks.names()
+        blind = [name for name, sees in found if not sees]
+        if blind:
             raise ValueError(
-                f"{names[seen.index(0)]} does not see --run-dir {self.path} of {names[0]}; {why} "
+                f"{blind[0]} does not see --run-dir {self.path} of {found[0][0]}; {why} "
                 f"needs a folder on a filesystem that all machines share"
             )
 

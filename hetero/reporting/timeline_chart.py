@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import math
+from collections import Counter
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -35,25 +36,15 @@ def hidden_spans(timeline: Timeline) -> list[Span]:
     computing = union(i for i in timeline.of("compute") if i.name != "optimizer")
     working = union(i for lane in _WORKERS for i in timeline.of(lane))
     waiting = union(i for lane in _WAITS for i in timeline.of(lane))
-    edges = [-math.inf, *(edge for span in waiting for edge in span), math.inf]
-    not_waiting = list(zip(edges[::2], edges[1::2], strict=True))
-    return _shared(_shared(computing, working), not_waiting)
-
-
-def _shared(some: Sequence[Span], others: Sequence[Span]) -> list[Span]:
-    """The times that both have; each is in order, and has none over another."""
-    found: list[Span] = []
-    first, second = 0, 0
-    while first < len(some) and second < len(others):
-        begin = max(some[first][0], others[second][0])
-        end = min(some[first][1], others[second][1])
-        if end > begin:
-            found.append((begin, end))
-        if some[first][1] <= others[second][1]:
-            first += 1
-        else:
-            second += 1
-    return found
+    # How many of the two go on, and less than two while compute waits.
+    changes: Counter[float] = Counter()
+    for spans, counts in ((computing, 1), (working, 1), (waiting, -2)):
+        for begin, end in spans:
+            changes[begin] += counts
+            changes[end] -= counts
+    at = sorted(changes)
+    levels = accumulate(changes[edge] for edge in at)
+    return [span for span, level in zip(pairwise(at), levels, strict=False) if level == 2]
 
 
 def hidden_finding(timeline: Timeline) -> str:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from bench import cuda, cuda_check
-from bench.cuda_copies import measure_copies
+from bench.cuda import measure_copies
 from bench.harness.machine import ROOT
 from bench.work.gpt import SHAPES, VOCABULARY, Gpt, fill, quick_init
 from tests.support.native.fake_cuda import FakeRuntime

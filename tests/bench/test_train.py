@@ -250,8 +250,11 @@ def test_a_variant_may_have_options_of_its_own(tmp_path: Path) -> None:
     made = contenders(bench_train.read_options(given), given, tmp_path / "w", tmp_path)
     plain, durable = made["hetero nvme"], made["hetero nvme --commit-every 1"]
     assert durable[-2:] == ["--commit-every", "1"]
-    (folder,) = (word for word in durable if word.startswith("--run-dir="))
-    assert folder not in plain
+    jobs = [
+        json.loads(Path(line[4].removeprefix("--config=")).read_text()) for line in (plain, durable)
+    ]
+    assert {job["policy"] for job in jobs} == {"nvme"}
+    assert jobs[0]["run_dir"] != jobs[1]["run_dir"]
 
 
 def run(tmp_path: Path, code: str, ranks: int = 1, timeout_s: float = 300) -> dict[str, Any]:

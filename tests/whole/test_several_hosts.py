@@ -19,7 +19,7 @@ import pytest
 
 from bench.harness.hosts import INTERFACE, Hosts, why_no_hosts
 from bench.harness.ranks import RankError, rank_log, run_ranks
-from hetero.job.options import TrainOptions, to_arguments
+from hetero.job.options import TrainOptions
 from tests.support.training.loops import SMALLEST_MODEL
 from tests.support.waiting import until
 
@@ -156,8 +156,9 @@ def hetero_train(
     where = {"nvme_path": (str(tmp_path / "nvme"),), "run_dir": str(tmp_path / "runs" / "a")}
     small: dict[str, Any] = {"seq_len": 16, "batch_size": 1, "threads": 1, "host_memory": "4MiB"}
     chosen = {"steps": 4, "dtype": "fp32", "policy": "nvme", "json": True, **small, **where}
-    arguments = to_arguments(TrainOptions(config=str(config), **{**chosen, **options}))
-    command = [sys.executable, "-m", "hetero.cli", "train", *arguments]
+    job = TrainOptions(config=str(config), **{**chosen, **options}).as_dict()
+    (tmp_path / "job.json").write_text(json.dumps(job))
+    command = [sys.executable, "-m", "hetero.cli", "train", f"--config={tmp_path}/job.json"]
     out = tmp_path / "out"
     run_ranks(command, ranks, os.environ, tmp_path / "train.log", out, 300, hosts)
     found: dict[str, Any] = json.loads(out.read_text())

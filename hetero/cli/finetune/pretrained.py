@@ -12,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from hetero.cli.finetune.data import DEFAULT_TEMPLATE
-from hetero.cli.options import FinetuneOptions
+from hetero.job.options import FinetuneOptions
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _ADVICE = "put tokenizer.json and tokenizer_config.json into the folder"

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import tempfile
 import warnings
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,14 +20,14 @@ from hetero.checkpoint.folder import TRAINER_STATE_NAME
 from hetero.cli.finetune.data import read_data
 from hetero.cli.finetune.pretrained import FolderModel
 from hetero.cli.finetune.trainer import RunCallback, make_trainer
-from hetero.cli.options import FinetuneOptions
 from hetero.cli.outcome import make_writable
 from hetero.cli.train import run_training
 from hetero.integrations.adapters import adapter_state, merged
 from hetero.integrations.exports import export_into, moved_into
-from hetero.job.branch import DATA_KEY, extra_of
 from hetero.job.job import build_in_budgets, make_setting
+from hetero.job.options import FinetuneOptions
 from hetero.job.ranks import Ranks
+from hetero.job.resume import DATA_KEY, extra_of
 from hetero.job.run import Observer, TrainingRun, failing_of_the_run
 from hetero.job.run_folder import RunFolder
 from hetero.reporting.run_record import RunRecord
@@ -88,7 +89,7 @@ def fine_tune(
     data = read(options.data), read(options.eval_data)
     ranks.from_first(lambda: _check_output(options))
     run = TrainingRun(options, folder, observer, ranks)
-    path = run.branch.path
+    path = run.beginning.path
     about = {
         "seed": options.seed,
         "sequences": len(data[0]),
@@ -103,8 +104,7 @@ def fine_tune(
         notes.append("--resume found no checkpoint, so the run began anew")
     built = build_in_budgets(source, options, folder, ranks)
     words = f"{options.data}: {len(data[0]):,} sequences"
-    extra = {DATA_KEY: about, **run.branch.as_extra}
-    with make_trainer(options, folder, built, tokenizer, data, extra) as trainer:
+    with make_trainer(options, folder, built, tokenizer, data, {DATA_KEY: about}) as trainer:
         begin = partial(make_setting, built, options, folder, ranks, words)
         trainer.add_callback(RunCallback(trainer, run, begin, notes))
         with run.under_way():
@@ -132,7 +132,7 @@ def _check_output(options: FinetuneOptions) -> str:
 
 
 def _check_goes_on(
-    options: FinetuneOptions, path: Path, extra: dict[str, Any], run: dict[str, int]
+    options: FinetuneOptions, path: Path, extra: Mapping[str, Any], run: dict[str, int]
 ) -> None:
     """Raises ValueError if the checkpoint is of other data or steps than `run`, or has all steps of
     the options."""

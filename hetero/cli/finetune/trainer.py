@@ -14,10 +14,10 @@ from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
 import hetero
-from hetero.cli.options import FinetuneOptions
 from hetero.integrations.trainer import HeteroTrainerMixin
 from hetero.job.job import BuiltModel
 from hetero.job.optimization import make_optimizer
+from hetero.job.options import FinetuneOptions
 from hetero.job.run import TrainingRun, require_number
 from hetero.job.run_folder import CHECKPOINTS_NAME, RunFolder
 from hetero.reporting.recorder import FIRST_TIMELINE, Recorder
@@ -111,10 +111,8 @@ class RunCallback(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """All ranks end if SIGTERM has come to one."""
-        if self._run.keeps_now():
-            control.should_save = True
-        if self._run.terminated:
-            control.should_training_stop = True
+        if self._run.ends_now():
+            control.should_save = control.should_training_stop = True
 
     def on_log(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Keeps the metrics of each step and of each evaluation."""

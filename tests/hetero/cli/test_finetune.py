@@ -152,25 +152,16 @@ def test_a_resumed_run_has_the_same_bits(arguments: list[str]) -> None:
     assert json.loads(Path("run/report.html").read_text()) == numbers[2:]
 
 
-def test_a_run_that_has_gone_back_leaves_later_checkpoints(
+def test_a_run_goes_back_in_a_folder_of_its_own(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = [*arguments, "--output", "out", "--run-dir", "run", "--save-steps", "1"]
-    options += ["--save-total-limit", "9", "--max-steps"]
-    assert main([*options, "4"]) == 0
-    whole = logged("run")
-    assert main([*options, "2", "--resume", "run/checkpoints/checkpoint-1"]) == 0
-    assert main([*options, "3", "--resume"]) == 0
-    notes = json.loads(Path("run/summary.json").read_text())["notes"]
-    assert "resumed after step 2 from run/checkpoints/checkpoint-2" in notes
-    assert len(logged("run")) == 3
-    assert logged("run")[0] == whole[0]
-    capsys.readouterr()
-    assert main(["inspect", "run", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["step"] == 3
-    assert {each.name for each in Path("run/left").glob("*/*")} == {
-        f"checkpoint-{step}" for step in (2, 3, 4)
-    }
+    options = [*arguments, "--save-steps", "1", "--save-total-limit", "9", "--max-steps"]
+    assert main([*options, "3", "--output", "out", "--run-dir", "run"]) == 0
+    back = [*options, "3", "--resume", "run/checkpoints/checkpoint-1", "--output", "back"]
+    assert main(back) == 2
+    assert "is not the last checkpoint of its run" in capsys.readouterr().err
+    assert main([*back, "--run-dir", "branch"]) == 0
+    assert logged("branch") == logged("run")[1:]
 
 
 def test_a_result_replaces_one_of_another_kind(

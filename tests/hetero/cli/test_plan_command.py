@@ -12,7 +12,7 @@ import torch
 
 import hetero
 from hetero.cli.main import main
-from hetero.cli.plan import Case, explain_cases
+from hetero.cli.plan import case, explain_cases
 from hetero.job.models import build_model, count_parameters, model_config
 from hetero.job.options import TrainOptions
 from hetero.planning.group_plans import arrange
@@ -289,8 +289,8 @@ class TestWhatIf:
 
     def test_what_does_not_fit_is_said_and_not_left_out(self) -> None:
         step = StepCost((PhaseCost("forward", 2.0),))
-        cases = [Case("RAM", 1 << 20, False, None), Case("RAM", 2 << 20, True, step)]
-        assert cases[0].as_dict()["step_s"] is None
+        cases = [case("RAM", 1 << 20, False, None), case("RAM", 2 << 20, True, step)]
+        assert cases[0]["step_s"] is None
         text = explain_cases(cases)
         assert "nothing fits" in text
         assert "2.0 MiB of RAM" in text

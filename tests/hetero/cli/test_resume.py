@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from hetero.cli.main import main
-from hetero.job import branch
 from tests.support.cli_runs import draw_nothing, run_all
 from tests.support.ranks.processes import run_ranks
 from tests.support.waiting import until
@@ -103,78 +102,33 @@ def test_commits_go_on_with_the_bits_of_one_run(
     assert "has the state of a run that made 10 steps; --resume goes on" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("keeping", ["--save-every", "--commit-every"])
-def test_a_run_that_went_back_goes_on_from_there(
-    keeping: str, arguments: list[str], capsys: pytest.CaptureFixture[str]
+def test_a_run_goes_back_in_a_folder_of_its_own(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Back to step 2 with other clipping, killed at step 4: what has larger numbers was left."""
-    saving = [*arguments, "--run-dir", "run", "--save-every", "2", "--keep", "9"]
-    saving += ["--schedule", "constant", "--steps"]
-    committing = ["--commit-every", "2"] if keeping == "--commit-every" else []
-    assert main([*saving, "6", *committing]) == 0
-    first = lines("run")
-    path = "run/checkpoints/step-000002"
-    if committing:  # (the first commit of the branch comes before its first checkpoint)
-        saving[saving.index("--save-every") + 1] = "100"
-    back = [*saving, "4", *committing, "--clip", "0.01"]
-    assert main([*back, "--resume", path]) == 0
-    second = lines("run")
-    assert second[:2] == first[:2]
-    assert second[3] != first[3]
-    if committing:
-        shutil.rmtree("run/checkpoints/step-000004")
-    capsys.readouterr()
-    back[back.index("4")] = "5"
-    assert main([*back, "--resume", "--json"]) == 0
-    where = "run/hetero-state" if committing else "run/checkpoints/step-000004"
-    assert f"resumed after step 4 from {where}" in json.loads(capsys.readouterr().out)["notes"]
-    assert lines("run")[:4] == second
-
-
-def test_the_first_step_of_a_branch_is_kept(arguments: list[str]) -> None:
-    """Else a run that has left its own checkpoints, for one of another run, would have none."""
-    saving = [*arguments, "--schedule", "constant", "--save-every", "2", "--steps"]
-    assert main([*saving, "2", "--run-dir", "other"]) == 0
-    assert main([*saving, "6", "--run-dir", "run"]) == 0
-    saving[saving.index("--save-every") + 1] = "100"
-    back = [*saving, "5", "--run-dir", "run", "--commit-every", "100"]
-    assert main([*back, "--resume", "other/checkpoints/step-000002"]) == 0
-    assert checkpoints("run") == ["step-000003", "step-000005"]
-    assert {path.name for path in Path("run/left").glob("*/*")} == {"step-000004", "step-000006"}
-
-
-def test_a_damaged_checkpoint_keeps_no_run_from_going_back(arguments: list[str]) -> None:
-    saving = [*arguments, "--run-dir", "run", "--save-every", "1", "--keep", "9", "--steps"]
-    assert main([*saving, "3"]) == 0
-    Path("run/checkpoints/step-000003/manifest.json").write_text("{")
-    assert main([*saving, "2", "--resume", "run/checkpoints/step-000001"]) == 0
-    assert checkpoints("run") == ["step-000001", "step-000002"]
-
-
-@pytest.mark.parametrize("keeping", ["--save-every", "--commit-every"])
-def test_ranks_that_are_started_again_do_not_go_back_twice(
-    keeping: str,
-    arguments: list[str],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """torchrun gives them the same command line, with the checkpoint to go back to."""
-    run = [*arguments, "--run-dir", "run", "--schedule", "constant", "--keep", "9"]
-    assert main([*run, "--save-every", "2", "--steps", "6"]) == 0
-    back = [*run, keeping, "2", "--resume", "run/checkpoints/step-000002", "--json", "--steps"]
-
-    def resumed(launch: str, steps: int) -> str:
-        monkeypatch.setattr(branch, "this_launch", lambda: launch)
-        capsys.readouterr()
-        assert main([*back, str(steps)]) == 0
-        notes = json.loads(capsys.readouterr().out)["notes"]
-        return next(note for note in notes if note.startswith("resumed"))
-
-    assert "step 2 from" in resumed("one", 4)
-    assert "step 4 from" in resumed("one", 5)
-    assert "step 2 from" in resumed("another", 4)
-    assert "step 2 from" in resumed("", 4)
-    assert "step 2 from" in resumed("", 4)
+    """To step 2 with other clipping; started again with the same words it goes on from its own."""
+    saving = [*arguments, "--save-every", "2", "--keep", "9", "--schedule", "constant"]
+    committing = [*saving, "--nvme-path", "state", "--commit-every", "1"]
+    Path("state").mkdir()
+    assert main([*committing, "--steps", "6", "--run-dir", "first"]) == 0
+    Path("first/checkpoints/step-000006/manifest.json").write_text("{")
+    back = ["--clip", "0.01", "--resume", "first/checkpoints/step-000002", "--steps"]
+    assert main([*saving, *back, "4"]) == 2
+    said = "is not the last checkpoint of its run, which is first/checkpoints/step-000006"
+    assert said in capsys.readouterr().err
+    assert main([*committing, *back, "4", "--run-dir", "second"]) == 2
+    assert "state of a run that made 6 steps; --resume goes on" in capsys.readouterr().err
+    back += ["4", "--run-dir", "second", "--json"]
+    for steps, note in (
+        ("4", "resumed after step 2 from first/checkpoints/step-000002"),
+        ("5", "resumed after step 4 from second/checkpoints/step-000004"),
+    ):
+        back[back.index("--steps") + 1] = steps
+        assert main([*saving, *back]) == 0
+        assert note in json.loads(capsys.readouterr().out)["notes"]
+    assert checkpoints("first") == ["step-000002", "step-000004", "step-000006"]
+    assert checkpoints("second") == ["step-000004", "step-000005"]
+    assert [line[0] for line in lines("second")] == [3, 4, 5]
+    assert lines("second")[1] != lines("first")[3]
 
 
 def test_what_resume_means(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -188,8 +142,8 @@ def test_what_resume_means(arguments: list[str], capsys: pytest.CaptureFixture[s
     path = "runs/a/checkpoints/step-000004"
     assert main([*saving, "--steps", "5", "--resume", path, "--run-dir", "b"]) == 0
     assert lines("b") == lines("runs/a")[4:]
-    assert main([*saving, "--steps", "4", "--resume", path]) == 2
-    assert "has all 4 steps; to go on from it ask for more" in capsys.readouterr().err
+    assert main([*saving, "--steps", "5", "--resume", "runs/a/checkpoints/step-000005"]) == 2
+    assert "has all 5 steps; to go on from it ask for more" in capsys.readouterr().err
     assert main([*saving, "--steps", "4", "--resume", "nothing"]) == 2
     assert "--resume nothing is no checkpoint" in capsys.readouterr().err
     assert main([*saving, "--steps", "4", "--run-dir", "b"]) == 2
@@ -221,11 +175,11 @@ def test_sigterm_saves_and_ends(arguments: list[str], tmp_path: Path) -> None:
 
 KILLED = """
     import os, signal, sys
-    from hetero.job import checkpoints
+    from hetero.job.loop import Checkpoints
     from hetero.reporting import charts, page
     from hetero.cli.main import main
 
-    after_step = checkpoints.Checkpoints.after_step
+    after_step = Checkpoints.after_step
 
     def killed(self, step):
         first_try = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
@@ -233,7 +187,7 @@ KILLED = """
             os.kill(os.getpid(), signal.SIGKILL)
         return after_step(self, step)
 
-    checkpoints.Checkpoints.after_step = killed
+    Checkpoints.after_step = killed
     charts.draw_picture = page.write_page = lambda *given: None
     sys.exit(main(sys.argv[1:]))
 """

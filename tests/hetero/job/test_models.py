@@ -95,7 +95,7 @@ def test_file_of_another_family_keeps_its_vocabulary(tmp_path: Path) -> None:
     ("content", "message"),
     [
         ("{", "is not JSON"),
-        ([], "must be an object"),
+        ([], "must be a JSON object"),
         ({"hidden_size": 8}, 'must be an object with a "model_type"'),
         (TINY_LLAMA | {"model_type": "lama"}, "did you mean llama"),
         (TINY_LLAMA | {"vocab_size": 100}, "vocab_size must be at least 256, got 100"),

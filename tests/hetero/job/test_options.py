@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hetero.job.options import TrainOptions, add_train_arguments, to_arguments
+from hetero.job.options import TrainOptions, add_train_arguments
 
 
 def parse(*arguments: str, defaults: dict[str, object] | None = None) -> TrainOptions:
@@ -20,21 +20,6 @@ def parse(*arguments: str, defaults: dict[str, object] | None = None) -> TrainOp
 def test_defaults_can_be_replaced() -> None:
     assert parse(defaults={"steps": 7}).steps == 7
     assert parse("--steps", "9", defaults={"steps": 7}).steps == 9
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        TrainOptions(),
-        TrainOptions(prefetch=False, json=True, host_memory="1GiB", threads=3),
-        TrainOptions(nvme_path=("-odd",)),
-        TrainOptions(recompute="all", activation_memory="auto"),
-        TrainOptions(nvme_path=("-odd", "b")),
-        TrainOptions(config="c.json", data="d", lr=1e-5, schedule="constant", clip=0.0),
-    ],
-)
-def test_arguments_round_trip(options: TrainOptions) -> None:
-    assert parse(*to_arguments(options)) == options
 
 
 @pytest.mark.parametrize(
