@@ -15,7 +15,7 @@ from hetero.api.whole_state import store_values
 from hetero.runtime.engine import Engine
 from hetero.runtime.modules.call_stack import EnteredCalls, FramePlace, module_frame
 from hetero.runtime.modules.module_hooks import ModelHook, ModelHooks
-from hetero.runtime.modules.torch_function_uses import ParamAlias
+from hetero.stand_ins.offloaded_tensor import ParamAlias
 from hetero.state.managed_param import ManagedParam, ParamState
 from offload.errors import HeteroError
 from offload.interrupts import uninterrupted

@@ -30,7 +30,7 @@ from hetero.ranks.shard_server import RequestKind, ShardServer, Versions
 from hetero.state.chunk_access import ChunkAccess, CopyCache, CopyCaches, ParamUpdates
 from hetero.state.chunk_updates import ChunkUpdates, ChunkVersions, OwnShards, chunk_states
 from hetero.state.gathering.agreed_gathers import AgreedGathers
-from hetero.state.gathering.all_gather import DeviceGathers, Gathering, GatherStream
+from hetero.state.gathering.all_gather import Gathering
 from hetero.state.gathering.transport import DeviceTransport, GatherTransport
 from hetero.state.grads import Grads, LossScale
 from hetero.state.managed_param import ManagedParam
@@ -434,9 +434,10 @@ class _ChunkGroupBuilder:
         if peers is not None:
             transport = self._make_transport(peers, homes, arenas)
             server = serve(peers)
-            stream = self._owned(GatherStream(peers, server, shards, versions, transport))
             in_ram = arenas.staged if self._backend.separate else arenas.gathered
-            gathering = Gathering(self._layout, server, shards, stream, in_ram, dtype)
+            gathering = self._owned(
+                Gathering(self._layout, server, shards, versions, transport, in_ram, dtype)
+            )
         copies = self._make_copies(arenas, homes, shard_cache, shards, gathering, order)
         prefetch = config.debugging.prefetch
         agreed: AgreedGathers | None = None
@@ -507,10 +508,7 @@ class _ChunkGroupBuilder:
                     {c.id: c.used_numel * self._dtypes.param_bytes for c in chunks},
                 )
             )
-            backing: Backing = fetches
-            if gathering is not None and layout.shard.params and layout.shard.between_devices:
-                backing = DeviceGathers(gathering, arenas.gathered, layout, fetches)
-            cache = self._cache(SlotCache, arenas.gathered, backing, order)
+            cache = self._cache(SlotCache, arenas.gathered, fetches, order)
             caches = (cache, fetches, *caches)
         return CopyCaches(
             arena=arenas.gathered,

@@ -23,7 +23,7 @@ from functools import partial
 import torch
 
 from hetero.chunks.layout import Chunk, Layout
-from hetero.ranks.collectives import Reply, Requests
+from hetero.ranks.collectives import Collectives, Reply
 from offload.errors import HeteroError, PeerError
 from offload.interrupts import deliver_signals
 from offload.memory.operation import Worker
@@ -101,7 +101,7 @@ class ShardServer:
 
     def __init__(
         self,
-        peers: Requests,
+        peers: Collectives,
         layout: Layout,
         versions: Versions,
         param: Callable[[Chunk], AbstractContextManager[torch.Tensor]],

@@ -122,8 +122,7 @@ class ConstructionArena:
         is a file for it, or several ranks that keep parts of it.
 
         Raises:
-            HeteroError: it is not on the CPU, has no values of its own, or is of a dtype that
-                cannot be managed.
+            HeteroError: it is not on the CPU, or is of a dtype that cannot be managed.
             BudgetError: it does not fit the host budget, and cannot be offloaded.
         """
         if not is_manageable(param, name):

@@ -21,7 +21,6 @@ from hetero.planning.placement import part_bytes
 from hetero.ranks.communicator import Communicator
 from hetero.ranks.process_groups import ProcessGroups
 from hetero.setup.process_share import FirstBudgets
-from hetero.stand_ins.construction_uses import ConstructionAlias
 from hetero.stand_ins.parameter_classes import become, become_plain, memory_in
 from hetero.stand_ins.tile_changes import TileChange, largest_tile, tiles
 from offload._native import Arena
@@ -305,7 +304,7 @@ class ConstructionParam:
     def __init__(self, store: ConstructionStore, param: torch.nn.Parameter, number: int) -> None:
         """Nothing is charged for it yet.
 
-        Raises HeteroError if it is not on the CPU, or has no values of its own.
+        Raises HeteroError if it is not on the CPU.
         """
         _check_adoptable(param)
         self._store, self._reference = store, weakref.ref(param)
@@ -556,11 +555,6 @@ def _common(flat: torch.Tensor, has: slice, wanted: slice) -> torch.Tensor:
 
 
 def _check_adoptable(param: torch.nn.Parameter) -> None:
-    if isinstance(param, ConstructionAlias):
-        raise HeteroError(
-            f"a parameter was made of the .data, or of the state_dict(), of one of shape "
-            f"{tuple(param.shape)} that is under construction; make it of a copy: .clone()"
-        )
     if param.device.type != "cpu":
         raise HeteroError(
             f"a parameter of shape {tuple(param.shape)} was made on {param.device}; build the "

@@ -23,7 +23,8 @@ from hetero.api.optimizer import unmanaged
 from hetero.config import Config
 from hetero.setup.construction import ConstructionArena
 from hetero.setup.initialize import initialize, join_ranks
-from hetero.stand_ins.construction_uses import ConstructionAlias, arena_of, memory_of
+from hetero.stand_ins.construction_uses import arena_of, memory_of
+from hetero.stand_ins.offloaded_tensor import ParamAlias
 from hetero.stand_ins.parameter_classes import AbsentParameter, PresentParameter
 from offload.errors import BudgetError, HeteroError
 from offload.memory.sizes import format_bytes
@@ -205,7 +206,7 @@ def _sharing(new: Callable[..., Any]) -> Callable[..., Any]:
     also if that is offloaded."""
 
     def __new__(cls: type, data: Any = None, requires_grad: bool = True) -> Any:
-        if not issubclass(type(data), (AbsentParameter, ConstructionAlias)):
+        if not issubclass(type(data), (AbsentParameter, ParamAlias)):
             return new(cls, data, requires_grad)
         with memory_of(data) as memory:
             return new(cls, memory, requires_grad)

@@ -9,10 +9,15 @@ from typing import Any, Protocol
 import torch
 
 from hetero.ranks.process_groups import ProcessGroups
-from hetero.stand_ins.offloaded_tensor import OffloadedTensor, one_by_one
-from hetero.stand_ins.parameter_classes import AbsentParameter, PresentParameter, tensors_among
+from hetero.stand_ins.offloaded_tensor import ParamAlias, one_by_one
+from hetero.stand_ins.parameter_classes import (
+    AbsentParameter,
+    PresentParameter,
+    memory_in,
+    tensors_among,
+)
 from hetero.stand_ins.tile_changes import TileChange, tile_change
-from offload.errors import BudgetError, HeteroError, StaleGraphError
+from offload.errors import BudgetError, HeteroError
 
 
 class ConstructionParams(Protocol):
@@ -88,14 +93,14 @@ class ConstructionUses:
 
     def alias(self, param: torch.nn.Parameter) -> torch.Tensor:
         """What `param.data` is: it holds no memory, so that a state_dict() needs none."""
-        return ConstructionAlias.of(param)
+        return ParamAlias.of(self, param)
 
     def assign(self, param: torch.nn.Parameter, values: torch.Tensor) -> None:
         """`param.data = values`: as in plain torch the parameter then has the memory of `values`.
 
         Raises BudgetError if the values do not fit the host budget.
         """
-        if values is param or (isinstance(values, ConstructionAlias) and values.is_all_of(param)):
+        if values is param or (isinstance(values, ParamAlias) and values.is_all_of(param)):
             return
         with memory_of(values) as memory:
             self.arena.replace(param, memory)
@@ -103,6 +108,22 @@ class ConstructionUses:
     def copy(self, param: torch.nn.Parameter) -> torch.Tensor:
         """A plain copy of the values, in memory that no budget counts."""
         return self.arena.elements(param, slice(0, param.numel())).view(param.shape)
+
+    def name(self, param: torch.nn.Parameter) -> str:
+        """By its shape: the model has no names yet."""
+        return f"a parameter of shape {tuple(param.shape)} that is under construction"
+
+    def version(self, param: torch.nn.Parameter) -> int:
+        """torch's own."""
+        return param._version
+
+    def values(self, param: torch.nn.Parameter) -> AbstractContextManager[torch.Tensor]:
+        """As memory_of()."""
+        return memory_of(param)
+
+    def stand_in(self, param: torch.nn.Parameter) -> torch.Tensor:
+        """What the parameter's memory is now."""
+        return memory_in(param)
 
 
 _CONVERSIONS = {
@@ -129,53 +150,6 @@ def _gives_itself(func: Any, param: Any = None, *given: Any, **named: Any) -> bo
     return same_place and dtype in (None, param.dtype) and memory_format is None
 
 
-class _ConstructionSource:
-    """The values of one parameter under construction."""
-
-    def __init__(self, param: torch.nn.Parameter) -> None:
-        self.param = param
-        self._version = param._version
-
-    @property
-    def name(self) -> str:
-        return f"a parameter under construction, of shape {tuple(self.param.shape)},"
-
-    @contextmanager
-    def values(self, write: bool) -> Iterator[torch.Tensor]:
-        if torch._C._current_graph_task_id() == -1:
-            self._version = self.param._version
-        elif self._version != self.param._version:
-            raise StaleGraphError(
-                f"backward needs a parameter of shape {tuple(self.param.shape)} as it was before "
-                f"it was changed, after its use in forward"
-            )
-        with memory_of(self.param) as memory:
-            yield memory
-        if write:  # (below autograd nothing counts versions)
-            torch.autograd.graph.increment_version(self.param)
-            self._version = self.param._version
-
-    def empty(self) -> torch.Tensor:
-        with torch._C.DisableTorchFunction():
-            return torch.Tensor.detach(self.param)
-
-
-class ConstructionAlias(OffloadedTensor):
-    """`param.data` or `param.detach()`, or a view of it, of a parameter that was offloaded then."""
-
-    _source: _ConstructionSource
-
-    @staticmethod
-    def of(param: torch.nn.Parameter) -> ConstructionAlias:
-        """Makes the alias of all of a parameter."""
-        meta = torch.empty(param.shape, dtype=param.dtype, device="meta")
-        return ConstructionAlias._make(_ConstructionSource(param), meta, torch.device("cpu"))
-
-    def is_all_of(self, param: torch.nn.Parameter) -> bool:
-        """Whether it is an alias of the whole parameter, in its shape."""
-        return self._source.param is param and self._whole
-
-
 @contextmanager
 def memory_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """Inside the block: an alias that has memory of a parameter that may be under construction, or
@@ -185,7 +159,7 @@ def memory_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         BudgetError: the values do not fit the host budget.
         HeteroError: the parameter's values are hetero.initialize()'s by now.
     """
-    if isinstance(tensor, ConstructionAlias):
+    if isinstance(tensor, ParamAlias):
         with tensor._brought() as memory:
             yield memory
         return

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
-from contextlib import AbstractContextManager, ExitStack
+import sys
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch.utils._pytree import tree_iter, tree_map_only
 
-from hetero.stand_ins.parameter_classes import AbsentParameter, has_absent_param
-from offload.errors import BudgetError, HeteroError
+from hetero.stand_ins.parameter_classes import AbsentParameter, ParamOwner, has_absent_param
+from offload.errors import BudgetError, HeteroError, StaleGraphError
 from offload.interrupts import uninterrupted
 
 Self = TypeVar("Self", bound="OffloadedTensor")
@@ -307,3 +308,71 @@ GIVE_MEMORY: dict[Any, Callable[..., Any]] = {
     _Tensor.data_ptr: _address,
     _Tensor.untyped_storage: lambda func, tensor: func(tensor._source.empty()),
 }
+
+
+class _ParamSource:
+    """The values of one parameter, which `owner` has."""
+
+    def __init__(self, owner: ParamOwner, param: torch.nn.Parameter) -> None:
+        self.owner, self.param = owner, param
+        self._version = owner.version(param)
+
+    @property
+    def name(self) -> str:
+        return self.owner.name(self.param)
+
+    @contextmanager
+    def values(self, write: bool) -> Iterator[torch.Tensor]:
+        version = self.owner.version(self.param)
+        if torch._C._current_graph_task_id() == -1:
+            self._version = version
+        elif self._version != version:
+            raise StaleGraphError(
+                f"backward needs {self.name} as it was before it was changed, after its use in "
+                f"forward; call backward before that"
+            )
+        with self.owner.values(self.param) as memory:
+            try:
+                yield memory
+            finally:  # also what an operator wrote before it failed
+                if write:  # (below autograd nothing counts versions)
+                    torch.autograd.graph.increment_version(self.param)
+                    self._version = self.owner.version(self.param)
+
+    def empty(self) -> torch.Tensor:
+        return self.owner.stand_in(self.param)
+
+
+class ParamAlias(OffloadedTensor):
+    """`param.data` or `param.detach()`, or a view of it, of a parameter whose values are absent."""
+
+    _source: _ParamSource
+
+    @staticmethod
+    def of(owner: ParamOwner, param: torch.nn.Parameter) -> ParamAlias:
+        """Makes the alias of all of a parameter that `owner` has."""
+        whole = owner.stand_in(param)
+        meta = torch.empty(whole.shape, dtype=whole.dtype, device="meta")
+        return ParamAlias._make(_ParamSource(owner, param), meta, whole.device)
+
+    @property
+    def param(self) -> torch.nn.Parameter:
+        """The parameter."""
+        return self._source.param
+
+    def is_of(self, owner: ParamOwner) -> bool:
+        """Whether `owner` has the values."""
+        return self._source.owner is owner
+
+    def is_all_of(self, param: torch.nn.Parameter) -> bool:
+        """Whether it is an alias of the whole parameter, in its shape."""
+        return self._source.param is param and self._whole
+
+    def detach(self) -> torch.Tensor:
+        """An alias of it."""
+        if sys._getframe(1).f_code is torch.nn.Parameter.__new__.__code__:
+            raise HeteroError(
+                f"torch.nn.Parameter() cannot be made over the memory of {self._source.name}, "
+                f"whose values are not in memory; make a copy: torch.nn.Parameter(values.clone())"
+            )
+        return torch.Tensor.detach(self)

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from functools import cache
 from types import FrameType
 from typing import Any, Protocol
@@ -39,6 +40,18 @@ class ParamOwner(Protocol):
 
     def copy(self, param: torch.nn.Parameter) -> torch.Tensor:
         """A plain copy of the values."""
+
+    def name(self, param: torch.nn.Parameter) -> str:
+        """The parameter's name, for errors."""
+
+    def version(self, param: torch.nn.Parameter) -> Hashable:
+        """Another one after each change of the values."""
+
+    def values(self, param: torch.nn.Parameter) -> AbstractContextManager[torch.Tensor]:
+        """Inside the block: an alias that has the memory of the values."""
+
+    def stand_in(self, param: torch.nn.Parameter) -> torch.Tensor:
+        """A tensor of the parameter's own, in its shape and dtype, which takes no memory."""
 
 
 class PresentParameter(torch.nn.Parameter):

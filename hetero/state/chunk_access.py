@@ -495,7 +495,7 @@ class ChunkAccess:
     def stop(self) -> None:
         """Ends what is under way; nothing can be gathered any more."""
         if self._gathering is not None:
-            self._gathering.stream.abandon()
+            self._gathering.abandon()
         self.copies.cache.close()
 
     def close(self) -> None:

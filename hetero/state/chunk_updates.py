@@ -40,6 +40,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -184,8 +185,8 @@ class Snapshot:
 
     def __init__(self, chunks: Iterable[Chunk]) -> None:
         """`chunks` are in the order in which they are copied as long as nobody waits."""
-        self._pending = {(c.group_index, c.id): c for c in chunks}
-        self._wanted: dict[tuple[int, int], Chunk] = {}
+        self._pending = dict.fromkeys(chunks)
+        self._wanted: dict[Chunk, None] = {}
         self._changed = threading.Condition()
         self._failure: BaseException | None = None
         self.was_told = False
@@ -193,22 +194,19 @@ class Snapshot:
     def take(self) -> Chunk | None:
         """The chunk to copy next; None when all are copied. It is pending until copied()."""
         with self._changed:
-            for wanted, chunk in self._wanted.items():
-                if wanted in self._pending:
-                    return chunk
-            return next(iter(self._pending.values()), None)
+            wanted = (chunk for chunk in self._wanted if chunk in self._pending)
+            return next(chain(wanted, self._pending), None)
 
     def upcoming(self, chunk: Chunk) -> Chunk | None:
         """The chunk that is likely to be copied after `chunk`; None if there is none."""
         with self._changed:
-            key = (chunk.group_index, chunk.id)
-            return next((each for other, each in self._pending.items() if other != key), None)
+            return next((each for each in self._pending if each != chunk), None)
 
     def copied(self, chunk: Chunk) -> None:
         """The chunk may change."""
         with self._changed:
-            self._pending.pop((chunk.group_index, chunk.id), None)
-            self._wanted.pop((chunk.group_index, chunk.id), None)
+            self._pending.pop(chunk, None)
+            self._wanted.pop(chunk, None)
             self._changed.notify_all()
 
     def end(self) -> None:
@@ -230,16 +228,15 @@ class Snapshot:
 
     def may_change(self, chunk: Chunk) -> bool:
         """Whether wait() would return at once."""
-        return (chunk.group_index, chunk.id) not in self._pending
+        return chunk not in self._pending
 
     def wait(self, chunk: Chunk) -> None:
         """Until the chunk may change."""
-        key = (chunk.group_index, chunk.id)
-        if key not in self._pending:
+        if chunk not in self._pending:
             return
         with self._changed:
-            self._wanted.setdefault(key, chunk)
-            self._wait_for(lambda: key not in self._pending)
+            self._wanted.setdefault(chunk)
+            self._wait_for(lambda: chunk not in self._pending)
 
     def wait_all(self) -> None:
         """Until all chunks may change."""

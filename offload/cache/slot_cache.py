@@ -21,6 +21,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import Protocol
 
@@ -620,8 +621,15 @@ class SlotCache:
             if is_wanted and not leave_out(chunk) and not self.begin(chunk, must=False):
                 return
 
-    def begin(self, chunk: int, must: bool) -> bool:
+    def begin(
+        self,
+        chunk: int,
+        must: bool,
+        read: Callable[[int, Callable[[], Operation]], Operation] | None = None,
+    ) -> bool:
         """Starts reading a chunk that is not held, as get() does, or else as prefetch() does.
+
+        `read` does so in the place of the backing, of which it gets what starts a read.
 
         Returns False if that is not a `must` and there is no room that is not needed sooner. Raises
         BudgetError if it is one and pins leave no room.
@@ -631,7 +639,8 @@ class SlotCache:
             return False
         entry = self._hold(chunk, slot, SlotState.READING)
         try:
-            entry.op = self._backing.read(chunk, slot)
+            by_backing = partial(self._backing.read, chunk, slot)
+            entry.op = by_backing() if read is None else read(chunk, by_backing)
         except Exception:
             self._release(chunk)
             raise

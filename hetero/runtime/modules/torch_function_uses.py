@@ -31,6 +31,7 @@ from hetero.runtime.modules.saved_tensors import SavedTensors
 from hetero.stand_ins.offloaded_tensor import (
     GIVE_MEMORY,
     OffloadedTensor,
+    ParamAlias,
     no_address,
     one_by_one,
 )
@@ -43,7 +44,7 @@ from hetero.stand_ins.parameter_classes import (
     tensors_among,
 )
 from hetero.state.managed_param import ManagedParam, ParamState
-from offload.errors import BudgetError, HeteroError, StaleGraphError
+from offload.errors import BudgetError, HeteroError
 from offload.interrupts import uninterrupted
 from offload.memory.sizes import format_bytes
 
@@ -146,7 +147,7 @@ class TorchFunctionUses:
     @uninterrupted
     def alias(self, param: torch.nn.Parameter) -> torch.Tensor:
         """What `param.data` is while the values are absent."""
-        return ParamAlias.of(self, self._managed(param))
+        return ParamAlias.of(self, self._managed(param).param)
 
     def assign(self, param: torch.nn.Parameter, values: torch.Tensor) -> None:
         """`param.data = values`. Raises HeteroError if shape, dtype or device are others."""
@@ -165,7 +166,7 @@ class TorchFunctionUses:
                 f"{managed.name} is managed, and model.to_empty() would lose its values; "
                 f"initialize the model before hetero.initialize()"
             )
-        if values is param or (isinstance(values, ParamAlias) and values.is_all_of(managed)):
+        if values is param or (isinstance(values, ParamAlias) and values.is_all_of(param)):
             return
         other = self._whose_memory(values)
         if other is managed:
@@ -181,7 +182,7 @@ class TorchFunctionUses:
     def _whose_memory(self, values: torch.Tensor) -> ManagedParam | None:
         """The parameter whose values `values` is a view of, if it is of one."""
         if isinstance(values, ParamAlias):
-            return values.managed
+            return self._params.known(values.param)
         if isinstance(values, OffloadedTensor):
             return None
         with torch._C.DisableTorchFunction():
@@ -208,11 +209,35 @@ class TorchFunctionUses:
         with self.present([managed]), torch._C.DisableTorchFunction():
             return torch.Tensor.detach(param).clone()
 
+    def name(self, param: torch.nn.Parameter) -> str:
+        """In the model."""
+        return self._known(param).name
+
+    def version(self, param: torch.nn.Parameter) -> tuple[int, int]:
+        """ManagedParam's."""
+        return self._known(param).version
+
+    @contextmanager
+    def values(self, param: torch.nn.Parameter) -> Iterator[torch.Tensor]:
+        """Inside the block: an alias that has the memory of the values."""
+        managed = self._managed(param)
+        copied = managed.state is ParamState.COPIED  # by a call that is given the parameter, too
+        present = nullcontext() if copied else self.present([managed])
+        with present, torch._C.DisableTorchFunction():
+            yield torch.Tensor.detach(param)
+
+    def stand_in(self, param: torch.nn.Parameter) -> torch.Tensor:
+        """ManagedParam's."""
+        return self._known(param).stand_in
+
     # How
 
     def _managed(self, param: torch.Tensor) -> ManagedParam:
         self._params.check_open()
         self._calls.unwind()
+        return self._known(param)
+
+    def _known(self, param: torch.Tensor) -> ManagedParam:
         managed = self._params.known(param)
         assert managed is not None
         return managed
@@ -238,7 +263,7 @@ class TorchFunctionUses:
             del result, views
             with self._copied(needed):
                 return with_noticed_writes(func(*args, **kwargs))
-        aliases = {id(m.param): ParamAlias.of(self, m) for m in needed}
+        aliases = {id(m.param): ParamAlias.of(self, m.param) for m in needed}
         args, kwargs = tree_map_only(
             AbsentParameter, lambda p: aliases.get(id(p), p), (args, kwargs)
         )
@@ -250,7 +275,7 @@ class TorchFunctionUses:
         Those of aliases come with the others: each alone would find room or not.
         """
         if isinstance(operand, ParamAlias) and operand.is_of(self):
-            return self._managed(operand.managed.param)
+            return self._managed(operand.param)
         absent = isinstance(operand, AbsentParameter) and owner_of(operand) is self
         return self._managed(operand) if absent else None
 
@@ -303,76 +328,6 @@ class TorchFunctionUses:
             for managed in list(self._params.managed.values()):
                 managed.guard(several)
             self._several_threads = several
-
-
-class _ParamSource:
-    """The values of one managed parameter."""
-
-    def __init__(self, uses: TorchFunctionUses, managed: ManagedParam) -> None:
-        self._uses = uses
-        self.managed = managed
-        self._version = managed.version
-
-    @property
-    def name(self) -> str:
-        return self.managed.name
-
-    @contextmanager
-    def values(self, write: bool) -> Iterator[torch.Tensor]:
-        managed = self._uses._managed(self.managed.param)
-        if torch._C._current_graph_task_id() == -1:
-            self._version = managed.version
-        elif self._version != managed.version:
-            raise StaleGraphError(
-                f"backward needs {managed.name} as it was before it was changed, after its use in "
-                f"forward; call backward before step"
-            )
-        copied = managed.state is ParamState.COPIED  # by a call that is given the parameter, too
-        present = nullcontext() if copied else self._uses.present([managed])
-        with present, torch._C.DisableTorchFunction():
-            try:
-                yield torch.Tensor.detach(managed.param)
-            finally:  # also what an operator wrote before it failed
-                if write:  # (below autograd nothing counts versions)
-                    torch.autograd.graph.increment_version(managed.param)
-                    self._version = managed.version
-
-    def empty(self) -> torch.Tensor:
-        return self.managed.stand_in
-
-
-class ParamAlias(OffloadedTensor):
-    """`param.data` or `param.detach()`, or a view of it, of a parameter whose values are absent."""
-
-    _source: _ParamSource
-
-    @staticmethod
-    def of(uses: TorchFunctionUses, managed: ManagedParam) -> ParamAlias:
-        """Makes the alias of all of a parameter."""
-        meta = torch.empty(managed.stand_in.shape, dtype=managed.dtype, device="meta")
-        return ParamAlias._make(_ParamSource(uses, managed), meta, managed.device)
-
-    @property
-    def managed(self) -> ManagedParam:
-        """The parameter."""
-        return self._source.managed
-
-    def is_of(self, uses: TorchFunctionUses) -> bool:
-        """Whether `uses` has the values."""
-        return self._source._uses is uses
-
-    def detach(self) -> torch.Tensor:
-        """An alias of it."""
-        if sys._getframe(1).f_code is torch.nn.Parameter.__new__.__code__:
-            raise HeteroError(
-                f"torch.nn.Parameter() cannot be made over the memory of {self._source.name}, "
-                f"whose values are not in memory; make a copy: torch.nn.Parameter(values.clone())"
-            )
-        return torch.Tensor.detach(self)
-
-    def is_all_of(self, managed: ManagedParam) -> bool:
-        """Whether it is an alias of the whole parameter, in its shape."""
-        return self._source.managed is managed and self._whole
 
 
 def _views_of(result: Any, members: Sequence[ManagedParam]) -> list[torch.Tensor]:

@@ -36,6 +36,7 @@ from hetero.ranks.communicator import Communicator
 from hetero.state.gathering.all_gather import Gathering
 from offload.cache.slot_cache import SlotCache
 from offload.errors import BudgetError, HeteroError
+from offload.memory.operation import Operation
 
 # Records that are longer together are not merged, which takes time that is quadratic in the worst
 # case; nor are those that have little in common, whose union would grow from step to step.
@@ -329,7 +330,7 @@ class AgreedGathers:
         self._ahead = PREFETCH_CHUNKS if prefetch else 0
         kept = frozenset(c.id for c in layout.chunks if not c.trainable)
         self.uses = StepUses({c.id: c.slots for c in layout.chunks}, kept)
-        self._first = 0  # the stream's number of the step's first all-gather
+        self._first = 0  # number of the step's first all-gather
         self._started = 0  # in this step
         self._in_forward = False
         self._is_starting = False
@@ -348,9 +349,7 @@ class AgreedGathers:
         in_backward = torch._C._current_graph_task_id() != -1
         if not in_backward and not self._in_forward:
             self.uses.leads = False
-        elif self.uses.note(
-            ChunkUse(chunk.id, in_backward), not self.gathering.stream.counts.is_stalled
-        ):
+        elif self.uses.note(ChunkUse(chunk.id, in_backward), not self.gathering.counts.is_stalled):
             progress = self.uses.progress
             assert progress is not None
             self._start_up_to(progress.order, progress.passed - 1)
@@ -380,11 +379,11 @@ class AgreedGathers:
         self._is_starting = True
         try:
             if not has_it and self._begin(chunk.id, must):
-                pass  # the slots' backing starts it
+                pass  # _read() has started it
             elif not (has_it or must):
                 return False
             else:
-                self.gathering.stream.start(chunk)
+                self.gathering.start(chunk)
         finally:
             self._is_starting = False
         self._started += 1
@@ -393,10 +392,14 @@ class AgreedGathers:
     def _begin(self, chunk: int, must: bool) -> bool:
         """Starts bringing the chunk to slots, with all ranks; False if there is no room."""
         try:
-            with self.gathering.together(chunk):  # by the backing of the slots
-                return self.cache.begin(chunk, must)
+            return self.cache.begin(chunk, must, self._read)
         except BudgetError:  # who needs it in a moment, and not only other ranks, meets it again
             return False
+
+    def _read(self, chunk: int, read_alone: Callable[[], Operation]) -> Operation:
+        """In the place of the slots' backing, which reads one-sided."""
+        whole = self.cache.tensor(chunk, self.gathering.dtype, pinned=False)
+        return self.gathering.start(self._layout.chunks[chunk], whole, read_alone)
 
     # Other ranks
 
@@ -405,7 +408,7 @@ class AgreedGathers:
 
         Returns whether there were any.
         """
-        started, wanted = self.gathering.stream.counts.started, self.gathering.server.wanted
+        started, wanted = self.gathering.counts.started, self.gathering.server.wanted
         if wanted <= started or self._is_starting:
             return False
         if self.cache.is_making_room or not self.lock.acquire(blocking=False):
@@ -414,7 +417,7 @@ class AgreedGathers:
             self._catch_up(wanted - self._first)
         finally:
             self.lock.release()
-        return self.gathering.stream.counts.started > started
+        return self.gathering.counts.started > started
 
     def _catch_up(self, started: int) -> None:
         """Starts all-gathers until so many of the step's are started."""
@@ -434,7 +437,7 @@ class AgreedGathers:
         """
         self._catch_up(started)
         self.cache.finish_transfers()
-        self.gathering.stream.wait_all()
+        self.gathering.wait_all()
 
     def end_step(self, records: Collection[tuple[ChunkUse, ...]], slots: int) -> None:
         """A step is over, and values are going to change.
@@ -455,7 +458,7 @@ class AgreedGathers:
         `all_in_ram`.
         """
         self.forget()
-        self.gathering.stream.note_homes(all_in_ram)
+        self.gathering.note_homes(all_in_ram)
         self.uses.begin([c.id for c in self._layout.chunks if not self._is_resident(c)], slots)
 
     def forget(self) -> None:
@@ -463,7 +466,7 @@ class AgreedGathers:
 
         All ranks call it.
         """
-        self.gathering.stream.note_homes(all_in_ram=False)
+        self.gathering.note_homes(all_in_ram=False)
         self.uses.forget()
         self._first += self._started
         self._started = 0
@@ -501,14 +504,14 @@ def agree_on_gathers(
     told = shard.all_gather(torch.tensor(numbers), what)  # ranks, chunk groups, numbers
     for each, started in zip(gathers, told[:, :, 0].amax(0).tolist(), strict=True):
         each.level(started)
-    digests = torch.tensor([each.gathering.stream.digest() for each in gathers])
+    digests = torch.tensor([each.gathering.digest() for each in gathers])
     if not shard.are_same(digests, what):
         raise HeteroError(
             "the ranks have gathered different chunks, or different versions of them, since the "
             "last step, so gradients may be wrong; this is a defect of hetero, please report it"
         )
     for each in gathers:
-        each.gathering.stream.transport.let_go()
+        each.gathering.transport.let_go()
     if not ends_step:
         return
     for number, (each, (_, uses, _)) in enumerate(zip(gathers, mine, strict=True)):

@@ -18,6 +18,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -101,8 +102,9 @@ class GatherTransport:
         self.let_go()
 
 
-class _OnDevice:
-    """Slots of the device, until the device was told to gather."""
+class _DeviceTarget:
+    """Memory for a chunk until the device was told to gather: slots there, or a whole home, whose
+    values all ranks are about to need."""
 
     def __init__(
         self,
@@ -110,62 +112,35 @@ class _OnDevice:
         whole: torch.Tensor | None,
         computed: Event | None,
         unused: Sequence[Event],
-    ) -> None:
-        """As CudaBackend.gather() has it."""
-        self.chunk = chunk
-        self.whole = whole
-        self.computed = computed
-        self.unused = unused
-        self.is_begun = False
-        self.lock = threading.Lock()  # guards `whole` and `is_begun`
-
-    def let_go(self) -> bool:
-        """What was begun is ordered before whatever uses the slots next."""
-        with self.lock:
-            if not self.is_begun:
-                self.whole = None
-            return not self.is_begun
-
-    def follow(self) -> None:
-        """A tensor over the slots does, when it is made."""
-
-
-class _AtHome:
-    """A whole home, whose values all ranks are about to need."""
-
-    def __init__(
-        self,
-        chunk: Chunk,
-        home: torch.Tensor,
-        computed: Event | None,
-        unused: Sequence[Event],
-        backend: CudaBackend,
+        is_home: bool,
     ) -> None:
         """As CudaBackend.gather() has it; `computed` is None of a home in RAM."""
         self.chunk = chunk
-        self.home: torch.Tensor | None = home  # until the device was told to gather: it is a pin
+        self.whole = whole  # flat bytes; a pin of a home
         self.computed = computed
         self.unused = unused
-        self._backend = backend
-        self._done: Event | None = None
-        self._wait: Callable[[], object] = lambda: None
-        self.has_ended = threading.Event()
+        self.is_home = is_home
+        self.lock = threading.Lock()  # guards `whole` and what follows
+        self._comes = is_home
+        self._follow: Callable[[], object] = lambda: None
 
     def let_go(self) -> bool:
-        """All of it will come: it begins on all ranks together, in a call that all of them make."""
-        return False
+        """Returns False if all of it will come: a home's gather begins on all ranks together, in a
+        call that all of them make, and any that was begun is ordered before whatever uses the slots
+        next."""
+        with self.lock:
+            if not self._comes:
+                self.whole = None
+            return not self._comes
 
-    def begun(self, done: Event, wait: Callable[[], object]) -> None:
-        """The device was told to gather; `wait` waits for `has_ended`, which then comes."""
-        self.home, self._done, self._wait = None, done, wait
+    def begun(self, follow: Callable[[], object]) -> None:
+        """The device was told to gather; what follow() is to do."""
+        self.whole, self._comes, self._follow = None, True, follow
 
     def follow(self) -> None:
-        """The device waits for what its homes get, and the host for what comes to RAM."""
-        assert self._done is not None
-        if self.computed is not None:
-            self._backend.follow(self._done)
-        else:
-            self._wait()
+        """The device waits for what its homes get, and the host for what comes to RAM. (A tensor
+        over slots follows when it is made.)"""
+        self._follow()
 
 
 class DeviceTransport(GatherTransport):
@@ -195,20 +170,18 @@ class DeviceTransport(GatherTransport):
         self._homes = homes
         self._unkept = unkept
 
-    def target(self, chunk: Chunk, whole: torch.Tensor | None) -> _OnDevice | _AtHome:
-        on_device = self._homes.on_device(chunk)
+    def target(self, chunk: Chunk, whole: torch.Tensor | None) -> _DeviceTarget:
+        on_device, is_home = self._homes.on_device(chunk), self._homes.whole
         computed = self._backend.record_event() if on_device else None
-        if self._homes.whole:
-            assert whole is not None
-            home = whole.view(torch.uint8)
-            unused = self._backend.unused_after(home) if on_device else []
-            return _AtHome(chunk, home, computed, unused, self._backend)
-        unused = [] if whole is None else self._backend.unused_after(whole)
-        return _OnDevice(chunk, whole, computed, unused)
+        to = None if whole is None else whole.view(torch.uint8)
+        unused: Sequence[Event] = []
+        if to is not None and (on_device or not is_home):
+            unused = self._backend.unused_after(to)
+        return _DeviceTarget(chunk, to, computed, unused, is_home)
 
     def gather(
         self,
-        target: _OnDevice | _AtHome,
+        target: _DeviceTarget,
         shard: torch.Tensor | None,
         what: str,
         opened: ExitStack,
@@ -221,58 +194,36 @@ class DeviceTransport(GatherTransport):
         meeting.wait()
         if shard is None or bool(lacking):
             return False
-        source = shard.view(torch.uint8)
-        operation = meeting.operation
-        if isinstance(target, _AtHome):
-            done = self._gather_at_home(streams, target, source)
-            ended = target.has_ended
+        operation, ended = meeting.operation, threading.Event()
 
-            def wait() -> None:
-                self._group.peers.wait_for(ended, operation, what)
-                self._group.check()
+        def wait() -> None:
+            self._group.peers.wait_for(ended, operation, what)
+            self._group.check()
 
-            target.begun(done, wait)
-            self._group.look_after(done, operation, what, ended.set)
-        else:
-            done = self._gather_in_slots(streams, target, source)
-            # The shard is needed until the device has read it.
-            kept = opened.pop_all()
-            self._group.look_after(done, operation, what, kept.close)
+        with target.lock:
+            done = self._give(streams, target, shard.view(torch.uint8))
+            if not target.is_home:
+                target.begun(lambda: None)
+            elif target.computed is None:
+                target.begun(wait)
+            else:
+                target.begun(partial(self._backend.follow, done))
+        at_end: Callable[[], object] = ended.set
+        if not target.is_home:  # the shard is needed until the device has read it
+            at_end = opened.pop_all().close
+        self._group.look_after(done, operation, what, at_end)
         return True
 
-    def _gather_in_slots(
-        self, streams: DeviceStreams, target: _OnDevice, source: torch.Tensor
-    ) -> Event:
-        with target.lock:
-            whole, unused = target.whole, target.unused
-            if whole is None:
-                whole = self._unkept.view(0, target.chunk.slots, torch.uint8)
-                unused = self._backend.unused_after(whole)
-            target.is_begun = True
-            return self._give(streams, whole, source, target.computed, unused)
-
-    def _gather_at_home(
-        self, streams: DeviceStreams, target: _AtHome, source: torch.Tensor
-    ) -> Event:
-        assert target.home is not None
-        whole, home, unused = target.home, None, target.unused
-        if target.computed is None:
-            whole, home = self._unkept.view(0, target.chunk.slots, torch.uint8), whole
+    def _give(self, streams: DeviceStreams, target: _DeviceTarget, source: torch.Tensor) -> Event:
+        """As CudaBackend.gather() has it; the target's lock is held."""
+        whole, home, unused = target.whole, None, target.unused
+        if target.is_home and target.computed is None:
+            whole, home = None, whole
+        if whole is None:
+            whole = self._unkept.view(0, target.chunk.slots, torch.uint8)
             unused = self._backend.unused_after(whole)
-        return self._give(streams, whole, source, target.computed, unused, home)
-
-    def _give(
-        self,
-        streams: DeviceStreams,
-        whole: torch.Tensor,
-        source: torch.Tensor,
-        computed: Event | None,
-        unused: Sequence[Event],
-        home: torch.Tensor | None = None,
-    ) -> Event:
-        """As CudaBackend.gather() has it."""
         own = whole[self._shard.range(whole.numel())]
-        done = self._backend.gather(streams, whole, own, source, computed, unused, home)
+        done = self._backend.gather(streams, whole, own, source, target.computed, unused, home)
         self._group.peers.note_exchanged(whole.nbytes)
         return done
 

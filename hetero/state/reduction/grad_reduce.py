@@ -18,6 +18,7 @@ import time
 from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 
 import torch
 
@@ -32,35 +33,6 @@ from hetero.state.reduction.means import Bucket, DeviceMean, RankMean, ReduceBuf
 from offload.device.grad_offload import GradOffload
 from offload.errors import BudgetError, HeteroError
 from offload.timeline import marked
-
-
-@dataclass(frozen=True)
-class RoundEnd:
-    """Facts of one rank, or of all ranks together, at the end of a round.
-
-    Attributes:
-        arrived: for each parameter, whether it got a gradient.
-        cleared: for each parameter, whether its gradient was cleared after it had been sent.
-        unsent: for each chunk, whether it has gradients that have not been sent.
-        busy: whether a rank is in the middle of its backward.
-    """
-
-    arrived: Sequence[bool]
-    cleared: Sequence[bool]
-    unsent: Sequence[bool]
-    busy: bool
-
-    def any(self, everyone: Communicator) -> RoundEnd:
-        """What is so on any rank. All ranks must call it. Raises PeerError."""
-        members, chunks = len(self.arrived), len(self.unsent)
-        # As bytes first: setting an element of a tensor takes about a microsecond.
-        content = bytearray((*self.arrived, *self.cleared, *self.unsent, self.busy))
-        mine = torch.frombuffer(content, dtype=torch.uint8)
-        flags = everyone.any(mine, "the end of backward")
-        arrived, cleared, unsent, busy = (
-            part.tolist() for part in flags.split([members, members, chunks, 1])
-        )
-        return RoundEnd(arrived, cleared, unsent, busy[0])
 
 
 class SendOrder:
@@ -523,22 +495,22 @@ class GradReducer:
                 self._send_next()
             # Before others are waited for: they may need what this rank then does for replicas.
             self.means.finish_all()
-        end = self._agree(done)
+        arrived, unsent, is_busy = self._agree(done)
         words.wait()
         if any_in_backward:
-            self._note_arrived(end.arrived)  # gradients after their chunk's turn are added to it
+            self._note_arrived(arrived)  # gradients after their chunk's turn are added to it
         for chunk in self._order.chunks:
-            if end.unsent[chunk.id]:
+            if unsent[chunk.id]:
                 self._send(chunk)
         self.means.finish_all()
-        self._note_arrived(end.arrived)
-        if any_in_backward or any(end.unsent):
+        self._note_arrived(arrived)
+        if any_in_backward or any(unsent):
             self.changes += 1
         self.means.free_cleared()
         self._round = _Round()
-        if not end.busy and any_in_backward and not self._order.is_learned:
+        if not is_busy and any_in_backward and not self._order.is_learned:
             self._order.learn(self._everyone)
-        return not end.busy
+        return not is_busy
 
     def _note_arrived(self, arrived: Sequence[bool]) -> None:
         """Gives parameters that got a gradient on other ranks only their `.grad` here."""
@@ -547,25 +519,32 @@ class GradReducer:
                 managed.grad_factor = self._loss_scale.grad_factor
                 managed.hold_grad()
 
-    def _agree(self, done: bool) -> RoundEnd:
-        """The facts of all ranks at the end of the round.
+    def _agree(self, done: bool) -> tuple[list[bool], list[bool], bool]:
+        """What is so on any rank at the end of the round. All ranks call it.
 
-        Raises HeteroError if means were made of gradients that not all ranks have cleared.
+        Returns for each parameter whether it got a gradient, for each chunk whether it has some
+        that have not been sent, and whether a rank is in the middle of its backward.
+
+        Raises HeteroError if means were made of gradients that not all ranks have cleared, and
+        PeerError.
         """
-        chunks = self._layout.chunks
-        unsent = self.means.unsent()
-        mine = RoundEnd(
-            arrived=[m in self._round.arrived and m.has_grad for m in self._members],
-            cleared=[m in self._round.sent and not m.has_grad for m in self._members],
-            unsent=[chunk.id in unsent for chunk in chunks],
-            busy=not done,
-        )
-        end = mine.any(self._everyone)
-        for managed, arrived, cleared in zip(self._members, end.arrived, end.cleared, strict=True):
-            if arrived and cleared:
+        members, chunks = self._members, self._layout.chunks
+        unsent_ids = self.means.unsent()
+        parts = [
+            [m in self._round.arrived and m.has_grad for m in members],
+            [m in self._round.sent and not m.has_grad for m in members],  # cleared after that
+            [chunk.id in unsent_ids for chunk in chunks],
+            [not done],
+        ]
+        # As bytes first: setting an element of a tensor takes about a microsecond.
+        mine = torch.frombuffer(bytearray(chain.from_iterable(parts)), dtype=torch.uint8)
+        flags = self._everyone.any(mine, "the end of backward").split([len(part) for part in parts])
+        arrived, cleared, unsent, (is_busy,) = (part.tolist() for part in flags)
+        for managed, has_arrived, is_cleared in zip(members, arrived, cleared, strict=True):
+            if has_arrived and is_cleared:
                 raise HeteroError(
                     f"the gradient of {managed.name} was cleared on one rank after it had gone "
                     f"into the mean with that of another; when gradients are cleared before the "
                     f"step, all ranks must have made the same backward calls"
                 )
-        return end
+        return arrived, unsent, is_busy

@@ -74,7 +74,7 @@ def train(
             optimizer.zero_grad()
         crossed = engine.traffic.h2d, engine.traffic.d2h
         gathering = engine.chunk_groups[0].ranks.gathering
-        gathers = 0 if gathering is None else gathering.stream.counts.started
+        gathers = 0 if gathering is None else gathering.counts.started
         found = {
             "losses": losses,
             "masters": hetero.masters(model.parameters()),

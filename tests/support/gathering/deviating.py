@@ -104,10 +104,10 @@ def unreadable_shard(
 def other_gathers(rank: int, world: int) -> str:
     """What a rank is told whose gathers are not those of the others."""
     model, optimizer = make("layers", OPTIONS)
-    stream = optimizer.engine.chunk_groups[0].ranks.gathering.stream
+    gathering = optimizer.engine.chunk_groups[0].ranks.gathering
     model(inputs(rank, 0, 128)).square().mean().backward()
     if rank == 1:
-        stream._digest.update(b"another chunk")
+        gathering._digest.update(b"another chunk")
     try:
         optimizer.step()
     except hetero.HeteroError as error:

@@ -31,14 +31,14 @@ def calls_of_a_step(ranks: int, stage: int, micro_batches: int) -> tuple[Counts,
         assert gathering is not None
         for step in range(3):
             if step == 2:
-                gathers = gathering.stream.counts.started
+                gathers = gathering.counts.started
                 counts.reset()
             for _ in range(micro_batches):
                 model(torch.randn(2, WIDTH)).square().mean().backward()
             engine.grad_norm(model.parameters())  # (of what no other rank has sent)
             optimizer.step()
             optimizer.zero_grad()
-        gathers = gathering.stream.counts.started - gathers
+        gathers = gathering.counts.started - gathers
         messages = counts.messages
         engine.close()
         counts.messages = messages
