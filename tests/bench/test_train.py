@@ -290,11 +290,12 @@ def test_what_is_as_large_as_the_state_goes_away(
         if "deepspeed" in command:
             Path(command[-1]).mkdir()
         else:
-            (run_dir,) = (word for word in command if word.startswith("--run-dir="))
-            Path(run_dir.partition("=")[2], "hetero-state").mkdir(parents=True)
+            job = json.loads(Path(command[4].removeprefix("--config=")).read_text())
+            Path(job["run_dir"], "hetero-state").mkdir(parents=True)
         return figures([1.0])
 
     monkeypatch.setattr(bench_train, "run_contender", run_contender)
     assert main([*inputs, "--variants", "cpu", "--peers", "deepspeed", "--json"]) == 0
-    assert [path.name for path in (tmp_path / "run").glob("*/*")] == ["hetero-cpu"]
+    left = sorted(path.name for path in (tmp_path / "run").glob("*/*"))
+    assert left == ["hetero-cpu", "hetero-cpu.json"]
     assert list((tmp_path / "run").glob("*/*/*")) == []
