@@ -35,9 +35,6 @@ class CheckpointWrite(ABC):
     def __init__(self, stored: StoredCheckpoint) -> None:
         self.stored = stored
 
-    def begin(self, folder: Path) -> None:  # noqa: B027
-        """Writes what comes first; the first rank calls it. Raises OSError."""
-
     @abstractmethod
     def write(self, folder: Path) -> bytes:
         """Writes this rank's files, durably; returns what finish() needs of it.
