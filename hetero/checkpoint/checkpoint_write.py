@@ -6,12 +6,13 @@ model in training.
 
 from __future__ import annotations
 
-import json
+import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -34,9 +35,6 @@ class CheckpointWrite(ABC):
 
     def __init__(self, stored: StoredCheckpoint) -> None:
         self.stored = stored
-
-    def begin(self, folder: Path) -> None:  # noqa: B027
-        """Writes what comes first; the first rank calls it. Raises OSError."""
 
     @abstractmethod
     def write(self, folder: Path) -> bytes:
@@ -107,23 +105,17 @@ class HeteroWrite(CheckpointWrite):
                 writer.write(key, begin, values.to(dtypes[key]))
             written = writer.finish()
         shared, tensors = _shared(self._manifest), self._manifest.tensors
-        part = {
-            "name": self._name,
-            "file": asdict(written),
-            "tensors": {key: t.to_json() for key, t in tensors.items() if key not in shared},
-            "data": list(self._manifest.ranks),
-        }
-        return json.dumps(part).encode()
+        own = {key: tensor for key, tensor in tensors.items() if key not in shared}
+        return pickle.dumps((self._name, written, own, self._manifest.ranks))
 
     def finish(self, folder: NewFolder, parts: Sequence[bytes]) -> None:
-        """See CheckpointWrite."""
-        found = [json.loads(part) for part in parts]
-        tensors = _shared(self._manifest)
-        for each in found:
-            own = each["tensors"].items()
-            tensors |= {key: TensorRecord.of_json(tensor, key) for key, tensor in own}
-        files = {each["name"]: WrittenFile(**each["file"]) for each in found}
-        ranks = [data for each in found for data in each["data"]]
+        """See CheckpointWrite; the parts are pickles that come from no file."""
+        files: dict[str, WrittenFile] = {}
+        tensors, ranks = _shared(self._manifest), list[Any]()
+        for part in parts:
+            name, files[name], own, of_rank = pickle.loads(part)
+            tensors |= own
+            ranks += of_rank
         whole = replace(self._manifest, files=files, tensors=tensors, ranks=ranks)
         folder.require_files(files)
         write_durably(folder.incomplete / NAME, whole.to_json())

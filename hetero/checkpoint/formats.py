@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,7 +23,6 @@ from hetero.checkpoint.pretrained.safetensors_checkpoint import (
 from hetero.checkpoint.pretrained.weight_files import PretrainedWrite
 from hetero.checkpoint.stored_checkpoint import StoredCheckpoint
 from hetero.chunks.dtypes import torch_dtype
-from offload.disk.durable import sync_path
 from offload.disk.new_folder import NewFolder
 from offload.errors import CheckpointError
 
@@ -86,14 +84,17 @@ def open_checkpoint(path: Path) -> StoredCheckpoint:
     return HeteroCheckpoint(found)
 
 
-def _make_write(stored: StoredCheckpoint, to: str, dtype: torch.dtype | None) -> CheckpointWrite:
+def _make_write(
+    stored: StoredCheckpoint, to: str, dtype: torch.dtype | None, config: Path | None
+) -> CheckpointWrite:
     if to == "hetero":
         return HeteroWrite.of_stored(stored, dtype)
     if to == "hf":
         # (Tied parameters have their first name alone, as from_pretrained() wants it.)
         names = (*stored.manifest.params, *stored.manifest.buffers)
         keys = {name: master_key(name) for name in names}
-        return PretrainedWrite(stored, keys, _MOST_BYTES, dtype)
+        others = {} if config is None else {"config.json": config.read_bytes()}
+        return PretrainedWrite(stored, keys, _MOST_BYTES, dtype, others=others)
     # (As in open_checkpoint().)
     from hetero.checkpoint.dcp.write import DcpWrite
 
@@ -144,11 +145,8 @@ def convert(
         try:
             with folder.as_store_error(f"write {path}"):
                 folder.begin()
-                write = _make_write(stored, to, wanted)
+                write = _make_write(stored, to, wanted, config_file)
                 write.finish(folder, [write.write(folder.incomplete)])
-                if config_file is not None:
-                    shutil.copyfile(config_file, folder.incomplete / "config.json")
-                    sync_path(folder.incomplete / "config.json")
                 folder.complete()
         finally:
             folder.abandon()

@@ -237,63 +237,58 @@ def _clear_frames(error: BaseException | None) -> None:
         error = error.__cause__ or error.__context__
 
 
-_savers: weakref.WeakKeyDictionary[Engine, _Saver] = weakref.WeakKeyDictionary()
+_savers: weakref.WeakKeyDictionary[Engine, StateJobs] = weakref.WeakKeyDictionary()
 
 
-class _Saver(StateJobs):
-    """Makes the saves of an engine, in whatever format."""
+@uninterrupted
+def _begin(
+    saves: StateJobs, folder: NewFolder, what: str, make: Callable[[], CheckpointWrite]
+) -> Save:
+    """See save_into()."""
+    engine, training, beside = saves.engine, saves.engine.world, saves.world
+    everyone = beside.everyone
+    is_first = everyone is None or everyone.rank == 0
+    if saves.last is not None and not saves.last.was_told:
+        saves.last.wait()
 
-    @uninterrupted
-    def begin(self, folder: NewFolder, what: str, make: Callable[[], CheckpointWrite]) -> Save:
-        """See save_into()."""
-        engine, world = self.engine, self.engine.world
-        if self.last is not None and not self.last.was_told:
-            self.last.wait()
+    def prepare() -> CheckpointWrite:
+        finish_updates(engine)
+        write = make()
+        if is_first:
+            folder.begin()
+        return write
 
-        def prepare() -> CheckpointWrite:
-            finish_updates(engine)
-            write = make()
-            if world.everyone is None or world.everyone.rank == 0:
-                folder.begin()
-                with folder.as_store_error(f"write {folder.noun}"):
-                    write.begin(folder.incomplete)
-            return write
+    try:
+        write = training.together(f"begin to {what}", prepare, SAME_CLASS)
+        training.require_equal({"the files": write.digest}, "the exports")
+    except BaseException:
+        folder.abandon()
+        raise
+    write.stored.freeze()
 
-        try:
-            write = world.together(f"begin to {what}", prepare, SAME_CLASS)
-            world.require_equal({"the files": write.digest}, "the exports")
-        except BaseException:
-            folder.abandon()
-            raise
-        write.stored.freeze()
+    def write_part() -> bytes:
+        folder.require_seen(beside.name)
+        with folder.as_store_error(f"write {folder.noun}"), closing(write.stored):
+            return write.write(folder.incomplete)
 
-        def job() -> None:
-            try:
-                self._write(folder, what, write)
-            finally:
-                write.stored.close()
-                folder.abandon()
-
-        return self.start(folder.path, job)
-
-    def _write(self, folder: NewFolder, what: str, write: CheckpointWrite) -> None:
-        """Each rank writes its part into a folder that was begun, which then gets its name."""
-        everyone = self.world.everyone
-
-        def write_part() -> bytes:
-            folder.require_seen(self.world.name)
-            with folder.as_store_error(f"write {folder.noun}"), closing(write.stored):
-                return write.write(folder.incomplete)
+    def job() -> None:
+        """Each rank writes its part into the folder, which then gets its name."""
 
         def complete() -> None:
-            if everyone is None or everyone.rank == 0:
+            if is_first:
                 with folder.as_store_error(f"complete {folder.noun}"):
                     write.finish(folder, parts)
                 folder.complete()
 
-        part = self.world.together(what, write_part, SAME_CLASS)
-        parts = [part] if everyone is None else everyone.all_gather_bytes(part, what)
-        self.world.together(f"{what} to its end", complete, SAME_CLASS)
+        try:
+            part = beside.together(what, write_part, SAME_CLASS)
+            parts = [part] if everyone is None else everyone.all_gather_bytes(part, what)
+            beside.together(f"{what} to its end", complete, SAME_CLASS)
+        finally:
+            write.stored.close()
+            folder.abandon()
+
+    return saves.start(folder.path, job)
 
 
 def save_into(
@@ -314,10 +309,9 @@ def save_into(
 
     Raises what this rank met, or another one; HeteroError if ranks would write different things.
     """
-    saver = _savers.get(engine)
-    if saver is None:
-        saver = _savers[engine] = _Saver(engine, "save")
-    made = saver.begin(folder, what, make)
+    if engine not in _savers:
+        _savers[engine] = StateJobs(engine, "save")
+    made = _begin(_savers[engine], folder, what, make)
     if blocking:
         made.wait()
     return made

@@ -93,9 +93,9 @@ def _verify(stored: StoredCheckpoint) -> dict[str, Any]:
     damaged: list[str] = []
     nbytes = pieces = 0
     try:
-        for piece, error in stored.verify():
+        for piece_bytes, error in stored.verify():
             if error is None:
-                nbytes += piece.nbytes
+                nbytes += piece_bytes
                 pieces += 1
             else:
                 damaged.append(str(error))

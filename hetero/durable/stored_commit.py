@@ -4,55 +4,96 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import tee
 from pathlib import Path
 
 import torch
 
-from hetero.checkpoint.data_writer import Range, open_direct
+from hetero.checkpoint.data_writer import open_direct
 from hetero.checkpoint.engine_checkpoint import STATE_NAMES
 from hetero.checkpoint.formats import open_checkpoint
 from hetero.checkpoint.manifest import Manifest, master_key, name_of
-from hetero.checkpoint.piece_reader import FileRange, FileRanges, PieceReader
+from hetero.checkpoint.piece_reader import FileRange, PieceCheckpoint, StoredPiece
 from hetero.checkpoint.stored_checkpoint import StoredCheckpoint
-from hetero.durable.record import Record, StoredGroup, StoredSlice
+from hetero.durable.record import Record, StoredChunk, StoredGroup, StoredSlice
 from hetero.durable.state_folder import read_last_commit
 from hetero.state.memory import list_names
 from hetero.state.optimizer_state import TileCodec, TileState
 from hetero.state.state_files import FOLDER
-from offload._native import NativeIoError, StripeMap
+from offload._native import IoEngine, StripeMap
 from offload.errors import CheckpointError, StoreError
-from offload.memory.sizes import PAGE_BYTES, round_up
+from offload.memory.sizes import PAGE_BYTES
 
-_PIECE_NUMEL = 1 << 20  # elements that are read at once: what the loader asks for at most
-_SLOTS = 3  # pieces: one is used, two are read ahead
-_BLOCK_NUMEL = 64  # of states in 8 bits
-
-
-@dataclass(frozen=True)
-class _Place:
-    """A parameter's place: its chunk group's number, its chunk, and where it is in that."""
-
-    group: int
-    chunk: int
-    slice: StoredSlice
+_PIECE_NUMEL = 1 << 20  # elements that are read at once
+_BLOCK_NUMEL = 64  # of states in 8 bits; parameters and tiles begin with a block
 
 
-@dataclass(frozen=True)
-class _Part:
-    """Elements [begin, end) of a tile of one rank's shard."""
+@dataclass(frozen=True, slots=True)
+class CommitPiece(StoredPiece):
+    """A part of a parameter in one tile: of its value, and its master and states if it has them.
 
-    rank: int
+    Attributes:
+        file: the number of the data file.
+        group: the chunk group of the rank that has it.
+        chunk: its chunk.
+        tile: in that rank's shard.
+        first: its first element, in the tile.
+    """
+
+    file: int
+    group: StoredGroup
+    chunk: StoredChunk
     tile: int
-    begin: int
-    end: int
+    first: int
+
+    @property
+    def where(self) -> str:
+        """See StoredPiece."""
+        return f"{name_of(self.key)} of the last commit"
+
+    def ranges(self) -> list[FileRange]:
+        """See StoredPiece: parameters, masters, and each state."""
+        group, dtypes, numel = self.group, self.group.dtypes, self.end - self.begin
+
+        def array(tile_at: int, size: int) -> FileRange:
+            return FileRange(self.file, tile_at + self.first * size, numel * size)
+
+        found = [array(self.chunk.param + self.tile * group.param_bytes, dtypes.param_bytes)]
+        if self.chunk.optim_state is None:
+            return found
+        kind, tile_at = dtypes.kind, self.chunk.optim_state + self.tile * group.optim_state_bytes
+        if dtypes.master_bytes:
+            found.append(array(tile_at, dtypes.master_bytes))
+        first, end = kind.state_bytes(self.first), kind.state_bytes(self.first + numel)
+        for i in range(kind.states):
+            state_at = tile_at + kind.state_at(i, group.tile_numel)
+            found.append(FileRange(self.file, state_at + first, end - first))
+        return found
+
+    def values(
+        self, key: str, arrays: Sequence[torch.Tensor], begin: int, end: int
+    ) -> torch.Tensor:
+        """See StoredPiece."""
+        dtypes, (first, *others) = self.group.dtypes, arrays
+        param = first.view(dtypes.torch_compute)[begin:end]
+        if not self.chunk.trained:
+            return param
+        master = None
+        if dtypes.master_bytes:
+            master = others.pop(0).view(torch.int16 if dtypes.compute == "bf16" else torch.float32)
+        tile_state = TileState(master, tuple(each.view(dtypes.torch_state) for each in others))
+        codec = TileCodec(self.group.tile_numel, dtypes)
+        if key == self.key:
+            return codec.join(param, tile_state, slice(begin, end))
+        shift = begin % _BLOCK_NUMEL
+        number = STATE_NAMES[dtypes.rule].index(key.rpartition("/")[2])
+        return codec.states(tile_state, slice(begin - shift, end))[number][shift:]
 
 
-class StoredCommit(StoredCheckpoint):
+class StoredCommit(PieceCheckpoint):
     """What hetero.commit(), or step() with durable=True, has made durable last."""
 
     kind = "commit of a durable state"
@@ -62,11 +103,10 @@ class StoredCommit(StoredCheckpoint):
 
         The training may go on: what it overwrites meanwhile is an error of a checksum.
         """
-        super().__init__(path)
+        super().__init__(path, io_engine)
         self.manifest = _merged_manifest(records)
-        self._records, self._io_engine = records, io_engine
-        self._files: dict[tuple[int, int], int] = {}
-        self._resources = ExitStack()
+        self.small = {key: t for record in records for key, t in record.small.items()}
+        self._records = records
 
     @classmethod
     def of_folder(cls, path: Path) -> StoredCommit:
@@ -86,162 +126,61 @@ class StoredCommit(StoredCheckpoint):
         return made
 
     @cached_property
-    def _small(self) -> dict[str, torch.Tensor]:
-        return {key: t for record in self._records for key, t in record.small.items()}
-
-    @cached_property
     def _shards(self) -> list[dict[int, tuple[Record, StoredGroup]]]:
         """By chunk group and its rank. Raises CheckpointError if the records do not fit."""
         return _shards(self._records, self.path)
 
     @cached_property
-    def _places(self) -> dict[str, _Place]:
-        return {
-            each.name: _Place(number, chunk_id, each)
-            for number, shards in enumerate(self._shards)
-            for chunk_id, chunk in enumerate(shards[0][1].chunks)
-            for each in chunk.slices
-        }
+    def _files(self) -> list[tuple[Record, StoredGroup]]:
+        """The data files by number: of each chunk group those of its ranks, in their order."""
+        return [shards[rank] for shards in self._shards for rank in sorted(shards)]
 
     @cached_property
-    def _reader(self) -> PieceReader:
-        made = PieceReader(self._io_engine, _SLOTS, self._slot_bytes())
-        self._resources.callback(made.close)
-        return made
-
-    def _slot_bytes(self) -> int:
-        """Of a piece: pages of each array of each part, of which there are few."""
-        most = PAGE_BYTES
+    def _pieces(self) -> dict[str, list[CommitPiece]]:
+        """By the parameter's key, cut at the borders of tiles. Raises CheckpointError."""
+        found: dict[str, list[CommitPiece]] = {}
+        first_file = 0
         for shards in self._shards:
-            _, group = shards[0]
-            dtypes, tile = group.dtypes, group.tile_numel
-            numel = min(_PIECE_NUMEL, max(c.slots * tile * group.ranks for c in group.chunks))
-            parts = numel // tile + 2
-            arrays = 2 + dtypes.kind.states
-            nbytes = numel * (dtypes.param_bytes + dtypes.master_bytes)
-            nbytes += dtypes.kind.states * (dtypes.kind.state_bytes(numel) + PAGE_BYTES)
-            most = max(most, nbytes + 2 * PAGE_BYTES * parts * arrays)
-        return round_up(most, PAGE_BYTES)
-
-    def close(self) -> None:
-        """See StoredCheckpoint."""
-        self._resources.close()
-
-    def open(self) -> None:
-        """See StoredCheckpoint."""
-        _ = self._reader
-
-    def values(self, order: Iterable[Sequence[Range]]) -> Iterator[tuple[str, int, torch.Tensor]]:
-        """See StoredCheckpoint; checksums are verified."""
-        ahead, steps = tee(self._steps(each for chunk in order for each in chunk))
-        places = (place for _, places in ahead for place, is_new in places if is_new)
-        read = self._reader.pieces(self._piece(*place) for place in places)
-        arrays: Sequence[torch.Tensor] = ()
-        for (key, begin, end), cuts in steps:
-            if key in self._small:
-                yield key, begin, self._small[key].reshape(-1)[begin:end]
-                continue
-            found = torch.empty(end - begin, dtype=self.manifest.tensors[key].dtype)
-            for (name, at, stop), is_new in cuts:
-                if is_new:
-                    try:
-                        arrays = next(read).contents()
-                    except NativeIoError as error:
-                        raise CheckpointError(
-                            f"{name} of the last commit cannot be read: {error.args[1]}: {error}"
-                        ) from error
-                rest, done = iter(arrays), at - begin
-                for part in self._parts(name, at, stop):
-                    count = len(self._ranges(self._places[name], part))
-                    values = self._decode(key, part, [next(rest) for _ in range(count)])
-                    found[done : done + len(values)] = values
-                    done += len(values)
-            yield key, begin, found
-
-    def _steps(self, ranges: Iterable[Range]) -> Iterator[tuple[Range, list[tuple[Range, bool]]]]:
-        """Of each range what of its parameter a slot takes at a time, and whether that is read for
-        it: a master and its states are read together."""
-        last: Range | None = None
-        for key, begin, end in ranges:
-            cuts = []
-            for at in range(begin, end, _PIECE_NUMEL) if key not in self._small else ():
-                cut = name_of(key), at, min(at + _PIECE_NUMEL, end)
-                cuts.append((cut, cut != last))
-                last = cut
-            yield (key, begin, end), cuts
-
-    def _piece(self, name: str, begin: int, end: int) -> FileRanges:
-        """The arrays of elements [begin, end) of a parameter."""
-        place = self._places[name]
-        return tuple(
-            FileRange(self._file(place.group, part.rank), offset, nbytes)
-            for part in self._parts(name, begin, end)
-            for offset, nbytes in self._ranges(place, part)
-        )
-
-    def _parts(self, name: str, begin: int, end: int) -> Iterator[_Part]:
-        """The parts of elements [begin, end) of a parameter, cut at the borders of tiles."""
-        place = self._places[name]
-        _, group = self._shards[place.group][0]
-        slots, tile_numel = group.chunks[place.chunk].slots, group.tile_numel
-        at, stop = place.slice.offset + begin, place.slice.offset + end
-        while at < stop:
-            tile, first = divmod(at, tile_numel)
-            last = min(first + stop - at, tile_numel)
-            yield _Part(tile // slots, tile % slots, first, last)
-            at += last - first
-
-    def _ranges(self, place: _Place, part: _Part) -> list[tuple[int, int]]:
-        """Of each array of a part, the parameters first, its offset in the file and its bytes."""
-        _, group = self._shards[place.group][part.rank]
-        chunk, dtypes, numel = group.chunks[place.chunk], group.dtypes, part.end - part.begin
-        size = dtypes.param_bytes
-        found = [(chunk.param + part.tile * group.param_bytes + part.begin * size, numel * size)]
-        if chunk.optim_state is None:
-            return found
-        kind, tile_numel, size = dtypes.kind, group.tile_numel, dtypes.master_bytes
-        state_at = chunk.optim_state + part.tile * group.optim_state_bytes
-        found.append((state_at + part.begin * size, numel * size))
-        begin, end = part.begin, part.end
-        if dtypes.state == "8bit":  # whole blocks
-            begin = begin // _BLOCK_NUMEL * _BLOCK_NUMEL
-        for i in range(kind.states):
-            first = kind.state_bytes(begin)
-            nbytes = kind.state_bytes(end) - first
-            found.append((state_at + kind.state_at(i, tile_numel) + first, nbytes))
+            for chunk_id, chunk in enumerate(shards[0][1].chunks):
+                for each in chunk.slices:
+                    key = master_key(each.name)
+                    found[key] = [*self._pieces_in(shards, first_file, chunk_id, each)]
+            first_file += len(shards)
         return found
 
-    def _decode(self, key: str, part: _Part, arrays: Sequence[torch.Tensor]) -> torch.Tensor:
-        name = name_of(key)
-        place = self._places[name]
-        _, group = self._shards[place.group][part.rank]
-        dtypes, numel = group.dtypes, part.end - part.begin
-        param = arrays[0].view(dtypes.torch_compute)
-        if not group.chunks[place.chunk].trained:
-            return param
-        master = None
-        if dtypes.master_bytes:
-            master = arrays[1].view(torch.int16 if dtypes.compute == "bf16" else torch.float32)
-        states = tuple(each.view(dtypes.torch_state) for each in arrays[2:])
-        tile_state = TileState(master, states)
-        codec = TileCodec(group.tile_numel, dtypes)
-        if key == master_key(name):
-            return codec.join(param, tile_state, slice(0, numel))
-        shift = part.begin % _BLOCK_NUMEL if dtypes.state == "8bit" else 0
-        number = STATE_NAMES[dtypes.rule].index(key.rpartition("/")[2])
-        return codec.states(tile_state, slice(0, shift + numel))[number][shift:]
+    def _pieces_in(
+        self,
+        shards: Mapping[int, tuple[Record, StoredGroup]],
+        first_file: int,
+        chunk_id: int,
+        place: StoredSlice,
+    ) -> Iterator[CommitPiece]:
+        """Those of a parameter, whose chunk group has its files from number `first_file` on."""
+        tile_numel, slots = shards[0][1].tile_numel, shards[0][1].chunks[chunk_id].slots
+        key, at, end = master_key(place.name), place.offset, place.offset + place.numel
+        numel = self.manifest.tensors[key].numel
+        has_place = end <= len(shards) * slots * tile_numel and not at % _BLOCK_NUMEL
+        if not has_place or place.numel != numel:
+            raise CheckpointError(
+                f"the last commit in {self.path} has {place.name!r} of {numel} elements at "
+                f"elements {at} to {end} of a chunk, where it has no place"
+            )
+        while at < end:
+            tile, first = divmod(at, tile_numel)
+            stop = min(at + _PIECE_NUMEL, at + tile_numel - first, end)
+            rank, tile = divmod(tile, slots)
+            group = shards[rank][1]
+            begin, file = at - place.offset, first_file + rank
+            yield CommitPiece(
+                key, begin, stop - place.offset, file, group, group.chunks[chunk_id], tile, first
+            )
+            at = stop
 
-    def _file(self, group: int, rank: int) -> int:
-        """The I/O engine's number of a data file, which is opened now if it is not.
+    def _pieces_of(self, key: str) -> Sequence[CommitPiece]:
+        return self._pieces.get(master_key(name_of(key)), ())
 
-        Raises CheckpointError.
-        """
-        number = self._files.get((group, rank))
-        if number is None:
-            number = self._files[group, rank] = self._open(*self._shards[group][rank])
-        return number
-
-    def _open(self, record: Record, group: StoredGroup) -> int:
+    def _open_file(self, io: IoEngine, file: int) -> int:
+        record, group = self._files[file]
         if group.checksums_at is None:
             raise CheckpointError(
                 f"the last commit needs the data files of {record.path}, which another rank sees "
@@ -258,18 +197,18 @@ class StoredCommit(StoredCheckpoint):
                 opened.callback(os.close, descriptor)
                 members.append((descriptor, path))
             stripes = StripeMap(group.weights, group.unit_bytes)
-            number = self._reader.io.add_striped_file(members, stripes, checksums=True)
+            number = io.add_striped_file(members, stripes, checksums=True)
         try:
             with open(record.path, "rb") as stream:
                 stream.seek(group.checksums_at)
                 for _, offset, nbytes in group.pieces():
                     checksums = stream.read(nbytes // PAGE_BYTES * 4)
-                    self._reader.io.set_checksums(number, offset, checksums)
+                    io.set_checksums(number, offset, checksums)
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{record.path} cannot be read again: {error}") from error
         for chunk, offset, nbytes in group.extents():
             names = list_names([each.name for each in chunk.slices])
-            self._reader.io.name_range(number, offset, nbytes, names)
+            io.name_range(number, offset, nbytes, names)
         return number
 
 

@@ -101,41 +101,29 @@ class Layout:
     @classmethod
     def of(cls, metadata: DcpMetadata) -> Layout:
         """That of a checkpoint's keys."""
-        made, paths = cls(), metadata.paths
-        keys = (*metadata.tensors, *metadata.objects)
-        # (A flat state dict may have names that begin with "model.", too.)
-        nested = {paths[key][0] for key in keys if len(paths.get(key, ())) > 1}
-        if not paths:
-            nested = {key.partition(".")[0] for key in keys}
-        is_flat = MODEL not in nested and not nested & {*_OPTIMIZER_NAMES}
-        for key in keys:
+        made = cls()
+        # (Without paths a state dict is flat, whose names may begin with "model.", too.)
+        paths = {key: metadata.paths.get(key, ()) for key in (*metadata.tensors, *metadata.objects)}
+        tops = {path[0] for path in paths.values() if len(path) > 1}
+        is_flat = not tops & {MODEL, *_OPTIMIZER_NAMES}
+        for key, path in paths.items():
             top, _, rest = key.partition(".")
-            is_tensor = key in metadata.tensors
-            if (is_flat or (top == MODEL and MODEL in nested)) and is_tensor:
+            kind, _, what = rest.partition(".")
+            name, _, last = what.rpartition(".")
+            is_tensor, is_nested = key in metadata.tensors, top in tops
+            if is_tensor and (is_flat or (is_nested and top == MODEL)):
                 made.model[key if is_flat else rest] = key
-            elif top in _OPTIMIZER_NAMES and top in nested:
-                made._add_optimizer_key(key, rest, paths.get(key, ()), is_tensor)
-            else:
+            elif not is_nested or top not in _OPTIMIZER_NAMES or not name:
                 made.others.append(key)
-        return made
-
-    def _add_optimizer_key(
-        self, key: str, rest: str, path: Sequence[str | int], is_tensor: bool
-    ) -> None:
-        kind, _, what = rest.partition(".")
-        first, _, last = what.rpartition(".")
-        if kind == "state" and first and is_tensor:
-            self.states.setdefault(first, {})[last] = key
-        elif kind == "param_groups" and first:
-            in_list = isinstance(path[2], int) if len(path) > 2 else "." not in what[:-1]
-            if not path:
-                in_list = first.isdecimal()
-            if in_list and first.isdecimal():
-                self.groups.setdefault(int(first), {})[last] = key
+            elif kind == "state" and is_tensor:
+                made.states.setdefault(name, {})[last] = key
+            elif kind != "param_groups":
+                made.others.append(key)
+            elif len(path) > 2 and isinstance(path[2], int) and name.isdecimal():
+                made.groups.setdefault(int(name), {})[last] = key
             else:
-                self.by_param.setdefault(first, {})[last] = key
-        else:
-            self.others.append(key)
+                made.by_param.setdefault(name, {})[last] = key
+        return made
 
     def option_keys(self) -> list[str]:
         """Those of all options."""

@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import re
+import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -31,8 +32,7 @@ from hetero.checkpoint.safetensors_header import encode, read
 from hetero.checkpoint.save import save_into
 from hetero.checkpoint.stored_checkpoint import StoredCheckpoint
 from hetero.chunks.dtypes import torch_dtype
-from hetero.runtime.engine import Engine
-from offload.disk.durable import sync_path, write_all, write_durably
+from offload.disk.durable import write_all, write_durably
 from offload.disk.new_folder import NewFolder
 from offload.errors import CheckpointError
 from offload.interrupts import uninterrupted
@@ -85,8 +85,20 @@ def save_pretrained(
     engine.check_usable()
     new = _ExportFolder(os.path.realpath(folder), "the export")
 
-    def make() -> _ModelWrite:
-        return _ModelWrite(engine, model, dtype, parse_bytes(max_shard_bytes))
+    def make() -> PretrainedWrite:
+        if getattr(model, "peft_config", None):
+            raise ValueError(
+                "the model has adapters of PEFT; its own save_pretrained() writes these, and a "
+                "whole model is what merge_and_unload() makes of them before initialize()"
+            )
+        given = None if dtype is None else torch_dtype(dtype)
+        others = _configs(model, given or engine.chunk_groups[0].dtypes.torch_compute)
+        state = EngineCheckpoint(engine, [], part=model, dtype_of=lambda m: given or m.dtype)
+        tensors = named_tensors(model, state.model.names)
+        names = names_to_write(model, tensors)
+        keys = {name: master_key(state.model.names[id(tensors[name])]) for name in names}
+        most_bytes = parse_bytes(max_shard_bytes)
+        return PretrainedWrite(state, keys, most_bytes, rank=state.rank, others=others)
 
     save_into(engine, new, "write an export", make)
 
@@ -144,6 +156,7 @@ class PretrainedWrite(CheckpointWrite):
         most_bytes: int,
         dtype: torch.dtype | None = None,
         rank: int = 0,
+        others: Mapping[str, bytes] | None = None,
     ) -> None:
         """Nothing is written yet.
 
@@ -152,12 +165,13 @@ class PretrainedWrite(CheckpointWrite):
             keys: by the names that tensors get, the keys that `stored` has them by.
             most_bytes: a file has no more bytes of tensors, unless a single tensor has.
             dtype: of parameters; None: as they are stored. Buffers keep their own.
-            rank: this rank's number; the first one makes the headers and the index.
+            rank: this rank's number; the first one makes the headers, the index and `others`.
+            others: the content of further files, by name.
 
         Raises ValueError for what safetensors files cannot have.
         """
         super().__init__(stored)
-        self._rank = rank
+        self._rank, self._others = rank, dict(others or {})
         self._heads: dict[str, bytes] = {}
         self._nbytes: dict[str, int] = {}
         self._places: dict[str, FilePlace] = {}
@@ -209,57 +223,30 @@ class PretrainedWrite(CheckpointWrite):
 
     def finish(self, folder: NewFolder, parts: Sequence[bytes]) -> None:
         """See CheckpointWrite."""
+        others = dict(self._others)
         if len(self._heads) > 1:
             total = sum(self._nbytes[name] - len(head) for name, head in self._heads.items())
             weight_map = {name: place.file for name, place in self._places.items()}
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
             text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-            write_durably(folder.incomplete / INDEX_NAME, text.encode())
+            others[INDEX_NAME] = text.encode()
+        for name, content in others.items():
+            write_durably(folder.incomplete / name, content)
 
 
-class _ModelWrite(PretrainedWrite):
-    """One rank's part of an export of a managed model."""
-
-    def __init__(
-        self,
-        engine: Engine,
-        model: torch.nn.Module,
-        dtype: str | torch.dtype | None,
-        most_bytes: int,
-    ) -> None:
-        """Raises ValueError."""
-        if getattr(model, "peft_config", None):
-            raise ValueError(
-                "the model has adapters of PEFT; its own save_pretrained() writes these, and a "
-                "whole model is what merge_and_unload() makes of them before initialize()"
-            )
-        given = None if dtype is None else torch_dtype(dtype)
-        state = EngineCheckpoint(engine, [], part=model, dtype_of=lambda m: given or m.dtype)
-        tensors = named_tensors(model, state.model.names)
-        names = names_to_write(model, tensors)
-        keys = {name: master_key(state.model.names[id(tensors[name])]) for name in names}
-        super().__init__(state, keys, most_bytes, rank=state.rank)
-        self._model = model
-        self._dtype = given or engine.chunk_groups[0].dtypes.torch_compute
-
-    def begin(self, folder: Path) -> None:
-        """See CheckpointWrite."""
-        _write_config(self._model, self._dtype, folder)
-        for each in folder.iterdir():
-            sync_path(each)
-
-
-def _write_config(model: torch.nn.Module, dtype: torch.dtype, path: Path) -> None:
-    """What from_pretrained() makes the model from, where it is one of transformers'."""
+def _configs(model: torch.nn.Module, dtype: torch.dtype) -> dict[str, bytes]:
+    """The files that from_pretrained() makes the model from, where it is one of transformers'."""
     config: Any = getattr(model, "config", None)
-    if hasattr(config, "save_pretrained"):
-        config = copy.deepcopy(config)
-        config.architectures = [type(model).__name__]
-        config.dtype = str(dtype).removeprefix("torch.")
-        config.save_pretrained(path)
     generation_config: Any = getattr(model, "generation_config", None)
-    if hasattr(generation_config, "save_pretrained"):
-        generation_config.save_pretrained(path)
+    with tempfile.TemporaryDirectory() as folder:
+        if hasattr(config, "save_pretrained"):
+            config = copy.deepcopy(config)
+            config.architectures = [type(model).__name__]
+            config.dtype = str(dtype).removeprefix("torch.")
+            config.save_pretrained(folder)
+        if hasattr(generation_config, "save_pretrained"):
+            generation_config.save_pretrained(folder)
+        return {each.name: each.read_bytes() for each in Path(folder).iterdir()}
 
 
 def _shards(tensors: Mapping[str, TensorRecord], most_bytes: int) -> list[list[str]]:
