@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -87,25 +86,6 @@ def test_idle_workers_use_no_time() -> None:
     after = of_each("schedstat", 2)
     # One that polled would have woken hundreds of times; one may have been on its way to sleep.
     assert all(int(b) - int(a) <= 3 for a, b in zip(before, after, strict=True))
-
-
-def test_concurrent_callers_share_the_pool() -> None:
-    _native.set_threads(2)
-    numel = 2 * BLOCK + 3
-    grad = gradients(numel, "bf16", seed=0)
-    all_arrays = [Arrays(_native.UpdateKind("bf16", "bf16"), masters(numel)) for _ in range(4)]
-
-    def train(arrays: Arrays) -> None:
-        for step in range(1, 11):
-            arrays.step(grad, Hyper(step=step))
-
-    callers = [threading.Thread(target=train, args=(arrays,)) for arrays in all_arrays[1:]]
-    for caller in callers:
-        caller.start()
-    for caller in callers:
-        caller.join()
-    train(all_arrays[0])
-    assert len({arrays.bytes() for arrays in all_arrays}) == 1
 
 
 def test_a_forked_child_has_workers_of_its_own() -> None:

@@ -124,17 +124,6 @@ def test_chaining_at_any_cuts(seed: int, cuts: list[int]) -> None:
     assert chained == crc32c(data)
 
 
-@given(
-    at=st.integers(0, 3000),
-    change=st.integers(1, 0xFFFFFFFF),
-    bit=st.integers(0, 7),
-)
-def test_a_change_within_32_bits_is_found(at: int, change: int, bit: int) -> None:
-    data = random_bytes(3008)
-    number = int.from_bytes(data, "little") ^ (change << (8 * at + bit))
-    assert crc32c(number.to_bytes(len(data), "little")) != crc32c(data)
-
-
 @pytest.fixture
 def island() -> Iterator[tuple[int, int]]:
     """(address, bytes) of pages with neighbours that end a process that reads them."""

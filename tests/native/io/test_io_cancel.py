@@ -12,6 +12,7 @@ from tests.support.native.io_tools import (
     Memory,
     Pipe,
     add_file,
+    error_of,
     needs_uring,
     stall,
 )
@@ -41,12 +42,6 @@ def busy(kind, tmp_path):
     engine.close()
 
 
-def wait_error(op) -> _native.NativeIoError:
-    with pytest.raises(_native.NativeIoError) as caught:
-        op.wait()
-    return caught.value
-
-
 def outcome(op) -> int:
     """The errno that `op` ended with, or 0."""
     try:
@@ -62,7 +57,7 @@ def test_what_is_queued_goes_at_once(busy, tmp_path):
     queued = busy.write(file, memory.address, 4 * 4096, 0)
     queued.cancel()
     assert queued.done()  # although the queue is full
-    error = wait_error(queued)
+    error = error_of(queued)
     assert error.errno == errno.ECANCELED
     assert (error.op, error.offset, error.wanted_bytes, error.got_bytes) == ("write", 0, 16384, 0)
     assert f"write of 16384 bytes at offset 0 of {tmp_path}/scratch" in str(error)
@@ -82,12 +77,12 @@ def test_what_is_in_flight_is_waited_for_and_counted(pipes):
     op.cancel()
     assert not op.done()
     pipe.feed(2 * 4096)
-    error = wait_error(op)
+    error = error_of(op)
     assert error.errno == errno.ECANCELED
     assert (error.wanted_bytes, error.got_bytes) == (8 * 4096, 3 * 4096)
     assert f"failed after {3 * 4096} bytes" in str(error)
     assert bool((memory.bytes[3 * 4096 :] == 7).all())  # nothing came after
-    assert wait_error(op).errno == errno.ECANCELED
+    assert error_of(op).errno == errno.ECANCELED
     assert engine.stats["reads"] == 3
     assert engine.stats["in_flight"] == 0
 
@@ -100,7 +95,7 @@ def test_a_short_transfer_in_flight_is_not_continued(pipes):
     pipe.feed_first(engine)
     op.cancel()
     pipe.feed(100)
-    error = wait_error(op)
+    error = error_of(op)
     assert (error.errno, error.got_bytes) == (errno.ECANCELED, 4096 + 100)
 
 
@@ -111,7 +106,7 @@ def test_a_retried_transfer_is_given_up(kind, tmp_path):
     engine.inject("read", 0, error=errno.EAGAIN, count=100_000)
     op = engine.read(file, memory.address, BLOCK, 0)
     op.cancel()
-    assert wait_error(op).errno in (errno.ECANCELED, errno.EAGAIN)
+    assert error_of(op).errno in (errno.ECANCELED, errno.EAGAIN)
     engine.close()
 
 
@@ -132,7 +127,7 @@ def test_a_waiter_is_woken(busy, tmp_path):
     memory = Memory(4096)
     queued = busy.read(add_file(busy, tmp_path, 4096), memory.address, 4096, 0)
     seen = []
-    waiter = threading.Thread(target=lambda: seen.append(wait_error(queued).errno))
+    waiter = threading.Thread(target=lambda: seen.append(error_of(queued).errno))
     waiter.start()
     queued.cancel()
     waiter.join(30)
@@ -145,4 +140,4 @@ def test_removing_a_file_does_not_wait_for_what_was_cancelled(busy, tmp_path):
     queued = busy.read(file, memory.address, 4096, 0)
     queued.cancel()
     busy.remove_file(file)
-    assert wait_error(queued).errno == errno.ECANCELED
+    assert error_of(queued).errno == errno.ECANCELED

@@ -14,6 +14,7 @@ from tests.support.native.io_tools import (
     Memory,
     Pipe,
     add_file,
+    error_of,
     needs_uring,
     run_script,
     thread_names,
@@ -73,9 +74,7 @@ def test_first_of_several_errors_is_reported_once_all_blocks_are_back(engine, tm
     file = add_file(engine, tmp_path, 64 * BLOCK)
     engine.inject("read", 1, error=errno.EIO)
     engine.inject("read", 2, error=errno.ENXIO)
-    with pytest.raises(_native.NativeIoError) as caught:
-        engine.read(file, memory.address, 64 * BLOCK, 0).wait()
-    assert caught.value.errno == errno.EIO
+    assert error_of(engine.read(file, memory.address, 64 * BLOCK, 0)).errno == errno.EIO
     # What was not yet in flight was not started: at most a queue of 8 and its first refills.
     assert engine.stats["reads"] < 32
     time.sleep(0.02)
@@ -123,9 +122,7 @@ def test_transfers_that_stall_together_are_given_up_together_and_hold_no_other(k
         engine.write(file, memory.address + 32 * 4096, 4096, 4096).wait()
     assert not any(op.done() for op in stalled)
     for op in stalled:
-        with pytest.raises(_native.NativeIoError) as caught:
-            op.wait()
-        assert caught.value.errno == errno.EAGAIN
+        assert error_of(op).errno == errno.EAGAIN
     # No measurement: a second for all of them, where one after the other would take 32.
     assert time.monotonic() - begin < 12
     engine.close()
@@ -155,9 +152,7 @@ def test_transfer_that_never_progresses_is_an_error(engine, tmp_path):
     memory = Memory(BLOCK)
     file = add_file(engine, tmp_path)
     engine.inject("write", 0, short_bytes=0, count=10_000)
-    with pytest.raises(_native.NativeIoError) as caught:
-        engine.write(file, memory.address, BLOCK, 0).wait()
-    assert caught.value.errno == errno.EIO
+    assert error_of(engine.write(file, memory.address, BLOCK, 0)).errno == errno.EIO
 
 
 @pytest.mark.covering(2)
@@ -214,9 +209,7 @@ def test_wrong_mode(engine, tmp_path, mode):
     file = engine.add_file(fd, str(path))
     os.close(fd)
     start = engine.write if mode == os.O_RDONLY else engine.read
-    with pytest.raises(_native.NativeIoError) as caught:
-        start(file, memory.address, 4096, 0).wait()
-    assert caught.value.errno == errno.EBADF
+    assert error_of(start(file, memory.address, 4096, 0)).errno == errno.EBADF
 
 
 def test_bad_address(engine, tmp_path):
@@ -247,9 +240,7 @@ def test_a_thread_of_the_engine_that_throws_fails_the_operation_only(engine, tmp
     threads = thread_names()
     start = getattr(engine, op)
     engine.inject(op, nth, throws=True)
-    with pytest.raises(_native.NativeIoError) as caught:
-        start(file, memory.address, 5 * BLOCK, 0).wait()
-    error = caught.value
+    error = error_of(start(file, memory.address, 5 * BLOCK, 0))
     assert error.errno == errno.EIO
     assert error.filename == f"{tmp_path}/scratch"
     assert (error.wanted_bytes, error.got_bytes) == (BLOCK, 0)

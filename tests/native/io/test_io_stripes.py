@@ -31,20 +31,6 @@ def test_a_members_bytes_follow_one_another(weights, unit, offset):
         assert run <= unit * sum(weights)
 
 
-@given(WEIGHTS, st.integers(0, 60 * 4096))
-def test_members_have_no_gaps_and_hold_everything(weights, nbytes):
-    stripes = _native.StripeMap(weights, 4096)
-    held = [0] * len(weights)
-    offset = 0
-    while offset < nbytes:
-        member, member_offset, run = stripes.place(offset)
-        assert member_offset == held[member]  # units follow one another
-        run = min(run, nbytes - offset)
-        held[member] += run
-        offset += run
-    assert held == [stripes.member_bytes(m, nbytes) for m in range(len(weights))]
-
-
 @given(WEIGHTS)
 def test_the_pattern_is_spread_evenly(weights):
     pattern = _native.StripeMap(weights, 4096).pattern
@@ -108,21 +94,6 @@ def test_an_error_names_the_member_and_the_offset_in_it(engine, tmp_path, op):
     assert caught.value.offset == 2 * 4096
     assert f"{op} of 4096 bytes at offset 8192 of {tmp_path}/member1" in str(caught.value)
     start(striped.file, memory.address, size, 0).wait()
-    striped.close()
-
-
-def test_a_member_truncated_underneath_is_named(engine, tmp_path):
-    size = 8 * 4096
-    striped = Striped(engine, tmp_path, [1, 1], nbytes=size)
-    memory = Memory(size)
-    engine.read(striped.file, memory.address, size, 0).wait()
-    os.truncate(striped.fds[1], 4096 + 100)
-    with pytest.raises(_native.NativeIoError, match="unexpected end of file") as caught:
-        engine.read(striped.file, memory.address, 4096, 3 * 4096).wait()
-    assert caught.value.filename == f"{tmp_path}/member1"
-    assert (caught.value.offset, caught.value.got_bytes) == (4096, 100)
-    # What the other member has is there.
-    engine.read(striped.file, memory.address, 4096, 2 * 4096).wait()
     striped.close()
 
 

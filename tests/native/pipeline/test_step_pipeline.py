@@ -120,28 +120,6 @@ def test_tasks_are_updates_of_the_segments(
     assert filed.bytes() == wanted.bytes()
 
 
-def test_ram_and_file_tasks_mix(file_tiles: FileTiles) -> None:
-    tiles = Tiles(4, "bf16", "fp32")
-    filed = file_tiles(tiles, 2, param_in_file=True, grad_in_file=True)
-    moved = [array.copy() for array in (tiles.params[1], tiles.optim_states[1])]
-    tasks = filed.tasks(range(4))
-    tasks[1] = _native.StepTask(1, ram(moved[0]), ram(tiles.grads[1]), ram(moved[1]), SEGMENTS)
-    optim_state = _native.Location(file_offset=filed.optim_state_at[2])
-    tasks[2] = _native.StepTask(2, ram(filed.params[2]), ram(tiles.grads[2]), optim_state, SEGMENTS)
-    filed.pipeline.submit(tasks, hypers(1))
-    filed.pipeline.flush()
-    train_in_ram(tiles, steps=1)
-    assert moved[0].tobytes() == tiles.params[1].tobytes()
-    assert moved[1].tobytes() == tiles.optim_states[1].tobytes()
-    assert filed.params[2].tobytes() == tiles.params[2].tobytes()
-    for key in (0, 2, 3):
-        optim_state = tiles.optim_states[key]
-        assert filed.in_file(optim_state, filed.optim_state_at[key]) == optim_state.tobytes()
-    for key in (0, 3):
-        param = tiles.params[key]
-        assert filed.in_file(param, filed.param_at[key]) == param.tobytes()
-
-
 def test_a_payload_that_was_in_ram_is_not_taken_from_the_buffer(file_tiles: FileTiles) -> None:
     tiles = Tiles(1, "bf16", "bf16")
     filed = file_tiles(tiles, 1, param_in_file=True)

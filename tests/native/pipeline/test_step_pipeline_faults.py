@@ -22,7 +22,6 @@ from tests.support.native.step_tiles import (
     train_in_ram,
     zig_zag,
 )
-from tests.support.own_process import descriptors
 from tests.support.waiting import until
 
 BLOCK = 8192  # of the engine that Filed makes
@@ -162,30 +161,6 @@ def test_a_pipeline_that_fails_leaves_another_on_the_engine_and_its_tiles_alone(
     for key in odds:
         optim_state = tiles.optim_states[key]
         assert filed.in_file(optim_state, filed.optim_state_at[key]) == optim_state.tobytes()
-
-
-def test_failures_leak_neither_threads_nor_descriptors(tmp_path: Path, kind: str) -> None:
-    tiles = Tiles(4, "bf16", "bf16")
-
-    def fail(round_: int) -> None:
-        filed = Filed(tiles, tmp_path / f"file{round_}", kind, buffers=2)
-        if round_ % 3 == 2:
-            filed.pipeline.inject(round_ % 4)
-        else:
-            filed.engine.inject(("read", "write")[round_ % 3], round_, error=errno.EIO)
-        filed.pipeline.submit(filed.tasks(range(4)), hypers(1))
-        if round_ % 2:
-            with pytest.raises((_native.NativeIoError, RuntimeError)):
-                within(filed.pipeline.wait_updated)
-                within(filed.pipeline.flush)
-        within(filed.close)  # otherwise with tasks in flight
-
-    fail(1)
-    before = descriptors()
-    for round_ in range(12):
-        fail(round_)
-    assert descriptors() == before
-    assert pipeline_threads() == []
 
 
 def test_a_child_forked_with_tasks_in_flight_can_compute_and_end(file_tiles: FileTiles) -> None:

@@ -23,6 +23,8 @@ from tests.support.native.step_tiles import (
     hypers,
     pipeline_threads,
 )
+from tests.support.own_process import descriptors
+from tests.support.waiting import in_time
 
 COUNT = 4
 KEYS = st.integers(0, COUNT - 1)
@@ -40,6 +42,7 @@ class PipelineMachine(RuleBasedStateMachine):
 
     @initialize(buffers=st.integers(1, COUNT + 1), param_in_file=st.booleans())
     def start(self, buffers: int, param_in_file: bool) -> None:
+        self.before = descriptors()
         self.folder = tempfile.TemporaryDirectory()
         self.tiles = Tiles(COUNT, "bf16", "bf16")
         path = Path(self.folder.name) / "file"
@@ -164,6 +167,7 @@ class PipelineMachine(RuleBasedStateMachine):
         self.model.close()
         self.folder.cleanup()
         assert pipeline_threads() == []
+        assert in_time(descriptors, self.before) == self.before
 
 
 def test_any_calls_in_any_order(kind: str) -> None:

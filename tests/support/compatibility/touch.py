@@ -26,6 +26,17 @@ def ballast() -> nn.ParameterList:
     return nn.ParameterList(nn.Parameter(torch.full((64, 64), 0.1)) for _ in range(4))
 
 
+def changed(how: Callable[[Net], object]) -> Callable[[], Net]:
+    """Builds a net, and changes it."""
+
+    def build() -> Net:
+        made = Net()
+        how(made)
+        return made
+
+    return build
+
+
 @dataclass
 class Case:
     """A model and its optimizer, managed by hetero or plain, that a touch is made on."""

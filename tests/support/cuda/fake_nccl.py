@@ -125,7 +125,7 @@ class FakeNccl:
         """In the thread: sends and receives, one collective after the other."""
         while (given := self._given.get()) is not None:
             with self._runtime.lock:
-                self._runtime.reach_quietly(given.ready)
+                self._runtime.come_to(given.ready)
                 raw = (ctypes.c_uint8 * given.source_bytes).from_address(given.source)
                 sent = torch.frombuffer(raw, dtype=torch.uint8).clone()
             received = sent.new_empty(given.to_bytes)

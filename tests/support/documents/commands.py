@@ -11,6 +11,8 @@ import shlex
 from collections.abc import Callable, Sequence
 from unittest import mock
 
+from torch.distributed.run import get_args_parser
+
 from hetero.cli.main import main as hetero_main
 from tests.support.documents.blocks import ROOT
 
@@ -73,18 +75,9 @@ def _check_module(name: str, rest: list[str]) -> None:
 
 
 def _check_torchrun(rest: list[str]) -> None:
-    options = argparse.ArgumentParser(prog="torchrun", exit_on_error=False)
-    for name in ("--nproc-per-node", "--max-restarts", "--nnodes"):
-        options.add_argument(name, type=int)
-    for name in ("--rdzv-backend", "--rdzv-endpoint", "--rdzv-id"):
-        options.add_argument(name)
-    options.add_argument("--standalone", action="store_true")
-    options.add_argument("-m", dest="module", action="store_true")
-    options.add_argument("program")
-    options.add_argument("rest", nargs=argparse.REMAINDER)
-    given = options.parse_args(rest)
+    given = get_args_parser().parse_args(rest)
     if given.module:
-        _check_module(given.program, given.rest)
+        _check_module(given.training_script, given.training_script_args)
 
 
 def _check_make(rest: list[str]) -> None:

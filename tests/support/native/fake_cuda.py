@@ -138,7 +138,7 @@ class FakeRuntime:
             self.order.use(stream, writes, writes=True)
             stream.queue.append(work)
             if stream.eager:
-                self._grad_offload(stream)
+                self._run(stream)
 
     def record(self, stream: FakeStream) -> Event:
         event = FakeEvent()
@@ -167,8 +167,8 @@ class FakeRuntime:
             self.order.after(stream, recording.before)
             stream.queue.append(lambda: recording.come)
             if stream.eager:
-                self._reach(recording)
-                self._grad_offload(stream)
+                self.come_to(recording)
+                self._run(stream)
 
     def done(self, event: Event) -> bool:
         recording = self.moment(event)
@@ -193,13 +193,9 @@ class FakeRuntime:
         """The host waits for a moment; whether nothing has failed."""
         with self.lock:
             self.synchronized += 1
-            self._reach(recording)
+            self.come_to(recording)
             self.order.after(HOST, recording.before)
             return self.failure is None
-
-    def reach_quietly(self, recording: Recording) -> None:
-        """The device comes to a moment, of which the host does not know. Needs the lock."""
-        self._reach(recording)
 
     def synchronize_all(self) -> None:
         with self.lock:
@@ -226,11 +222,12 @@ class FakeRuntime:
         """Whether this thread does the device's work now, whose uses of memory are known."""
         return getattr(self.current, "on_device", False)
 
-    def _reach(self, recording: Recording) -> None:
+    def come_to(self, recording: Recording) -> None:
+        """The device comes to a moment, of which the host does not know. Needs the lock."""
         while not recording.come:
             self._step_one(recording.stream)
 
-    def _grad_offload(self, stream: FakeStream) -> None:
+    def _run(self, stream: FakeStream) -> None:
         while stream.queue:
             self._step_one(stream)
 

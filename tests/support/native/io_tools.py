@@ -57,6 +57,13 @@ def add_file(engine, directory, nbytes=0, direct=False) -> int:
         os.close(fd)
 
 
+def error_of(op: _native.IoOp) -> _native.NativeIoError:
+    """What a wait for the operation raises."""
+    with pytest.raises(_native.NativeIoError) as caught:
+        op.wait()
+    return caught.value
+
+
 class Striped:
     """A file of members without names, one for each weight, that is added to `engine`."""
 

@@ -43,8 +43,6 @@ _IMPORTED = [
     "tests.support.ranks.imported",
     "transformers.models.gpt2.modeling_gpt2",
     "tests.support.ranks.rank_training",
-    "tests.support.ranks.chunk_group_ranks",
-    "tests.support.overlap.any_training",
     "tests.support.ranks.loading",
     "tests.zoo.rank_loops",
     "tests.zoo.rank_runs",

@@ -184,8 +184,8 @@ def _become_rank(folder: Path, rank: int, world: int) -> None:
 
 
 if __name__ == "__main__":
-    for module in ("imported", "ending"):
-        import_module(f"tests.support.ranks.{module}")
+    for module in ("support.ranks.imported", "hetero.ranks.test_ending"):
+        import_module(f"tests.{module}")
     gc.collect()
     gc.freeze()  # so that the end of a rank need not go through modules
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests, which end this

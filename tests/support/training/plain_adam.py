@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -54,6 +55,17 @@ class Master:
         }
 
 
+@torch.no_grad()
+def update_all(
+    masters: Mapping[nn.Parameter, Master], betas: tuple[float, float], **hyper: Any
+) -> None:
+    """One step of AdamW of the parameters that have gradients; `hyper` is what Hyper takes."""
+    for param, master in masters.items():
+        if param.grad is not None:
+            master.update(param.grad, decoupled=True, beta1=betas[0], beta2=betas[1], **hyper)
+            param.copy_(master.weight)
+
+
 class PlainAdam:
     """AdamW under OPTIONS. Parameters are updated to their masters rounded to their dtypes."""
 
@@ -69,23 +81,9 @@ class PlainAdam:
         grads = [p.grad for p in self.masters if p.grad is not None]
         return math.sqrt(sum(g.double().square().sum().item() for g in grads))
 
-    @torch.no_grad()
     def step(self, grad_scale: float = 1.0) -> None:
         """Updates the parameters that have gradients, which are multiplied by `grad_scale`."""
-        for param, master in self.masters.items():
-            if param.grad is None:
-                continue
-            master.update(
-                param.grad,
-                lr=OPTIONS["lr"],
-                weight_decay=OPTIONS["weight_decay"],
-                decoupled=True,
-                beta1=OPTIONS["betas"][0],
-                beta2=OPTIONS["betas"][1],
-                eps=OPTIONS["eps"],
-                grad_scale=grad_scale,
-            )
-            param.copy_(master.weight)
+        update_all(self.masters, grad_scale=grad_scale, **OPTIONS)
 
     def zero_grad(self) -> None:
         """Clears all gradients."""

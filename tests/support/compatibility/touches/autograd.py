@@ -98,18 +98,14 @@ def with_gradient(case: Case) -> None:
     case.optimizer.step()
 
 
-@AUTOGRAD.touch("`y.backward(gradient=p)`")
-def with_a_parameter(case: Case) -> object:
-    x = torch.ones(64, 64, dtype=case.dtype, requires_grad=True)
-    (x * 2).backward(gradient=case.model.last.weight)
+def _seeded(weight: torch.Tensor) -> object:
+    x = torch.ones(64, 64, dtype=weight.dtype, requires_grad=True)
+    (x * 2).backward(gradient=weight)
     return x.grad
 
 
-@AUTOGRAD.touch("`y.backward(gradient=p.detach())`")
-def with_a_detached_parameter(case: Case) -> object:
-    x = torch.ones(64, 64, dtype=case.dtype, requires_grad=True)
-    (x * 2).backward(gradient=case.model.last.weight.detach())
-    return x.grad
+AUTOGRAD.add("`y.backward(gradient=p)`", lambda c: _seeded(c.model.last.weight))
+AUTOGRAD.add("`y.backward(gradient=p.detach())`", lambda c: _seeded(c.model.last.weight.detach()))
 
 
 @AUTOGRAD.touch("`torch.vmap(f)(p)`")
@@ -214,20 +210,17 @@ def functional_call_of_own(case: Case) -> None:
     case.optimizer.step()
 
 
-def _output(case: Case, given: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    return torch.func.functional_call(case.model, given, x).float().square().mean()
-
-
-@AUTOGRAD.touch("`torch.func.grad` over `p.detach()`")
-def func_grad(case: Case) -> object:
+def _func_grad(case: Case, detached: bool) -> object:
     x = torch.ones(2, 64, dtype=case.dtype)
-    return torch.func.grad(lambda given: _output(case, given, x))(_named(case, True))
+
+    def output(given: dict[str, torch.Tensor]) -> torch.Tensor:
+        return torch.func.functional_call(case.model, given, x).float().square().mean()
+
+    return torch.func.grad(output)(_named(case, detached))
 
 
-@AUTOGRAD.touch("`torch.func.grad` over `p`")
-def func_grad_of_own(case: Case) -> object:
-    x = torch.ones(2, 64, dtype=case.dtype)
-    return torch.func.grad(lambda given: _output(case, given, x))(_named(case, False))
+AUTOGRAD.add("`torch.func.grad` over `p.detach()`", lambda c: _func_grad(c, True))
+AUTOGRAD.add("`torch.func.grad` over `p`", lambda c: _func_grad(c, False))
 
 
 @AUTOGRAD.touch("`torch.vmap(model)`")

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
-from tests.support.compatibility.touch import Case, Net, Section
+from tests.support.compatibility.touch import Case, Net, Section, changed
 
 COPIES = Section("State dicts, copies, averages of weights, files")
 
@@ -130,15 +130,16 @@ def _trained_copy(case: Case, made: Net) -> object:
     return values(made)
 
 
-class Copied(Net):
-    """A layer is a deep copy of another, made while the model is built."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.last = copy.deepcopy(self.first)
+def copy_layer(model: Net) -> None:
+    """A layer becomes a deep copy of another, while the model is built."""
+    model.last = copy.deepcopy(model.first)
 
 
-COPIES.add("`copy.deepcopy(layer)` inside `ZeroInitContext`", lambda c: c.train(), build=Copied)
+COPIES.add(
+    "`copy.deepcopy(layer)` inside `ZeroInitContext`",
+    lambda c: c.train(),
+    build=changed(copy_layer),
+)
 
 
 def average(name: str, update: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
-from tests.support.compatibility.touch import Case, Net, Section, ballast
+from tests.support.compatibility.touch import Case, Net, Section, ballast, changed
 from tests.support.late import late
 
 MODULES = Section("Modules")
@@ -56,49 +55,6 @@ def hooks(case: Case) -> list[object]:
     return seen
 
 
-class Tied(Net):
-    """Two layers share their weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.last.weight = self.first.weight
-
-
-class Normed(Net):
-    """weight_norm and spectral_norm, as parametrizations."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        parametrizations.weight_norm(self.first)
-        parametrizations.spectral_norm(self.last)
-
-
-class OldNormed(Net):
-    """weight_norm, as hooks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            torch.nn.utils.weight_norm(self.first)
-
-
-class OldSpectral(Net):
-    """spectral_norm, as hooks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.nn.utils.spectral_norm(self.last)
-
-
-class Pruned(Net):
-    """Half of the last weight is masked."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        prune.l1_unstructured(self.last, "weight", 0.5)
-
-
 class Symmetric(nn.Module):
     """A parametrization."""
 
@@ -106,12 +62,23 @@ class Symmetric(nn.Module):
         return weight.triu() + weight.triu(1).transpose(-1, -2)
 
 
-class Parametrized(Net):
-    """A parametrization that was there before initialize()."""
+def register(model: Net) -> None:
+    parametrize.register_parametrization(model.last, "weight", Symmetric())
 
-    def __init__(self) -> None:
-        super().__init__()
-        parametrize.register_parametrization(self.last, "weight", Symmetric())
+
+def tie(model: Net) -> None:
+    model.last.weight = model.first.weight
+
+
+def norm(model: Net) -> None:
+    parametrizations.weight_norm(model.first)
+    parametrizations.spectral_norm(model.last)
+
+
+TIED, PARAMETRIZED, NORMED = changed(tie), changed(register), changed(norm)
+OLD_NORMED = changed(lambda m: torch.nn.utils.weight_norm(m.first))
+OLD_SPECTRAL = changed(lambda m: torch.nn.utils.spectral_norm(m.last))
+PRUNED = changed(lambda m: prune.l1_unstructured(m.last, "weight", 0.5))
 
 
 def output(case: Case) -> torch.Tensor:
@@ -124,27 +91,27 @@ def trained(case: Case) -> torch.Tensor:
     return output(case)
 
 
-MODULES.add("tied weights: `a.weight = b.weight`", trained, build=Tied)
-MODULES.add("`parametrize` before `initialize`", trained, build=Parametrized)
-MODULES.add("`parametrizations.weight_norm`, `spectral_norm` before", trained, build=Normed)
-MODULES.add("`weight_norm` (hooks) before", trained, build=OldNormed)
-MODULES.add("`spectral_norm` (hooks) before", trained, build=OldSpectral, on_disk=False)
-MODULES.add("`prune.l1_unstructured` before", trained, build=Pruned)
+MODULES.add("tied weights: `a.weight = b.weight`", trained, build=TIED)
+MODULES.add("`parametrize` before `initialize`", trained, build=PARAMETRIZED)
+MODULES.add("`parametrizations.weight_norm`, `spectral_norm` before", trained, build=NORMED)
+MODULES.add("`weight_norm` (hooks) before", trained, build=OLD_NORMED)
+MODULES.add("`spectral_norm` (hooks) before", trained, build=OLD_SPECTRAL, on_disk=False)
+MODULES.add("`prune.l1_unstructured` before", trained, build=PRUNED)
 
 
-@MODULES.touch("`parametrize.remove_parametrizations`", build=Parametrized)
+@MODULES.touch("`parametrize.remove_parametrizations`", build=PARAMETRIZED)
 def remove_parametrization(case: Case) -> torch.Tensor:
     parametrize.remove_parametrizations(case.model.last, "weight", leave_parametrized=True)
     return output(case)
 
 
-@MODULES.touch("`remove_weight_norm`", build=OldNormed)
+@MODULES.touch("`remove_weight_norm`", build=OLD_NORMED)
 def remove_weight_norm(case: Case) -> torch.Tensor:
     torch.nn.utils.remove_weight_norm(case.model.first)
     return output(case)
 
 
-@MODULES.touch("`prune.remove`", build=Pruned)
+@MODULES.touch("`prune.remove`", build=PRUNED)
 def remove_pruning(case: Case) -> torch.Tensor:
     prune.remove(case.model.last, "weight")
     return output(case)
@@ -158,14 +125,6 @@ def after(name: str, how: Callable[[Net], object]) -> None:
         return trained(case)
 
     MODULES.add(name, use)
-
-
-def tie(model: Net) -> None:
-    model.last.weight = model.first.weight
-
-
-def register(model: Net) -> None:
-    parametrize.register_parametrization(model.last, "weight", Symmetric())
 
 
 after("`a.weight = b.weight` after `initialize`", tie)
@@ -205,7 +164,7 @@ def untie(model: Net) -> None:
 MODULES.add(
     "untying after: `a.weight = nn.Parameter(b.weight.detach().clone())`",
     lambda c: (untie(c.model), trained(c))[1],
-    build=Tied,
+    build=TIED,
 )
 
 
@@ -273,17 +232,14 @@ def resize(case: Case) -> torch.Tensor:
     return trained(case)
 
 
-class Skipped(Net):
+def skip(model: Net) -> None:
     """A layer that has no first values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.last = torch.nn.utils.skip_init(nn.Linear, 64, 64)
-        for param in self.last.parameters():
-            nn.init.constant_(param, 0.125)
+    model.last = torch.nn.utils.skip_init(nn.Linear, 64, 64)
+    for param in model.last.parameters():
+        nn.init.constant_(param, 0.125)
 
 
-MODULES.add("`skip_init` inside `ZeroInitContext`", trained, build=Skipped)
+MODULES.add("`skip_init` inside `ZeroInitContext`", trained, build=changed(skip))
 
 
 def lora() -> Any:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import hetero
-from tests.support.compatibility.touch import Case, Net, Section
+from tests.support.compatibility.touch import Case, Net, Section, changed
 
 OPTIMIZERS = Section("Optimizers")
 lr = torch.optim.lr_scheduler
@@ -30,12 +30,8 @@ def trainable(model: nn.Module) -> list[nn.Parameter]:
     return [p for p in model.parameters() if p.requires_grad]
 
 
-class Frozen(Net):
-    """Its first layer needs no gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first.requires_grad_(False)
+# Its first layer needs no gradient.
+FROZEN = changed(lambda model: model.first.requires_grad_(False))
 
 
 @OPTIMIZERS.touch("param groups with options of their own", groups=two_groups)
@@ -114,7 +110,7 @@ def freeze(case: Case) -> None:
 
 @OPTIMIZERS.touch(
     "unfreezing what was frozen, and `add_param_group`",
-    build=Frozen,
+    build=FROZEN,
     groups=trainable,
     options=ROOM,
 )
@@ -125,13 +121,13 @@ def unfreeze(case: Case) -> None:
     case.train(2)
 
 
-@OPTIMIZERS.touch("unfreezing what is in no group", on_disk=False, build=Frozen, groups=trainable)
+@OPTIMIZERS.touch("unfreezing what is in no group", on_disk=False, build=FROZEN, groups=trainable)
 def unfreeze_in_no_group(case: Case) -> None:
     case.model.first.requires_grad_(True)
     case.train()
 
 
-@OPTIMIZERS.touch("training what was frozen in the groups", build=Frozen, options=ROOM)
+@OPTIMIZERS.touch("training what was frozen in the groups", build=FROZEN, options=ROOM)
 def unfreeze_in_groups(case: Case) -> None:
     case.train()
     case.model.first.requires_grad_(True)
@@ -157,16 +153,6 @@ def add_module(case: Case) -> None:
     case.train(2)
 
 
-@OPTIMIZERS.touch("`state_dict()` to `load_state_dict()`, model first")
-def resume(case: Case) -> None:
-    _resume(case, model_first=True)
-
-
-@OPTIMIZERS.touch("`state_dict()` to `load_state_dict()`, optimizer first")
-def resume_optimizer_first(case: Case) -> None:
-    _resume(case, model_first=False)
-
-
 def _resume(case: Case, model_first: bool) -> None:
     case.train()
     file = io.BytesIO()
@@ -180,6 +166,15 @@ def _resume(case: Case, model_first: bool) -> None:
     if not model_first:
         case.model.load_state_dict(model_state)
     case.train(3)
+
+
+OPTIMIZERS.add(
+    "`state_dict()` to `load_state_dict()`, model first", lambda c: _resume(c, model_first=True)
+)
+OPTIMIZERS.add(
+    "`state_dict()` to `load_state_dict()`, optimizer first",
+    lambda c: _resume(c, model_first=False),
+)
 
 
 @OPTIMIZERS.touch("`optimizer.state_dict()['state']`: `exp_avg`, `step`")
