@@ -26,8 +26,8 @@ def managed(
     return hetero.initialize(model, optimizer, **settings)
 
 
-def twins(rank: int, world: int, frozen: bool) -> str:
-    """The error if ranks add two modules of the same shape in different order."""
+def twins(rank: int, world: int, frozen: bool, fewer: bool = False) -> str:
+    """The error if ranks add two modules of the same shape in different order, or one only one."""
     model = Mixed()
     model.extra = nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(8, 8)})
     if not frozen:
@@ -38,7 +38,8 @@ def twins(rank: int, world: int, frozen: bool) -> str:
     if not frozen:
         model.extra = later
     model.extra.requires_grad_(True)
-    order = ["a", "b"] if rank == 0 else ["b", "a"]
+    order = ["a", "b"] if rank == 0 or fewer else ["b", "a"]
+    order = order[: 2 - rank] if fewer else order
     try:
         optimizer.add_param_group({"params": [model.extra[key].weight for key in order]})
     except hetero.HeteroError as error:
