@@ -129,27 +129,3 @@ def test_disk_full_while_writing_is_an_error_with_numbers(tmp_path: Path) -> Non
     with pytest.raises(OSError, match="No space"):
         optimizer.step()
     optimizer.engine.close()
-
-
-@pytest.mark.parametrize("host_memory", ["64MiB", "400KiB"])
-def test_moving_the_model_after_initialize_is_noticed(host_memory: str, tmp_path: Path) -> None:
-    model, optimizer = build(
-        placement_policy="nvme", nvme_path=str(tmp_path), host_memory=host_memory
-    )
-    with pytest.raises(hetero.HeteroError, match=r"wte.weight is managed.*cannot become"):
-        model.float()
-    optimizer.step()
-    optimizer.engine.close()
-
-
-def test_unfreezing_what_no_group_has_is_noticed() -> None:
-    with hetero.ZeroInitContext(placement_policy="cpu", dtype="fp32"):
-        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
-    model[0].requires_grad_(False)
-    model, optimizer = hetero.initialize(model, hetero.HybridAdam(model[1].parameters()))
-    model[0].requires_grad_(True)
-    model(torch.ones(1, 4)).sum().backward()
-    message = r"0\.weight was frozen at hetero.initialize.*add it with optimizer.add_param_group"
-    with pytest.raises(hetero.HeteroError, match=message):
-        optimizer.step()
-    optimizer.engine.close()
