@@ -79,19 +79,6 @@ host_of = {None: 96 * KIB, False: 32 * KIB, True: 32 * KIB}
 CHECKPOINTS = [pytest.param(kind, id=f"reentrant-{kind}") for kind in (None, False, True)]
 
 
-@pytest.mark.parametrize("reentrant", CHECKPOINTS)
-def test_one_graph(reentrant: bool | None, tmp_path: Path) -> None:
-    def backward(net: nn.Module) -> None:
-        net(batch()).backward()
-
-    with open_store(tmp_path, host_of[reentrant]) as rig:
-        net = Net(reentrant)
-        with rig.saving():
-            loss = net(batch())
-        loss.backward()
-        assert_same(rig, net, expected(backward, reentrant))
-
-
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("prefetch", [True, False])
 @pytest.mark.parametrize("reentrant", CHECKPOINTS)

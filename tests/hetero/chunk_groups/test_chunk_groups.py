@@ -23,7 +23,6 @@ from tests.support.training.chunk_group_training import (
     Mixed,
     assert_same,
     build,
-    disagree,
     inputs,
     is_mixed,
     loss_of,
@@ -123,12 +122,6 @@ def test_ranks_whose_gradients_are_in_different_banks(ranks2: RankPool) -> None:
     ]
     for run in runs[1:]:
         assert all(map(torch.equal, run, runs[0]))
-
-
-@pytest.mark.parametrize("how", ["order", "fewer"])
-def test_ranks_that_add_different_parameters(ranks2: RankPool, how: str) -> None:
-    for error in ranks2.run(disagree, how):
-        assert re.search(r"1 groups: .*differ between ranks: number \d is .* on rank \d", error)
 
 
 # keep_fp32
@@ -256,31 +249,6 @@ def test_the_smallest_device_is_that_of_all_banks(policy: str, tmp_path: Path) -
 
 
 # What comes later
-
-
-def test_unfreezing_beyond_the_budget_changes_nothing() -> None:
-    model = build("unfreeze")
-    options = {"dtype": "fp32", "chunk_numel": 4096}
-    model, optimizer = managed(model, **options)
-    need = optimizer.engine.placement.host_bytes
-    optimizer.engine.close()
-    model, optimizer = managed(build("unfreeze"), **options, host_memory=need + 4096)
-    engine = optimizer.engine
-    x = inputs(0, 0)
-    loss_of(model, x).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    masters, in_use = hetero.masters(model.parameters()), engine.ledger.in_use_bytes
-    model.first.requires_grad_(True)
-    with pytest.raises(hetero.BudgetError, match=r"other parameters .*smallest that works is"):
-        model(x)
-    assert len(engine.chunk_groups) == 1
-    assert engine.ledger.in_use_bytes == in_use
-    assert all(map(torch.equal, masters, hetero.masters(model.parameters())))
-    model.first.requires_grad_(False)
-    loss_of(model, x).backward()
-    optimizer.step()
-    optimizer.engine.close()
 
 
 def test_a_refused_group_is_not_added() -> None:

@@ -38,6 +38,8 @@ slot_numels = st.sampled_from([SLOT, 2 * SLOT, 3 * SLOT])
 
 @given(params, slot_numels)
 def test_every_parameter_has_one_place_of_its_own(params, slot_numel):
+    """Order, kind and size decide the chunk, which is closed only when the next parameter does not
+    fit; waste is the unused share."""
     layout = pack(params, slot_numel)
     placed = [s.param for chunk in layout.chunks for s in chunk.slices]
     assert sorted(placed, key=lambda p: p.index) == params
@@ -51,43 +53,20 @@ def test_every_parameter_has_one_place_of_its_own(params, slot_numel):
             assert s.end == s.offset + s.param.numel
             end = s.end
         assert chunk.used_numel == end <= chunk.slots * slot_numel
-
-
-@given(params, slot_numels)
-def test_order_kind_and_size_decide_the_chunk(params, slot_numel):
-    layout = pack(params, slot_numel)
-    for chunk in layout.chunks:
+        assert chunk.slots == -(-chunk.used_numel // slot_numel)
         indices = [s.param.index for s in chunk.slices]
         assert indices == sorted(indices)
         assert {s.param.trainable for s in chunk.slices} == {chunk.trainable}
         if any(s.param.numel > slot_numel for s in chunk.slices):
             assert len(chunk.slices) == 1
-        needed = -(-chunk.used_numel // slot_numel)
-        assert chunk.slots == needed
     # The small parameters of one kind fill one chunk after the other.
     for trainable in (True, False):
-        small = [
-            [s.param.index for s in chunk.slices]
-            for chunk in layout.chunks
-            if chunk.trainable is trainable and chunk.slots == 1
-        ]
-        indices = list(itertools.chain.from_iterable(small))
-        assert indices == sorted(indices)
-
-
-@given(params, slot_numels)
-def test_a_chunk_is_closed_only_when_the_next_parameter_does_not_fit(params, slot_numel):
-    layout = pack(params, slot_numel)
-    for trainable in (True, False):
         chunks = [c for c in layout.chunks if c.trainable is trainable and c.slots == 1]
+        indices = [s.param.index for chunk in chunks for s in chunk.slices]
+        assert indices == sorted(indices)
         for before, after in itertools.pairwise(chunks):
             begin = -(-before.used_numel // ALIGN_NUMEL) * ALIGN_NUMEL
             assert begin + after.slices[0].param.numel > slot_numel
-
-
-@given(params, slot_numels)
-def test_waste_is_the_unused_share(params, slot_numel):
-    layout = pack(params, slot_numel)
     capacity = sum(c.slots for c in layout.chunks) * slot_numel
     assert layout.slot_count * slot_numel == capacity
     assert layout.waste == pytest.approx((capacity - layout.numel) / capacity)

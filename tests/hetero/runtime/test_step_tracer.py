@@ -75,6 +75,10 @@ def test_a_clock_keeps_the_peaks_of_memory() -> None:
 def test_evaluation_is_no_part_of_a_step(tmp_path: Path) -> None:
     model, optimizer = start(tmp_path, host_memory="300KiB")
     engine = optimizer.engine
+    with torch.no_grad():
+        model(input_ids=batches(1)[0])
+    engine.watch.tracer.end_step()
+    assert engine.watch.tracer.latest is None
     for step in range(3):
         for tokens in batches(2, seed=step):
             optimizer.backward(model(input_ids=tokens, labels=tokens).loss / 2)
@@ -126,16 +130,6 @@ def test_a_step_that_is_left_out_is_no_part_of_the_next(tmp_path: Path) -> None:
         optimizer.zero_grad()
     assert engine.watch.tracer.latest.micro_batches == 1
     engine.close()
-
-
-def test_inference_alone_is_no_step(tmp_path: Path) -> None:
-    model, optimizer = start(tmp_path)
-    with torch.no_grad():
-        for _ in range(3):
-            model(input_ids=batches(1)[0])
-    optimizer.engine.watch.tracer.end_step()
-    assert optimizer.engine.watch.tracer.latest is None
-    optimizer.engine.close()
 
 
 def test_seconds_of_computing_are_without_waits(tmp_path: Path, monkeypatch: Any) -> None:

@@ -29,8 +29,8 @@ def managed_on_ranks(
     return hetero.initialize(model, optimizer, **settings)
 
 
-def twins(rank: int, world: int, frozen: bool) -> str:
-    """The error if ranks add two modules of the same shape in different order."""
+def twins(rank: int, world: int, frozen: bool, fewer: bool) -> str:
+    """The error if ranks add two modules of the same shape in different order, or one only one."""
     model = Mixed()
     model.extra = nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(8, 8)})
     if not frozen:
@@ -41,7 +41,8 @@ def twins(rank: int, world: int, frozen: bool) -> str:
     if not frozen:
         model.extra = later
     model.extra.requires_grad_(True)
-    order = ["a", "b"] if rank == 0 else ["b", "a"]
+    order = ["a", "b"] if rank == 0 or fewer else ["b", "a"]
+    order = order[: 2 - rank] if fewer else order
     try:
         optimizer.add_param_group({"params": [model.extra[key].weight for key in order]})
     except hetero.HeteroError as error:
@@ -264,10 +265,11 @@ def managed(model: nn.Module, **options: Any) -> tuple[nn.Module, hetero.HybridA
 # Ranks
 
 
-@pytest.mark.parametrize("frozen", [False, True])
-def test_ranks_that_add_alike_parameters_in_another_order(ranks2: RankPool, frozen: bool) -> None:
-    for error in ranks2.run(twins, frozen):
-        assert re.search(r"1 chunk groups: .*differ between ranks: number 0 .*extra\.[ab]", error)
+@pytest.mark.parametrize(("frozen", "fewer"), [(False, False), (True, False), (True, True)])
+def test_ranks_that_add_other_parameters(ranks2: RankPool, frozen: bool, fewer: bool) -> None:
+    """The same ones in another order, or fewer."""
+    for error in ranks2.run(twins, frozen, fewer):
+        assert re.search(r"1 chunk groups: .*differ between ranks: number \d .*extra\.[ab]", error)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -324,10 +326,18 @@ def test_memory_is_reserved_as_the_refusal_says(tmp_path: Path) -> None:
         "host_memory": "300KiB",
     }  # fmt: skip
     model, optimizer = managed(build("unfreeze"), **options)
+    engine = optimizer.engine
+    masters, in_use = hetero.masters(model.parameters()), engine.ledger.in_use_bytes
     model.first.requires_grad_(True)
-    with pytest.raises(hetero.BudgetError, match="reserve_memory=") as refused:
+    with pytest.raises(hetero.BudgetError, match="other parameters .*reserve_memory=") as refused:
         model(inputs(0, 0))
-    optimizer.engine.close()
+    assert len(engine.chunk_groups) == 1
+    assert engine.ledger.in_use_bytes == in_use
+    assert all(map(torch.equal, masters, hetero.masters(model.parameters())))
+    model.first.requires_grad_(False)
+    loss_of(model, inputs(0, 0)).backward()
+    optimizer.step()
+    engine.close()
     (reserve,) = re.findall(r"reserve_memory=(\d+)", str(refused.value))
     options["reserve_memory"] = int(reserve)
     model, optimizer = managed(build("unfreeze"), **options)
@@ -374,22 +384,6 @@ def test_a_failure_half_way_changes_nothing(
     optimizer.step()
     assert not torch.equal(hetero.masters(model.first.weight)[0], masters[0])
     engine.close()
-
-
-def test_closing_after_a_failed_extension(
-    monkeypatch: pytest.MonkeyPatch, nothing_left: None
-) -> None:
-    model, optimizer = managed(build("unfreeze"))
-    model.first.requires_grad_(True)
-
-    def fill_chunk(*_: Any) -> None:
-        raise OSError("no chunk")
-
-    monkeypatch.setattr(hetero.setup.first_values, "_fill_chunk", fill_chunk)
-    with pytest.raises(OSError, match="no chunk"):
-        model(inputs(0, 0))
-    optimizer.engine.close()
-    assert optimizer.engine.ledger.in_use_bytes == {"device": 0, "host": 0, "disk": 0}
 
 
 # What is taken in

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import hetero
-from hetero.cli.main import main
 from hetero.config import Config
 from offload.disk.directories import mounted_at, ram_filesystem
 from offload.memory.tiers import Tier
@@ -72,28 +71,6 @@ def test_a_link_to_it_is_refused(in_ram: str, tmp_path: Path) -> None:
     (tmp_path / "nvme").symlink_to(in_ram)
     with pytest.raises(hetero.StoreError, match="whose files are RAM"):
         Config.make(nvme_path=tmp_path / "nvme")
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        ["train", "--steps", "1"],
-        ["profile", "--output", "profile.json"],
-    ],
-    ids=lambda command: command[0],
-)
-def test_commands_refuse_it(
-    command: list[str],
-    in_ram: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: Any,
-    tmp_path: Path,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main([*command, "--nvme-path", in_ram]) == 2
-    said = capsys.readouterr().err
-    assert "whose files are RAM" in said
-    assert "--allow-ram-filesystem" in said
 
 
 def test_what_is_allowed_is_taken_from_host_memory(in_ram: str, tmp_path: Path) -> None:

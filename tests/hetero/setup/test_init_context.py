@@ -7,31 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import hetero
 from offload.memory.sizes import parse_bytes
 from tests.support.training.loops import tiny_gpt2
-
-
-def llama(tied: bool) -> LlamaForCausalLM:
-    return LlamaForCausalLM(
-        LlamaConfig(
-            hidden_size=64,
-            intermediate_size=96,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            vocab_size=301,
-            tie_word_embeddings=tied,
-        )
-    )
-
-
-def untied_gpt2() -> GPT2LMHeadModel:
-    config = tiny_gpt2().config
-    config.tie_word_embeddings = False
-    torch.manual_seed(0)
-    return GPT2LMHeadModel(config)
 
 
 class OwnInit(torch.nn.Module):
@@ -60,13 +39,8 @@ class OwnInit(torch.nn.Module):
         self.twin = self.last
 
 
-MODELS = {
-    "gpt2": tiny_gpt2,
-    "gpt2-untied": untied_gpt2,
-    "llama": lambda: llama(tied=False),
-    "llama-tied": lambda: llama(tied=True),
-    "own-init": OwnInit,
-}
+# (tests/zoo builds many more.)
+MODELS = {"gpt2": tiny_gpt2, "own-init": OwnInit}
 
 
 @pytest.mark.covering(1)

@@ -4,6 +4,7 @@ as Hugging Face's from_pretrained() makes them."""
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -167,29 +168,38 @@ def on_meta(number: int = 6) -> nn.Sequential:
         return layers(number)
 
 
+Fill = Callable[[nn.Module, nn.Module], object]
+
+
+def initialised(model: nn.Module, plain: nn.Module) -> None:
+    """After to_empty()."""
+    for each in (plain, model.to_empty(device="cpu")):
+        torch.manual_seed(0)
+        for param in each.parameters():
+            nn.init.normal_(param)
+
+
+def assigned(model: nn.Module, plain: nn.Module) -> None:
+    """Piece by piece, as a checkpoint of several files."""
+    for name, values in plain.state_dict().items():
+        model.load_state_dict({name: values.clone()}, strict=False, assign=True)
+
+
+def unregistered(model: nn.Sequential, plain: nn.Sequential) -> None:
+    """accelerate does that for versions of transformers before 5."""
+    for mine, theirs in zip(model, plain, strict=True):
+        mine._parameters["weight"] = nn.Parameter(theirs.weight.detach().clone())
+
+
 class TestPlainTorch:
-    def test_to_empty_and_then_initialised(self, tmp_path: Path) -> None:
-        def fill(model: nn.Module) -> None:
-            torch.manual_seed(0)
-            for param in model.parameters():
-                nn.init.normal_(param)
-
-        plain = layers()
-        fill(plain)
-        with context(tmp_path, host_memory=int(2.5 * MATRIX_BYTES)) as made:
-            model = on_meta().to_empty(device="cpu")
-            fill(model)
-        assert made.construction.any_offloaded
-        assert made.construction.ledger.peak_bytes["host"] <= 2.5 * MATRIX_BYTES
-        assert all(map(torch.equal, model.parameters(), plain.parameters()))
-
-    def test_a_state_dict_assigned_piece_by_piece(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("fill", [initialised, assigned, unregistered])
+    def test_values_come_later(self, fill: Fill, tmp_path: Path) -> None:
         plain = layers()
         with context(tmp_path, host_memory=int(2.5 * MATRIX_BYTES)) as made:
             model = on_meta()
-            for name, values in plain.state_dict().items():
-                model.load_state_dict({name: values.clone()}, strict=False, assign=True)
+            fill(model, plain)
         assert made.construction.any_offloaded
+        assert made.construction.ledger.peak_bytes["host"] <= 2.5 * MATRIX_BYTES
         assert all(map(torch.equal, model.parameters(), plain.parameters()))
 
     def test_a_state_dict_that_stays_must_fit(self, tmp_path: Path) -> None:
@@ -203,16 +213,6 @@ class TestPlainTorch:
             model = on_meta()
             model.load_state_dict(state, assign=True)
         assert all(map(torch.equal, model.parameters(), state.values()))
-
-    def test_parameters_put_there_without_registration(self, tmp_path: Path) -> None:
-        """accelerate does that for versions of transformers before 5."""
-        plain = layers()
-        with context(tmp_path, host_memory=int(2.5 * MATRIX_BYTES)) as made:
-            model = on_meta()
-            for mine, theirs in zip(model, plain, strict=True):
-                mine._parameters["weight"] = nn.Parameter(theirs.weight.detach().clone())
-        assert made.construction.any_offloaded
-        assert all(map(torch.equal, model.parameters(), plain.parameters()))
 
     def test_parameters_left_on_meta(self, tmp_path: Path) -> None:
         with context(tmp_path):

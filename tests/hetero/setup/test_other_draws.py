@@ -14,10 +14,8 @@ from tests.support.ranks.processes import RankPool
 
 # Beside the options, the rows of a module that needs the room of all others, for a time.
 SETTINGS = {
-    "cpu": ({"placement_policy": "cpu", "host_memory": "64MiB"}, 10),
     "parts-in-ram": ({"placement_policy": "cpu", "host_memory": 1_400_000}, 3200),
     "parts-on-disk": ({"placement_policy": "nvme", "host_memory": 450_000}, 900),
-    "stage-1": ({"placement_policy": "cpu", "host_memory": "64MiB", "zero_stage": 1}, 10),
 }
 
 
@@ -34,42 +32,6 @@ def build(seed: int, rows: int) -> nn.Sequential:
 
 def found(model: nn.Module) -> list[torch.Tensor]:
     return [value.float() for value in model.state_dict().values()]
-
-
-def train(rank: int, world: int, options: dict[str, Any], rows: int, outside: bool) -> Any:
-    """Whether random numbers go on as after plain building; and the first weights."""
-    plain = build(100 + rank, rows)
-    after = torch.rand(3)
-    if outside:
-        model = build(100 + rank, rows)
-        optimizer = hetero.HybridAdam(model.parameters())
-        hetero.initialize(model, optimizer, dtype="fp32", **options)
-    else:
-        with hetero.ZeroInitContext(dtype="fp32", **options) as context:
-            model = build(100 + rank, rows)
-        offloaded = context.construction.any_offloaded
-        assert offloaded == (options["host_memory"] != "64MiB")
-        optimizer = hetero.HybridAdam(model.parameters())
-        hetero.initialize(model, optimizer)
-    goes_on = torch.equal(torch.rand(3), after)
-    weights = found(model)
-    optimizer.engine.close()
-    return goes_on, weights, found(plain)
-
-
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("outside", [False, True], ids=["context", "outside"])
-@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
-def test_weights_are_the_first_ranks_and_random_numbers_each_ones(
-    ranks2: RankPool, settings: tuple[dict[str, Any], int], outside: bool, tmp_path: Path
-) -> None:
-    options, rows = settings
-    path = {"nvme_path": str(tmp_path)} if options["placement_policy"] == "nvme" else {}
-    results = ranks2.run(train, options | path, rows, outside)
-    _, _, first = results[0]
-    for goes_on, weights, _ in results:
-        assert goes_on
-        assert all(map(torch.equal, weights, first))
 
 
 NUMEL = 3 << 19  # 6 MiB, of which 4 are a tile

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
 import pytest
-from hypothesis import event, given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 import hetero
@@ -141,60 +138,3 @@ def test_a_limit_that_was_passed_is_told(tmp_path: Path, monkeypatch: pytest.Mon
     assert len(told) == 1
     assert f"({limit + 4096} bytes), by the kernel's count, and may hold" in told[0]
     optimizer.engine.close()
-
-
-TRAIN = """
-import json, sys
-import torch, hetero
-from torch import nn
-from offload.memory.process_memory import peak_resident_bytes, resident_bytes
-
-path, width, layers, tokens, room_mib = sys.argv[1], *map(int, sys.argv[2:])
-torch.set_num_threads(1)
-nn.Linear(8, 8)(torch.ones(1, 8)).sum().backward()  # what torch makes at first use
-hetero.save_dcp  # imports all of hetero and what it needs, which takes some 40 MiB
-limit = resident_bytes() + (room_mib << 20)
-notes, error = [], ""
-try:
-    options = {"placement_policy": "nvme", "nvme_path": path, "process_memory": limit}
-    with hetero.ZeroInitContext(**options, dtype="fp32"):
-        model = nn.Sequential()
-        for _ in range(layers):
-            ends = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-            model.append(nn.Sequential(ends[0], nn.GELU(), ends[1]))
-    model, optimizer = hetero.initialize(model, hetero.HybridAdam(model.parameters()))
-    notes = optimizer.engine.notes
-    for step in range(6):
-        rows = tokens if step < 3 else tokens * 3 // 2
-        model(torch.randn(rows, width)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    optimizer.engine.close()
-except hetero.BudgetError as refusal:
-    error = str(refusal)
-told = [note for note in notes if "passed process_memory" in note]
-print(json.dumps([peak_resident_bytes() - limit, told, error]))
-"""
-
-
-def kept(folder: Path, *shape: int) -> bool:
-    """Whether a training in a process of its own stays within process_memory; else it must say so,
-    in a note or in the error that ends it."""
-    printed = run_python("-c", TRAIN, str(folder), *map(str, shape))
-    above, told, error = json.loads(printed.splitlines()[-1])
-    assert above <= 0 or told or "process_memory" in error, (shape, above, error)
-    return bool(above <= 0)
-
-
-@pytest.mark.extra
-@settings(max_examples=12)
-@given(
-    width=st.sampled_from([128, 256, 512]),
-    layers=st.integers(2, 12),
-    tokens=st.integers(64, 4096),
-    room_mib=st.integers(60, 300),
-)
-def test_a_random_process_keeps_its_limit_or_tells(
-    tmp_path_factory: pytest.TempPathFactory, width: int, layers: int, tokens: int, room_mib: int
-) -> None:
-    event(f"kept: {kept(tmp_path_factory.mktemp('nvme'), width, layers, tokens, room_mib)}")

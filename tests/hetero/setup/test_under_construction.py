@@ -177,6 +177,8 @@ class TestBeforeInitialize:
             assert torch.equal(values, expected[name]), name
         with torch.no_grad():
             assert torch.equal(model(inputs), plain(inputs))
+            norms = (torch._foreach_norm(list(each.parameters())) for each in (model, plain))
+            assert all(map(torch.equal, *norms))
         for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
             assert mine.norm() == theirs.norm()
             assert repr(mine) == repr(theirs)
@@ -190,12 +192,6 @@ class TestBeforeInitialize:
             assert type(values) is torch.Tensor
             assert torch.equal(values, expected[name])
         assert peak(context) <= 2.5 * MATRIX_BYTES
-
-    def test_norms_of_all_together(self, tmp_path: Path) -> None:
-        plain, model, _ = built(tmp_path)
-        with torch.no_grad():  # (a graph holds the memory of what it has saved)
-            found = torch._foreach_norm(list(model.parameters()))
-            assert list(found) == list(torch._foreach_norm(list(plain.parameters())))
 
     def test_what_is_written_is_what_initialize_reads(self, tmp_path: Path) -> None:
         plain, model, context = built_to_train(tmp_path)
@@ -218,10 +214,23 @@ class TestBeforeInitialize:
         assert peak(context) <= 37.5 * MATRIX_BYTES
         check_trained(model, other)
 
-    def test_a_refusal_leaves_the_values(self, tmp_path: Path) -> None:
+    def test_what_is_refused_leaves_the_values(self, tmp_path: Path) -> None:
+        """A budget, a block of gathered() that raises, and what gathered() cannot do."""
         plain, model, _ = built(tmp_path)
         with pytest.raises(hetero.BudgetError):
             hetero.initialize(model, hetero.HybridAdam(model.parameters()))
+        weight = model[0].weight
+        with pytest.raises(KeyError), hetero.gathered(weight, modifier_rank=0):
+            weight.data.zero_()
+            raise KeyError
+        ranks = pytest.raises(ValueError, match="one of the 1 ranks")
+        with ranks, hetero.gathered(weight, modifier_rank=1):
+            pass
+        foreign = nn.Linear(4, 4).weight
+        for params in ([foreign], [weight, foreign]):
+            refused = pytest.raises(hetero.UnmanagedParameterError, match="belong to 0 engines")
+            with refused, hetero.gathered(params):
+                pass
         assert all(map(torch.equal, model.parameters(), plain.parameters()))
 
     def test_gradients(self, tmp_path: Path) -> None:
@@ -257,49 +266,24 @@ class TestBeforeInitialize:
             twin.load_state_dict({"weight": aliases[0]}, assign=True)
 
 
-class TestGathered:
+def test_gathered(tmp_path: Path) -> None:
     """DeepSpeed's way to initialise parameters by hand."""
-
-    def test_reads_and_changes(self, tmp_path: Path) -> None:
-        plain = layers(48)
-        with tight(tmp_path, 37.5) as context:
-            model = layers(48)
-            first, second = model[0].weight, model[1].weight
-            with hetero.gathered([first, second], modifier_rank=0), torch.no_grad():
-                assert torch.equal(first, plain[0].weight)
-                first.copy_(second + 1.0)
-            with hetero.gathered(model[2].weight):
-                assert torch.equal(model[2].weight, plain[2].weight)
-        with hetero.gathered(model[3].weight, modifier_rank=0):
-            model[3].weight.data.zero_()
-        with torch.no_grad():
-            plain[0].weight.copy_(plain[1].weight + 1.0)
-            plain[3].weight.zero_()
-        assert peak(context) <= 37.5 * MATRIX_BYTES
-        check_trained(model, plain)
-
-    def test_a_block_that_raises_changes_nothing(self, tmp_path: Path) -> None:
-        plain, model, _ = built(tmp_path)
-        weight = model[0].weight
-        with pytest.raises(KeyError), hetero.gathered(weight, modifier_rank=0):
-            weight.data.zero_()
-            raise KeyError
-        assert torch.equal(weight, plain[0].weight)
-
-    def test_errors(self, tmp_path: Path) -> None:
-        _, model, _ = built(tmp_path)
-        with (
-            pytest.raises(ValueError, match="one of the 1 ranks"),
-            hetero.gathered(model[0].weight, modifier_rank=1),
-        ):
-            pass
-        foreign = nn.Linear(4, 4).weight
-        for params in ([foreign], [model[0].weight, foreign]):
-            with (
-                pytest.raises(hetero.UnmanagedParameterError, match="belong to 0 engines"),
-                hetero.gathered(params),
-            ):
-                pass
+    plain = layers(48)
+    with tight(tmp_path, 37.5) as context:
+        model = layers(48)
+        first, second = model[0].weight, model[1].weight
+        with hetero.gathered([first, second], modifier_rank=0), torch.no_grad():
+            assert torch.equal(first, plain[0].weight)
+            first.copy_(second + 1.0)
+        with hetero.gathered(model[2].weight):
+            assert torch.equal(model[2].weight, plain[2].weight)
+    with hetero.gathered(model[3].weight, modifier_rank=0):
+        model[3].weight.data.zero_()
+    with torch.no_grad():
+        plain[0].weight.copy_(plain[1].weight + 1.0)
+        plain[3].weight.zero_()
+    assert peak(context) <= 37.5 * MATRIX_BYTES
+    check_trained(model, plain)
 
 
 def test_an_alias_from_before_initialize_says_so(tmp_path: Path) -> None:

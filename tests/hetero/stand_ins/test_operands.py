@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies
 from torch import nn, overrides
 from torch.nn import functional as F
 
@@ -488,55 +487,3 @@ def test_two_ranks(every: int, each: int, ranks2: RankPool, tmp_path: Path) -> N
         print(right)
         assert not wrong, "\n".join(wrong)
         assert right > 60
-
-
-# Expressions
-
-
-LEAVES = strategies.tuples(strategies.integers(0, 2), strategies.sampled_from(list(KINDS)))
-JOINS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "add": torch.add,
-    "matmul": lambda a, b: torch.matmul(a, b) / 16,
-    "linear": lambda a, b: F.linear(a, b, b[0]) / 16,
-    "cat": lambda a, b: torch.cat([a[:16], b[16:]]),
-    "where": lambda a, b: torch.where(a > 0.5, b, a.t()),
-    "lerp": lambda a, b: torch.lerp(a, b, a[0]),
-    "foreach": lambda a, b: torch._foreach_mul([a, b], [b, a])[1],
-    "index": lambda a, b: a[b[:, 0].argsort()],
-}
-TREES = strategies.recursive(
-    LEAVES,
-    lambda part: strategies.tuples(strategies.sampled_from(list(JOINS)), part, part),
-    max_leaves=6,
-)
-
-
-def value_of(tree: Any, found: Subject, model: Operands) -> torch.Tensor:
-    """A tree's value: a leaf is a place and a kind, a join two trees."""
-    if len(tree) == 2:
-        place, kind = tree
-        return KINDS[kind](*found.owners(model, place, MATRIX))
-    join, left, right = tree
-    return JOINS[join](value_of(left, found, model), value_of(right, found, model))
-
-
-@pytest.fixture(scope="module")
-def absent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
-    found = subject(tmp_path_factory.mktemp("absent"), **SETTINGS["absent"])
-    yield found
-    found.close()
-
-
-@settings(max_examples=40, derandomize=True, deadline=None, database=None)
-@given(tree=TREES, with_grad=strategies.booleans())
-def test_expressions(tree: Any, with_grad: bool, absent: Subject) -> None:
-    """Their values, and the gradient of what is no parameter."""
-    with torch.set_grad_enabled(with_grad):
-        values = []
-        for model in (absent.model, absent.plain):
-            x = torch.linspace(0, 1, 32).requires_grad_()
-            value = value_of(tree, absent, model) * x
-            slope = torch.autograd.grad(value.sum(), x)[0] if with_grad else None
-            values.append([value.detach().clone(), slope])
-    assert torch.equal(values[0][0], values[1][0])
-    assert not with_grad or torch.equal(values[0][1], values[1][1])

@@ -212,25 +212,3 @@ def uneven(rank: int, world: int, options: dict[str, Any]) -> list[torch.Tensor]
     found = [torch.stack(norms), *hetero.masters(model.parameters())]
     engine.close()
     return found
-
-
-def disagree(rank: int, world: int, how: str) -> str:
-    """The error if ranks unfreeze or add different parameters."""
-    model = build("add-frozen")
-    given = [p for p in model.parameters() if p.requires_grad]
-    model, optimizer = hetero.initialize(
-        model, hetero.HybridAdam(given), placement_policy="cpu", rank_timeout_s=60.0
-    )
-    model.first.requires_grad_(True)
-    new = list(model.first.parameters())
-    if how == "order":
-        new = new[::-1] if rank else new
-    elif how == "fewer":
-        new = new[: 2 - rank]
-    try:
-        optimizer.add_param_group({"params": new})
-    except hetero.HeteroError as error:
-        return f"{len(optimizer.param_groups)} groups: {error}"
-    finally:
-        optimizer.engine.close()
-    return "no error"

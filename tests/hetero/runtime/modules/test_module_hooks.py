@@ -116,18 +116,41 @@ def test_a_write_while_parameters_are_used_is_kept(where: str, tmp_path: Path) -
     optimizer.engine.close()
 
 
-def test_threads_run_forwards_of_one_model_at_once(tmp_path: Path) -> None:
-    """One thread stops inside a forward while another one runs a whole one, and then goes on."""
+def test_threads_run_forwards_of_one_model_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One thread stops inside a forward while another one runs a whole one, and then goes on.
+
+    One at a time changes parameters, their memory and their class: neither puts back what another
+    one has changed. And the memory of what a thread uses stays: torch has a lock of it, and waits
+    for the GIL, which setting `.data` would hold.
+    """
     model, optimizer = on_disk(tmp_path)
+    become = managed_param.become
+    given: list[nn.Parameter] = []
+    held: list[bool] = []
+
+    def noted(param: nn.Parameter, data: torch.Tensor, absent: bool) -> None:
+        given.append(param)
+        held.append(managed_param._CHANGING._is_owned())  # type: ignore[attr-defined]
+        become(param, data, absent)
+
+    monkeypatch.setattr(managed_param, "become", noted)
     x = inputs()
     with torch.no_grad():
         expected = model(x)
         with another_inside(model) as found:
-            used = {m.name for m in optimizer.engine.params.in_order() if m.uses}
+            used = [m for m in optimizer.engine.params.in_order() if m.uses]
+            given.clear()
             assert torch.equal(model(x), expected)
-            assert used == {m.name for m in optimizer.engine.params.in_order() if m.uses}
-            assert used == {"scale", "first.weight"}, "what the other thread uses stays"
+            assert given
+            assert not {id(param) for param in given} & {id(m.param) for m in used}
+            assert used == [m for m in optimizer.engine.params.in_order() if m.uses]
+            names = {m.name for m in used}
+            assert names == {"scale", "first.weight"}, "what the other thread uses stays"
     assert torch.equal(found[0], expected)
+    assert held
+    assert all(held)
     found.clear()
     assert_nothing_is_used(optimizer)
     train_a_step(model, optimizer)
@@ -206,51 +229,6 @@ def another_inside(model: Net) -> Iterator[list[torch.Tensor]]:
         handle.remove()
 
 
-def test_one_thread_at_a_time_changes_parameters(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Their memory and their class: neither thread puts back what another one has changed."""
-    model, optimizer = on_disk(tmp_path)
-    held: list[bool] = []
-    become = managed_param.become
-
-    def noted(param: nn.Parameter, data: torch.Tensor, absent: bool) -> None:
-        held.append(managed_param._CHANGING._is_owned())  # type: ignore[attr-defined]
-        become(param, data, absent)
-
-    monkeypatch.setattr(managed_param, "become", noted)
-    with another_inside(model), torch.no_grad():
-        model(inputs())
-    train_a_step(model, optimizer)
-    assert held
-    assert all(held)
-    optimizer.engine.close()
-
-
-def test_memory_of_what_a_thread_uses_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Torch has a lock of it, and waits for the GIL, which setting `.data` would hold."""
-    model, optimizer = on_disk(tmp_path)
-    given: list[nn.Parameter] = []
-    become = managed_param.become
-
-    def noted(param: nn.Parameter, data: torch.Tensor, absent: bool) -> None:
-        given.append(param)
-        become(param, data, absent)
-
-    with another_inside(model):
-        used = [m.param for m in optimizer.engine.params.in_order() if m.uses]
-        with monkeypatch.context() as patch, torch.no_grad():
-            patch.setattr(managed_param, "become", noted)
-            model(inputs())
-    assert used
-    assert given
-    assert not {id(param) for param in given} & {id(param) for param in used}
-    train_a_step(model, optimizer)
-    optimizer.engine.close()
-
-
 def test_what_a_thread_left_behind_is_released(tmp_path: Path) -> None:
     """SystemExit, as KeyboardInterrupt, ends a forward without torch's calling its hooks."""
     model, optimizer = on_disk(tmp_path)
@@ -273,8 +251,13 @@ def test_what_a_thread_left_behind_is_released(tmp_path: Path) -> None:
     optimizer.engine.close()
 
 
-def test_a_load_that_is_interrupted_in_a_child_releases_its_parents(tmp_path: Path) -> None:
-    model, optimizer = on_disk(tmp_path)
+@pytest.mark.parametrize("where", ["disk", "RAM"])
+def test_a_load_that_is_interrupted_in_a_child(where: str, tmp_path: Path) -> None:
+    """Its parents are released, and what came before is loaded, as in plain PyTorch."""
+    if where == "disk":
+        model, optimizer = on_disk(tmp_path)
+    else:
+        model, optimizer = build(Net, placement_policy="cpu", dtype="fp32", chunk_numel=SIZE**2)
     state = {name: torch.full_like(value, 3.0) for name, value in model.state_dict().items()}
 
     def stop(*_: object) -> None:
@@ -284,31 +267,14 @@ def test_a_load_that_is_interrupted_in_a_child_releases_its_parents(tmp_path: Pa
     with pytest.raises(Stop):
         model.load_state_dict(state)
     handle.remove()
-    with hetero.gathered([model.scale, model.first.weight]):
-        for param in (model.scale, model.first.weight):
-            assert bool((param == 3.0).all()), "what came before is loaded, as in plain PyTorch"
+    for param in (model.scale, model.first.weight):
+        with hetero.gathered(param):
+            assert bool((param == 3.0).all())
     train_a_step(model, optimizer)
-    assert_nothing_is_used(optimizer)
+    if where == "disk":
+        assert_nothing_is_used(optimizer)
     model.load_state_dict(state)
     assert all(bool((master == 3.0).all()) for master in hetero.masters(model.parameters()))
-    optimizer.engine.close()
-
-
-def test_a_resident_parameter_that_was_half_loaded_has_what_was_loaded() -> None:
-    """As in plain PyTorch."""
-    model, optimizer = build(Net, placement_policy="cpu", dtype="fp32", chunk_numel=SIZE**2)
-    state = {name: torch.full_like(value, 3.0) for name, value in model.state_dict().items()}
-
-    def stop(*_: object) -> None:
-        raise Stop
-
-    handle = model.last._register_load_state_dict_pre_hook(stop)
-    with pytest.raises(Stop):
-        model.load_state_dict(state)
-    handle.remove()
-    assert bool((model.scale == 3.0).all())
-    train_a_step(model, optimizer)
-    model.load_state_dict(state)
     train_a_step(model, optimizer)
     optimizer.engine.close()
 

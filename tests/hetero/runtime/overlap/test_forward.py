@@ -1,9 +1,9 @@
-"""Updates that go on after step(): the same bits as without, and whoever needs values waits."""
+"""Updates that go on after step(): whoever needs values waits, and for nothing else."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,152 +20,74 @@ from offload.memory.tiers import Tier
 from tests.support.training.loops import same
 from tests.support.training.overlap_net import (
     EVERYWHERE,
-    PLACES,
-    STEPS,
     WIDTH,
     Net,
-    assert_same_bits,
     build,
     loss_of,
     one_step,
     result,
     under_way,
+    untied,
 )
 from tests.support.waiting import until
 
-Seen = Iterable[torch.Tensor]
+
+def values_in_gathered(model: nn.Module, optimizer: hetero.HybridAdam) -> list[torch.Tensor]:
+    found = []
+    for param in model.parameters():
+        with hetero.gathered(param):
+            found.append(param.detach().clone())
+    return found
 
 
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("place", EVERYWHERE)
-@pytest.mark.parametrize("kind", ["plain", "reentrant", "non-reentrant"])
-@pytest.mark.parametrize("overlap", ["forward", "both"])
-def test_same_bits(tmp_path: Path, place: str, kind: str, overlap: str) -> None:
-    """step() returns with all chunks under way, and nothing differs."""
-
-    def loop(model: nn.Module, optimizer: Any, option: str) -> Seen:
-        chunks = sum(c.trainable for c in optimizer.engine.layout.chunks)
-        losses = []
-        for step in range(STEPS):
-            loss = loss_of(model, step)
-            assert under_way(optimizer) == 0, "all modules were used"
-            loss.backward()
-            losses.append(loss.item())
-            optimizer.step()
-            assert under_way(optimizer) == (0 if option == "none" else chunks)
-            optimizer.zero_grad()
-        return [torch.tensor(losses)]
-
-    assert_same_bits(tmp_path, place, [overlap], loop, lambda: Net(kind=kind))
+LOOKS: list[Callable[[nn.Module, hetero.HybridAdam], list[torch.Tensor]]] = [
+    lambda model, _: [t.clone() for t in model.state_dict().values()],
+    lambda model, _: hetero.masters(model.parameters()),
+    lambda model, _: [g for g in hetero.grads(model.parameters()) if g is not None],
+    values_in_gathered,
+    lambda _, optimizer: [t for s in optimizer.state_dict()["state"].values() for t in s.values()],
+]
 
 
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("place", EVERYWHERE)
-@pytest.mark.parametrize("clip", ["norm", "value", "scaler"])
-def test_clipping_and_scaling(tmp_path: Path, place: str, clip: str) -> None:
-    def loop(model: nn.Module, optimizer: Any, overlap: str) -> Seen:
-        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=clip == "scaler")
-        for step in range(STEPS):
-            scaler.scale(loss_of(model, step)).backward()
-            if clip == "norm":
-                hetero.clip_grad_norm_(model.parameters(), 0.1)
-            elif clip == "value":
-                hetero.clip_grad_value_(model.parameters(), 1e-3)
-            scaler.step(optimizer)
-            scaler.update()
-            if step % 2:  # else gradients are added to those that updates still use
-                optimizer.zero_grad()
-        return []
-
-    assert_same_bits(tmp_path, place, ["forward"], loop)
+def changes(model: Any, optimizer: hetero.HybridAdam) -> Iterator[None]:
+    """Values that are written and loaded, each before a step."""
+    with torch.no_grad(), hetero.gathered(model.blocks[1].up.weight, modifier_rank=0):
+        model.blocks[1].up.weight.mul_(0.5)
+    yield
+    model.load_state_dict({k: 2 * v for k, v in model.state_dict().items()})
+    yield
+    optimizer.load_state_dict(optimizer.state_dict())
+    yield
 
 
 @pytest.mark.covering(0)
 @pytest.mark.parametrize("place", EVERYWHERE)
-def test_modules_that_a_step_leaves_out(tmp_path: Path, place: str) -> None:
-    """Their updates are waited for by the next step()."""
-
-    def loop(model: nn.Module, optimizer: Any, overlap: str) -> Seen:
-        blocks = list(model.blocks)
-        for step in range(STEPS):
-            model.blocks = nn.ModuleList(blocks[:2] if step % 2 else blocks)
-            one_step(model, optimizer, step)
-        model.blocks = nn.ModuleList(blocks)
-        return []
-
-    assert_same_bits(tmp_path, place, ["forward"], loop, lambda: Net(tied=False))
-
-
-@pytest.fixture(params=list(EVERYWHERE))
-def pair(request: Any, tmp_path: Path) -> Iterator[Callable[[], Any]]:
-    """Two trainings of some steps, with updates under way, and without."""
-    made = []
-    for overlap in ("forward", "none"):
-        model, optimizer = build(lambda: Net(tied=False), tmp_path, request.param, overlap)
-        for step in range(2):
-            loss_of(model, step).backward()
+def test_what_hetero_gives_and_takes_waits(tmp_path: Path, place: str) -> None:
+    """Each look and change comes when updates are under way, and is as where none is."""
+    pair = [build(untied, tmp_path, place, overlap) for overlap in ("forward", "none")]
+    for number, look in enumerate(LOOKS):
+        for model, optimizer in pair:
+            loss_of(model, number).backward()
             optimizer.step()
-        made.append((model, optimizer))
-    assert under_way(made[0][1]) > 0
-    yield made
-    for _, optimizer in made:
-        optimizer.engine.close()
-
-
-@pytest.mark.covering(0)
-def test_what_hetero_gives_waits(pair: Any) -> None:
-    def looks(model: nn.Module, optimizer: hetero.HybridAdam) -> Iterator[list[torch.Tensor]]:
-        params = list(model.parameters())
-        yield [t.clone() for t in model.state_dict().values()]
-        yield hetero.masters(params)
-        yield [g for g in hetero.grads(params) if g is not None]
-        values = []
-        for param in params:
-            with hetero.gathered(param):
-                values.append(param.detach().clone())
-        yield values
-        yield [t for s in optimizer.state_dict()["state"].values() for t in s.values()]
-
-    for one, other in zip(looks(*pair[0]), looks(*pair[1]), strict=True):
+        assert under_way(pair[0][1]) > 0
+        one, other = (look(*each) for each in pair)
         assert len(one) > 0
         assert same(one, other)
     for model, optimizer in pair:
-        loss_of(model, 5).backward()
-        optimizer.step()
-    with torch.no_grad():
-        assert torch.equal(*(loss_of(model, 6) for model, _ in pair))
-
-
-@pytest.mark.covering(0)
-def test_values_are_changed_and_loaded(pair: Any) -> None:
-    for model, optimizer in pair:
-        weight = model.blocks[1].up.weight
-        with torch.no_grad(), hetero.gathered(weight, modifier_rank=0):
-            weight.mul_(0.5)
-        loss_of(model, 5).backward()
-        optimizer.step()
-        model.load_state_dict({k: 2 * v for k, v in model.state_dict().items()})
-        loss_of(model, 6).backward()
-        optimizer.step()
-        optimizer.load_state_dict(optimizer.state_dict())
+        for _ in changes(model, optimizer):
+            loss_of(model, 5).backward()
+            optimizer.step()
+        loss = loss_of(model, 6)
         loss_of(model, 7).backward()
-        optimizer.step()
-    assert same(*(result(*each) for each in pair))
-
-
-@pytest.mark.covering(0)
-def test_a_graph_of_before_step_is_refused(pair: Any) -> None:
-    for model, optimizer in pair:
-        loss = loss_of(model, 5)
-        loss_of(model, 6).backward()
         optimizer.step()
         with pytest.raises((StaleGraphError, RuntimeError), match="modified by|as it was before"):
             loss.backward()
+    assert same(*(result(*each) for each in pair))
 
 
 def test_what_is_read_is_waited_for(tmp_path: Path) -> None:
     """Nobody takes an old value for the new one, and nothing else is waited for."""
-    model, optimizer = build(lambda: Net(tied=False), tmp_path, "optim_states", "forward")
+    model, optimizer = build(untied, tmp_path, "optim_states", "forward")
     one_step(model, optimizer, 0)
     weight = model.blocks[4].down.weight
     updating = optimizer.engine.find(weight)
@@ -180,63 +102,6 @@ def test_what_is_read_is_waited_for(tmp_path: Path) -> None:
     assert under_way(optimizer) == 0
     assert not any(p.isnan().any() for p in model.parameters())
     optimizer.engine.close()
-
-
-def fill(p: nn.Parameter) -> None:
-    p.fill_(0.0)
-
-
-def fill_data(p: nn.Parameter) -> None:
-    p.data.zero_()
-
-
-def point_elsewhere(p: nn.Parameter) -> None:
-    p.data = torch.zeros(p.shape, dtype=p.dtype)
-
-
-@pytest.mark.parametrize("change", [fill, fill_data, point_elsewhere])
-def test_a_change_while_the_update_goes_on_comes_after_it(
-    tmp_path: Path, change: Callable[[nn.Parameter], None]
-) -> None:
-
-    def loop(model: nn.Module, optimizer: Any, overlap: str) -> Seen:
-        one_step(model, optimizer, 0)
-        weight = model.blocks[1].up.weight
-        is_updating = optimizer.engine.find(weight).state is ParamState.UPDATING
-        assert is_updating == (overlap == "forward")
-        with torch.no_grad():
-            change(weight)
-        assert not weight.any()
-        one_step(model, optimizer, 1)
-        return []
-
-    assert_same_bits(tmp_path, "optim_states", ["forward"], loop, lambda: Net(tied=False))
-
-
-def test_a_gradient_that_an_update_reads_is_changed_after_it(tmp_path: Path) -> None:
-    """The first update is held until something waits for it."""
-
-    def loop(model: nn.Module, optimizer: Any, overlap: str) -> Seen:
-        (chunk_group,) = optimizer.engine.chunk_groups
-        pipeline, wait = chunk_group.pipeline, chunk_group.updates.wait_computed
-
-        def release_and_wait(chunk: Any) -> None:
-            pipeline.release()
-            wait(chunk)
-
-        one_step(model, optimizer, 0)
-        loss_of(model, 1).backward()
-        if overlap == "forward":
-            pipeline.hold(0)
-            chunk_group.updates.wait_computed = release_and_wait
-        optimizer.step()
-        hetero.clip_grad_value_(model.parameters(), 1e-6)
-        pipeline.release()
-        optimizer.zero_grad()
-        one_step(model, optimizer, 2)
-        return []
-
-    assert_same_bits(tmp_path, "optim_states", ["forward"], loop, lambda: Net(tied=False))
 
 
 def test_step_waits_for_what_is_in_memory_unless_it_is_told_not_to(tmp_path: Path) -> None:
@@ -266,25 +131,6 @@ def test_step_inside_gathered(tmp_path: Path) -> None:
     optimizer.step()
     assert not loss_of(model, 2).isnan()
     optimizer.engine.close()
-
-
-class Bare(nn.Module):
-    """Uses a weight outside of the module that owns it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = Net(tied=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        penalty = self.net.blocks[4].down.weight.float().square().mean()
-        y: torch.Tensor = self.net(x) + penalty
-        return y
-
-
-@pytest.mark.covering(0)
-@pytest.mark.parametrize("place", EVERYWHERE)
-def test_a_use_outside_of_the_owner(tmp_path: Path, place: str) -> None:
-    assert_same_bits(tmp_path, place, ["forward"], make=Bare)
 
 
 @pytest.mark.parametrize("overlap", ["forward", "auto"])
@@ -367,40 +213,6 @@ def test_what_is_due_first(tmp_path: Path, overlap: str) -> None:
     engine.close()
 
 
-def test_homes_move_while_updates_go_on(tmp_path: Path) -> None:
-    def loop(model: nn.Module, optimizer: Any, overlap: str) -> Seen:
-        for step, budget in enumerate(["1200KiB", "3MiB", "800KiB"]):
-            one_step(model, optimizer, step)
-            optimizer.engine.set_budget(budget)
-        one_step(model, optimizer, 3)
-        return []
-
-    assert_same_bits(tmp_path, "optim_states", ["forward"], loop)
-
-
-@pytest.mark.covering(0)
-@pytest.mark.parametrize("place", EVERYWHERE)
-def test_unfreezing_while_updates_go_on(tmp_path: Path, place: str) -> None:
-    def make() -> Net:
-        model = Net(tied=False)
-        model.blocks[1].requires_grad_(False)
-        return model
-
-    def loop(model: nn.Module, optimizer: Any, overlap: str) -> Seen:
-        one_step(model, optimizer, 0)
-        model.blocks[1].requires_grad_(True)
-        for step in range(1, STEPS):
-            one_step(model, optimizer, step)
-        return []
-
-    more = {"host_memory": "4MiB", "reserve_memory": "1MiB"}
-    if place == "emulated":
-        more["device_memory"] = "600KiB"
-    elif place == "device":
-        more["device_memory"] = "2MiB"
-    assert_same_bits(tmp_path, place, ["forward"], loop, make, **more)
-
-
 def test_a_failed_update_is_told_by_the_next_forward(tmp_path: Path) -> None:
     model, optimizer = build(Net, tmp_path, "optim_states", "forward")
     one_step(model, optimizer, 0)
@@ -414,15 +226,6 @@ def test_a_failed_update_is_told_by_the_next_forward(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="was made to fail"):
         optimizer.step()
     optimizer.engine.close()
-
-
-def test_close_with_updates_under_way(tmp_path: Path) -> None:
-    for place in PLACES:
-        model, optimizer = build(Net, tmp_path, place, "forward")
-        one_step(model, optimizer, 0)
-        optimizer.engine.close()
-        with pytest.raises(hetero.ClosedError):
-            loss_of(model, 1)
 
 
 @pytest.mark.parametrize("wrong", [True, "early", None])

@@ -146,16 +146,6 @@ class GradReads:
 
 
 @pytest.mark.parametrize("wrong", [False, True])
-def test_all_have_begun(tmp_path: Path, wrong: bool) -> None:
-    steps = Steps(tmp_path, "optim_states")
-    assert not steps.in_file
-    steps.backward()
-    steps.pipeline.wait_updated()
-    assert steps.step(wrong) == steps.per_tile(WRONG if wrong else RIGHT) * steps.tiles
-    steps.engine.close()
-
-
-@pytest.mark.parametrize("wrong", [False, True])
 def test_all_have_begun_with_parameters_in_the_file(tmp_path: Path, wrong: bool) -> None:
     """Of some chunks they are in RAM. Gradients are in the file, or still in a slot."""
     steps = Steps(tmp_path, "disk")

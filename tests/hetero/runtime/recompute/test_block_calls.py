@@ -238,22 +238,30 @@ def test_depth_that_changes() -> None:
     compare(lambda: Around(lambda: Inner(64, 0.1), call), [True] * 2, steps=3)
 
 
-def test_two_kinds() -> None:
-    """An encoder, and a decoder whose blocks are given what that returns."""
-
-    class Both(nn.Module):
+def test_a_block_that_changes_its_parameters() -> None:
+    class Normed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            layers = [nn.TransformerEncoderLayer(64, 2, 64, 0.1, batch_first=True), None]
-            layers[1] = nn.TransformerDecoderLayer(64, 2, 64, 0.1, batch_first=True)
-            self.encoder = nn.TransformerEncoder(layers[0], 2, enable_nested_tensor=False)
-            self.decoder = nn.TransformerDecoder(layers[1], 2)
+            self.linear = nn.Linear(64, 64)
+            self.scale = nn.Parameter(torch.ones(64), requires_grad=False)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = x.view(2, 4, 64)
-            return self.decoder(x, memory=self.encoder(x))
+            with torch.no_grad():
+                self.scale.mul_(0.5)
+            return self.linear(x) * self.scale
 
-    compare(Both, [True] * 4)
+    engine = compare(lambda: Around(Normed, one_after_the_other), [False] * 3, steps=3)
+    assert any("its parameters in place" in note for note in engine.notes)
+
+
+def test_parts_of_other_classes() -> None:
+    """Blocks with statistics beside blocks without them, of one class and with the same shapes."""
+
+    def make() -> nn.Module:
+        parts = (nn.Dropout(0.1), nn.BatchNorm1d(64, affine=False)) * 2
+        return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), part) for part in parts))
+
+    compare(make, [True, False] * 2)
 
 
 def test_a_gradient_of_the_input_alone() -> None:

@@ -297,35 +297,6 @@ def test_an_option_that_cannot_be_put_back(overlap: str) -> None:
         each.close()
 
 
-def test_a_block_that_changes_its_parameters() -> None:
-    class Normed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(WIDTH, WIDTH)
-            self.scale = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            with torch.no_grad():
-                self.scale.mul_(0.5)
-            return self.linear(x) * self.scale
-
-    def losses(model: Any) -> list[torch.Tensor]:
-        found = []
-        for _ in range(3):
-            found.append(model(X).square().mean())
-            found[-1].backward()
-        return [loss.detach() for loss in found]
-
-    torch.manual_seed(0)
-    expected = losses(nn.Sequential(nn.Sequential(Normed()), nn.Sequential(Normed())))
-    make = lambda: nn.Sequential(nn.Sequential(Normed()), nn.Sequential(Normed()))  # noqa: E731
-    options = {"placement_policy": "cpu", "activation_memory": "64MiB", "dtype": "fp32"}
-    model, optimizer = build(make, recompute="all", **options)
-    assert all(map(torch.equal, losses(model), expected))
-    assert any("its parameters in place" in note for note in optimizer.engine.notes)
-    optimizer.engine.close()
-
-
 def tanh_of(node: Any) -> Any:
     """The node of a tanh in the graph before `node`, or None."""
     if hasattr(node, "_saved_result"):
@@ -363,27 +334,6 @@ def test_one_block_that_is_not_like_the_rest() -> None:
     plain(X)
     found, expected = run(model, 2), run(plain, 2)
     assert all(map(torch.equal, found, expected))
-    optimizer.engine.close()
-
-
-def test_parts_of_other_classes() -> None:
-    """Blocks with statistics beside blocks without them, of one class and with the same shapes."""
-
-    def make() -> nn.Module:
-        parts = (nn.Dropout(0.1), nn.BatchNorm1d(WIDTH, affine=False)) * 2
-        return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), part) for part in parts))
-
-    options = {"placement_policy": "cpu", "activation_memory": "64MiB", "dtype": "fp32"}
-    model, optimizer = build(make, recompute="all", **options)
-    torch.manual_seed(0)
-    plain = make()
-    for _ in range(2):
-        for each in (model, plain):
-            torch.manual_seed(1)
-            each(X).square().mean().backward()
-    assert latest(optimizer.engine).recomputed == [True, False] * 2
-    for own, buffer in zip(model.buffers(), plain.buffers(), strict=True):
-        assert torch.equal(own, buffer)
     optimizer.engine.close()
 
 

@@ -15,6 +15,7 @@ import hetero
 from hetero.planning.placement import PlacementError
 from offload.errors import BudgetError
 from offload.memory.tiers import Tier
+from tests.support.process_limits import Process
 from tests.support.python_process import run_python
 from tests.support.ranks.processes import RankPool
 from tests.support.training.loops import Run, batches, build, train
@@ -114,27 +115,6 @@ def test_a_limit_of_one_rank_is_that_of_all(ranks2: RankPool, tmp_path: Path) ->
     assert one[2] <= 1 << 20
 
 
-class Process:
-    """A process of which a test says how much it holds beside the model state."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch):
-        self.beside_bytes = 0
-        self.peak_bytes = 0
-        self.engine: Any = None
-        for module in ("hetero.runtime.relocation", "hetero.setup.process_share"):
-            monkeypatch.setattr(f"{module}.resident_bytes", self.nbytes)
-            monkeypatch.setattr(f"{module}.peak_resident_bytes", lambda: self.peak_bytes)
-        monkeypatch.setattr("offload.memory.process_memory.resident_bytes", self.nbytes)
-
-    def nbytes(self) -> int:
-        managed = (
-            0
-            if self.engine is None
-            else sum(self.engine.ledger.in_use_bytes[tier] for tier in ("host", "device"))
-        )
-        return self.beside_bytes + managed
-
-
 REAL = """
 import json, sys
 import torch, hetero
@@ -177,10 +157,6 @@ class TestProcessMemory:
     """The limit of the whole process: model state gives way."""
 
     LIMIT = 16 << 20
-
-    @pytest.fixture
-    def process(self, monkeypatch: pytest.MonkeyPatch) -> Process:
-        return Process(monkeypatch)
 
     def start(self, process: Process, path: Path, **options: Any) -> Any:
         options = {"host_memory": None, **options}
@@ -247,16 +223,13 @@ class TestProcessMemory:
         optimizer.engine.close()
 
     def test_the_first_step_is_left_room(self, process: Process, tmp_path: Path) -> None:
-        process.beside_bytes = 12 << 20
-        _, optimizer = self.start(process, tmp_path)
-        assert optimizer.engine.ledger.budget_bytes["host"] == 2 << 20
-        optimizer.engine.close()
-
-    def test_a_small_host_memory_is_placed_at_once(self, process: Process, tmp_path: Path) -> None:
         """Where host_memory is what limits state, enough is left for steps anyway."""
-        _, optimizer = self.start(process, tmp_path, host_memory="4MiB")
-        assert optimizer.engine.ledger.budget_bytes["host"] == 4 << 20
-        optimizer.engine.close()
+        for beside_bytes, host_memory, left in ((12 << 20, None, 2 << 20), (0, "4MiB", 4 << 20)):
+            process.beside_bytes = beside_bytes
+            _, optimizer = self.start(process, tmp_path, host_memory=host_memory)
+            assert optimizer.engine.ledger.budget_bytes["host"] == left
+            optimizer.engine.close()
+            process.engine = None
 
     def test_a_user_s_budget_is_not_raised(self, process: Process, tmp_path: Path) -> None:
         process.beside_bytes = self.LIMIT - (1 << 20)

@@ -134,23 +134,23 @@ def test_the_disk_s_budget_holds_too(tmp_path: Path) -> None:
     assert same(training.finish(), reference())
 
 
-@pytest.mark.parametrize("nth", [0, 1, 7])
-def test_a_failed_write_leaves_everything_where_it_was(nth: int, tmp_path: Path) -> None:
+def test_a_failed_write_leaves_everything_where_it_was(tmp_path: Path) -> None:
     training = start(tmp_path, **RAM)
     engine = training.engine
     engine.set_budget(MOST // 2)  # so that there is a file
     training.step()
     placed, in_use = engine.placement, dict(engine.ledger.in_use_bytes)
-    engine.chunk_groups[0].pipeline.flush()
-    engine.chunk_groups[0].disk.io.inject("write", nth, errno.ENOSPC)
-    with pytest.raises(OSError, match="No space left") as failure:
-        engine.set_budget(LEAST)
-    assert failure.value.errno == errno.ENOSPC
-    assert engine.placement == placed
-    assert engine.ledger.in_use_bytes["host"] == in_use["host"]
-    assert engine.ledger.budget_bytes["host"] == MOST // 2
-    disk_bytes = engine.ledger.in_use_bytes["disk"]
-    training.step()
+    for nth in (0, 1, 7):
+        engine.chunk_groups[0].pipeline.flush()
+        engine.chunk_groups[0].disk.io.inject("write", nth, errno.ENOSPC)
+        with pytest.raises(OSError, match="No space left") as failure:
+            engine.set_budget(LEAST)
+        assert failure.value.errno == errno.ENOSPC
+        assert engine.placement == placed
+        assert engine.ledger.in_use_bytes["host"] == in_use["host"]
+        assert engine.ledger.budget_bytes["host"] == MOST // 2
+        disk_bytes = engine.ledger.in_use_bytes["disk"]
+        training.step()
     engine.set_budget(LEAST)
     assert engine.ledger.in_use_bytes["disk"] == disk_bytes, "space was not given back"
     assert same(training.finish(), reference())
@@ -181,111 +181,87 @@ def test_what_cannot_be_read_stays_in_the_file(tmp_path: Path) -> None:
     assert same(training.finish(), reference())
 
 
+def param_in(training: Training, tier: Tier) -> torch.nn.Parameter:
+    """The first parameter whose home is there."""
+    found, placed = training.engine.find, training.engine.placement.param
+    return next(p for p in training.model.parameters() if placed[found(p).chunk.id] is tier)
+
+
 class TestInUse:
     """What somebody views is not taken away."""
 
-    def refused(self, engine: Any, what: str, *budgets: int | None) -> None:
-        placed = engine.placement
+    def refused(self, training: Training, what: str, *budgets: int | None) -> None:
+        placed = training.engine.placement
         with pytest.raises(InUseError, match=what):
-            engine.set_budget(*budgets)
-        assert engine.placement == placed
+            training.engine.set_budget(*budgets)
+        assert training.engine.placement == placed
 
-    @pytest.mark.parametrize(
-        ("options", "budgets", "way"),
-        [(RAM, (LEAST, None), "from HOST to DISK"), ({}, (None, FEW), "from DEVICE to HOST")],
-        ids=["RAM", "device"],
-    )
-    def test_a_graph_whose_backward_is_to_come(
-        self, options: dict[str, Any], budgets: tuple[int | None, ...], way: str, tmp_path: Path
-    ) -> None:
-        training = start(tmp_path, **{"device_memory": MANY, **options})
+    def refused_before_backward(self, training: Training, what: str, *budgets: int | None) -> None:
         loss = training.forward()
-        self.refused(training.engine, f"{way}.* still views it", *budgets)
+        self.refused(training, what, *budgets)
         training.optimizer.backward(loss)
         del loss
         training.update()
-        training.engine.set_budget(*budgets)
-        assert same(training.finish(), reference())
 
-    def test_a_view_that_the_user_keeps(self, tmp_path: Path) -> None:
+    def test_in_ram(self, tmp_path: Path) -> None:
+        """A graph, a view that the user keeps, gathered() and a forward that is running."""
         training = start(tmp_path, **RAM)
+        self.refused_before_backward(training, "from HOST to DISK.* still views it", LEAST)
         mine = next(training.model.parameters()).detach()
         value = mine.clone()
-        self.refused(training.engine, "still views it", LEAST)
+        self.refused(training, "still views it", LEAST)
         assert torch.equal(mine, value)
         del mine
-        training.engine.set_budget(LEAST)
-        assert same(training.finish(), reference())
-
-    def test_a_view_of_a_gathered_copy(self, tmp_path: Path) -> None:
-        training = start(tmp_path, **RAM | {"host_memory": LEAST})
-        engine = training.engine
-        param = next(
-            p
-            for p in training.model.parameters()
-            if engine.placement.param[engine.find(p).chunk.id] is Tier.DISK
-        )
-        with hetero.gathered(param):
-            mine = param.detach()
-        value = mine.clone()
-        with pytest.raises(InUseError, match="parameters are gathered"):
-            engine.set_budget(MOST)
-        assert torch.equal(mine, value)
-        del mine
-        engine.set_budget(MOST)
-        assert same(training.finish(), reference())
-
-    @pytest.mark.parametrize("host_memory", [LEAST, MOST])
-    def test_inside_gathered(self, tmp_path: Path, host_memory: int) -> None:
-        training = start(tmp_path, **RAM | {"host_memory": host_memory})
-        engine = training.engine
-        with hetero.gathered(next(training.model.parameters())), pytest.raises(InUseError):
-            engine.set_budget(LEAST + MOST - host_memory)
-        engine.set_budget(LEAST + MOST - host_memory)
-        assert same(training.finish(), reference())
-
-    def test_inside_a_forward(self, tmp_path: Path) -> None:
-        training = start(tmp_path, **RAM)
-        engine = training.engine
+        with hetero.gathered(next(training.model.parameters())):
+            self.refused(training, ".", LEAST)
         seen = []
 
         def call(*_: object) -> None:
-            with pytest.raises(InUseError, match="while a forward is running"):
-                engine.set_budget(LEAST)
+            self.refused(training, "while a forward is running", LEAST)
             seen.append(True)
 
         handle = training.model.transformer.h[1].register_forward_hook(call)
         training.step()
         handle.remove()
         assert seen
+        training.engine.set_budget(LEAST)
         assert same(training.finish(), reference())
 
-    def test_a_change_outside_gathered_is_not_lost(self, tmp_path: Path) -> None:
-        training = start(tmp_path, **RAM)
-        with torch.no_grad():
-            next(training.model.parameters()).add_(1)
-        changed = next(training.model.parameters()).detach().clone()
-        training.engine.set_budget(LEAST)
-        assert torch.equal(next(training.model.parameters()), changed)
-        training.backward()
-        training.optimizer.step()
-        training.engine.close()
+    def test_on_a_device(self, tmp_path: Path) -> None:
+        training = start(tmp_path, device_memory=MANY)
+        self.refused_before_backward(training, "from DEVICE to HOST.* still views it", None, FEW)
+        training.engine.set_budget(None, FEW)
+        assert same(training.finish(), reference())
+
+    def test_gathered_copies(self, tmp_path: Path) -> None:
+        training = start(tmp_path, **RAM | {"host_memory": LEAST})
+        param = param_in(training, Tier.DISK)
+        with hetero.gathered(param):
+            mine = param.detach()
+            self.refused(training, ".", MOST)
+        value = mine.clone()
+        self.refused(training, "parameters are gathered", MOST)
+        assert torch.equal(mine, value)
+        del mine
+        training.engine.set_budget(MOST)
+        assert same(training.finish(), reference())
 
     @pytest.mark.parametrize("host_memory", [LEAST, MOST])
-    def test_an_assigned_value_is_not_lost(self, tmp_path: Path, host_memory: int) -> None:
-        """Neither where it would be overwritten by what comes, nor by a migration's undoing."""
+    def test_changes_outside_gathered_are_not_lost(self, tmp_path: Path, host_memory: int) -> None:
+        """Neither where they would be overwritten by what comes, nor by a migration's undoing."""
         training = start(tmp_path, **RAM | {"host_memory": host_memory})
-        engine = training.engine
-        tier = Tier.DISK if host_memory == LEAST else Tier.HOST
-        param, *_ = (
-            p
-            for p in training.model.parameters()
-            if engine.placement.param[engine.find(p).chunk.id] is tier
-        )
+        params = list(training.model.parameters())
+        param = param_in(training, Tier.DISK if host_memory == LEAST else Tier.HOST)
+        other = params[-1] if param is params[0] else params[0]
         param.data = torch.ones(param.shape, dtype=torch.bfloat16)
-        engine.set_budget(LEAST + MOST - host_memory)
+        with torch.no_grad():
+            other.add_(1)
+        changed = other.detach().clone()
+        training.engine.set_budget(LEAST + MOST - host_memory)
         assert bool((param == 1).all())
-        engine.close()
+        assert torch.equal(other, changed)
+        training.step()
+        training.engine.close()
 
     @pytest.mark.parametrize(
         ("options", "budgets"),
@@ -342,7 +318,7 @@ def test_several_banks_move_together(
     assert same(training.finish(), reference(keep_fp32=("*.ln_*",)))
 
 
-@pytest.mark.parametrize("first", [MOST, 800 << 10])
+@pytest.mark.parametrize("first", [MOST, pytest.param(800 << 10, marks=pytest.mark.extra)])
 def test_what_was_unfrozen_is_where_it_went(first: int, tmp_path: Path) -> None:
     """Its old chunk, which moves like any other, points no parameter to what it has."""
     alike = []

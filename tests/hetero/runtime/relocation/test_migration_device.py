@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +39,11 @@ pytestmark = pytest.mark.usefixtures("nothing_left")
 WAYS = [(MOST, FEW), (MOST, SOME), (MOST, MANY), (LEAST, FEW), (LEAST, SOME), (LEAST, MANY)]
 
 
-@pytest.mark.parametrize("first", [(MOST, SOME), (LEAST, FEW), (LEAST, MANY)])
-def test_each_way_to_each_other(first: tuple[int, int], tmp_path: Path) -> None:
+def test_each_way_to_each_other(tmp_path: Path) -> None:
     training = start(tmp_path, host_memory=2 * MOST, device_memory=2 * MANY)
     engine = training.engine
-    routes = set()
-    for number, there in enumerate(w for w in WAYS if w != first):
+    firsts = [(MOST, SOME), (LEAST, FEW), (LEAST, MANY)]
+    for number, (first, there) in enumerate(product(firsts, WAYS)):
         for host, device in (first, there):
             engine.set_budget(host, device)
             check_budgets(engine)
@@ -54,11 +54,10 @@ def test_each_way_to_each_other(first: tuple[int, int], tmp_path: Path) -> None:
             assert all(engine.params.is_resident(m.chunk) for m in engine.params.in_order()) == (
                 device == MANY
             )
-        if number < STEPS:
+        if number % 4 == 0:
             training.step()
-    for change in engine.changes:
-        routes |= set(change.routes)
-    assert {(Tier.DEVICE, Tier.HOST), (Tier.HOST, Tier.DEVICE)} & routes
+    routes = {route for change in engine.changes for route in change.routes}
+    assert {(Tier.DEVICE, Tier.HOST), (Tier.HOST, Tier.DEVICE)} <= routes
     assert same(training.finish(), reference())
 
 
@@ -241,24 +240,24 @@ def nothing_changed(training: Training) -> Iterator[None]:
     assert engine.ledger.budget_bytes == budgets
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("direction", ["h2d", "d2h"])
-@pytest.mark.parametrize("nth", [0, 1, 7])
 @pytest.mark.parametrize("host", [MOST, LEAST])
 def test_a_failed_copy_leaves_everything_where_it_was(
-    direction: str, nth: int, host: int, tmp_path: Path
+    direction: str, host: int, tmp_path: Path
 ) -> None:
     training = start(tmp_path, host_memory=host)
     engine = training.engine
     backend = engine.backend
     assert isinstance(backend, EmulatedBackend)
     engine.set_budget(device_memory=SOME + (300 << 10))  # so that there is a file
-    training.step()
     to = MANY if direction == "h2d" else FEW
-    with nothing_changed(training):
-        getattr(backend, direction).inject(nth, error=errno.EIO)
-        with pytest.raises(OSError, match="failed"):
-            engine.set_budget(device_memory=to)
+    for nth in (0, 1, 7):
+        training.step()
+        with nothing_changed(training):
+            getattr(backend, direction).inject(nth, error=errno.EIO)
+            with pytest.raises(OSError, match="failed"):
+                engine.set_budget(device_memory=to)
     training.step()
     engine.set_budget(device_memory=to)
     assert training.on_device == (len(engine.layout.chunks) if to == MANY else 0)
@@ -346,6 +345,9 @@ def on_ranks(
     return found
 
 
+PLAIN: list[list[torch.Tensor]] = []  # by rank: placements and stages change no bit
+
+
 @pytest.mark.parametrize(
     ("stage", "policy", "backend"),
     [
@@ -359,7 +361,7 @@ def on_ranks(
 def test_ranks_move_together(
     stage: int, policy: str, backend: str, ranks2: RankPool, tmp_path: Path
 ) -> None:
-    plain = ranks2.run(on_ranks, str(tmp_path), stage, policy, backend, False)
+    PLAIN[:] = PLAIN or ranks2.run(on_ranks, str(tmp_path), 2, "auto", "cpu", False)
     moved = ranks2.run(on_ranks, str(tmp_path), stage, policy, backend, True)
-    for mine, theirs in zip(plain, moved, strict=True):
+    for mine, theirs in zip(PLAIN, moved, strict=True):
         assert same(mine, theirs)

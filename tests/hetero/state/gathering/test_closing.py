@@ -121,7 +121,7 @@ def _wait_quietly(work: Any) -> None:
 
 # So long after the last step: before the others' next gather begins, during it, and after it.
 PAUSES_S = [0.0, 0.003, 0.02]
-WHOLE: dict[tuple[int, int], list[Any]] = {}  # by ranks and stage, of ranks that all go on
+WHOLE: dict[int, list[Any]] = {}  # by their number, of ranks that all go on
 
 
 @pytest.mark.covering(1)
@@ -143,7 +143,7 @@ def test_four_ranks(ranks4: RankPool, quits: list[int]) -> None:
 
 def test_an_error_of_the_program_inside_forward(ranks2: RankPool) -> None:
     """All-gathers are under way when the rank closes; what it answers comes all the same."""
-    whole = ranks2.run(close_early, {"zero_stage": 3}, [], 0.0)
+    whole = of_whole(ranks2)
     for _ in range(2):
         found = ranks2.run(close_inside_forward, {"zero_stage": 3})
         for (outputs, failed), (right, _) in list(zip(found, whole, strict=True))[:-1]:
@@ -162,11 +162,15 @@ def test_an_end_of_one_connection_leaves_no_other_open(ranks4: RankPool) -> None
     assert ranks4.run(break_off_when_one_has) == [True] * 4
 
 
+def of_whole(ranks: RankPool) -> list[Any]:
+    """Stages and placements change no bit."""
+    if ranks.world not in WHOLE:
+        WHOLE[ranks.world] = ranks.run(close_early, {"zero_stage": 3}, [], 0.0)
+    return WHOLE[ranks.world]
+
+
 def check(ranks: RankPool, options: dict[str, Any], quits: list[int], pause_s: float) -> None:
-    key = ranks.world, options["zero_stage"]  # (placements change no bit)
-    if key not in WHOLE:
-        WHOLE[key] = ranks.run(close_early, {"zero_stage": options["zero_stage"]}, [], 0.0)
-    whole = WHOLE[key]
+    whole = of_whole(ranks)
     found = ranks.run(close_early, options, quits, pause_s)
     for rank, ((outputs, told), (right, _)) in enumerate(zip(found, whole, strict=True)):
         if rank in quits:

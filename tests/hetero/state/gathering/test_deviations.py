@@ -18,7 +18,9 @@ WHOLE: dict[str, list[Any]] = {}
 
 
 def with_whole_homes(ranks2: RankPool, how: str) -> list[Any]:
-    """What ranks that gather nothing have, which is made once for all tests."""
+    """What ranks that gather nothing have, which is made once for all tests; nothing that a rank
+    does alone changes it."""
+    how = "alone" if how in ALONE else how
     if how not in WHOLE:
         WHOLE[how] = ranks2.run(deviating.train, {"zero_stage": 2}, how)
     return WHOLE[how]
@@ -48,7 +50,7 @@ def test_gathers_that_pass_through_little_ram_to_a_device(ranks2: RankPool, how:
 
 
 def test_four_ranks_of_which_one_goes_on_alone(ranks4: RankPool) -> None:
-    whole = ranks4.run(deviating.train, {"zero_stage": 2}, "waits elsewhere")
+    whole = ranks4.run(deviating.train, {"zero_stage": 2}, "alone")
     found = ranks4.run(deviating.train, {"zero_stage": 3}, "waits elsewhere")
     for (masters, _), (right, _) in zip(found, whole, strict=True):
         assert same(masters, right)
