@@ -270,9 +270,11 @@ class _Loading:
         is_whole = model.is_whole and self._stored_names.keys() >= {*model.params, *model.plain}
         was_half_loaded = engine.params.begin_loading(str(self._stored.path))
         with engine.world.telling_failures("hetero.load()"):
-            self._load_params()
-            for name, values in self._plain.items():
-                self._model.plain[name].copy_(values)
+            failure = self._fill_params()
+        # (Not in the block: who told that it failed makes no more operations.)
+        engine.world.all_or_none(failure, f"load {self._what}", SAME_CLASS)
+        for name, values in self._plain.items():
+            self._model.plain[name].copy_(values)
         if self._optimizers:
             for m, name in names.items():
                 if m.chunk.trainable:
@@ -283,15 +285,15 @@ class _Loading:
         if is_whole or not was_half_loaded:
             engine.params.end_loading()
 
-    def _load_params(self) -> None:
+    def _fill_params(self) -> Exception | None:
+        """Returns what this rank met, as fill_parts() does."""
         names = self._names
         values = self._stored.values(self._ranges(names))
 
         def fill(piece: Piece) -> None:
             self._fill(piece, names[piece.managed], values)
 
-        failure = fill_parts(self._engine, names, fill, replaces=bool(self._optimizers))
-        self._engine.world.all_or_none(failure, f"load {self._what}", SAME_CLASS)
+        return fill_parts(self._engine, names, fill, replaces=bool(self._optimizers))
 
     def _fill(
         self, piece: Piece, name: str, values: Iterator[tuple[str, int, torch.Tensor]]

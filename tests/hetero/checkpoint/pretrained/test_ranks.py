@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,7 @@ def fail_on_one(rank: int, world: int, path: str) -> list[str]:
     if rank == 1:
         os.preadv = full
     refused(hetero.load_pretrained, out)
+    time.sleep(0.5 * rank)  # so long that the other one looks whether it waits in vain
     os.preadv = preadv
     refused(hetero.save_pretrained, out)
 
