@@ -33,5 +33,5 @@ def test_a_training_that_is_killed_again_and_again(
 def test_a_long_training_leaks_nothing(place: str, tmp_path: Path) -> None:
     """With a save or a commit beside each step, and homes that move."""
     first, last = run_forked(growth, tmp_path, place, timeout_s=1200)
-    assert last[1] <= first[1] + 8  # (of a save that is under way)
+    assert last[1] <= first[1], (first, last)
     assert last[0] - first[0] < 8 << 20, (first, last)
