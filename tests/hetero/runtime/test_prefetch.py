@@ -8,7 +8,7 @@ in turn and backward in reverse, beginning with what forward left in the slots.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -52,9 +52,12 @@ def counted(backing: type[Gathering] | type[FileBacking]) -> Iterator[list[Gathe
     found = [Gathers()]
     needed = threading.local()  # the chunk that get() is called for
 
-    def reading(self: Any, chunk: int, slot: int) -> Operation:
+    def note(chunk: int) -> None:
         late = getattr(needed, "chunk", None) == chunk
         (found[-1].late if late else found[-1].ahead).append(chunk)
+
+    def reading(self: Any, chunk: int, slot: int) -> Operation:
+        note(chunk)
         return read(self, chunk, slot)
 
     def getting(self: SlotCache, chunk: int) -> None:
@@ -65,10 +68,20 @@ def counted(backing: type[Gathering] | type[FileBacking]) -> Iterator[list[Gathe
         finally:
             needed.chunk = before
 
-    def beginning(self: SlotCache, chunk: int, must: bool) -> bool:
+    def beginning(
+        self: SlotCache,
+        chunk: int,
+        must: bool,
+        by_all: Callable[[int, Callable[[], Operation]], Operation] | None = None,
+    ) -> bool:
+        def reading_by_all(chunk: int, by_backing: Callable[[], Operation]) -> Operation:
+            assert by_all is not None
+            note(chunk)
+            return by_all(chunk, by_backing)
+
         needed.chunk = chunk if must else None
         try:
-            return begin(self, chunk, must)
+            return begin(self, chunk, must, by_all and reading_by_all)
         finally:
             needed.chunk = None
 

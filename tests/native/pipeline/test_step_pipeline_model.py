@@ -167,6 +167,7 @@ class PipelineMachine(RuleBasedStateMachine):
         self.model.close()
         self.folder.cleanup()
         assert pipeline_threads() == []
+        del self.filed  # whose last transfers hold the file
         assert in_time(descriptors, self.before) == self.before
 
 

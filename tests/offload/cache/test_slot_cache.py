@@ -1,5 +1,6 @@
 """offload/cache: slots are reused only when they may be, and no byte is ever wrong or lost."""
 
+import errno
 from types import SimpleNamespace
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from offload import _native
 from offload.cache.slot_cache import SlotState
 from offload.errors import BudgetError
 from offload.memory.tiers import Account, Tier
@@ -79,7 +81,7 @@ class TestReadsAndWrites:
         assert r.state(0) is SlotState.CLEAN
         assert (r.on_file(0) == 6).all()
 
-    def test_a_chunk_on_its_way_to_the_file_can_be_read_and_changed(self, rig):
+    def test_a_chunk_on_its_way_to_the_file_can_be_read(self, rig):
         r = rig(1, [1])
         r.cache.create(0)
         r.tensor(0).fill_(7)
@@ -88,7 +90,13 @@ class TestReadsAndWrites:
         assert not r.is_dirty(0)
         assert (r.got(0) == 7).all()
         assert r.reads == []
-        r.cache.dirty(0)  # it changes when it is there
+
+    def test_a_chunk_on_its_way_to_the_file_changes_when_it_is_there(self, rig):
+        r = rig(1, [1])
+        r.cache.create(0)
+        r.tensor(0).fill_(7)
+        r.cache.write_back(0)
+        r.cache.dirty(0)
         r.got(0).fill_(8)
         assert r.is_dirty(0)
         r.cache.clear()
@@ -160,6 +168,29 @@ class TestRoom:
 
 
 class TestFailures:
+    def test_a_failed_read_is_raised_and_can_be_tried_again(self, rig):
+        r = rig(1, [1])
+        r.engine.inject("read", 0, error=errno.EIO)
+        with pytest.raises(_native.NativeIoError) as failure:
+            r.got(0)
+        assert failure.value.errno == errno.EIO
+        assert not r.cache.holds(0)
+        assert torch.equal(r.got(0), pattern(SLOT, 0))
+
+    def test_a_failed_write_keeps_the_bytes(self, rig):
+        r = rig(1, [1, 1])
+        r.cache.create(0)
+        r.tensor(0).fill_(5)
+        r.engine.inject("write", 0, error=errno.ENOSPC)
+        with pytest.raises(_native.NativeIoError) as failure:
+            r.got(1)
+        assert failure.value.errno == errno.ENOSPC
+        assert r.is_dirty(0)
+        assert not r.cache.holds(1)
+        assert (r.tensor(0) == 5).all()
+        assert torch.equal(r.got(1), pattern(r.extents[1].nbytes, 1))
+        assert (r.got(0) == 5).all()
+
     def test_a_failed_prefetch_does_not_fail_what_takes_its_slots(self, rig):
         r = rig(1, [1, 1])
         r.fail_prefetch(0)

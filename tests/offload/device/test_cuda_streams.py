@@ -115,6 +115,69 @@ def test_a_copy_to_new_memory_waits_for_work_that_reads_what_was_there() -> None
     backend.close()
 
 
+def test_work_waits_for_all_copies_to_its_slots() -> None:
+    runtime, backend, arena = make(3)
+    for slot in (1, 2):
+        source = torch.full((SLOT,), slot, dtype=torch.uint8)
+        backend.fetch(arena.view(slot, 1, torch.uint8), source)
+    view = arena.view(0, 3, torch.uint8, pinned=True)
+    seen: list[list[int]] = []
+    alias = torch.from_dlpack(arena.memory.export(0, 3 * SLOT))
+    runtime.give(runtime.compute, lambda: seen.append([int(alias[s * SLOT]) for s in (1, 2)]))
+    while runtime.step(runtime.compute):
+        pass
+    runtime.synchronize_all()
+    assert seen == [[1, 2]]
+    del view
+
+
+def read_later(runtime: FakeRuntime, arena: DeviceArena, seen: list[int]) -> None:
+    """Gives the current stream work that reads slot 0."""
+    alias = torch.from_dlpack(arena.memory.export(0, SLOT))
+    memory = [(alias.data_ptr(), SLOT)]
+    stream = runtime.current_stream()
+    runtime.give(stream, lambda: seen.append(int(alias[0])), reads=memory)
+
+
+def test_a_fetch_waits_for_all_streams_that_use_the_slot() -> None:
+    runtime, backend, arena = make(1)
+    other, seen = runtime.new_stream(), list[int]()
+    ones = torch.ones(SLOT, dtype=torch.uint8)
+    backend.fetch(arena.view(0, 1, torch.uint8), ones)
+    views = []
+    for stream in (runtime.compute, other):
+        with runtime.on(stream):
+            views.append(arena.view(0, 1, torch.uint8, pinned=True))
+            read_later(runtime, arena, seen)
+    views.clear()
+    backend.fetch(arena.view(0, 1, torch.uint8), 2 * ones)
+    while runtime.step(backend._fetching.stream):
+        pass
+    runtime.synchronize_all()
+    assert seen == [1, 1]
+    arena.close()
+    backend.close()
+
+
+def test_a_fetch_waits_for_work_that_came_long_after_the_pin() -> None:
+    """Other slots were looked at in between."""
+    runtime, backend, arena = make(2)
+    seen = list[int]()
+    ones = torch.ones(SLOT, dtype=torch.uint8)
+    backend.fetch(arena.view(0, 1, torch.uint8), ones)
+    view = arena.view(0, 1, torch.uint8, pinned=True)
+    backend.fetch(arena.view(1, 1, torch.uint8), ones)
+    read_later(runtime, arena, seen)
+    del view
+    backend.fetch(arena.view(0, 1, torch.uint8), 2 * ones)
+    while runtime.step(backend._fetching.stream):
+        pass
+    runtime.synchronize_all()
+    assert seen == [1]
+    arena.close()
+    backend.close()
+
+
 def test_capturing_a_graph_is_refused() -> None:
     runtime, backend, arena = make(1)
     runtime.captures = True

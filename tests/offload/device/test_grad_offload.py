@@ -230,14 +230,14 @@ def test_what_is_added_to_a_lost_gradient_is_lost(rig):
 
 @given(
     steps=st.lists(
-        st.tuples(st.integers(0, 2), st.booleans(), st.sampled_from(DTYPES)), max_size=20
+        st.tuples(st.integers(0, 3), st.booleans(), st.sampled_from(DTYPES)), max_size=20
     ),
     waits=st.sets(st.integers(0, 19)),
     kept_dtype=st.sampled_from(DTYPES),
 )
 def test_any_sequence(steps, waits, kept_dtype):
     r = Rig(limit=50_000, rate=1e9)
-    numels, moved = (0, 1, 3 * BUFFER + 1), 0
+    numels, moved = (0, 1, BUFFER, 3 * BUFFER + 1), 0
     kept = [torch.zeros(numel, dtype=kept_dtype) for numel in numels]
     want = [place.clone() for place in kept]
     for number, (owner, add, dtype) in enumerate(steps):
@@ -248,7 +248,7 @@ def test_any_sequence(steps, waits, kept_dtype):
         if number in waits:
             r.wait(owner)
             assert same(kept[owner], want[owner])
-    for owner in range(3):
+    for owner in range(4):
         r.wait(owner)
         assert same(kept[owner], want[owner])
     assert (r.backend.d2h_bytes, r.backend.h2d_bytes, r.charged()) == (moved, 0, 0)
