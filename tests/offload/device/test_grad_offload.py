@@ -78,6 +78,18 @@ def test_a_first_gradient_needs_no_buffer(rig, monkeypatch):
     assert len(copies) == 1
 
 
+def test_a_replacing_gradient_does_not_overtake_what_is_added(rig):
+    r = rig(rate=20e6)
+    first, last = randn(4 * BUFFER, torch.float32, 1), randn(4 * BUFFER, torch.float32, 2)
+    for _ in range(5):
+        kept = torch.zeros(4 * BUFFER)
+        r.take(0, first, kept, add=True)
+        r.take(0, last, kept)
+        r.take(0, first, kept, add=True)
+        r.wait(0)
+        assert torch.equal(kept, last + first)
+
+
 def test_the_gradient_lives_until_it_has_arrived(rig):
     r = rig()
     kept = torch.zeros(10_000)
