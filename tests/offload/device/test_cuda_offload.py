@@ -166,3 +166,16 @@ def test_python_has_the_same_work_for_a_gradient_of_any_size() -> None:
         counts[parts] = calls_of(rig, parts * BUFFER // 4)
         rig.close()
     assert counts[1] == counts[64] > 0
+
+
+def test_what_replaces_comes_after_what_was_added_before(rig: Rig) -> None:
+    """It is copied straight to its place; what is added waits in buffers for the host."""
+    for stream in (rig.runtime.compute, *rig.runtime.streams):
+        stream.eager = True  # a copy is done as soon as it may be
+    large, small = rig.ram.view(0, 7, torch.float32), rig.kept(7)[: BUFFER // 4]
+    for _ in range(10):
+        rig.offload.take(0, "large", rig.grad(1.0, large.numel()), large, True)  # all buffers
+        for value, add in ((1.0, True), (2.0, True), (4.0, False)):
+            rig.offload.take(1, "small", rig.grad(value, small.numel()), small, add)
+        rig.offload.wait(1, "small")
+        assert bool((small == 4).all())
