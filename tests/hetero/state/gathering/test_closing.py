@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
+import hetero
 from hetero.ranks.peers import Channel
 from hetero.ranks.process_groups import ProcessGroups
 from offload.errors import PeerError
@@ -23,6 +25,16 @@ from tests.support.waiting import PATIENCE_S
 FORWARDS = 4
 
 
+def trained(rank: int, options: dict[str, Any]) -> tuple[nn.Module, hetero.HybridAdam]:
+    """A model and its optimizer after two steps."""
+    model, optimizer = make("layers", {"chunk_numel": 16384, "rank_timeout_s": 30.0} | options)
+    for step in range(2):
+        model(inputs(rank, step, 128)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
 def close_early(
     rank: int, world: int, options: dict[str, Any], quits: list[int], pause_s: float
 ) -> tuple[list[torch.Tensor], str]:
@@ -30,12 +42,8 @@ def close_early(
 
     Returns what these computed, and what they were told when they trained.
     """
-    model, optimizer = make("layers", {"chunk_numel": 16384, "rank_timeout_s": 30.0} | options)
+    model, optimizer = trained(rank, options)
     engine = optimizer.engine
-    for step in range(2):
-        model(inputs(rank, step, 128)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
     stay = [peer for peer in range(world) if peer not in quits]
     rest = dist.new_group(stay, backend="gloo")
     if rank in quits:
@@ -65,12 +73,8 @@ def close_inside_forward(
 
     Returns their outputs, and whether they know of a failure.
     """
-    model, optimizer = make("layers", {"chunk_numel": 16384, "rank_timeout_s": 30.0} | options)
+    model, optimizer = trained(rank, options)
     engine = optimizer.engine
-    for step in range(2):
-        model(inputs(rank, step, 128)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
     def raise_own(*_: Any) -> None:
         raise ArithmeticError("the program's own")
