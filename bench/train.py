@@ -1,7 +1,6 @@
 """Step time and memory of the main job beside its peers, in turns on one machine.
 
 usage: python -m bench.train [options of `hetero train`] [--rounds N] [--ranks N]
-                             [--hosts N [--rate 1gbit]]
                              [--variants cpu,nvme] [--peers torch,ddp,fsdp2,deepspeed] [--json]
 
 In a round every contender runs once, each round beginning with another one. Ratios are taken
@@ -10,8 +9,7 @@ median step time.
 
 With --ranks N every contender is N processes on this machine, each with 1/N of the threads and
 with micro-batches of its own: a step takes N x batch x seq x accumulate tokens. Rank r gets the
-micro-batches r, r + N, r + 2 N, ... of those that one rank would get. With --hosts they are spread
-over network namespaces, with links of --rate between them (as root).
+micro-batches r, r + N, r + 2 N, ... of those that one rank would get.
 
 A variant is a policy, and options of `hetero train` that it alone has: "nvme --commit-every 1".
 """
@@ -27,7 +25,6 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -35,7 +32,6 @@ from typing import Any
 
 import torch
 
-from bench.harness.hosts import Hosts, parse_rate
 from bench.harness.program import Program, add_options, left_out, list_of, names_of, whole
 from bench.harness.ranks import run_trial
 from bench.harness.rounds import ContenderError, MissingError, Rounds, Sample, run_rounds
@@ -72,8 +68,6 @@ def options(parser: argparse.ArgumentParser) -> None:
         parser.add_argument_group("benchmark"),
         ("--rounds", whole(), "1", "runs of every contender, in turns"),
         ("--ranks", whole(), "1", "processes of each contender; --threads is of each"),
-        ("--hosts", whole(), None, "network namespaces that share the ranks; else one machine"),
-        ("--rate", str, "1gbit", "of each host's link: a number of mbit or gbit per second"),
         ("--variants", list_of(_variant), None, "else --policy if given, or cpu,nvme"),
         ("--skip-steps", whole(0), "2", "first steps left out of the medians"),
         ("--timeout", float, "1800", "seconds of one contender"),
@@ -95,32 +89,28 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
     What contenders say stays in the run folder, in a folder per round.
     """
-    options, bytes_per_s = read_options(arguments), parse_rate(arguments.rate)
+    options = read_options(arguments)
     folder = Path(options.run_dir or time.strftime("runs/bench-%Y%m%d-%H%M%S"))
     folder.mkdir(parents=True, exist_ok=True)
     workload = folder / "workload.json"
     made = partial(contenders, options, arguments, workload)
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in made(folder)}
-    with ExitStack() as stack:
-        hosts = None
-        if arguments.hosts is not None:
-            hosts = stack.enter_context(Hosts(arguments.hosts, bytes_per_s))
 
-        def turn(name: str) -> Sample:
-            round_folder = folder / f"round-{len(runs[name]) + 1}"
-            round_folder.mkdir(exist_ok=True)
-            command, log = made(round_folder)[name], round_folder / f"{name.replace(' ', '-')}.log"
-            try:
-                found = run_contender(command, log, arguments.timeout, arguments.ranks, hosts)
-            finally:  # as large as the model state
-                for left in (round_folder / SWAP, *round_folder.glob("*/hetero-state")):
-                    shutil.rmtree(left, ignore_errors=True)
-            runs[name].append(found)
-            return sample_of(found, arguments.skip_steps)
+    def turn(name: str) -> Sample:
+        round_folder = folder / f"round-{len(runs[name]) + 1}"
+        round_folder.mkdir(exist_ok=True)
+        command, log = made(round_folder)[name], round_folder / f"{name.replace(' ', '-')}.log"
+        try:
+            found = run_contender(command, log, arguments.timeout, arguments.ranks)
+        finally:  # as large as the model state
+            for left in (round_folder / SWAP, *round_folder.glob("*/hetero-state")):
+                shutil.rmtree(left, ignore_errors=True)
+        runs[name].append(found)
+        return sample_of(found, arguments.skip_steps)
 
-        write_workload(options, workload, arguments.ranks)
-        turns = {name: partial(turn, name) for name in runs}
-        rounds = run_rounds(turns, arguments.rounds, warm_up=False)
+    write_workload(options, workload, arguments.ranks)
+    turns = {name: partial(turn, name) for name in runs}
+    rounds = run_rounds(turns, arguments.rounds, warm_up=False)
     summary = summarize(rounds, runs, f"hetero {arguments.main}")
     return {**summary, "rounds": arguments.rounds, "skipped_steps": arguments.skip_steps}
 
@@ -181,23 +171,17 @@ def contenders(
 
 
 def run_contender(
-    command: Sequence[str], log: Path, timeout_s: float, ranks: int = 1, hosts: Hosts | None = None
+    command: Sequence[str], log: Path, timeout_s: float, ranks: int = 1
 ) -> dict[str, Any]:
-    """Runs it to its end, its ranks on `hosts` if they are given; their logs have what they print.
+    """Runs it to its end, and returns its figures; its ranks' logs have what they print.
 
-    Returns its figures, with hosts "sent_bytes_per_host" of the whole run, too. Raises
-    ContenderError.
+    Raises ContenderError.
     """
-    numbers = range(0 if hosts is None else hosts.count)
-    before = [hosts.sent_bytes(host) for host in numbers] if hosts is not None else []
-    found = run_trial(command, timeout_s, log_path=log, ranks=ranks, hosts=hosts)
+    found = run_trial(command, timeout_s, log_path=log, ranks=ranks)
     if found["status"] == "missing":
         raise MissingError(f"{found['error']}; install: {DEEPSPEED_INSTALL}")
     if found["status"] not in ("ended", "finished"):
         raise ContenderError(f"{found['error']} (all of it in {log})")
-    if hosts is not None:
-        after = [hosts.sent_bytes(host) for host in numbers]
-        found["sent_bytes_per_host"] = [b - a for a, b in zip(before, after, strict=True)]
     return found
 
 
@@ -235,7 +219,7 @@ def sample_of(figures: Mapping[str, Any], skip_steps: int) -> Sample:
     counted = slice(min(skip_steps, len(figures["step_s"]) - 1), None)
     peaks, moved = figures["peak_rss_by_rank_bytes"], figures["bytes_per_step"]
     sample = {phase: statistics.median(figures[phase][counted]) for phase in PHASES}
-    sample |= {
+    return sample | {
         "peak_rss_max_bytes": max(peaks),
         "peak_rss_sum_bytes": sum(peaks),
         "read_bytes": moved["disk_read"],
@@ -244,10 +228,6 @@ def sample_of(figures: Mapping[str, Any], skip_steps: int) -> Sample:
         **{key: figures[key] for key in ("ranks", "threads", "tokens_per_s")},
         **{key: figures[key] for key in EXCHANGED if figures[key] is not None},
     }
-    if "sent_bytes_per_host" in figures:  # of the busiest, its start included
-        sent = max(figures["sent_bytes_per_host"])
-        sample["host_sent_bytes_per_step"] = sent // len(figures["step_s"])
-    return sample
 
 
 def summarize(
@@ -299,7 +279,6 @@ OF_RANKS = (
     ("of all", "peak_rss_sum_bytes", size),
     ("sent", "sent_bytes_per_step", size),
     ("received", "received_bytes_per_step", size),
-    ("a host sent", "host_sent_bytes_per_step", size),
     ("waited for gathers s", "gather_wait_s_per_step", number()),
 )
 

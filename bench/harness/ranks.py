@@ -1,7 +1,7 @@
 """One try of a program as one or several ranks: started, watched, and ended where it is decided.
 
-Ranks are processes of this machine, or of several Hosts, and end together; a failure names its
-rank. A rank is told who it is by the environment variables of torchrun. Each has a log of its own.
+Ranks are processes of this machine and end together; a failure names its rank. A rank is told who
+it is by the environment variables of torchrun. Each has a log of its own.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.harness.hosts import INTERFACE, Hosts
 from bench.harness.machine import ROOT
 from bench.peers.timing import kernel_bytes
 from offload.memory.sizes import format_bytes
@@ -51,7 +50,6 @@ def run_trial(
     environment: Mapping[str, str] | None = None,
     log_path: Path | None = None,
     ranks: int = 1,
-    hosts: Hosts | None = None,
 ) -> dict[str, Any]:
     """What a program prints on stdout as its last line, a JSON object, and what became of it.
 
@@ -62,7 +60,6 @@ def run_trial(
         environment: beside what lets it import bench.
         log_path: where what it says is kept; None: nowhere.
         ranks: processes, of which the first says the result.
-        hosts: that the ranks are spread over.
 
     Returns:
         "status": the program's own, or "ended", "over" (beyond the budget), "late" (out of time),
@@ -86,7 +83,7 @@ def run_trial(
         begin_s = time.perf_counter()
         try:
             own = {**import_environment(command[0]), **(environment or {})}
-            run_ranks(command, ranks, own, log_path, out, timeout_s, hosts, watch)
+            run_ranks(command, ranks, own, log_path, out, timeout_s, watch)
             found |= json.loads(out.read_text().splitlines()[-1])
         except _OverBudget:
             seconds = time.perf_counter() - begin_s
@@ -112,20 +109,23 @@ def run_ranks(
     log_path: Path,
     stdout_path: Path | None,
     timeout_s: float,
-    hosts: Hosts | None = None,
     watch: Callable[[int], object] = lambda pid: None,
 ) -> None:
-    """Runs `command` as `ranks` processes until all have ended, as many on each of `hosts`.
+    """Runs `command` as `ranks` processes until all have ended.
 
     What they print goes to rank_log()s, what rank 0 prints on stdout to `stdout_path` if given.
     A single rank is told nothing of ranks. `watch` is called with each process's number all the
     while; what it raises ends them. Raises RankError, OSError if the program cannot start.
     """
     processes: list[subprocess.Popen[bytes]] = []
-    if hosts is not None and ranks % hosts.count:
-        raise ValueError(f"{ranks} ranks cannot be spread evenly over {hosts.count} hosts")
-    local_ranks = ranks if hosts is None else ranks // hosts.count
-    rendezvous = _rendezvous(ranks, local_ranks, hosts)
+    rendezvous = {
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        # Else gloo looks the host's name up, which need not be known or may lead elsewhere.
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
     try:
         with contextlib.ExitStack() as files:
             for rank in range(ranks):
@@ -133,14 +133,11 @@ def run_ranks(
                 stdout = log
                 if stdout_path is not None and rank == 0:
                     stdout = files.enter_context(stdout_path.open("wb"))
-                host, local_rank = divmod(rank, local_ranks)
-                own = {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "GROUP_RANK": str(host)}
-                if not rendezvous:
-                    own = {}
+                own = {"RANK": str(rank), "LOCAL_RANK": str(rank), **rendezvous}
                 processes.append(
                     subprocess.Popen(
-                        command if hosts is None else hosts.command(host, command),
-                        env={**environment, **rendezvous, **own},
+                        command,
+                        env={**environment, **(own if ranks > 1 else {})},
                         stdin=subprocess.DEVNULL,
                         stdout=stdout,
                         stderr=log,
@@ -165,20 +162,6 @@ def last_line(path: Path) -> str:
     """The last line of a log that is not empty."""
     lines = [line.strip() for line in path.read_text(errors="replace").splitlines()]
     return next((line for line in reversed(lines) if line), "it printed nothing")
-
-
-def _rendezvous(ranks: int, local_ranks: int, hosts: Hosts | None) -> dict[str, str]:
-    """What is the same for all ranks."""
-    if ranks == 1:
-        return {}
-    return {
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(local_ranks),
-        "MASTER_ADDR": "127.0.0.1" if hosts is None else hosts.address(0),
-        "MASTER_PORT": str(free_port()),  # free here, and hosts have used none
-        # Else gloo looks the host's name up, which need not be known or may lead elsewhere.
-        "GLOO_SOCKET_IFNAME": "lo" if hosts is None else INTERFACE,
-    }
 
 
 def free_port() -> int:

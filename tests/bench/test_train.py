@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from bench import train as bench_train
-from bench.harness.hosts import Hosts
 from bench.harness.rounds import ContenderError, MissingError, Sample, run_rounds
 from bench.peers.train import deepspeed_config
 from bench.peers.workload import Workload
@@ -122,7 +121,7 @@ def test_every_round_begins_with_another_contender_and_leaves_out_who_failed(
 ) -> None:
     turns = []
 
-    def run_contender(_: list[str], log: Path, __: float, ranks: int, hosts: Hosts | None) -> Any:
+    def run_contender(_: list[str], log: Path, __: float, ranks: int) -> Any:
         assert log.parent.is_dir()
         turns.append((log.parent.name, log.stem))
         if log.stem == "torch-bf16":

@@ -1,6 +1,6 @@
 """Ranks on several hosts: bytes between them, their folders and names, and the loss of one.
 
-The hosts are network namespaces (bench/harness/hosts.py), so this needs root.
+The hosts are network namespaces (tests/support/ranks/hosts.py), so this needs root.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from bench.harness.hosts import INTERFACE, Hosts, why_no_hosts
 from bench.harness.ranks import RankError, rank_log, run_ranks
 from hetero.job.options import TrainOptions
+from tests.support.ranks.hosts import INTERFACE, Hosts, why_no_hosts
 from tests.support.training.loops import SMALLEST_MODEL
 from tests.support.waiting import until
 
@@ -41,7 +41,8 @@ def hosts() -> Iterator[Hosts]:
 def run(name: str, ranks: int, out: Path, hosts: Hosts | None, *arguments: Any) -> list[Any]:
     """What each rank returns of a function of on_hosts."""
     command = [sys.executable, "-m", MODULE, name, str(out), *map(str, arguments)]
-    run_ranks(command, ranks, os.environ, out / f"{name}.log", None, 300, hosts)
+    command = command if hosts is None else hosts.spread(command, ranks)
+    run_ranks(command, ranks, os.environ, out / f"{name}.log", None, 300)
     return [json.loads((out / f"{name}-{rank}.json").read_text()) for rank in range(ranks)]
 
 
@@ -159,8 +160,9 @@ def hetero_train(
     job = TrainOptions(config=str(config), **{**chosen, **options}).as_dict()
     (tmp_path / "job.json").write_text(json.dumps(job))
     command = [sys.executable, "-m", "hetero.cli", "train", f"--config={tmp_path}/job.json"]
+    command = command if hosts is None else hosts.spread(command, ranks)
     out = tmp_path / "out"
-    run_ranks(command, ranks, os.environ, tmp_path / "train.log", out, 300, hosts)
+    run_ranks(command, ranks, os.environ, tmp_path / "train.log", out, 300)
     found: dict[str, Any] = json.loads(out.read_text())
     return found
 

@@ -1,4 +1,4 @@
-"""bench/harness/hosts: network namespaces as hosts, and `hetero train` on two of them."""
+"""Ranks on two hosts, which are network namespaces, train as on one; one host is lost."""
 
 from __future__ import annotations
 
@@ -10,28 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from bench.harness.hosts import INTERFACE, Hosts, parse_rate, why_no_hosts
 from tests.support.ranks import on_hosts
+from tests.support.ranks.hosts import INTERFACE, Hosts, why_no_hosts
 from tests.support.ranks.processes import RankPool
-from tests.support.training.loops import SMALLEST_MODEL
 from tests.support.waiting import until
 
 WHY_NOT = why_no_hosts()
-needs_hosts = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
-GIGABIT, SLOW = 125e6, 12.5e6  # bytes per second
-CONFIG = {**SMALLEST_MODEL, "n_layer": 2, "n_embd": 64, "n_positions": 64}
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [("1gbit", 125e6), ("100 mbit", None), ("2.5Mbit", 312500.0), ("0kbit", 0)],
-)
-def test_rates(text: str, expected: float | None) -> None:
-    if expected:
-        assert parse_rate(text) == expected
-    else:
-        with pytest.raises(ValueError, match="a number of kbit, mbit or gbit"):
-            parse_rate(text)
+pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
+GIGABIT = 125e6  # bytes per second
 
 
 def on(hosts: Hosts, host: int, program: str) -> str:
@@ -39,7 +25,6 @@ def on(hosts: Hosts, host: int, program: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-@needs_hosts
 def test_a_host_has_its_own_network_name_processes_and_memory() -> None:
     own = """
 import os, socket
@@ -59,7 +44,6 @@ print(socket.gethostname(), socket.gethostbyname(socket.gethostname()), os.getpi
     assert left.wait(30) != 0  # it ended with its host
 
 
-@needs_hosts
 def test_ranks_on_two_hosts_train_as_one_machine_s(ranks2: RankPool, tmp_path: Path) -> None:
     """The same bits; a host sends what its rank sends the other, and little more. Then one is lost.
 

@@ -11,7 +11,6 @@ hosts, their links and all that runs there end, too.
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -34,15 +33,6 @@ exec cat > /dev/null
 _BURST_S = 1e-3
 _LEAST_BURST_BYTES = 32 << 10
 INTERFACE = "eth0"  # of each host
-_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
-
-
-def parse_rate(text: str) -> float:
-    """Bytes per second of a rate as tc takes it: 1gbit, 100mbit. Raises ValueError."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", text.strip().lower())
-    if found is None or float(found[1]) == 0:
-        raise ValueError(f"a rate is a number of kbit, mbit or gbit per second, not {text!r}")
-    return float(found[1]) * _UNITS[found[2]] / 8
 
 
 def why_no_hosts() -> str | None:
@@ -107,6 +97,20 @@ class Hosts:
         where = ["--target", str(self._pids[host]), *_NAMESPACES, f"--wdns={os.getcwd()}"]
         return ["nsenter", *where, *command]
 
+    def spread(self, command: Sequence[str], ranks: int) -> list[str]:
+        """The command that runs `command` on the host of its rank, as many ranks on each.
+
+        It is for run_ranks(), which tells all `ranks` that they are of this machine.
+        """
+        local_ranks = ranks // self.count
+        script = f"""
+        pids=({" ".join(map(str, self._pids))}); host=$((RANK / {local_ranks}))
+        export GROUP_RANK=$host LOCAL_RANK=$((RANK % {local_ranks})) LOCAL_WORLD_SIZE={local_ranks}
+        export MASTER_ADDR={self.address(0)} GLOO_SOCKET_IFNAME={INTERFACE}
+        exec nsenter --target ${{pids[host]}} {" ".join(_NAMESPACES)} --wdns="$PWD" "$@"
+        """
+        return ["bash", "-c", script, "bash", *command]
+
     def lose(self, host: int) -> None:
         """The host is gone, as without power: it says nothing to the others."""
         os.kill(self._pids[host], signal.SIGKILL)
@@ -130,7 +134,7 @@ class Hosts:
         undo.callback(_end, process)
         assert process.stdout is not None
         if process.stdout.readline() != b"ready\n":
-            raise OSError(f"{name} of bench.harness.hosts did not start; what it said is above")
+            raise OSError(f"{name} did not start; what it said is above")
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         return int(children[0])
 
