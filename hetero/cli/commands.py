@@ -323,25 +323,5 @@ _BENCH = Command(
     synopsis="[NAME [OPTION ...]]",
 )
 
-_COMPLETION = Command(
-    "completion",
-    "hetero.cli.completion.run",
-    "print a script by which a shell completes commands and options",
-    "Prints a script by which a shell completes commands, options, and names of files and folders."
-    " Start a new shell when it is installed. Needs the extra `completion`.",
-    (
-        (
-            "hetero completion bash > ~/.local/share/bash-completion/completions/hetero",
-            "for bash with the package bash-completion; the folder must be there",
-        ),
-        ("hetero completion zsh > ~/.zfunc/_hetero", "for zsh, if ~/.zfunc is in its fpath"),
-        ("hetero completion fish > ~/.config/fish/completions/hetero.fish", "for fish"),
-    ),
-    (_option("shell", choices=("bash", "zsh", "fish"), help="bash, zsh or fish"),),
-)
-
 # As the help lists them.
-COMMANDS = (
-    *(_TRAIN, _FINETUNE, _GENERATE, _PLAN, _PROFILE, _DOCTOR),
-    *(_INSPECT, _CONVERT, _BENCH, _COMPLETION),
-)
+COMMANDS = (_TRAIN, _FINETUNE, _GENERATE, _PLAN, _PROFILE, _DOCTOR, _INSPECT, _CONVERT, _BENCH)

@@ -61,7 +61,6 @@ def make_parser() -> Parser:
         " tracebacks. In a program of your own: hetero.initialize(model, optimizer).",
     )
     parser.add_argument("--version", action="version", version=f"hetero {hetero.__version__}")
-    parser.set_defaults(whole_parser=parser)
     added = parser.add_subparsers(
         title="commands", dest="command", required=True, metavar="COMMAND"
     )

@@ -32,7 +32,6 @@ def print_error(command: str, error: Exception) -> None:
 EXTRAS = {
     "train": ("matplotlib", "pyyaml", "rich", "transformers"),
     "finetune": ("accelerate", "datasets", "peft", "pyarrow", "trl"),
-    "completion": ("shtab",),
 }
 
 

@@ -36,7 +36,7 @@ FOLDER = Facts(
 H100 = ("H100", 80 * GIB)
 MACHINE = Facts(
     versions={"hetero": "0.1.0", "torch": "2.13.0"},
-    extras={"train": {"rich": "15.0", "matplotlib": None}, "completion": {"shtab": "1.7"}},
+    extras={"train": {"rich": "15.0", "matplotlib": None}, "finetune": {"trl": "0.29"}},
     architecture="x86_64",
     cpus=8,
     usable_cpus=8,
@@ -76,7 +76,7 @@ NO_SYSCALL = {"refused_errno": errno.ENOSYS}
 CASES: dict[str, list[tuple[dict[str, Any], Level, str, str]]] = {
     "versions": [({}, OK, "hetero 0.1.0, torch 2.13.0", "")],
     "extra train": [({}, NOTE, "missing: matplotlib", 'pip install "hetero[train]"')],
-    "extra completion": [({}, OK, "shtab 1.7", "")],
+    "extra finetune": [({}, OK, "trl 0.29", "")],
     "processors": [({"usable_cpus": 3}, OK, "3 of 8 CPUs (x86_64)", "")],
     "update kernels": [
         ({}, OK, "avx512 (this machine and build have avx512, avx2", ""),

@@ -1,4 +1,4 @@
-"""`hetero --help`, examples, completion, and errors that are one line."""
+"""`hetero --help`, examples, and errors that are one line."""
 
 from __future__ import annotations
 
@@ -173,38 +173,6 @@ def test_a_reader_that_has_gone_is_no_error() -> None:
     assert done.stderr == ""
 
 
-@pytest.mark.parametrize(
-    ("words", "completed"),
-    [
-        (("hetero", "doc"), "doctor"),
-        (("hetero", "train", "--overlap-u"), "--overlap-updates"),
-        (("hetero", "train", "--policy", "n"), "nvme"),
-    ],
-)
-def test_bash_completes(
-    words: tuple[str, ...], completed: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    assert main(["completion", "bash"]) == 0
-    (tmp_path / "script").write_text(capsys.readouterr().out)
-    given = " ".join(map(shlex.quote, words))
-    asked = f"COMP_WORDS=({given}); COMP_CWORD={len(words) - 1}; _shtab_hetero hetero {words[-1]}"
-    done = subprocess.run(
-        ["bash", "-c", f'source ./script; {asked}; echo "${{COMPREPLY[@]}}"'],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
-    assert completed in done.stdout.split(), done.stderr
-
-
-@pytest.mark.parametrize(("shell", "mark"), [("zsh", "#compdef hetero"), ("fish", "complete ")])
-def test_other_shells(shell: str, mark: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["completion", shell]) == 0
-    script = capsys.readouterr().out
-    assert mark in script
-    assert "overlap-updates" in script
-
-
 DRAWING = ("hetero.reporting.charts", "hetero.reporting.drawing")
 
 
@@ -215,7 +183,6 @@ DRAWING = ("hetero.reporting.charts", "hetero.reporting.drawing")
         ("plan --machine laptop", "transformers", "train", ()),
         ("bench peers_tests", "rich", "train", ("bench",)),
         ("finetune --model none", "trl", "finetune", ("hetero.cli.finetune",)),
-        ("completion bash", "shtab", "completion", ("hetero.cli.completion",)),
     ],
 )
 def test_an_extra_that_is_missing_is_named(
