@@ -109,7 +109,7 @@ def open_job(options: TrainOptions, folder: RunFolder, ranks: Ranks = ALONE) -> 
     model, optimizer = hetero.initialize(built.model, make_optimizer(options, built.model))
     scheduler = make_scheduler(optimizer, options.warmup, options.steps, options.schedule)
     with closing(optimizer.engine) as engine:
-        setting = make_setting(built, options, folder, ranks, task.data.description, engine)
+        setting = make_setting(built, options, folder, task.data.description, engine)
         with closing(Recorder(engine, setting, waits=True)) as recorder:
             yield Job(options, engine, recorder, task, model, optimizer, scheduler, ranks)
 
@@ -150,7 +150,6 @@ def make_setting(
     built: BuiltModel,
     options: TrainOptions,
     folder: RunFolder,
-    ranks: Ranks,
     data: str,
     engine: hetero.Engine,
     steps: int | None = None,

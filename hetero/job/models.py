@@ -97,6 +97,7 @@ def model_config(options: TrainOptions) -> PretrainedConfig:
 
     Raises ValueError for an unknown name, an unreadable file or a vocabulary smaller than a byte.
     """
+    from transformers import AutoConfig
     from transformers.utils import logging
 
     # Its warnings are about generation and special tokens, which bytes do not have.
@@ -104,7 +105,11 @@ def model_config(options: TrainOptions) -> PretrainedConfig:
     if options.config_path is not None:
         config = _config_from_file(options.config_path)
     else:
-        config = _config_from_name(options.model, options.vocab_size or BYTE_VALUES)
+        model_type, shape = _shape(options.model)
+        vocab_size = options.vocab_size or BYTE_VALUES
+        if vocab_size < BYTE_VALUES:
+            raise ValueError(f"--vocab-size must be at least {BYTE_VALUES}, got {vocab_size}")
+        config = AutoConfig.for_model(model_type, **shape | {"vocab_size": vocab_size})
     positions = getattr(config, "max_position_embeddings", None)
     if positions is not None and positions < options.seq_len:
         config.max_position_embeddings = options.seq_len
@@ -174,15 +179,6 @@ def build_shape(config: PretrainedConfig) -> torch.nn.Module:
 def count_parameters(config: PretrainedConfig) -> int:
     """Number of parameters, tied ones once; allocates none of them."""
     return sum(parameter.numel() for parameter in build_shape(config).parameters())
-
-
-def _config_from_name(name: str, vocab_size: int) -> PretrainedConfig:
-    from transformers import AutoConfig
-
-    model_type, shape = _shape(name)
-    if vocab_size < BYTE_VALUES:
-        raise ValueError(f"--vocab-size must be at least {BYTE_VALUES}, got {vocab_size}")
-    return AutoConfig.for_model(model_type, **shape | {"vocab_size": vocab_size})
 
 
 def _shape(name: str) -> Shape:

@@ -107,15 +107,15 @@ def joined_ranks(backend: str = "gloo") -> Iterator[Ranks]:
         place = int(os.environ.get("LOCAL_RANK", "0"))
         torch.cuda.set_device(place % torch.cuda.device_count())
     try:
-        yield _default_group() if _initialized() else ALONE
+        if _initialized():
+            count = dist.get_world_size()
+            local = int(os.environ.get("LOCAL_WORLD_SIZE", count))
+            yield Ranks(dist.get_rank(), count, local)
+        else:
+            yield ALONE
     finally:
         if joins:
             dist.destroy_process_group()
-
-
-def _default_group() -> Ranks:
-    count = dist.get_world_size()
-    return Ranks(dist.get_rank(), count, int(os.environ.get("LOCAL_WORLD_SIZE", count)))
 
 
 def _initialized() -> bool:

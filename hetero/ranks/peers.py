@@ -113,12 +113,6 @@ class PeerNotes:
         channel, number, what = json.loads(found)
         return RankOperation(Channel(channel), number), what
 
-    def end_of(self, peer: int, attempt: int) -> End | None:
-        """What `peer` told in that attempt, if it has ended."""
-        found = self.find("end", peer)
-        end = None if found is None else End(**json.loads(found))
-        return end if end is not None and end.attempt == attempt else None
-
     def polled(self, timeout_s: float, look: Callable[[], None]) -> Any:
         """A PolledStore over this one, with these limits of its waits."""
         from hetero.ranks.start.meeting import (
@@ -403,7 +397,10 @@ class Peers:
             self.notes.store.set("ended", "")
 
     def _end_of(self, peer: int) -> End | None:
-        return self.notes.end_of(peer, self.failures.attempt)
+        """What `peer` told in this attempt, if it has ended."""
+        found = self.notes.find("end", peer)
+        end = None if found is None else End(**json.loads(found))
+        return end if end is not None and end.attempt == self.failures.attempt else None
 
     def look(self, operation: RankOperation, what: str) -> None:
         """Raises PeerError if a wait for a common operation is in vain; does what can be done."""

@@ -78,7 +78,10 @@ class ProcessGroups:
         self.replicas: Communicator | None = None
         self.everyone: Communicator | None = None
         self._met_as = self._connect()
-        self.local_ranks = self._count_local()
+        self.local_ranks = 1
+        if self.everyone is not None:
+            mine = machine_id()
+            self.local_ranks = self.everyone.all_gather_bytes(mine, "hetero's start").count(mine)
 
     @property
     def ranks(self) -> int:
@@ -262,12 +265,6 @@ class ProcessGroups:
                     f"{what} differ between ranks: number {number} is {here} on {self.name} and "
                     f"{there} on {self.everyone.name(peer)}; all ranks must have them in one order"
                 )
-
-    def _count_local(self) -> int:
-        if self.everyone is None:
-            return 1
-        mine = machine_id()
-        return self.everyone.all_gather_bytes(mine, "hetero's start").count(mine)
 
     @contextmanager
     def telling_failures(self, what: str) -> Iterator[None]:

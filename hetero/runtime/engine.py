@@ -28,7 +28,6 @@ from hetero.runtime.step import GradHook, OptimizerSteps
 from hetero.runtime.step_watch import StepPredictions, StepTracer, StepWatch, io_stats
 from hetero.runtime.update_schedule import OptimizerView
 from hetero.state.managed_param import ManagedParam, can_train
-from offload.device.backend import Backend
 from offload.errors import ClosedError, UnmanagedParameterError
 from offload.interrupts import uninterrupted
 from offload.memory.operation import THREAD_PREFIX, in_background
@@ -53,19 +52,6 @@ class Traffic:
     activations_written: int = 0
 
 
-def traffic_of(
-    chunk_groups: Sequence[ChunkGroup], backend: Backend, activations: ActivationStore | None
-) -> Traffic:
-    """Of all chunk groups, which compute on `backend`, and of what autograd saved."""
-    io = io_stats(chunk_groups, activations)
-    groups = [peers for chunk_group in chunk_groups for peers in chunk_group.world.groups()]
-    sent = sum(peers.sent_bytes for peers in groups)
-    received = sum(peers.received_bytes for peers in groups)
-    of_activations = (0, 0, 0, 0) if activations is None else activations.moved_bytes
-    of_disks = int(io["read_bytes"]), int(io["written_bytes"])
-    return Traffic(backend.h2d_bytes, backend.d2h_bytes, *of_disks, sent, received, *of_activations)
-
-
 @dataclass(frozen=True)
 class Seconds:
     """Seconds since the engine was made.
@@ -79,16 +65,6 @@ class Seconds:
     gather_wait_s: float
     update_s: float
     update_wait_s: float
-
-
-def seconds_of(chunk_groups: Sequence[ChunkGroup]) -> Seconds:
-    """Of all chunk groups."""
-    ranks = (each.ranks for each in chunk_groups if each.ranks is not None)
-    return Seconds(
-        sum(each.gathering.wait_s for each in ranks if each.gathering is not None),
-        sum(float(each.pipeline.stats["busy_s"]) for each in chunk_groups),
-        sum(each.update_wait_s for each in chunk_groups),
-    )
 
 
 class Lifetime:
@@ -491,12 +467,26 @@ class Engine:
     @property
     def traffic(self) -> Traffic:
         """Bytes moved so far; between DEVICE and HOST none if they are the same memory."""
-        return traffic_of(self.chunk_groups, self.backend, self.watch.activations)
+        backend, activations = self.backend, self.watch.activations
+        io = io_stats(self.chunk_groups, activations)
+        groups = [peers for each in self.chunk_groups for peers in each.world.groups()]
+        return Traffic(
+            *(backend.h2d_bytes, backend.d2h_bytes),
+            *(int(io["read_bytes"]), int(io["written_bytes"])),
+            sum(peers.sent_bytes for peers in groups),
+            sum(peers.received_bytes for peers in groups),
+            *((0, 0, 0, 0) if activations is None else activations.moved_bytes),
+        )
 
     @property
     def seconds(self) -> Seconds:
         """Seconds of updates, and of waits for them and for other ranks, so far."""
-        return seconds_of(self.chunk_groups)
+        ranks = (each.ranks for each in self.chunk_groups if each.ranks is not None)
+        return Seconds(
+            sum(each.gathering.wait_s for each in ranks if each.gathering is not None),
+            sum(float(each.pipeline.stats["busy_s"]) for each in self.chunk_groups),
+            sum(each.update_wait_s for each in self.chunk_groups),
+        )
 
     @property
     def io_engine(self) -> str | None:

@@ -380,7 +380,8 @@ class StepPredictions:
         """
         groups = self._group_plans()
         saved = saved_profile(self._shared.config, self._world.local_ranks)
-        rates = saved or self._learned(groups)
+        dtypes = sorted({group.dtypes.compute for group in groups})
+        rates = saved or self.learned.rates(dtypes, self._shared.backend.separate)
         if rates is None:
             return []
         try:
@@ -452,10 +453,6 @@ class StepPredictions:
             overlap=overlap,
             network=network,
         )
-
-    def _learned(self, groups: Sequence[ChunkGroupPlan]) -> Rates | None:
-        dtypes = sorted({group.dtypes.compute for group in groups})
-        return self.learned.rates(dtypes, self._shared.backend.separate)
 
 
 class StepWatch:

@@ -30,7 +30,11 @@ class ForwardSwap:
                     f"a {type(module).__name__} has a forward of its own in place of its class's "
                     f"(accelerate and others set one); tile before that is done"
                 )
-        self._swapped = [(module, type(module), _swap(module, own)) for module, own in swaps]
+        self._swapped: list[tuple[torch.nn.Module, type, type]] = []
+        for module, own in swaps:
+            plain = type(module)
+            module.__class__ = swapped_class(plain, plain.__name__, (), forward=own)
+            self._swapped.append((module, plain, type(module)))
         self._at_end = at_end
 
     def remove(self) -> None:
@@ -72,14 +76,6 @@ def swapped_class(plain: type, name: str, bases: tuple[type, ...], **members: An
 
     members |= {"__reduce_ex__": reduce_ex, "__module__": plain.__module__}
     return type(name, (*bases, plain), {"__doc__": plain.__doc__, **members})
-
-
-def _swap(module: torch.nn.Module, forward: Callable[..., Any]) -> type[torch.nn.Module]:
-    """Gives a module a class with this forward, and returns it."""
-    plain = type(module)
-    swapped: type[torch.nn.Module] = swapped_class(plain, plain.__name__, (), forward=forward)
-    module.__class__ = swapped
-    return swapped
 
 
 def _new(plain: type[torch.nn.Module]) -> torch.nn.Module:

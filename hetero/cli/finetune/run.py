@@ -105,7 +105,7 @@ def fine_tune(
     built = build_in_budgets(source, options, folder, ranks)
     words = f"{options.data}: {len(data[0]):,} sequences"
     with make_trainer(options, folder, built, tokenizer, data, {DATA_KEY: about}) as trainer:
-        begin = partial(make_setting, built, options, folder, ranks, words)
+        begin = partial(make_setting, built, options, folder, words)
         trainer.add_callback(RunCallback(trainer, run, begin, notes))
         with run.under_way():
             with run.sigterm_noted():

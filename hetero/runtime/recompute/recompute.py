@@ -311,7 +311,12 @@ class BlockCalls:
         is_repeatable = key not in self._never and arguments.odd_one is None
         again = seen is not None and self._recomputes(size_bytes)
         if again and not is_repeatable:
-            self._note_odd(block, arguments)
+            if arguments.odd_one is not None:
+                self._note(
+                    f"{block.name} and blocks like it are not computed again in backward, because "
+                    f"they are given a {type(arguments.odd_one).__name__}, which may have changed "
+                    f"by then; for a cache of transformers, set model.config.use_cache = False"
+                )
             again = False
         saved_bytes, unchanged = self._activations.counts.saved_bytes, _Unchanged(module, arguments)
         try:
@@ -390,16 +395,6 @@ class BlockCalls:
         """No call like this one of the block is computed again, because of `why`."""
         self._never.add(key)
         self._note(f"{block.name} and blocks like it are not computed again in backward: {why}")
-
-    def _note_odd(self, block: Block, arguments: Arguments) -> None:
-        """Says why a call cannot be made again, where that would save something."""
-        odd = arguments.odd_one
-        if odd is not None:
-            self._note(
-                f"{block.name} and blocks like it are not computed again in backward, because they "
-                f"are given a {type(odd).__name__}, which may have changed by then; for a cache of "
-                f"transformers, set model.config.use_cache = False"
-            )
 
     def _note(self, line: str) -> None:
         # Once, and not for each block: the name comes first.

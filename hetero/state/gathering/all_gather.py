@@ -354,14 +354,10 @@ class Gathering:
         if ended.wait(SOON_S if often_told else LOOK_S):
             return True
         deliver_signals()
-        self._tell_wanted()
-        return False
-
-    def _tell_wanted(self) -> None:
-        """Tells the other ranks, once, that this one waits for what it has started."""
-        if self.counts.told < self.counts.started:
+        if self.counts.told < self.counts.started:  # the other ranks are told once
             self.counts.told = self.counts.started
             self.server.tell_wanted(self.counts.started)
+        return False
 
     def wait_all(self) -> None:
         """Until all that were started are made, by devices, too, or have failed.
