@@ -721,13 +721,13 @@ class SlotCache:
             last = range(max(0, self._limit - run), self._limit)  # no others can have become free
             if len(last) == run and not any(map(is_taken, last)):
                 slot = last.start
-        if slot is None:
-            raise self.no_room(chunk)
         try:
-            return self._take(slot, run)
+            if slot is not None:
+                return self._take(slot, run)
         except BudgetError:
-            self._limit = limit  # others have the RAM by now
-            raise self.no_room(chunk) from None
+            pass  # others have the RAM by now
+        self._limit = limit
+        raise self.no_room(chunk)
 
     def shrink(self) -> None:
         """Gives up slots past the limit, from the end on, up to one that is pinned."""

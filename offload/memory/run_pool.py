@@ -102,9 +102,13 @@ class RunPool:
         first = self._free.take(slots)
         if first is None:
             return None
-        run = Run(first, slots)
-        if not self._charge(run):
-            self._free.give(first, slots)
+        run, is_charged = Run(first, slots), False
+        try:
+            is_charged = self._charge(run)
+        finally:
+            if not is_charged:
+                self._free.give(first, slots)
+        if not is_charged:
             return None
         self.used_bytes += slots * self.arena.slot_bytes
         return run

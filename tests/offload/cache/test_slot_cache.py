@@ -166,6 +166,19 @@ class TestRoom:
         r.got(0)
         assert r.ledger.used(Tier.HOST, Account.GATHERED) == 3 * SLOT
 
+    def test_a_refusal_leaves_the_soft_limit_where_it_was(self, rig):
+        """The slots past it are taken while RAM is free, and now something else has it."""
+        r = rig(3, [1, 1, 2, 1])
+        r.cache.refit(2)
+        r.arena.commit(0, 2)
+        pins = [r.got(0), r.got(1)]
+        with pytest.raises(BudgetError):
+            r.got(2)
+        pins.clear()
+        r.ledger.charge(Tier.HOST, Account.BUCKET, SLOT)
+        assert torch.equal(r.got(3), pattern(r.extents[3].nbytes, 3))
+        r.ledger.release(Tier.HOST, Account.BUCKET, SLOT)
+
 
 class TestFailures:
     def test_a_failed_read_is_raised_and_can_be_tried_again(self, rig):

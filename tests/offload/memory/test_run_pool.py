@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from offload.errors import BudgetError
 from offload.memory.arena import HostArena
 from offload.memory.ledger import Ledger
 from offload.memory.run_pool import Run, RunPool
@@ -37,6 +39,15 @@ def test_runs_are_charged_at_their_first_use_and_stay_so() -> None:
     assert pool.take(2) == Run(0, 2)
     pool.close()
     assert charged(ledger) == 0
+
+
+def test_a_run_that_the_budget_refuses_stays_free() -> None:
+    pool, ledger = make(8, room=8)
+    ledger.charge(Tier.HOST, Account.BUFFER, 4 * SLOT)
+    with pytest.raises(BudgetError):
+        pool.take(5)
+    assert pool.take(4) == Run(0, 4)
+    pool.close()
 
 
 def test_a_run_elsewhere_takes_the_charge_of_free_slots() -> None:
