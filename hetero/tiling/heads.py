@@ -366,13 +366,18 @@ def _of_tokens(logits: DeferredLogits) -> tuple[torch.Tensor, tuple[Elementwise,
             continue
         if view.func in _RESHAPES and before.shape[-1] == meta.shape[-1] == vocabulary:
             hidden = hidden.reshape(*meta.shape[:-1], hidden.shape[-1])
-        elif view.func in _SLICES and [*view.args, 0][0] % before.dim() != before.dim() - 1:
+        elif view.func in _SLICES and _dimension(view) % before.dim() != before.dim() - 1:
             hidden = view.of(hidden)
         elif view.func in _SLICES and before.shape == meta.shape:
             pass  # all of the vocabulary
         else:
             return None
     return hidden, elementwise
+
+
+def _dimension(view: Any) -> int:
+    dimension: int = view.args[0] if view.args else 0
+    return dimension
 
 
 # The gradient of an embedding by rows, joined with that of a head that has the same weight.
