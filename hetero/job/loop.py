@@ -4,6 +4,7 @@ commits beside them."""
 from __future__ import annotations
 
 import math
+import os
 from contextlib import nullcontext
 from typing import Any
 
@@ -47,7 +48,7 @@ def train(
         with run.under_way():
             with run.sigterm_noted(), checkpoints:
                 for step in range(made + 1, options.steps + 1):
-                    run.step(one_step(job, step))
+                    run.step(one_step(job, step), run_id=checkpoints.run_id)
                     if checkpoints.after_step(step):
                         break
                 job.engine.synchronize()  # an interval is known when it ends
@@ -89,7 +90,11 @@ def one_step(job: Job, step: int) -> StepPoint:
 
 
 class Checkpoints:
-    """Saves a job's checkpoints, and loads the one that it goes on from."""
+    """Saves a job's checkpoints, and loads the one that it goes on from.
+
+    Attributes:
+        run_id: 32 hexadecimal digits, which no other run has; metrics and commits say it.
+    """
 
     def __init__(self, job: Job, run: TrainingRun) -> None:
         self._job = job
@@ -97,6 +102,8 @@ class Checkpoints:
         self._folder = run.folder.path / CHECKPOINTS_NAME
         self._last: hetero.Save | None = None
         self._commit: hetero.Save | None = None
+        new_id = run.ranks.from_first(lambda: os.urandom(16).hex())
+        self.run_id: str = run.beginning.run_id or new_id
 
     @property
     def saved(self) -> str | None:
@@ -135,12 +142,25 @@ class Checkpoints:
         """
         if self._job.options.commit_every is None:
             return None
+        beginning = self._run.beginning
         found = hetero.resume(self._job.model, extra=self._objects)
-        if found is not None and not self._run.beginning.takes_commit:
+        if found is None:
+            return None
+        steps = found.extra["step"]
+        if not beginning.takes_commit:
             raise ValueError(
-                f"{found.path} has the state of a run that made {found.extra['step']} steps; "
-                f"--resume goes on from there, and a new run needs another --nvme-path or --run-dir"
+                f"{found.path} has the state of a run that made {steps} steps; --resume goes on "
+                f"from there, and a new run needs another --nvme-path or --run-dir"
             )
+        of_run = found.extra.get("run_id")  # (None of an earlier hetero)
+        if beginning.run_id is not None and of_run not in (None, beginning.run_id):
+            folder = found.extra["run_dir"]
+            raise ValueError(
+                f"{found.path} has the state of the run in {folder}, which made {steps} steps, and "
+                f"--run-dir {self._run.folder.path} has another run; give --run-dir {folder}, or "
+                f"the --nvme-path that this run began with, or an empty one"
+            )
+        self.run_id = of_run or self.run_id
         return found
 
     def after_step(self, step: int) -> bool:
@@ -153,7 +173,8 @@ class Checkpoints:
         is_due = run.ends_now() or step == options.steps
         extra = {**self._objects, "step": step}
         if options.commit_every is not None and (is_due or step % options.commit_every == 0):
-            self._commit = hetero.commit(job.model, extra=extra)
+            of_run = {"run_id": self.run_id, "run_dir": str(run.folder.path.resolve())}
+            self._commit = hetero.commit(job.model, extra={**extra, **of_run})
         if options.save_every is not None and (is_due or step % options.save_every == 0):
             path, keep = self._folder / f"step-{step:06}", options.keep
             self._last = hetero.save(

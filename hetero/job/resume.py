@@ -45,11 +45,13 @@ class Beginning(NamedTuple):
 
     Attributes:
         path: the checkpoint; None if the run begins anew, or has commits alone.
-        takes_commit: a commit in --nvme-path is of this run, and is taken if it is later.
+        takes_commit: a commit in --nvme-path is taken if it is later, and not of another run.
+        run_id: of the run in the run folder; None if there is none, or it does not say.
     """
 
     path: Path | None
     takes_commit: bool
+    run_id: str | None = None
 
 
 def find_beginning(options: TrainOptions, run_folder: Path) -> Beginning:
@@ -60,9 +62,9 @@ def find_beginning(options: TrainOptions, run_folder: Path) -> Beginning:
     """
     if options.resume is None:
         return Beginning(None, False)
-    own = latest_checkpoints(run_folder / CHECKPOINTS_NAME)
+    own, run_id = latest_checkpoints(run_folder / CHECKPOINTS_NAME), RunFolder.run_id(run_folder)
     if not options.resume:
-        return Beginning(next(iter(own), None), True)
+        return Beginning(next(iter(own), None), True, run_id)
     given = Path(options.resume)
     path: Path | None = of_trainer(given)
     if not is_checkpoint(of_trainer(given)):
@@ -77,7 +79,7 @@ def find_beginning(options: TrainOptions, run_folder: Path) -> Beginning:
         )
     # (A run that began with another one's checkpoint, and is started again with the same words,
     # goes on with its own.)
-    return Beginning(next(iter(own), path), RunFolder.has_run(run_folder))
+    return Beginning(next(iter(own), path), RunFolder.has_run(run_folder), run_id)
 
 
 def extra_of(path: Path) -> Mapping[str, Any]:

@@ -93,16 +93,20 @@ class RunFolder:
         """When the run that is in the folder was last written to."""
         return (path / METRICS_NAME).stat().st_mtime
 
+    @staticmethod
+    def run_id(path: Path) -> str | None:
+        """What tells the run in the folder from all others, as its newest step says; None without
+        one, or of an earlier hetero."""
+        metrics = path / METRICS_NAME
+        steps = [made for _, made in _lines(metrics)] if metrics.is_file() else []
+        return steps[-1].get("run_id") if steps else None
+
     def go_on_after(self, step: int) -> None:
         """Forgets the lines of later steps, which are made again."""
         metrics = self.path / METRICS_NAME
         if not (self._ranks.leads and metrics.is_file()):
             return
-        kept = []
-        for line in metrics.read_text(encoding="utf-8").splitlines():
-            with contextlib.suppress(ValueError, KeyError):  # the last line may be cut short
-                if json.loads(line)["step"] <= step:
-                    kept.append(f"{line}\n")
+        kept = [line for line, made in _lines(metrics) if made["step"] <= step]
         beside = metrics.with_suffix(".new")
         beside.write_text("".join(kept), encoding="utf-8")
         beside.replace(metrics)
@@ -127,6 +131,17 @@ class RunFolder:
                 # Somebody else put something there in the meantime: it is theirs now.
                 break
         self._created.clear()
+
+
+def _lines(metrics: Path) -> list[tuple[str, dict[str, Any]]]:
+    """The lines of whole steps, and what they say: a crash may have cut the last one short."""
+    found = []
+    for line in metrics.read_text(encoding="utf-8", errors="replace").splitlines():
+        with contextlib.suppress(ValueError):
+            made = json.loads(line)
+            if isinstance(made, dict) and "step" in made:
+                found.append((f"{line}\n", made))
+    return found
 
 
 def _unused(parent: Path) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -129,6 +130,39 @@ def test_a_run_goes_back_in_a_folder_of_its_own(
     assert checkpoints("second") == ["step-000004", "step-000005"]
     assert [line[0] for line in lines("second")] == [3, 4, 5]
     assert lines("second")[1] != lines("first")[3]
+
+
+def test_a_run_does_not_take_the_commits_of_another(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither later nor earlier ones, which would be overwritten; a folder without steps does."""
+    for name in ("a", "b"):
+        Path(f"state-{name}").mkdir()
+        kept = [*arguments, "--schedule", "constant", "--commit-every", "1", "--save-every", "2"]
+        steps = {"a": "3", "b": "2"}[name]
+        first = [*kept, "--steps", steps, "--run-dir", name, "--nvme-path", f"state-{name}"]
+        assert main(first) == 0
+    for name, other, made in (("a", "b", 2), ("b", "a", 3)):
+        before = lines(name)
+        wrong = ["--resume", "--run-dir", name, "--nvme-path", f"state-{other}", "--steps", "4"]
+        capsys.readouterr()
+        assert main([*kept, *wrong]) == 2
+        said = capsys.readouterr().err
+        folder = Path(other).resolve()
+        assert f"state-{other}/hetero-state has the state of the run in {folder}" in said
+        assert f"which made {made} steps, and --run-dir {name} has another run; give" in said
+        assert lines(name) == before
+    # As before, also in a folder that has another name by now, or none of the metrics.
+    Path("b").rename("moved")
+    for folder, steps in (("moved", 3), ("new", 4), ("new", 5)):
+        right = ["--resume", "--run-dir", folder, "--nvme-path", "state-b", "--steps", str(steps)]
+        assert main([*kept, *right]) == 0
+        assert lines(folder)[-1][0] == steps
+    # Commits and metrics of earlier versions do not say of which run they are.
+    metrics = Path("a/metrics.jsonl")
+    metrics.write_text(re.sub('"run_id": "[0-9a-f]{32}", ', "", metrics.read_text()))
+    right = ["--resume", "--run-dir", "a", "--nvme-path", "state-a", "--steps", "4"]
+    assert main([*kept, *right]) == 0
 
 
 def test_what_resume_means(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
