@@ -30,6 +30,7 @@ from hetero.state.state_files import (
     is_record,
     numbers_of,
 )
+from offload.disk.descriptors import not_in_children
 from offload.disk.durable import sync_path
 from offload.errors import CheckpointError, StoreError
 
@@ -100,6 +101,7 @@ class StateFolder:
         self._rank, self._ranks = (0, 1) if everyone is None else (everyone.rank, everyone.size)
         self._world = world
         self._locks: list[int] = []
+        not_in_children.add(self)
         self.folders = tuple(os.path.join(directory, FOLDER) for directory in directories)
         self.notes: list[str] = []
         self.last: tuple[Record, ...] = ()

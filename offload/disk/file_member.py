@@ -9,6 +9,7 @@ import os
 import tempfile
 import weakref
 
+from offload.disk.descriptors import not_in_children
 from offload.errors import StoreError
 
 
@@ -37,7 +38,7 @@ class MemberFile:
                 directory,
             ) from error
         self._closer = weakref.finalize(self, os.close, self.fd)
-        _open_files.add(self)
+        not_in_children.add(self)
 
     def resize(self, nbytes: int) -> None:
         """Allocates or gives back space at the end, so that `nbytes` are allocated.
@@ -128,13 +129,3 @@ class MemberFile:
         finally:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
-
-
-def _close_in_child() -> None:
-    for file in list(_open_files):
-        file.close()
-
-
-# A forked child would keep the space of an unlinked file allocated for as long as it lives.
-_open_files: weakref.WeakSet[MemberFile] = weakref.WeakSet()
-os.register_at_fork(after_in_child=_close_in_child)

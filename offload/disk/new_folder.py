@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from offload._native import NativeIoError
+from offload.disk.descriptors import not_in_children
 from offload.disk.durable import sync_path
 from offload.errors import CheckpointError, HeteroError, StoreError
 
@@ -137,6 +138,7 @@ class NewFolder:
             if _owns(lock, self.incomplete):
                 unless_owned.pop_all()
                 self._lock = lock
+                not_in_children.add(self)
 
     @contextlib.contextmanager
     def as_store_error(self, what: str) -> Iterator[None]:
@@ -168,7 +170,7 @@ class NewFolder:
             sync_path(self.incomplete)
             self._replace()
             # What is there was made whole: abandon() must not touch what was there before.
-            self._unlock()
+            self.close()
             sync_path(self.path.parent)
         for leftover in (self.incomplete, beside(self.path, REMOVED)):
             self._remove_unlocked(leftover)
@@ -191,9 +193,10 @@ class NewFolder:
         """Removes what was not completed; idempotent."""
         if self._lock >= 0:
             shutil.rmtree(self.incomplete, ignore_errors=True)
-            self._unlock()
+            self.close()
 
-    def _unlock(self) -> None:
+    def close(self) -> None:
+        """Lets go of the lock; idempotent."""
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1

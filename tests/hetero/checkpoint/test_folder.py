@@ -19,6 +19,7 @@ from hetero.checkpoint.manifest import NAME
 from offload.disk import new_folder as module
 from offload.disk.durable import write_durably
 from offload.errors import CheckpointError, StoreError
+from tests.support.children import child_that_waits
 from tests.support.durable.calls import before_each
 
 DATA = "rank-0.safetensors"
@@ -250,6 +251,20 @@ def test_two_processes_that_save_to_one_path(tmp_path: Path) -> None:
     save(path, "new")
     assert content_of(path) == "new"
     assert names(tmp_path) == ["a", "a2"]
+
+
+def test_a_child_that_was_forked_meanwhile_holds_no_lock(tmp_path: Path) -> None:
+    """As a loader's worker is: what it outlives is replaced, and removed, as ever."""
+    path = tmp_path / "a"
+    folder = CheckpointFolder(path)
+    folder.begin()
+    (folder.incomplete / DATA).write_text("1")
+    with child_that_waits():
+        complete(folder, b"1")
+        for content in ("2", "3"):
+            save(path, content)
+            assert content_of(path) == content
+            assert names(tmp_path) == ["a"]
 
 
 @pytest.mark.parametrize("replaced", [True, False])

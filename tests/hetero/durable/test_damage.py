@@ -23,6 +23,7 @@ from hetero.durable.record import Record, StoredGroup, read_record
 from offload._native import NativeIoError
 from offload.memory.tiers import StateKind
 from tests.hetero.checkpoint.test_save_load import PLACES, ROOT, build, same, steps, whole
+from tests.support.children import child_that_waits
 from tests.support.training.small_net import Net
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -315,6 +316,18 @@ def test_a_second_process_is_told_who_has_the_state(
         other.kill()
     monkeypatch.undo()
     assert goes_on(tmp_path) is not None
+
+
+def test_a_child_that_was_forked_does_not_have_the_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a loader's worker is, which may outlive the engine."""
+    monkeypatch.setattr(state_folder, "_PATIENCE_S", 0.1)
+    model, optimizer = build(OPTIONS, tmp_path)
+    steps(model, optimizer, range(1))
+    with child_that_waits():
+        optimizer.engine.close()
+        assert goes_on(tmp_path) is not None
 
 
 def test_a_clock_that_goes_backwards_changes_nothing(state: Path) -> None:
