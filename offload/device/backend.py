@@ -83,6 +83,9 @@ class Backend:
         None if that is done when the caller's call returns."""
         return None
 
+    def follow(self, event: Any) -> None:
+        """What the calling thread gives to the device from now on comes after the event."""
+
     def fetch(self, to: torch.Tensor, source: torch.Tensor) -> Transfer:
         """Starts copying `source`, in RAM, to `to`, on the device: flat, of the same bytes.
 

@@ -219,7 +219,6 @@ class CudaBackend(Backend):
         return done
 
     def follow(self, event: Event) -> None:
-        """What the calling thread gives to the device from now on comes after the event."""
         self.runtime.wait(self.runtime.current_stream(), event)
 
     def average(self, streams: DeviceStreams, task: MeanTask, after: Sequence[Event]) -> Event:

@@ -197,6 +197,25 @@ def test_the_first_forward_may_be_in_any_stream(
     optimizer.engine.close()
 
 
+def test_a_save_has_the_updates_of_any_stream(runtime: FakeRuntime, tmp_path: Path) -> None:
+    """It is made in a thread of its own, where another stream is the current one."""
+    settings = {"placement_policy": "cuda", "device_memory": LARGE}
+    model, optimizer = build(**options(tmp_path, settings, dtype="bf16"))
+    (x,) = batches(1)
+    optimizer.backward(model(input_ids=x, labels=x).loss)
+    side = runtime.new_stream()
+    runtime.wait(side, runtime.record(runtime.compute))
+    with runtime.on(side):
+        optimizer.step()
+        hetero.save(tmp_path / "saved", model, optimizer)
+    runtime.synchronize_all()
+    optimizer.zero_grad()
+    wanted = hetero.masters(model.parameters())
+    hetero.load(tmp_path / "saved", model, optimizer)
+    assert all(map(torch.equal, hetero.masters(model.parameters()), wanted))
+    optimizer.engine.close()
+
+
 def test_ram_that_cannot_be_pinned_is_told_and_used(runtime: FakeRuntime, tmp_path: Path) -> None:
     runtime.page_lockable = False
     model, optimizer = build(**options(tmp_path, {"placement_policy": "cpu"}, dtype="bf16"))
