@@ -332,12 +332,16 @@ class ChunkAccess:
             used = self._chunks[chunk.id].used
             if used is not None or self.is_resident(chunk):
                 self._wait_usable(chunk)
-                return self._homes.flat(chunk) if used is None else used.copy
+                return self._homes.flat(chunk) if used is None else self._shared(used)
             if self.agreed_gathers is not None:
                 # First, because other ranks wait for this one; its own shard waits for its update.
                 self.agreed_gathers.note(chunk)
             self._wait_usable(chunk)
             return self._gather(chunk)
+
+    def _shared(self, used: UsedCopy) -> torch.Tensor:
+        self.copies.arena.share(used.copy)
+        return used.copy
 
     @timeline.marked("hetero::gather")
     def _gather(self, chunk: Chunk) -> torch.Tensor:
@@ -358,7 +362,10 @@ class ChunkAccess:
         """Gives the parameter its values until as many release() calls. Raises as flat()."""
         with self._lock:
             copy: torch.Tensor | None = None
-            if not managed.uses:
+            used = self._chunks[managed.chunk.id].used
+            if managed.uses and used is not None:
+                self._shared(used)
+            elif not managed.uses:
                 if self.is_resident(managed.chunk):
                     self._wait_usable(managed.chunk)
                 else:

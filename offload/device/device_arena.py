@@ -100,6 +100,15 @@ class DeviceArena(HostArena):
             self._used[slot] = run, {**streams, stream: None}
             return view
 
+    def share(self, view: torch.Tensor) -> None:
+        """As HostArena; in a stream of the caller's own it is as a view of its own."""
+        with self._lock:
+            slot = self.slot_of(view.data_ptr())
+            if slot is not None and slot in self._used:
+                run, streams = self._used[slot]
+                if self._runtime.current_stream() not in streams:
+                    self.view(slot, run, view.dtype, pinned=True)
+
     def _note_unpinned(self) -> None:
         """Records when work ends with runs whose pins are gone. Needs the lock.
 

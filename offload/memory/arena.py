@@ -120,6 +120,9 @@ class HostArena:
         )
         return torch.from_dlpack(capsule).view(dtype)  # type: ignore[attr-defined]
 
+    def share(self, view: torch.Tensor) -> None:
+        """The caller uses a pinned view that was made for another one, too."""
+
     def has_transfers(self, slot: int, run: int) -> bool:
         """Whether a transfer is under way to or from slots [slot, slot + run)."""
         transfers = None if self._memory is None else self._memory.transfers

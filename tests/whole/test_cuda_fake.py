@@ -197,6 +197,38 @@ def test_the_first_forward_may_be_in_any_stream(
     optimizer.engine.close()
 
 
+def test_a_chunk_may_be_used_in_several_streams(runtime: FakeRuntime, tmp_path: Path) -> None:
+    """A child's work in a stream of its own, which nobody waits for before the end of the forward,
+    has read the chunk's slots before they get another one's bytes."""
+    side = runtime.new_stream()
+    kept: list[torch.Tensor] = []  # no memory that one stream frees is another's
+
+    class Forked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.here = nn.Parameter(torch.randn(64, 64))
+            self.there = nn.Linear(64, 64, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            kept.append(x)
+            runtime.wait(side, runtime.record(runtime.compute))
+            with runtime.on(side):
+                kept.append(self.there(x))
+            return x @ self.here
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Forked() for _ in range(6)))
+    given = options(tmp_path, {"placement_policy": "cpu"}, dtype="bf16", chunk_numel=8192)
+    optimizer = hetero.HybridAdam(model.parameters())
+    hetero.initialize(model, optimizer, {**given, "device_memory": "100KiB"})
+    with torch.no_grad():
+        for _ in range(2):
+            kept.append(model(torch.randn(4, 64)))
+            runtime.wait(runtime.compute, runtime.record(side))
+    assert optimizer.engine.traffic.h2d > 12 * 8192 * 2 * 0.8
+    optimizer.engine.close()
+
+
 def test_a_save_has_the_updates_of_any_stream(runtime: FakeRuntime, tmp_path: Path) -> None:
     """It is made in a thread of its own, where another stream is the current one."""
     settings = {"placement_policy": "cuda", "device_memory": LARGE}

@@ -159,6 +159,26 @@ def test_a_fetch_waits_for_all_streams_that_use_the_slot() -> None:
     backend.close()
 
 
+def test_a_view_that_streams_share_is_as_one_of_each() -> None:
+    runtime, backend, arena = make(1)
+    other, seen = runtime.new_stream(), list[int]()
+    ones = torch.ones(SLOT, dtype=torch.uint8)
+    backend.fetch(arena.view(0, 1, torch.uint8), ones)
+    view = arena.view(0, 1, torch.uint8, pinned=True)
+    with runtime.on(other):
+        arena.share(view)
+        read_later(runtime, arena, seen)
+    assert arena.live_views() == 1
+    del view
+    backend.fetch(arena.view(0, 1, torch.uint8), 2 * ones)
+    while runtime.step(backend._fetching.stream):
+        pass
+    runtime.synchronize_all()
+    assert seen == [1]
+    arena.close()
+    backend.close()
+
+
 def test_a_fetch_waits_for_work_that_came_long_after_the_pin() -> None:
     """Other slots were looked at in between."""
     runtime, backend, arena = make(2)
