@@ -112,6 +112,7 @@ class Activation:
         saved: how many saved tensors graphs have of it.
         tensors: while it is KEPT or LEAVING, by the saved tensor's key an alias of it that nobody
             else has, and its version when it was saved.
+        streams: in which the tensors are computed and used, as far as is known.
         stale: keys of those that were changed since; known when the tensors have gone.
         is_counted: whether the tensors' memory is charged. It is not while others hold it, too.
         begin: where in the storage the bytes begin that saved tensors view.
@@ -128,6 +129,7 @@ class Activation:
     state: ActivationState = ActivationState.KEPT
     saved: int = 0
     tensors: dict[int, tuple[torch.Tensor, int]] = field(default_factory=dict)
+    streams: set[object] = field(default_factory=set)
     stale: set[int] = field(default_factory=set)
     is_counted: bool = False
     begin: int = 0
@@ -159,9 +161,13 @@ class Activation:
         """The error of a copy over the link, with what was copied."""
         return OSError(error.errno, f"{self.words}: {error}")
 
-    def add(self, key: int, tensor: torch.Tensor) -> None:
-        """Another saved tensor views it; what is kept is an alias with the same version."""
+    def add(self, key: int, tensor: torch.Tensor, stream: object) -> None:
+        """Another saved tensor views it, saved while `stream` was current (Backend's).
+
+        What is kept is an alias with the same version.
+        """
         assert self.state is ActivationState.KEPT
+        self.streams.add(stream)
         self.tensors[key] = tensor.detach(), tensor._version
 
     def forget(self, key: int) -> None:

@@ -533,7 +533,7 @@ class DeviceCopies:
 
     def leave(self, activation: Activation, to: torch.Tensor) -> Transfer:
         """Starts copying the bytes that its tensors view to RAM. Raises an OSError."""
-        op = self._backend.to_ram(to, activation.bytes_kept(), self._backend.record_event())
+        op = self._backend.to_ram(to, activation.bytes_kept(), activation.streams)
         self.left_bytes += activation.span
         return op
 

@@ -132,7 +132,12 @@ class ActivationStore:
     """The activations of one engine, of graphs of any threads."""
 
     def __init__(
-        self, limits: ActivationLimits, kept: KeptTensors, movement: Movement, notes: list[str]
+        self,
+        limits: ActivationLimits,
+        kept: KeptTensors,
+        movement: Movement,
+        notes: list[str],
+        current_stream: Callable[[], object],
     ) -> None:
         """
         Args:
@@ -140,8 +145,10 @@ class ActivationStore:
             kept: the tensors that stay as they are.
             movement: brings activations away from where compute happens, and back.
             notes: lines for the user, to append to.
+            current_stream: Backend's.
         """
         self.limits = limits
+        self._current_stream = current_stream
         self._kept = kept
         self.movement = movement
         self._notes = notes
@@ -199,7 +206,7 @@ class ActivationStore:
         if activation is None:
             return None
         saved = SavedActivation(self, activation, tensor)
-        activation.add(saved.key, tensor)
+        activation.add(saved.key, tensor, self._current_stream())
         return saved
 
     def _brought_back(self, storage: int) -> Activation | None:
@@ -438,4 +445,4 @@ def build_activation_store(
         unwritten_bytes = int(slots * slot_bytes * _UNWRITTEN_SHARE)
         ram = RamCopies(pool, behind_link, file, unwritten_bytes, devices.wait_for_one)
     movement = Movement(limits, kept, ram, devices, config.debugging.prefetch, excess)
-    return ActivationStore(limits, kept, movement, notes)
+    return ActivationStore(limits, kept, movement, notes, backend.current_stream)

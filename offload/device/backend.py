@@ -9,7 +9,7 @@ it has there.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -83,6 +83,10 @@ class Backend:
         None if that is done when the caller's call returns."""
         return None
 
+    def current_stream(self) -> Any:
+        """What gets the calling thread's work; None where that is done when a call returns."""
+        return None
+
     def follow(self, event: Any) -> None:
         """What the calling thread gives to the device from now on comes after the event."""
 
@@ -93,11 +97,13 @@ class Backend:
         """
         raise AssertionError("what is in RAM is where the CPU computes")
 
-    def to_ram(self, to: torch.Tensor, source: torch.Tensor, after: Any = None) -> Transfer:
+    def to_ram(
+        self, to: torch.Tensor, source: torch.Tensor, streams: Iterable[Any] | None = None
+    ) -> Transfer:
         """Starts copying `source`, on the device, to `to`, in RAM; otherwise as fetch().
 
-        `after` is the event after which `source` is computed, of record_event(); by default, an
-        event that is recorded now.
+        It comes after what was given to `streams`, of current_stream(); by default, to the current
+        one.
         """
         raise AssertionError("what is in RAM is where the CPU computes")
 
@@ -196,7 +202,9 @@ class EmulatedBackend(Backend):
         check_sides(to, source)
         return self.h2d.start(_mover(to, source, False), source.nbytes)
 
-    def to_ram(self, to: torch.Tensor, source: torch.Tensor, after: Any = None) -> LinkCopy:
+    def to_ram(
+        self, to: torch.Tensor, source: torch.Tensor, streams: Iterable[Any] | None = None
+    ) -> LinkCopy:
         check_sides(to, source)
         return self.d2h.start(_mover(to, source, False), source.nbytes)
 

@@ -97,9 +97,12 @@ class CudaBackend(Backend):
     ) -> HostArena:
         return PageLockedArena(self.runtime, self.notes, slots, slot_bytes, ledger, account)
 
+    def current_stream(self) -> Stream:
+        return self.runtime.current_stream()
+
     def record_event(self) -> Event:
         check_not_capturing(self.runtime)
-        return self.runtime.record(self.runtime.current_stream())
+        return self.runtime.record(self.current_stream())
 
     def fetch(self, to: torch.Tensor, source: torch.Tensor) -> _Copy:
         """Starts copying from RAM to the device, after work that uses what `to` holds now.
@@ -114,11 +117,15 @@ class CudaBackend(Backend):
             self.h2d_bytes += to.nbytes
         return copy
 
-    def to_ram(self, to: torch.Tensor, source: torch.Tensor, after: Event | None = None) -> _Copy:
+    def to_ram(
+        self, to: torch.Tensor, source: torch.Tensor, streams: Iterable[Stream] | None = None
+    ) -> _Copy:
         check_sides(to, source)
-        after = self.record_event() if after is None else after
+        check_not_capturing(self.runtime)
+        given = [self.current_stream()] if streams is None else streams
         with self._lock:
-            copy = self._start(self._draining, to, source, [after])
+            after = [self.runtime.record(stream) for stream in given]
+            copy = self._start(self._draining, to, source, after)
             self.d2h_bytes += to.nbytes
         return copy
 
@@ -219,7 +226,7 @@ class CudaBackend(Backend):
         return done
 
     def follow(self, event: Event) -> None:
-        self.runtime.wait(self.runtime.current_stream(), event)
+        self.runtime.wait(self.current_stream(), event)
 
     def average(self, streams: DeviceStreams, task: MeanTask, after: Sequence[Event]) -> Event:
         """Starts making the mean of this device's parts of what the devices of a group have.

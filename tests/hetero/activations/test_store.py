@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import re
 from pathlib import Path
@@ -9,11 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from hetero.activations.activation import ActivationState
+from offload.device.cuda_backend import CudaBackend
 from offload.errors import BudgetError, ClosedError, StaleGraphError
 from offload.memory.tiers import Tier
 from tests.support.activations import KIB, StoreRig, open_store, unpack, values
+from tests.support.native.fake_cuda import FakeRuntime
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -74,6 +78,26 @@ def test_a_process_that_grows_too_large_is_lent_what_can_leave(tmp_path: Path) -
         for seed in reversed(range(24)):
             assert torch.equal(unpack(saved.pop()), values(seed % 12))
         assert rig.notes == []
+
+
+def test_what_leaves_is_computed_whatever_stream_that_was_in() -> None:
+    """Another stream has not done it yet when more is saved in this one, so that it leaves."""
+    runtime, expected = FakeRuntime(), values(0)
+    side, made = runtime.new_stream(), torch.zeros_like(expected)
+    memory, address = StorageWeakRef(made.untyped_storage()), made.data_ptr()
+
+    def compute() -> None:
+        if not memory.expired():
+            ctypes.memmove(address, expected.data_ptr(), expected.nbytes)
+
+    with open_store(None, 256 * KIB, 128 * KIB, CudaBackend(runtime)) as rig:
+        runtime.give(side, compute)
+        with runtime.on(side):
+            saved = [rig.store.pack(made)]
+        del made
+        saved += save(rig, 8)
+        assert states(saved)[0] != "KEPT"
+        assert torch.equal(unpack(saved[0]), expected)
 
 
 def test_any_order_and_more_than_once(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def test_work_sees_what_was_fetched_for_it(seed: int, length: int, several: bool
             runtime.give(runtime.compute, lambda a=alias, e=expected: use(a, e), reads=memory)
             if chance.random() < 0.3:
                 into = torch.zeros(SLOT, dtype=torch.uint8)
-                backend.to_ram(into, alias, backend.record_event())
+                backend.to_ram(into, alias)
                 offloaded.append((into, expected))
                 # What is offloaded is kept until it is there; so the slot stays pinned in truth.
                 runtime.wait(runtime.compute, runtime.record(backend._draining.stream))

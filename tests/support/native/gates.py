@@ -126,9 +126,9 @@ class GatedBackend(EmulatedBackend):
         """As EmulatedBackend."""
         return self.gate.start(lambda: super(GatedBackend, self).fetch(to, source))
 
-    def to_ram(self, to: torch.Tensor, source: torch.Tensor, after: Any = None) -> Any:
+    def to_ram(self, to: torch.Tensor, source: torch.Tensor, streams: Any = None) -> Any:
         """As EmulatedBackend."""
-        return self.gate.start(lambda: super(GatedBackend, self).to_ram(to, source, after))
+        return self.gate.start(lambda: super(GatedBackend, self).to_ram(to, source, streams))
 
     def offload(self, *arguments: Any) -> Any:
         """As EmulatedBackend."""
