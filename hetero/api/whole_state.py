@@ -270,7 +270,7 @@ def store_values(engine: Engine, values: Mapping[ManagedParam, torch.Tensor]) ->
             bits = torch.int32 if new.itemsize == 4 else torch.int16
             changed = new.view(bits) != old.view(bits)
             master = piece.master()
-            master[changed] = new[changed].float()
+            master[changed.to(master.device)] = new[changed].float().to(master.device)
             piece.set_master(master)
 
     write_parts(engine, values, visit)

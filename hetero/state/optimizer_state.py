@@ -114,8 +114,11 @@ class TileCodec:
                 master[where] = values
             param.copy_(values)
             return
-        places = [param, *self._rest_of_masters(optim_state, where)]
-        values, *in_ram = (tensor.cpu().contiguous() for tensor in (values, *places))
+        remainder, *carriers = self._rest_of_masters(optim_state, where)
+        places, values = [param, remainder, *carriers], values.cpu().contiguous()
+        # (Only of what has carries beside other bits is it needed what a device has.)
+        in_ram = [p if p.is_cpu else torch.empty_like(p, device="cpu") for p in (param, remainder)]
+        in_ram += [carrier.cpu() for carrier in carriers]
         split_master(self.dtypes.kind, values.data_ptr(), *_split_addresses(in_ram), values.numel())
         for place, made in zip(places, in_ram, strict=True):
             if made is not place:  # it is on a device, and the splitter is the CPU's
@@ -171,7 +174,7 @@ class TileCodec:
         return [optim_state.master[where], *carriers]
 
     def join(self, param: torch.Tensor, optim_state: TileState, where: slice) -> torch.Tensor:
-        """The masters of a part of a parameter, flat, fp32, on the optimizer state's device.
+        """The masters of a part of a parameter, flat, fp32; joined ones are in RAM.
 
         Args:
             param: the part's values, flat, compute dtype; they may be a copy on another device.
@@ -187,7 +190,7 @@ class TileCodec:
         in_ram = [part.cpu().contiguous() for part in parts]
         values = torch.empty(param.numel())
         join_master(self.dtypes.kind, *_split_addresses(in_ram), values.data_ptr(), values.numel())
-        return values.to(master.device)
+        return values
 
 
 def _split_addresses(arrays: Sequence[torch.Tensor]) -> tuple[int, int, int]:
