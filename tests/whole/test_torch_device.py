@@ -6,6 +6,9 @@ on a tensor's device is executed without a GPU: autocast, pinned RAM, generators
 
 from __future__ import annotations
 
+import ctypes
+import os
+import signal
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -301,7 +304,29 @@ def check_uses(case: Case) -> None:
             assert torch.equal(model(tokens), plain(tokens.to(device)))
         state = optimizer.state_dict()
         optimizer.load_state_dict(state)
+        before = counts().crossed
+        hetero.masters(model.parameters())
+        if case.settings == ALL_THERE:
+            # The parameter, the rest of its master, and the state that has the carry; back nothing.
+            numel = sum(param.numel() for param in model.parameters())
+            assert counts().crossed - before == (2 + 2 + 4) * numel
         optimizer.engine.close()
+
+
+def check_faults(library: Path) -> None:
+    """What a GPU refuses, this device does, too."""
+    device = join(library)
+    there, here = torch.ones(3, 4, device=device), torch.ones(3, 4)
+    for operator in (torch.add, torch.maximum, lambda a, b: torch.cat([a, b])):
+        with pytest.raises(RuntimeError, match="on the same device"):
+            operator(there, here)
+    assert (there + torch.tensor(2.0)).sum().item() == 36.0
+    assert there[torch.tensor([0, 2])].shape == (2, 4)
+    (ctypes.c_uint8 * 4).from_address(torch.ops.hetero_test.real(there.data_ptr()))[0] = 7
+    if os.fork() == 0:
+        ctypes.string_at(there.data_ptr(), 1)
+        os._exit(0)
+    assert os.WTERMSIG(os.wait()[1]) == signal.SIGSEGV
 
 
 def check_recorder(case: Case) -> None:
@@ -373,6 +398,10 @@ def test_a_scaler_of_the_device(library: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("settings", [CPU, ALL_THERE], ids=["cpu", "all"])
 def test_uses_of_values(settings: dict[str, Any], library: Path, tmp_path: Path) -> None:
     run_forked(check_uses, Case(library, tmp_path, settings))
+
+
+def test_what_a_gpu_refuses(library: Path) -> None:
+    run_forked(check_faults, library)
 
 
 def test_a_recorder_waits_for_the_device(library: Path, tmp_path: Path) -> None:

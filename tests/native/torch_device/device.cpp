@@ -1,8 +1,10 @@
 // A device of torch's PrivateUse1 kind, whose memory is RAM and whose kernels are the CPU's.
 //
-// An operator gets CPU tensors over the same memory, so its bits are the CPU's, and a view that it
-// returns becomes one of the device's tensor. What it returns anew is copied to memory of the
-// device, which holds NaNs until it is written. All work is done when a call returns; streams and
+// Whoever reads or writes at an address of its memory without it gets a SIGSEGV, as with a GPU's.
+// An operator gets CPU tensors over another mapping of it, so its bits are the CPU's, and a view
+// that it returns becomes one of the device's tensor. What it returns anew is copied to memory of
+// the device, which holds NaNs until it is written. As on a GPU, tensors of an operator are on one
+// device, but for the CPU's numbers and indices. All work is done when a call returns; streams and
 // events have numbers and no effect. Random numbers are drawn from the device's own generator.
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
@@ -13,13 +15,15 @@
 #include <ATen/ops/native_dropout_native.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
-#include <malloc.h>
+#include <sys/mman.h>
 #include <torch/library.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
+#include <iterator>
 #include <map>
 #include <mutex>
 #include <new>
@@ -39,37 +43,113 @@ struct Counts {
   std::atomic<std::int64_t> pinned{0};              // how often RAM was allocated pinned
   std::atomic<std::int64_t> recorded{0};            // tensors for streams, by record_stream()
   std::atomic<std::int64_t> random{0};              // draws from generators of the device
+  std::atomic<std::int64_t> crossed{0};  // bytes that tensors were copied to it and from it
 } counts;
 
-void* allocate_filled(std::size_t nbytes) {
-  if (nbytes == 0) return nullptr;
-  void* at = std::aligned_alloc(kAlignment, (nbytes + kAlignment - 1) / kAlignment * kAlignment);
-  if (at == nullptr) throw std::bad_alloc();
-  std::memset(at, 0xFF, nbytes);
-  return at;
+std::size_t rounded(std::size_t nbytes) {
+  return (nbytes + kAlignment - 1) / kAlignment * kAlignment;
 }
 
+// The device's memory: pages that are mapped twice, for the host without access, and as real().
+class Pages {
+ public:
+  Pages() : at_(static_cast<char*>(map(nullptr, 2 * kBytes, MAP_PRIVATE | MAP_ANONYMOUS, -1))) {
+    const int file = memfd_create("hetero_test", MFD_CLOEXEC);
+    if (file < 0 || ftruncate(file, kBytes) != 0) throw std::bad_alloc();
+    map(at_, kBytes, MAP_SHARED | MAP_FIXED, file);
+    map(at_ + kBytes, kBytes, MAP_SHARED | MAP_FIXED, file);
+    protect(at_ + kBytes, PROT_READ | PROT_WRITE);
+    free_[0] = kBytes;
+  }
+
+  void* take(std::size_t nbytes) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = std::find_if(free_.begin(), free_.end(),
+                                    [&](const auto& range) { return range.second >= nbytes; });
+    if (found == free_.end()) throw std::bad_alloc();
+    const auto [begin, length] = *found;
+    free_.erase(found);
+    if (length > nbytes) free_[begin + nbytes] = length - nbytes;
+    taken_[begin] = nbytes;
+    return at_ + begin;
+  }
+
+  std::size_t give(void* at) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = taken_.find(static_cast<std::size_t>(static_cast<char*>(at) - at_));
+    auto [begin, nbytes] = *found;
+    const std::size_t freed = nbytes;
+    taken_.erase(found);
+    auto next = free_.upper_bound(begin);
+    if (next != free_.end() && next->first == begin + nbytes) {
+      nbytes += next->second;
+      next = free_.erase(next);
+    }
+    if (next != free_.begin() && std::prev(next)->first + std::prev(next)->second == begin) {
+      std::prev(next)->second += nbytes;
+    } else {
+      free_[begin] = nbytes;
+    }
+    return freed;
+  }
+
+  // Where kernels find what has this address; other addresses are as they are.
+  char* real(const void* address) const {
+    char* const found = const_cast<char*>(static_cast<const char*>(address));
+    return at_ <= found && found < at_ + kBytes ? found + kBytes : found;
+  }
+
+  // While a kernel runs that has addresses in its tables.
+  void expose(bool exposed) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    exposed_ += exposed ? 1 : -1;
+    protect(at_, exposed_ > 0 ? PROT_READ | PROT_WRITE : PROT_NONE);
+  }
+
+ private:
+  static constexpr std::size_t kBytes = std::size_t{1} << 30;
+
+  static void* map(void* at, std::size_t nbytes, int flags, int file) {
+    void* const mapped = mmap(at, nbytes, PROT_NONE, flags | MAP_NORESERVE, file, 0);
+    if (mapped == MAP_FAILED) throw std::bad_alloc();
+    return mapped;
+  }
+  static void protect(void* at, int how) {
+    if (mprotect(at, kBytes, how) != 0) throw std::bad_alloc();
+  }
+
+  char* const at_;
+  std::mutex mutex_;
+  std::map<std::size_t, std::size_t> free_, taken_;  // bytes, by where they begin
+  int exposed_ = 0;
+};
+
+Pages& pages() {
+  static Pages* const made = new Pages();  // for good: tensors may be freed at the process's end
+  return *made;
+}
+
+char* real(const void* address) { return pages().real(address); }
+
 void free_on_device(void* at) {
-  if (at != nullptr) counts.allocated -= static_cast<std::int64_t>(malloc_usable_size(at));
-  std::free(at);
+  if (at != nullptr) counts.allocated -= static_cast<std::int64_t>(pages().give(at));
 }
 
 class DeviceMemory final : public c10::Allocator {
  public:
   c10::DataPtr allocate(std::size_t nbytes) override {
-    void* at = allocate_filled(nbytes);
-    if (at != nullptr) {
-      const std::int64_t now = counts.allocated +=
-          static_cast<std::int64_t>(malloc_usable_size(at));
-      std::int64_t peak = counts.peak;
-      while (peak < now && !counts.peak.compare_exchange_weak(peak, now)) {
-      }
+    if (nbytes == 0) return {nullptr, kHere};
+    void* const at = pages().take(rounded(nbytes));
+    std::memset(real(at), 0xFF, nbytes);
+    const std::int64_t now = counts.allocated += static_cast<std::int64_t>(rounded(nbytes));
+    std::int64_t peak = counts.peak;
+    while (peak < now && !counts.peak.compare_exchange_weak(peak, now)) {
     }
     return {at, at, &free_on_device, kHere};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &free_on_device; }
   void copy_data(void* to, const void* from, std::size_t nbytes) const override {
-    default_copy_data(to, from, nbytes);
+    default_copy_data(real(to), real(from), nbytes);
   }
 };
 
@@ -115,8 +195,9 @@ void free_pinned(void* at) {
 }
 
 c10::DataPtr PinnedMemory::allocate(std::size_t nbytes) {
-  void* at = allocate_filled(nbytes);
+  void* const at = nbytes == 0 ? nullptr : std::aligned_alloc(kAlignment, rounded(nbytes));
   if (at != nullptr) {
+    std::memset(at, 0xFF, nbytes);
     const std::lock_guard<std::mutex> lock(mutex_);
     ranges_[static_cast<const char*>(at)] = nbytes;
     ++counts.pinned;
@@ -247,7 +328,7 @@ class Call {
     auto found = storages_.find(storage.unsafeGetStorageImpl());
     if (found == storages_.end()) {
       c10::DataPtr data(
-          storage.mutable_data(), new c10::Storage(storage),
+          real(storage.mutable_data()), new c10::Storage(storage),
           [](void* kept) { delete static_cast<c10::Storage*>(kept); },
           c10::Device(c10::DeviceType::CPU));
       c10::Storage made(c10::Storage::use_byte_size_t(), storage.nbytes(), std::move(data),
@@ -267,14 +348,14 @@ class Call {
     for (auto& [tensor, made] : given_) {
       const c10::Storage& now = made.storage();
       c10::Storage storage = tensor.storage();
-      if (now.data() != storage.data()) {
+      if (now.data() != real(storage.data())) {
         c10::DataPtr data = device_memory.allocate(now.nbytes());
-        std::memcpy(data.get(), now.data(), now.nbytes());
+        std::memcpy(real(data.get()), now.data(), now.nbytes());
         storage.set_data_ptr_noswap(std::move(data));
         storage.set_nbytes(now.nbytes());
         // (Another tensor of the call may have the same storage.)
         c10::DataPtr same(
-            storage.mutable_data(), new c10::Storage(storage),
+            real(storage.mutable_data()), new c10::Storage(storage),
             [](void* kept) { delete static_cast<c10::Storage*>(kept); },
             c10::Device(c10::DeviceType::CPU));
         now.unsafeGetStorageImpl()->set_data_ptr_noswap(std::move(same));
@@ -297,7 +378,9 @@ class Call {
     }
     c10::Storage made(c10::Storage::use_byte_size_t(), storage.nbytes(),
                       device_memory.allocate(storage.nbytes()), &device_memory, /*resizable=*/true);
-    if (storage.nbytes() != 0) std::memcpy(made.mutable_data(), storage.data(), storage.nbytes());
+    if (storage.nbytes() != 0) {
+      std::memcpy(real(made.mutable_data()), storage.data(), storage.nbytes());
+    }
     at::Tensor copy = over(made, c10::DispatchKey::PrivateUse1, tensor);
     if (tensor.is_neg()) copy._set_neg(true);
     return copy;
@@ -336,9 +419,28 @@ c10::IValue numbers_of(const c10::IValue& given) {
   return static_cast<DeviceGenerator*>(generator.unsafeGetGeneratorImpl())->numbers;
 }
 
+// (Of indices, a list that may have gaps, a GPU takes the CPU's, too.)
+void require_one_device(const c10::FunctionSchema& schema, c10::ArrayRef<c10::IValue> arguments) {
+  bool here = false, elsewhere = false;
+  const auto look_at = [&](const at::Tensor& tensor) {
+    here = here || is_here(tensor);
+    elsewhere = elsewhere || (tensor.defined() && tensor.is_cpu() && tensor.dim() > 0);
+  };
+  for (const c10::IValue& value : arguments) {
+    if (value.isTensor()) {
+      look_at(value.toTensor());
+    } else if (value.isTensorList()) {
+      for (const at::Tensor& each : value.toTensorVector()) look_at(each);
+    }
+  }
+  TORCH_CHECK(!(here && elsewhere), schema.operator_name(),
+              ": expected all tensors to be on the same device, and some are on the CPU");
+}
+
 void on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const c10::FunctionSchema& schema = op.schema();
   const std::size_t arguments = schema.arguments().size();
+  require_one_device(schema, torch::jit::last(*stack, arguments));
   Call call;
   const std::size_t first = stack->size() - arguments;
   for (std::size_t i = 0; i < arguments; ++i) {
@@ -380,6 +482,7 @@ at::Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride,
 at::Tensor copy_from(const at::Tensor& self, const at::Tensor& to, bool) {
   Call call;
   call.to_cpu(to).copy_(call.to_cpu(self));
+  if (is_here(to) != is_here(self)) counts.crossed += static_cast<std::int64_t>(self.nbytes());
   return to;
 }
 
@@ -447,10 +550,14 @@ TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m){
 TORCH_LIBRARY(hetero_test, m) {
   m.def("default_generator() -> Generator?", [] { return default_generator(); });
   m.def("reset_peak() -> ()", [] { counts.peak = counts.allocated.load(); });
+  m.def("real(int address) -> int", [](std::int64_t address) {
+    return reinterpret_cast<std::int64_t>(real(reinterpret_cast<void*>(address)));
+  });
+  m.def("expose(bool exposed) -> ()", [](bool exposed) { pages().expose(exposed); });
   // As Counts has them.
   m.def("counts() -> int[]", [] {
-    return std::vector<std::int64_t>{counts.allocated, counts.peak, counts.pinned, counts.recorded,
-                                     counts.random};
+    return std::vector<std::int64_t>{counts.allocated, counts.peak,   counts.pinned,
+                                     counts.recorded,  counts.random, counts.crossed};
   });
 }
 

@@ -13,7 +13,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from ctypes import c_char_p, c_uint, c_void_p
 from functools import cache
 from typing import Any
@@ -86,6 +86,9 @@ class FakeRuntime:
         self.collectives = 0  # under way with other devices
         self.current = threading.local()
         self.events: weakref.WeakSet[FakeEvent] = weakref.WeakSet()  # that somebody has
+        # Of an address on the device, where its memory is for a copy; and for kernels to run in.
+        self.real: Callable[[int], int] = lambda address: address
+        self.exposed: Callable[[], AbstractContextManager[object]] = nullcontext
         self.driver = FakeDriver(self)
         self.order = StreamOrder()
 
@@ -272,7 +275,7 @@ class FakeRuntime:
 
         def work() -> None:
             check()
-            ctypes.memmove(to, source, nbytes)
+            ctypes.memmove(self.real(to), self.real(source), nbytes)
             for side in sides:
                 self.copying.remove(side)
 
@@ -284,7 +287,7 @@ class FakeRuntime:
         Not where something that was given before, and is still to be done, needs what is there.
         """
         if not self._is_copied(address, nbytes):
-            ctypes.memset(address, 0xFF, nbytes)
+            ctypes.memset(self.real(address), 0xFF, nbytes)
 
     def handle(self, event: Event) -> int:
         return self.driver.handle(self.moment(event), event)
@@ -331,7 +334,7 @@ class FakeRuntime:
     def upload(self, content: bytes) -> torch.Tensor:
         block = self.empty(len(content))
         address = block.data_ptr()
-        self.give(self.compute, lambda: ctypes.memmove(address, content, len(content)))
+        self.give(self.compute, lambda: ctypes.memmove(self.real(address), content, len(content)))
         return block
 
     def memory_at(self, block: torch.Tensor) -> torch.Tensor:
@@ -417,7 +420,7 @@ class HostKernels:
     """The kernels of one kind on the host."""
 
     def __init__(self, runtime: Any, kind: UpdateKind) -> None:
-        """`runtime` has give() and counts in `launched`."""
+        """`runtime` has give() and exposed(), and counts in `launched`."""
         self._runtime = runtime
         self._kind = kind
 
@@ -436,7 +439,8 @@ class HostKernels:
         def run() -> None:
             pointers = (c_void_p * len(copies))(*(ctypes.addressof(one) for one in copies))
             number = hash(self._kind)
-            failed = _library().hetero_on_host(number, kernel.encode(), blocks, pointers)
+            with self._runtime.exposed():
+                failed = _library().hetero_on_host(number, kernel.encode(), blocks, pointers)
             assert not failed, kernel
 
         self._runtime.give(stream, run)

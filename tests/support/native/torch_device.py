@@ -61,13 +61,15 @@ def join(library: Path) -> torch.device:
 
 class Counts(NamedTuple):
     """What the device has counted: bytes that tensors have and had at most, allocations of pinned
-    RAM, tensors that were recorded for streams, and draws of random numbers."""
+    RAM, tensors that were recorded for streams, draws of random numbers, and bytes that tensors
+    were copied to it and from it."""
 
     allocated: int
     peak: int
     pinned: int
     recorded: int
     random: int
+    crossed: int
 
 
 def counts() -> Counts:
@@ -166,6 +168,16 @@ def empty_cache() -> None:
 # The same device for hetero
 
 
+@contextmanager
+def exposed() -> Iterator[None]:
+    """Inside the block the host may use the device's memory: in a kernel."""
+    torch.ops.hetero_test.expose(True)
+    try:
+        yield
+    finally:
+        torch.ops.hetero_test.expose(False)
+
+
 class LateRuntime(FakeRuntime):
     """Its memory is the device's, its streams are FakeRuntime's."""
 
@@ -174,10 +186,13 @@ class LateRuntime(FakeRuntime):
     def __init__(self, library: Path) -> None:
         super().__init__()
         self.device = join(library)
+        self.real, self.exposed = torch.ops.hetero_test.real, exposed
 
 
 class TorchRuntime(CudaRuntime):
     """A CudaRuntime of the device, but for what CUDA's driver does."""
+
+    exposed = staticmethod(exposed)
 
     def __init__(self, library: Path) -> None:
         join(library)
@@ -186,6 +201,7 @@ class TorchRuntime(CudaRuntime):
         self.page_locked: dict[int, int] = {}
         self.launched = 0
         self._copies = FakeRuntime(page_lockable=False)  # of RAM to RAM, done at once
+        self._copies.real = torch.ops.hetero_test.real
 
     def new_stream(self) -> torch.Stream:
         return torch.Stream(self.device)
