@@ -93,10 +93,13 @@ def test_nothing_is_loaded_from_elsewhere(site: dict[Path, Links]) -> None:
 
 
 def test_the_reference_has_all_public_names(site: dict[Path, Links]) -> None:
-    named = re.findall(r"^::: hetero\.(\w+)$", (ROOT / "docs/api.md").read_text(), re.MULTILINE)
+    source = (ROOT / "docs/api.md").read_text()
+    named = re.findall(r"^::: hetero\.(\w+)$", source, re.MULTILINE)
     assert sorted(named) == sorted(hetero.__all__)
     (page,) = (found for path, found in site.items() if path.name == "api.html")
     assert {f"hetero.{name}" for name in named} <= page.anchors
+    for name, members in re.findall(r"^::: hetero\.(\w+)\n.*\n +members: \[(.+)\]", source, re.M):
+        assert {f"hetero.{name}.{member}" for member in members.split(", ")} <= page.anchors
 
 
 def test_versions_stand_beside_one_another(site: dict[Path, Links]) -> None:
