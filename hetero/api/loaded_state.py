@@ -138,17 +138,13 @@ def check_state(
         raise ValueError(f"{of} has no {key!r}")
     for key in sorted(set(state) - {"step", *names, "master"}, key=str):
         raise ValueError(f"{of} has {key!r}, which {optimizer_name} does not have")
-    _check_step(of, state["step"])
+    step = number(state["step"])
+    if step is None or not (0 <= step <= _LAST_STEP and step.is_integer()):
+        raise ValueError(
+            f"{of} has step {state['step']!r}, must be a whole number, 0 or more and at most 2**53"
+        )
     for key in sorted(set(state) - {"step"}):
         _check_values(f"{of} has {key}", state[key], managed, key in _NEVER_NEGATIVE)
-
-
-def _check_step(of: str, step: object) -> None:
-    value = number(step)
-    if value is None or not (0 <= value <= _LAST_STEP and value.is_integer()):
-        raise ValueError(
-            f"{of} has step {step!r}, must be a whole number, 0 or more and at most 2**53"
-        )
 
 
 def _check_values(has: str, value: object, managed: ManagedParam, never_negative: bool) -> None:

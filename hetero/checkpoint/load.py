@@ -160,8 +160,10 @@ class _Loading:
         rank, ranks = (0, 1) if everyone is None else (everyone.rank, everyone.size)
         of_rank = rank if ranks == len(manifest.ranks) else 0
         groups = self._group_options()
-        if with_states:
-            self._check_states()
+        for m, name in self._names.items() if with_states else ():
+            if m.chunk.trainable:
+                for state in STATE_NAMES[engine.params.group(m.chunk).dtypes.rule]:
+                    check_state(manifest, name, state)
 
         def tensor(number: int) -> torch.Tensor:
             return stored.own_tensor(of_rank, number)
@@ -243,13 +245,6 @@ class _Loading:
             optimizer.check_options({**own, **options}, where)
             found.append(options)
         return found
-
-    def _check_states(self) -> None:
-        """Raises CheckpointError unless all states are there that will be loaded."""
-        for m, name in self._names.items():
-            if m.chunk.trainable:
-                for state in STATE_NAMES[self._engine.params.group(m.chunk).dtypes.rule]:
-                    check_state(self._manifest, name, state)
 
     def load(self) -> tuple[Checkpoint, LoopState]:
         """Changes objects of `extra`, which may refuse it, the model, the optimizers, all else."""

@@ -58,7 +58,9 @@ def optimizer_records(
         options = {name: value for name, value in group.items() if name != "params"}
         kind = optimizer_class(options, {s for name in names for s in states.get(name, ())})
         if options and in_own_words:
-            options = in_own_options(options, _defaults(kind))
+            is_adam = issubclass(kind, HybridAdam)
+            defaults = {"bias_correction": True, "adamw_mode": True} if is_adam else {}
+            options = in_own_options(options, defaults)
         record = GroupRecord(pack(options, f"param group {number}", []), tuple(names))
         if not made or made[-1][0] is not kind:
             made.append((kind, []))
@@ -67,7 +69,3 @@ def optimizer_records(
         OptimizerRecord(kind.__name__, tuple(kind.state_names), "fp32", tuple(records))
         for kind, records in made
     ]
-
-
-def _defaults(kind: type[HybridOptimizer]) -> dict[str, Any]:
-    return {"bias_correction": True, "adamw_mode": True} if issubclass(kind, HybridAdam) else {}

@@ -138,8 +138,8 @@ def with_job_files(parser: argparse.ArgumentParser, arguments: Sequence[str]) ->
     found: list[str] = []
     for path in _named(arguments):
         for action, words in _options_in(parser, Path(path)):
-            is_list = isinstance(action, argparse._AppendAction)
-            if not (is_list and _has(arguments, action.option_strings)):
+            given = any(word.partition("=")[0] in action.option_strings for word in arguments)
+            if not (given and isinstance(action, argparse._AppendAction)):
                 found += words
     return [*found, *arguments]
 
@@ -150,10 +150,6 @@ def _named(arguments: Sequence[str]) -> Iterator[str]:
             yield word.partition("=")[2]
         elif word == "--config" and number + 1 < len(arguments):
             yield arguments[number + 1]
-
-
-def _has(arguments: Sequence[str], flags: Sequence[str]) -> bool:
-    return any(word.partition("=")[0] in flags for word in arguments)
 
 
 def _options_in(

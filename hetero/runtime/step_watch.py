@@ -133,12 +133,9 @@ class StepTracer:
         self._evaluations = 0  # since the last step
         self._evaluation_bytes = 0  # the most RAM beside model state after one
         self._closed = False
-        hooks.callback(self._close)
+        hooks.callback(setattr, self, "_closed", True)
         hooks.callback(model.register_forward_pre_hook(ModelHook(self._before)).remove)
         hooks.callback(model.register_forward_hook(ModelHook(self._after), always_call=True).remove)
-
-    def _close(self) -> None:
-        self._closed = True
 
     @_disable_dynamo
     def _before(self, module: torch.nn.Module, args: Any) -> None:

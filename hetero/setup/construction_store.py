@@ -306,7 +306,11 @@ class ConstructionParam:
 
         Raises HeteroError if it is not on the CPU.
         """
-        _check_adoptable(param)
+        if param.device.type != "cpu":
+            raise HeteroError(
+                f"a parameter of shape {tuple(param.shape)} was made on {param.device}; build the "
+                f"model on the CPU: hetero places it"
+            )
         self._store, self._reference = store, weakref.ref(param)
         # Not at the interpreter's exit, when modules are empty already.
         self._gone = weakref.finalize(param, weakly(store.forget), id(param))
@@ -552,14 +556,6 @@ def _common(flat: torch.Tensor, has: slice, wanted: slice) -> torch.Tensor:
     """The part of `flat` (the elements `has` of a longer array) that is in the range `wanted`."""
     begin = max(has.start, wanted.start)
     return flat[begin - has.start : max(begin, min(has.stop, wanted.stop)) - has.start]
-
-
-def _check_adoptable(param: torch.nn.Parameter) -> None:
-    if param.device.type != "cpu":
-        raise HeteroError(
-            f"a parameter of shape {tuple(param.shape)} was made on {param.device}; build the "
-            f"model on the CPU: hetero places it"
-        )
 
 
 def make_alike(world: ProcessGroups, number: int, values: torch.Tensor) -> None:

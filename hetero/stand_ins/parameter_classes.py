@@ -133,7 +133,8 @@ class AbsentParameter(PresentParameter):
                 )
             return torch._C._disabled_torch_function_impl(func, types, args, kwargs)
         if func in _LAYOUT:
-            return func(_as_meta(args[0]), *args[1:], **kwargs)
+            there = torch.empty(args[0].shape, dtype=args[0].dtype, device="meta")
+            return func(there, *args[1:], **kwargs)
         operands = tensors_among((*args, *kwargs.values()))
         absent = next(each for each in operands if isinstance(each, AbsentParameter))
         return owner_of(absent).call(func, args, kwargs)
@@ -275,10 +276,6 @@ def _taker(frame: FrameType | None) -> str | None:
             return _TAKERS[frame.f_code]
         frame = frame.f_back
     return None
-
-
-def _as_meta(param: torch.Tensor) -> torch.Tensor:
-    return torch.empty(param.shape, dtype=param.dtype, device="meta")
 
 
 _Tensor: Any = torch.Tensor  # its descriptors are not what its stubs say

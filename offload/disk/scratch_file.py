@@ -128,14 +128,11 @@ class ScratchFile:
     def close(self) -> None:
         """Frees the space, unless the files have a name; idempotent."""
         if self.members:
-            self._close_members()
+            for member in self.members:
+                member.close()
+            self.members = []
             self._ledger.release(Tier.DISK, self._account, self.nbytes)
             self.nbytes = 0
-
-    def _close_members(self) -> None:
-        for member in self.members:
-            member.close()
-        self.members = []
 
     def _space(self) -> tuple[list[int], list[int]]:
         """Of each member's directory, the free bytes and the filesystem."""

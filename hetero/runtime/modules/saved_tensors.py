@@ -72,7 +72,12 @@ class SavedTensors:
             saved = self._activations.pack(tensor)
             if saved is not None:
                 return saved
-        return SavedTensor(_without_graph(self.pinning(tensor)), tensor._version)
+        kept = self.pinning(tensor)
+        if kept.grad_fn is not None:
+            # An alias: a node that saves its own result would keep itself alive if no backward
+            # frees it. (autograd gives what is unpacked its node again.)
+            kept = kept.detach()
+        return SavedTensor(kept, tensor._version)
 
     def pinning(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor; of a parameter that may change in place in backward an alias, which pins its
@@ -156,15 +161,6 @@ class SavedTensors:
             return None
         over = _OverOthers(self, others)
         return over.pack, over.unpack
-
-
-def _without_graph(tensor: torch.Tensor) -> torch.Tensor:
-    """An alias, with the same version, that does not keep the node alive that made the tensor.
-
-    The node that saves its own result would keep itself alive, if no backward frees it. (autograd
-    gives what is unpacked its node again.)
-    """
-    return tensor if tensor.grad_fn is None else tensor.detach()
 
 
 @dataclass(frozen=True)

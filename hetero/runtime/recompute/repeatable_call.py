@@ -305,16 +305,14 @@ class RepeatableCall:
         backward = torch._C._current_graph_task_id()
         value = saved.value
         if value is None or saved.backward != backward:
-            values = self._values([self._unpacked(each) for each in self._leaves])
+            unpack = self._saved_tensors.unpack
+            values = self._values([unpack(x) if type(x) in _PACKED else x for x in self._leaves])
             if values is None:
                 raise self._differed()
             value = values[saved.number]
             if backward != -1:  # (else somebody looks into the graph)
                 self._give(values, backward)
         return value
-
-    def _unpacked(self, leaf: Any) -> Any:
-        return self._saved_tensors.unpack(leaf) if type(leaf) in _PACKED else leaf
 
     def _give(self, values: list[torch.Tensor], backward: int) -> None:
         """Nodes of the graph have the values, each until it was used, and none after backward."""
@@ -402,10 +400,10 @@ class Fingerprint:
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Fingerprint:
         """That of a tensor as it is now."""
-        leaf = _parameter(tensor)
-        if leaf is not None:  # its versions are compared, which is cheaper
-            place = (tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
-            return cls((id(leaf), place))
+        for each in (tensor, tensor._base):
+            if isinstance(each, torch.nn.Parameter):  # its versions are compared, which is cheaper
+                place = (tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
+                return cls((id(each), place))
         form: tuple[Hashable, ...] = (tuple(tensor.shape), tensor.dtype, tensor.device)
         if tensor.layout is not torch.strided or not has_plain_memory(tensor):
             return cls((type(tensor), *form))
@@ -443,14 +441,6 @@ def sums_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def _begins_at(tensor: torch.Tensor) -> int:
     return int(tensor.storage_offset()) * tensor.itemsize
-
-
-def _parameter(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The parameter that a tensor is, or views."""
-    for each in (tensor, tensor._base):
-        if isinstance(each, torch.nn.Parameter):
-            return each
-    return None
 
 
 def _without_gaps(tensor: torch.Tensor) -> torch.Tensor:

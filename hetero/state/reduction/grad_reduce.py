@@ -380,7 +380,7 @@ class GradReducer:
             self._end_round(done=False)  # this is another backward
         if self.reduces_in_backward:
             self._begin_round(True)
-        if self._had_turn(managed.chunk):
+        if self._order.place[managed.chunk.id] < self._round.position:  # it had its turn
             self.means.finish(managed.chunk)  # the gradient is added to what other ranks sent
         elif not accumulate:
             self.means.forget_kept(managed)
@@ -452,10 +452,6 @@ class GradReducer:
             now.any_sends.fill_(sends)
             now.words = self._everyone.begin_any(now.any_sends, "a backward", Channel.ROUNDS)
         return now.words
-
-    def _had_turn(self, chunk: Chunk) -> bool:
-        """Whether the chunk's place in the order of sending has been passed in this round."""
-        return self._order.place[chunk.id] < self._round.position
 
     def _send_complete(self, chunk: Chunk) -> None:
         """After a gradient of `chunk`: sends the chunks whose turn it is and which are complete."""
