@@ -51,23 +51,7 @@ def step_fetches(uses: Sequence[int], layout: Layout, gathered_slots: int) -> li
     ahead = 0
     if layout.shard.ranks > 1 and layout.shard.params:
         ahead = ahead_slots({chunk: slots_of[chunk] for chunk in uses}, gathered_slots)
-    return fetches(uses, slots_of, gathered_slots, frozen, ahead) if uses else []
-
-
-def fetches(
-    uses: Sequence[int],
-    slots_of: Mapping[int, int],
-    capacity: int,
-    kept: Collection[int] = (),
-    ahead: int = 0,
-) -> list[PlannedFetch]:
-    """The fetches of a step that uses chunks as in `uses`, among many steps that are alike.
-
-    Copies of chunks in `kept` last from step to step; those of others are stale when a step is
-    over. A chunk takes slots_of[chunk] of `capacity` slots, wherever some are free; `ahead` of
-    them are ahead slots.
-    """
-    return next(rounds(uses, slots_of, capacity, kept, ahead))
+    return next(rounds(uses, slots_of, gathered_slots, frozen, ahead)) if uses else []
 
 
 def rounds(
@@ -77,9 +61,13 @@ def rounds(
     kept: Collection[int] = (),
     ahead: int = 0,
 ) -> Iterator[list[PlannedFetch]]:
-    """The fetches of a step, as of fetches(), and then of each time that it uses chunks once more.
+    """The fetches of a step that uses chunks as in `uses`, among many steps that are alike; then of
+    each time that it uses them once more.
 
-    Copies last from one time to the next, because nothing has changed them.
+    Copies of chunks in `kept` last from step to step; those of others are stale when a step is
+    over. All last from one time in a step to the next, because nothing has changed them. A chunk
+    takes slots_of[chunk] of `capacity` slots, wherever some are free; `ahead` of them are ahead
+    slots.
     """
     next_use = _next_uses(uses, frozenset(kept))
     found: list[PlannedFetch] = []

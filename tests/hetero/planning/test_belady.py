@@ -5,7 +5,7 @@ from functools import cache
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetero.planning.belady import PREFETCH_CHUNKS, ahead_slots, fetches
+from hetero.planning.belady import PREFETCH_CHUNKS, PlannedFetch, ahead_slots, rounds
 
 sequences = st.lists(st.integers(0, 4), min_size=1, max_size=9)
 
@@ -33,6 +33,11 @@ def mean_fewest(uses: list[int], capacity: int) -> float:
 
 
 ONE = dict.fromkeys(range(5), 1)
+
+
+def fetches(*given, **more) -> list[PlannedFetch]:
+    """Those of the first time that a step uses its chunks."""
+    return next(rounds(*given, **more))
 
 
 @given(sequences, st.integers(1, 4))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetero.planning.belady import ahead_slots, fetches, rounds
+from hetero.planning.belady import ahead_slots, rounds
 from hetero.state.gathering.agreed_gathers import (
     AgreedOrder,
     ChunkUse,
@@ -113,7 +113,7 @@ def test_the_gathers_of_a_step_are_beladys_and_none_is_missing_in_later_rounds(
     chunks = [use.chunk for use in uses]
     slots = dict.fromkeys(chunks, 1)
     made, ahead = order(uses, capacity), ahead_slots(slots, capacity)
-    first = fetches(chunks, slots, capacity, (), ahead)
+    first = next(rounds(chunks, slots, capacity, (), ahead))
     found = [made.gather(number) for number in range(len(first))]
     assert [each and (each.place, each.after) for each in found] == [
         (each.use, each.after) for each in first
