@@ -268,19 +268,14 @@ class CudaBackend(Backend):
         self, way: _Way, to: torch.Tensor, source: torch.Tensor, events: Iterable[Event]
     ) -> _Copy:
         """Needs the lock."""
-        self._forget_done()
+        for each in self._ways:
+            each.forget_done()
         for event in events:
             self.runtime.wait(way.stream, event)
         self.runtime.copy(to, source, way.stream)
         copy = _Copy(self.runtime, self.runtime.record(way.stream), way.words, to, source)
         way.under_way.append(copy)
         return copy
-
-    def _forget_done(self) -> None:
-        """Needs the lock."""
-        for way in self._ways:
-            while way.under_way and way.under_way[0].done():
-                way.under_way.popleft()
 
     def updater(self, kind: UpdateKind, tile_numel: int) -> Updater:
         key = kind, tile_numel
@@ -296,7 +291,8 @@ class CudaBackend(Backend):
         with suppress(RuntimeError):
             self.runtime.synchronize_all()
         with self._lock:
-            self._forget_done()
+            for way in self._ways:
+                way.forget_done()
 
     def device_bytes(self) -> int:
         return self.runtime.memory()[1]
@@ -373,6 +369,11 @@ class _Way:
     words: str
     stream: Stream
     under_way: deque[_Copy] = field(default_factory=deque)
+
+    def forget_done(self) -> None:
+        """What is done needs its tensors no more. For callers with the backend's lock."""
+        while self.under_way and self.under_way[0].done():
+            self.under_way.popleft()
 
 
 @dataclass(frozen=True, eq=False)
