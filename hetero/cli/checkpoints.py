@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from hetero.checkpoint import formats
+from hetero.checkpoint.folder import latest_checkpoint
 from hetero.checkpoint.hetero_checkpoint import HeteroCheckpoint
 from hetero.checkpoint.manifest import Manifest, TensorRecord, dtype_name, master_key
 from hetero.checkpoint.plain_data import unpack
 from hetero.checkpoint.stored_checkpoint import StoredCheckpoint
 from hetero.cli.outcome import EXIT_FAILED, EXIT_OK, print_error
-from hetero.durable.stored_commit import open_stored
+from hetero.durable.stored_commit import StoredCommit, open_stored
 from hetero.job.run_folder import CHECKPOINTS_NAME, MODEL_NAME, RunFolder
 from hetero.state.state_files import FOLDER
 from hetero.text_table import columns, terminal_width
@@ -29,12 +30,18 @@ _ROWS = 12  # of the table of modules
 
 
 def _open(path: Path) -> StoredCheckpoint:
-    """open_stored(); of a run folder its last commit or checkpoint, or else its trained weights."""
-    if RunFolder.has_run(path):
-        for folder in (path / FOLDER, path / CHECKPOINTS_NAME, path / MODEL_NAME):
-            if folder.is_dir():
-                return open_stored(folder)
-    return open_stored(path)
+    """open_stored(); of a run folder its last commit or checkpoint, the later of the two, or else
+    its trained weights."""
+    if not RunFolder.has_run(path):
+        return open_stored(path)
+    checkpoint = latest_checkpoint(path / CHECKPOINTS_NAME)
+    commit = StoredCommit.of_folder(path / FOLDER) if (path / FOLDER).is_dir() else None
+    kept: list[StoredCheckpoint] = [] if commit is None else [commit]
+    if checkpoint is not None:
+        kept.append(open_stored(checkpoint))
+    if kept:
+        return max(kept, key=lambda each: each.manifest.step)
+    return open_stored(path / MODEL_NAME if (path / MODEL_NAME).is_dir() else path)
 
 
 def convert(arguments: argparse.Namespace) -> int:

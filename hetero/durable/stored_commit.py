@@ -109,8 +109,8 @@ class StoredCommit(PieceCheckpoint):
         self._records = records
 
     @classmethod
-    def of_folder(cls, path: Path) -> StoredCommit:
-        """That of a folder that nobody takes; notes go to stderr, too.
+    def of_folder(cls, path: Path) -> StoredCommit | None:
+        """That of a folder that nobody takes; None if it has none yet. Notes go to stderr, too.
 
         Raises CheckpointError, StoreError.
         """
@@ -119,7 +119,7 @@ class StoredCommit(PieceCheckpoint):
         for note in notes:
             print(f"hetero: {note}", file=sys.stderr)
         if not records:
-            raise CheckpointError(f"{path} has no commit yet")
+            return None
         made = cls(path, records)
         paths = {each for r in records for group in r.groups for each in data_paths(r, group)}
         made.files = {os.path.relpath(each, path): os.stat(each).st_size for each in sorted(paths)}
@@ -270,5 +270,8 @@ def open_stored(path: Path) -> StoredCheckpoint:
     """
     for folder in (path, path / FOLDER):
         if folder.name == FOLDER and folder.is_dir():
-            return StoredCommit.of_folder(folder)
+            commit = StoredCommit.of_folder(folder)
+            if commit is None:
+                raise CheckpointError(f"{folder} has no commit yet")
+            return commit
     return open_checkpoint(path)

@@ -45,9 +45,31 @@ def test_a_commit_becomes_a_checkpoint(
     assert (tmp_path / "hf" / "model.safetensors").is_file()
 
 
+def test_the_later_of_commit_and_checkpoint_is_a_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As `hetero train --resume` takes it; a state without a commit is none."""
+    (tmp_path / "metrics.jsonl").write_text("")
+    model, optimizer = build({**PLACES["cpu"], "durable": True, "commit_every": 0}, tmp_path)
+    for step, keep in ((1, "save"), (2, "commit"), (3, "save")):
+        steps(model, optimizer, range(1))
+        if keep == "save":
+            hetero.save(tmp_path / "checkpoints" / f"step-{step}", model, optimizer)
+        else:
+            hetero.commit(model, blocking=True)
+        assert main(["inspect", str(tmp_path), "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        kind = {"save": "hetero checkpoint", "commit": "commit of a durable state"}[keep]
+        assert (found["kind"], found["step"]) == (kind, step)
+    first(optimizer).engine.close()
+
+
 def test_a_state_without_a_commit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, optimizer = build({**PLACES["disk"], "durable": True, "commit_every": 0}, tmp_path)
     steps(model, optimizer, range(1))
     assert main(["inspect", str(tmp_path)]) != 0
     assert "has no commit yet" in capsys.readouterr().err
+    assert any(path.suffix == ".data" for path in (tmp_path / "hetero-state").iterdir())
     optimizer.engine.close()
+    left = sorted(path.name for path in (tmp_path / "hetero-state").iterdir())
+    assert left == ["lock", "set-0", "set-1"]
