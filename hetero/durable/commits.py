@@ -169,9 +169,10 @@ class DurableState(StateJobs):
         self._folder = folder
         self._records = RecordFiles(folder.files)
         engine.lifetime.before_close.callback(folder.close)
+        engine.lifetime.before_close.callback(self._remove_unless_committed)
         engine.lifetime.before_close.callback(self._records.close)
-        super().__init__(engine, "commit")
         self.number = 0
+        super().__init__(engine, "commit")
         self._snapshot = Snapshot(())
         self._under_way: list[_GroupCommit] = []
         engine.notes.extend(folder.notes)
@@ -214,6 +215,11 @@ class DurableState(StateJobs):
         if self.last is not None:
             self.last.was_told |= self._snapshot.was_told
         super().finish()
+
+    def _remove_unless_committed(self) -> None:
+        """The next start has no use for the files of one that has begun no commit."""
+        if self.number == 0:
+            self._folder.remove_own()
 
     def _after_step(self) -> None:
         """A step was made: each commit_every-th one is committed."""
