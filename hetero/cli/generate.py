@@ -81,6 +81,7 @@ class _Bytes:
 def _load(folder: Path) -> tuple[Any, Any]:
     """The causal language model of a folder, ready to generate, and its tokenizer, or bytes if it
     has none. Raises ValueError if transformers cannot read the folder."""
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
@@ -90,7 +91,7 @@ def _load(folder: Path) -> tuple[Any, Any]:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", local_files_only=True)
         if any(folder.glob("tokenizer*")) or (folder / "vocab.json").is_file():
             return model.eval(), AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, KeyError) as error:
+    except (OSError, KeyError, RuntimeError, SafetensorError) as error:
         adapter = folder / "adapter_config.json"
         of = f" is an adapter of the base_model_name_or_path in {adapter}" * adapter.is_file()
         raise ValueError(f"{folder}{of}: {' '.join(str(error).split())}") from error

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from hetero.cli.finetune.data import DEFAULT_TEMPLATE
@@ -120,7 +121,7 @@ class FolderModel:
         folder = str(Path(self._options.model).resolve())
         try:
             model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
-        except (OSError, RuntimeError) as error:
+        except (OSError, RuntimeError, SafetensorError) as error:
             raise ValueError(f"--model {folder}: no weights to load: {error}") from error
         return self._adapted(model)
 

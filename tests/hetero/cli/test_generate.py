@@ -125,6 +125,7 @@ class TestFolders:
             ["adapter"],
             "adapter is an adapter of the base_model_name_or_path in adapter/adapter_conf",
         ),
+        (["cut-off"], "error: cut-off: Error while deserializing header"),
         ([], "no run in the folder runs has left a model"),
     ],
 )
@@ -140,6 +141,9 @@ def test_what_cannot_work_is_said(
     adapter.mkdir()
     (adapter / "adapter_config.json").write_text('{"base_model_name_or_path": "gone"}')
     (adapter / "adapter_model.safetensors").touch()
+    (tmp_path / "cut-off").mkdir()
+    (tmp_path / "cut-off" / "config.json").write_text('{"model_type": "gpt2", "n_layer": 1}')
+    (tmp_path / "cut-off" / "model.safetensors").write_bytes(b"short")
     assert main(["generate", *arguments]) == 2
     assert words in capsys.readouterr().err
 
