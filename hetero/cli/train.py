@@ -24,7 +24,7 @@ from hetero.job.options import TrainOptions
 from hetero.job.ranks import Ranks, joined_ranks
 from hetero.job.resume import run_folder_to_resume
 from hetero.job.run import Observer
-from hetero.job.run_folder import RunFolder
+from hetero.job.run_folder import SUMMARY_NAME, RunFolder
 from hetero.reporting import charts, page, run_record
 from hetero.reporting.run_record import RunRecord
 from hetero.text_table import columns, terminal_width
@@ -65,7 +65,7 @@ def run_training(
             summary = result.as_dict()
             if result.points and ranks.leads:
                 folder.write_json("config.json", options.as_dict())
-                folder.write_json("summary.json", summary)
+                folder.write_json(SUMMARY_NAME, summary)
                 charts.draw_picture(result, folder.path / "figure.png")
                 page.write_page(result, folder.path / "report.html")
         except OSError as error:  # a failure of the run, as a full disk before its last step is

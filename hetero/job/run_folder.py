@@ -13,6 +13,7 @@ from typing import Any
 from hetero.job.ranks import ALONE, Ranks
 
 METRICS_NAME = "metrics.jsonl"
+SUMMARY_NAME = "summary.json"
 MODEL_NAME = "model"
 CHECKPOINTS_NAME = "checkpoints"
 
@@ -102,14 +103,13 @@ class RunFolder:
         return steps[-1].get("run_id") if steps else None
 
     def go_on_after(self, step: int) -> None:
-        """Forgets the lines of later steps, which are made again."""
+        """Forgets the lines of later steps, which are made again, and how the run ended before."""
         metrics = self.path / METRICS_NAME
         if not (self._ranks.leads and metrics.is_file()):
             return
+        (self.path / SUMMARY_NAME).unlink(missing_ok=True)
         kept = [line for line, made in _lines(metrics) if made["step"] <= step]
-        beside = metrics.with_suffix(".new")
-        beside.write_text("".join(kept), encoding="utf-8")
-        beside.replace(metrics)
+        _replace(metrics, "".join(kept))
 
     def append_metrics(self, metrics: dict[str, Any]) -> None:
         """Adds one step's line; it is in the file when this returns, whatever happens later."""
@@ -120,8 +120,7 @@ class RunFolder:
 
     def write_json(self, name: str, content: dict[str, Any]) -> None:
         if self._ranks.leads:
-            text = json.dumps(content, indent=2) + "\n"
-            (self.path / name).write_text(text, encoding="utf-8")
+            _replace(self.path / name, json.dumps(content, indent=2) + "\n")
 
     def _remove_created(self) -> None:
         for folder in reversed(self._created):
@@ -142,6 +141,13 @@ def _lines(metrics: Path) -> list[tuple[str, dict[str, Any]]]:
             if isinstance(made, dict) and "step" in made:
                 found.append((f"{line}\n", made))
     return found
+
+
+def _replace(path: Path, text: str) -> None:
+    """The file has the text, or what it had before; a full disk cuts neither short."""
+    beside = path.with_suffix(".new")
+    beside.write_text(text, encoding="utf-8")
+    beside.replace(path)
 
 
 def _unused(parent: Path) -> Path:
