@@ -161,9 +161,16 @@ def unpack_random(data: Any, tensor: Callable[[int], torch.Tensor]) -> dict[str,
 
 def check_random(state: Mapping[str, Any]) -> None:
     """Raises CheckpointError if set_random() would; random numbers are as before."""
+    with random_stays():
+        set_random(state)
+
+
+@contextmanager
+def random_stays() -> Iterator[None]:
+    """After the block random numbers go on from where they were before it."""
     before = _random_state()
     try:
-        set_random(state)
+        yield
     finally:
         set_random(before)
 

@@ -12,6 +12,7 @@ import transformers
 from hetero.api.optimizer import HybridOptimizer
 from hetero.api.optimizers import HybridAdagrad, HybridAdam, HybridLion, HybridSGD
 from hetero.checkpoint.load import load
+from hetero.checkpoint.rank_data import random_stays
 from hetero.checkpoint.save import save
 from hetero.config import Config
 from hetero.integrations.accelerator import CHECKPOINT_NAME, Accelerator, plain_optimizer
@@ -168,13 +169,18 @@ class HeteroTrainerMixin(_Base):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Model, optimizer and scheduler. All ranks call it."""
+        """Model, optimizer and scheduler. All ranks call it.
+
+        Random numbers are the library's business: it draws the order of the samples first, as the
+        run that was interrupted did, and loads their state when it has skipped those of before.
+        """
         if checkpoint is None or not _has_checkpoint(checkpoint):
             super()._load_optimizer_and_scheduler(checkpoint)
             return
         self.initialize()
         extra = {"scheduler": self.lr_scheduler}
-        load(Path(checkpoint) / CHECKPOINT_NAME, self._model, self._optimizer, extra=extra)
+        with random_stays():
+            load(Path(checkpoint) / CHECKPOINT_NAME, self._model, self._optimizer, extra=extra)
 
     def _load_best_model(self) -> None:
         """The masters of the best checkpoint. All ranks call it."""
