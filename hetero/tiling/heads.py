@@ -115,6 +115,12 @@ class HeadInputs:
     weight_grad_to: torch.Tensor | None = None
     loss_hooks: list[Callable[[torch.Tensor], torch.Tensor | None]] = field(default_factory=list)
 
+    @property
+    def versions(self) -> list[int]:
+        """Others after a change in place of what logits are made of, an update say."""
+        given = (self.hidden, *self.weight.params, *(() if self.bias is None else (self.bias,)))
+        return [0 if each.is_inference() else each._version for each in given]
+
 
 class _Logits:
     """The values of deferred logits, whole once somebody has needed them.
@@ -134,6 +140,7 @@ class _Logits:
         """`meta` has their shape and dtype; `by` makes them of `of`, and both are None for those of
         the head."""
         self.inputs, self.meta = inputs, meta
+        self._versions = inputs.versions
         self.of, self.by = of, by
         self.whole: torch.Tensor | None = None
         self.functions: weakref.WeakSet[_Logits] = weakref.WeakSet()  # of these
@@ -154,9 +161,25 @@ class _Logits:
 
     def _computed(self) -> torch.Tensor:
         if self.of is None or self.by is None:
-            return self.inputs.weight.linear(self.inputs.hidden, self.inputs.bias)
+            made = self.inputs.weight.linear(self.inputs.hidden, self.inputs.bias)
+            self.check_unchanged()
+            return made
         with self.of._brought() as values:
             return self.by(values)
+
+    def check_unchanged(self) -> None:
+        """Raises StaleGraphError if the values that were just made are not those of the forward.
+
+        (It comes after their use of the weight, which takes an update back that is a guess yet.)
+        """
+        if self.of is not None:
+            self.of._source.check_unchanged()
+        elif self.inputs.versions != self._versions:
+            raise StaleGraphError(
+                "logits of a tiled head, which are computed when they are needed, were needed for "
+                "the first time after the head's weight or its input was changed, by "
+                "optimizer.step() say; use them before that, or keep a copy: outputs.logits.clone()"
+            )
 
     def empty(self) -> torch.Tensor:
         with self.values(False) as values:
@@ -338,6 +361,7 @@ def _tiled_loss(
             TileOptions(inputs.tile_tokens, elementwise),
             inputs.weight_grad_to,
         )
+    input._source.check_unchanged()
     loss = loss.to(input.dtype)
     for hook in inputs.loss_hooks if loss.requires_grad else ():
         loss.register_hook(hook)

@@ -257,6 +257,38 @@ def test_no_whole_logits_and_one_gradient_of_a_tied_weight(policy: str, tmp_path
     assert peaks[True].peak < 3 * tile_bytes + 1.5 * WEIGHT_BYTES + seen + LOGITS_BYTES / 8
 
 
+@pytest.mark.parametrize("policy", ["plain", "cpu", "nvme"])
+def test_logits_that_nobody_needed_before_the_step_are_gone(policy: str, tmp_path: Path) -> None:
+    """Those of the forward cannot be made of the new weight; what was needed before is kept."""
+    torch.manual_seed(0)
+    model = wide()
+    hetero.tile_heads(model, tile_tokens=TILE)
+    optimizer: Any = hetero.AdamW(model.parameters(), lr=1e-2)
+    if policy == "plain":
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    else:
+        options = {"placement_policy": policy, "nvme_path": str(tmp_path), "dtype": "fp32"}
+        model, optimizer = hetero.initialize(model, optimizer, **options)
+    tokens = torch.arange(8).unsqueeze(0)
+    for is_needed in (False, True):
+        outputs = model(input_ids=tokens, labels=tokens)
+        before = outputs.logits.sum().item() if is_needed else None
+        outputs.loss.backward()
+        doubled = outputs.logits * 2.0
+        optimizer.step()
+        if is_needed:
+            assert (outputs.logits.sum().item(), doubled.sum().item()) == (before, 2 * before)
+            continue
+        with pytest.raises(hetero.StaleGraphError, match="before that"):
+            outputs.logits.argmax(-1)
+        with pytest.raises(hetero.StaleGraphError, match="before that"):
+            doubled.tolist()
+        with pytest.raises(hetero.StaleGraphError, match="before that"):
+            nn.functional.cross_entropy(outputs.logits[0], tokens[0])
+    if policy != "plain":
+        optimizer.engine.close()
+
+
 def test_a_dropped_model_is_gone() -> None:
     model = pretrained.gpt2()
     hetero.tile_heads(model)
