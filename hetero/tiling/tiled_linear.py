@@ -223,8 +223,9 @@ def tile_linears(
 ) -> dict[str, TiledLinear]:
     """Puts a TiledLinear in the place of each torch.nn.Linear of a model that is too large.
 
-    Before hetero.initialize(). Layers whose weight is tied to another module's stay, and so do
-    subclasses of torch.nn.Linear, and the model itself.
+    Before hetero.initialize(). Layers whose weight is tied to another module's, or no parameter
+    (weight_norm(), spectral_norm()), stay, and so do subclasses of torch.nn.Linear, and the model
+    itself.
 
     Args:
         model: is changed in place.
@@ -242,7 +243,9 @@ def tile_linears(
     owners = owners_of(model)
     made: dict[str, TiledLinear] = {}
     for linear in list(model.modules()):
-        if type(linear) is not torch.nn.Linear or linear.weight.numel() <= max_numel:
+        if type(linear) is not torch.nn.Linear or "weight" not in linear._parameters:
+            continue
+        if linear.weight.numel() <= max_numel:
             continue
         if linear is not model and len(owners[id(linear.weight)][1]) == 1:
             splits = min(in_splits, linear.in_features)

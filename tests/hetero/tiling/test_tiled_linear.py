@@ -197,6 +197,7 @@ def test_large_layers_of_a_model_are_replaced() -> None:
             "small": nn.Linear(8, 8),
             "large": nn.Sequential(nn.Linear(8, 100), nn.Linear(100, 9)),
             "tied": nn.Sequential(tied, embedding),
+            "normed": nn.utils.spectral_norm(nn.Linear(8, 100)),  # its weight is no parameter
         }
     )
     x = torch.randn(3, 8)
@@ -206,6 +207,7 @@ def test_large_layers_of_a_model_are_replaced() -> None:
     assert max(p.numel() for p in model["large"].parameters()) <= 128
     torch.testing.assert_close(model["large"](x), expected)
     assert type(model["tied"][0]) is nn.Linear
+    assert type(model["normed"]) is nn.Linear
     assert not hetero.tile_linears(model, max_numel=128), "tiles are small"
     with pytest.raises(ValueError, match="max_numel must be 1 or more"):
         hetero.tile_linears(model, max_numel=0)
