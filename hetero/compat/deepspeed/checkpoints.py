@@ -23,7 +23,7 @@ COUNTS = ("micro_steps", "global_steps", "global_samples", "skipped_steps")  # o
 def save_checkpoint(
     engine: Any,
     save_dir: str | Path,
-    tag: str | None = None,
+    tag: str | int | None = None,
     client_state: Mapping[str, Any] | None = None,
     save_latest: bool = True,
     exclude_frozen_parameters: bool = False,
@@ -35,7 +35,7 @@ def save_checkpoint(
     """
     reason = "they have no states"
     log_given("save_checkpoint", reason, exclude_frozen_parameters=exclude_frozen_parameters)
-    name = tag or f"global_step{engine.global_steps}"
+    name = f"global_step{engine.global_steps}" if tag is None else str(tag)
     extra: dict[str, Any] = {
         "client_state": dict(client_state or {}),
         "counts": {count: getattr(engine, count) for count in COUNTS},
@@ -55,12 +55,12 @@ def save_checkpoint(
 def load_checkpoint(
     engine: Any,
     load_dir: str | Path,
-    tag: str | None = None,
+    tag: str | int | None = None,
     load_module_strict: bool = True,
     load_optimizer_states: bool = True,
     load_lr_scheduler_states: bool = True,
     load_module_only: bool = False,
-) -> tuple[str | None, dict[str, Any]]:
+) -> tuple[str | None, dict[str, Any] | None]:
     """Goes on from a checkpoint of save_checkpoint(), with any number of ranks; all call it.
 
     The `tag` is by default the one that the file "latest" in load_dir names. Beside parameters the
@@ -68,7 +68,7 @@ def load_checkpoint(
     unless the arguments leave them out.
 
     Returns:
-        The checkpoint's path and its client_state; (None, {}) if there is none.
+        The checkpoint's path and its client_state; (None, None) if there is none.
 
     Raises:
         ValueError: load_module_strict=False; or as hetero.load().
@@ -83,9 +83,9 @@ def load_checkpoint(
     if tag is None:
         if not (folder / _LATEST).is_file():
             logger.warning("%s has no file %r, so nothing is loaded", folder, _LATEST)
-            return None, {}
+            return None, None
         tag = (folder / _LATEST).read_text().strip()
-    path = folder / tag
+    path = folder / str(tag)
     with_states = load_optimizer_states and not load_module_only
     with_scheduler = load_lr_scheduler_states and not load_module_only
     extra: dict[str, Any] = {"loss_scale": engine._scaled_steps.scale} if with_states else {}

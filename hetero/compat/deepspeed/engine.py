@@ -160,7 +160,7 @@ class DeepSpeedEngine(torch.nn.Module):
             None if optimizer is None else ScaledSteps(optimizer, options.scale, "engine.step()")
         )
         self._boundary: bool | None = None  # as the loop has set it
-        self._is_announced = False  # scale() was called for the next backward
+        self._scaled_backward = -1  # autograd's number of the last one of a loss of scale()
         self._unsynced = False  # inside no_sync()
         self._was_applied: bool = False
         self._device_memory: int | None = None  # before offload_states()
@@ -211,11 +211,12 @@ class DeepSpeedEngine(torch.nn.Module):
     def _on_output_grad(self, grad: torch.Tensor | None) -> torch.Tensor | None:
         """Divides what a backward() of the loop's own brings, as engine.backward() does the loss.
 
-        Raises DeepSpeedUseError under fp16 if scale() was not called.
+        Raises DeepSpeedUseError under fp16 if the backward is not of a loss that scale() gave.
         """
         if _running or grad is None:  # as a function of the user's may give
             return None
-        if self.loss_scale != 1.0 and not self._is_announced:
+        is_of_scaled = self._scaled_backward == torch._C._current_graph_task_id()
+        if self.loss_scale != 1.0 and not is_of_scaled:
             raise DeepSpeedUseError(
                 "Loss scaling is required under fp16: call engine.backward(loss), or "
                 "engine.scale(loss).backward()"
@@ -230,8 +231,12 @@ class DeepSpeedEngine(torch.nn.Module):
         Raises DeepSpeedUseError as backward().
         """
         self._check_loss(loss)
-        self._is_announced = True
-        return self._scaled_steps.scale.scaled(loss)
+        scaled = self._scaled_steps.scale.scaled(loss)
+        scaled.register_hook(self._on_scaled_grad)
+        return scaled
+
+    def _on_scaled_grad(self, grad: torch.Tensor) -> None:
+        self._scaled_backward = torch._C._current_graph_task_id()
 
     def _check_loss(self, loss: torch.Tensor) -> None:
         _ = self._optimizer  # raises if there is none
@@ -292,7 +297,6 @@ class DeepSpeedEngine(torch.nn.Module):
 
     def _update(self, lr_kwargs: dict[str, Any]) -> None:
         steps, options = self._scaled_steps, self.options
-        self._is_announced = False
         if options.gradient_clipping > 0:
             steps.clip(options.gradient_clipping)
         self._was_applied = steps.step()
