@@ -96,10 +96,11 @@ class GradIntake:
 
     # From the user
 
-    def adopt(self, members: Sequence[ManagedParam]) -> None:
+    def adopt(self, members: Sequence[ManagedParam], in_place: bool = False) -> None:
         """Takes gradients that the user assigned to `.grad`, as if backward had given them.
 
-        They are not times the loss scale. Raises ValueError for a sparse one.
+        They are not times the loss scale. `in_place`: they are what was kept, changed in place.
+        Raises ValueError for a sparse one.
         """
         for m in members:
             with torch._C.DisableTorchFunction():  # which a parameter's class is asked by
@@ -112,6 +113,8 @@ class GradIntake:
                 grad = grad.clone()
             if self._params.group(m.chunk).placement.grad_offload_bytes:
                 grad = grad.clone()  # it leaves the device later; the user may change it sooner
+            if not in_place:
+                m.begin_grad()
             self._store(m, grad, False, 1.0)
 
     def of(self, members: Sequence[ManagedParam]) -> list[ManagedParam]:
@@ -238,6 +241,8 @@ class GradHook:
         if self._accumulating:
             with torch._C.DisableTorchFunction():  # which a parameter's class is asked by
                 self._managed.param.grad = None
+        else:
+            self._managed.begin_grad()
 
     @uninterrupted
     def _after(self, param: torch.Tensor) -> None:
@@ -434,7 +439,7 @@ class GradFactors:
         """Keeps `grad`, whole, instead of the gradient."""
         self._whole_sums.clear()
         managed.param.grad = grad
-        self._intake.adopt([managed])
+        self._intake.adopt([managed], in_place=True)
 
     def _change(self, m: ManagedParam, change: Callable[[torch.Tensor], object]) -> None:
         self._whole_sums.clear()

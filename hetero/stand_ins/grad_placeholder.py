@@ -45,6 +45,7 @@ class GradOwner(Protocol):
 
     param: torch.nn.Parameter
     grad_ops: GradOps | None
+    absent_grad: GradPlaceholder  # of the gradient that it has now, or had last
 
     @property
     def name(self) -> str:
@@ -71,7 +72,7 @@ class GradSource:
     def owner(self) -> GradOwner:
         """The parameter. Raises HeteroError if its gradient has been cleared."""
         owner = self._owner()
-        if owner is None or not owner.has_grad:
+        if owner is None or not owner.has_grad or owner.absent_grad._source is not self:
             raise HeteroError(
                 f"{self.name} was cleared; what was its .grad stands for nothing now: take .grad "
                 f"again after backward()"

@@ -139,7 +139,7 @@ class ManagedParam:
         nan = torch.full((), float("nan"), dtype=self.dtype, device=self.device)
         self.stand_in = nan.expand(shape)
         self.was_frozen = not self.param.requires_grad
-        self.absent_grad = GradPlaceholder.of(self, self.dtype, self.device)
+        self.begin_grad()
         self.writes = ParamWrites(self.param)
 
     @property
@@ -152,6 +152,13 @@ class ManagedParam:
         """Whether the chunk holds a gradient of it. Clearing `.grad`, by whomever, clears it."""
         with torch._C.DisableTorchFunction():  # which a parameter's class is asked by
             return self.param.grad is self.absent_grad
+
+    def begin_grad(self) -> None:
+        """Another gradient comes than was kept before: what `.grad` was stands for nothing now.
+
+        (Loops that compare gradients of two losses keep those of the first over zero_grad().)
+        """
+        self.absent_grad = GradPlaceholder.of(self, self.dtype, self.device)
 
     def hold_grad(self) -> None:
         """The chunk holds a gradient of it from now on."""

@@ -513,6 +513,7 @@ class GradReducer:
         for managed, has_arrived in zip(self._members, arrived, strict=True):
             if has_arrived and not managed.has_grad:
                 managed.grad_factor = self._loss_scale.grad_factor
+                managed.begin_grad()
                 managed.hold_grad()
 
     def _agree(self, done: bool) -> tuple[list[bool], list[bool], bool]:

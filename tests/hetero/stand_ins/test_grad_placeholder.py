@@ -134,6 +134,30 @@ def test_reads(settings: Settings, tmp_path: Path) -> None:
     optimizer.engine.close()
 
 
+def test_a_gradient_that_was_cleared_is_not_the_next_one(
+    settings: Settings, tmp_path: Path
+) -> None:
+    """Loops that compare the gradients of two losses keep those of the first over zero_grad()."""
+    model, optimizer = managed(settings, tmp_path)
+    weight = model.first.weight
+    comes = [lambda: loss_of(model, 2).backward(), lambda: setattr(weight, "grad", weight.detach())]
+    loss_of(model, 1).backward()
+    for come in comes:
+        held = weight.grad
+        views = [held.data, held.view(-1)]
+        loss_of(model, 1).backward()
+        held.add_(1.0)
+        assert weight.grad is held  # added to, and changed in place, it is the same one
+        model.zero_grad()
+        come()
+        assert optimizer.engine.grad_norm([weight]) > 0
+        for each in (held, *views):
+            with pytest.raises(hetero.HeteroError, match=r"first\.weight was cleared"):
+                each.clone()
+        assert weight.grad.norm() > 0
+    optimizer.engine.close()
+
+
 def test_where_gradients_are_finite(settings: Settings, tmp_path: Path) -> None:
     model, optimizer = managed(settings, tmp_path)
     loss_of(model).backward()
