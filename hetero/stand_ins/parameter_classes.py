@@ -135,6 +135,10 @@ class AbsentParameter(PresentParameter):
         if func in _LAYOUT:
             there = torch.empty(args[0].shape, dtype=args[0].dtype, device="meta")
             return func(there, *args[1:], **kwargs)
+        if func in _BACKWARDS:
+            made = _backward_to_inputs(func, *args, **kwargs)
+            if made is not NotImplemented:
+                return made
         operands = tensors_among((*args, *kwargs.values()))
         absent = next(each for each in operands if isinstance(each, AbsentParameter))
         return owner_of(absent).call(func, args, kwargs)
@@ -278,6 +282,34 @@ def _taker(frame: FrameType | None) -> str | None:
     return None
 
 
+def _backward_to_inputs(func: Any, outputs: Any, inputs: Any = None, **options: Any) -> Any:
+    """backward(), or grad(), to `inputs`, of which autograd needs the nodes and no values.
+
+    For as long as it runs none is in memory that it has no other use for. Returns NotImplemented
+    if an absent parameter is something else for it.
+    """
+    ends = tuple(map(_end_of_graph, inputs or ()))
+    if has_absent_param((outputs, ends), options):
+        return NotImplemented
+    if not options.get("materialize_grads"):
+        return func(outputs, inputs=ends, **options)
+    # torch makes no zeros for a node, whose shape it does not know.
+    grads = func(outputs, inputs=ends, **{**options, "materialize_grads": False})
+    needs_graph = options["create_graph"]
+    return tuple(
+        torch.zeros_like(param, requires_grad=needs_graph) if grad is None else grad
+        for param, grad in zip(inputs, grads, strict=True)
+    )
+
+
+def _end_of_graph(tensor: Any) -> Any:
+    """The node that gets the gradient of an absent parameter; another tensor as it is."""
+    if not (isinstance(tensor, AbsentParameter) and tensor.requires_grad):
+        return tensor
+    with torch._C.DisableTorchFunction():  # which would bring the values in
+        return torch.autograd.graph.get_gradient_edge(tensor)
+
+
 _Tensor: Any = torch.Tensor  # its descriptors are not what its stubs say
 
 
@@ -314,6 +346,7 @@ _TAKERS = {
     vmap._validate_and_get_batch_size.__code__: "torch.vmap()",
 }
 _SIZES = {_Tensor.size, torch.is_same_size}
+_BACKWARDS = {torch.autograd.backward, torch.autograd.grad}
 # What a stand-in, which has a single element, would answer wrongly.
 _LAYOUT = {
     _Tensor.is_contiguous,

@@ -149,3 +149,31 @@ def test_what_a_write_leaves_alone_is_not_stale(settings: Settings, tmp_path: Pa
         other.zero_()
     loss.backward()
     optimizer.engine.close()
+
+
+def test_backward_to_some_parameters_brings_none_of_them_in(
+    settings: Settings, tmp_path: Path
+) -> None:
+    """autograd needs their nodes alone, as long as it runs."""
+    model, optimizer = managed(settings, tmp_path)
+    expected, adam = plain()
+    members, in_use = optimizer.engine.params.in_order(), []
+    model.first.weight.register_hook(lambda _: in_use.extend(m.name for m in members if m.uses))
+    found: list[list[torch.Tensor]] = []
+    for each, its in ((model, optimizer), (expected, adam)):
+        some = [each.last.weight, each.first.weight, each.scale]
+        loss_of(each).backward(inputs=some)
+        assert [p.grad is None for p in each.parameters()].count(False) == len(some)
+        params = list(each.parameters())
+        grads = torch.autograd.grad(loss_of(each, 2), params, allow_unused=True)
+        zeros = torch.autograd.grad(loss_of(each, 3), params, materialize_grads=True)
+        found.append([*(g for g in grads if g is not None), *zeros])
+        with pytest.raises(RuntimeError, match="not have been used in the graph"):
+            torch.autograd.grad(loss_of(each), [each.unused.weight, each.scale])
+        its.step()
+    assert in_use == []
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
+    assert_same(model, expected)
+    assert_nothing_is_used(optimizer)
+    optimizer.engine.close()
