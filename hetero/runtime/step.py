@@ -230,6 +230,11 @@ class GradHook:
             node.register_prehook(self._before),  # type: ignore[union-attr]
             param.register_post_accumulate_grad_hook(self._after),
         ]
+        # First, so that hooks of the user's that are older see the sum of all micro-batches, too.
+        with torch._C.DisableTorchFunction():
+            hooks: Any = param._post_accumulate_grad_hooks
+        for older in list(hooks)[:-1]:
+            hooks[older] = hooks.pop(older)
 
     @uninterrupted
     def _before(self, grads: tuple[torch.Tensor | None, ...]) -> None:

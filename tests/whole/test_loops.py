@@ -102,6 +102,29 @@ def test_gradients_that_are_assigned_are_taken(net: Callable) -> None:
     optimizer.engine.close()
 
 
+def test_a_hook_from_before_initialize_sees_the_sum_of_micro_batches(
+    settings: Settings, tmp_path: Path
+) -> None:
+    def halve(param: torch.Tensor) -> None:
+        assert param.grad is not None
+        param.grad.mul_(0.5)
+
+    (model, _), (expected, adam) = plain(), plain()
+    for each in (model, expected):
+        each.first.weight.register_post_accumulate_grad_hook(halve)
+    optimizer = hetero.HybridAdam(model.parameters(), lr=1e-2)
+    options = {"dtype": "fp32", "nvme_path": str(tmp_path), "chunk_numel": 4096, **settings}
+    hetero.initialize(model, optimizer, options)
+    for each, step in ((model, optimizer.step), (expected, adam.step)):
+        for seed in range(3):
+            loss_of(each, seed).backward()
+        step()
+    grads = [hetero.grads(model.first.weight)[0], expected.first.weight.grad]
+    torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-8)
+    assert_same(model, expected)
+    optimizer.engine.close()
+
+
 def test_sparse_gradients_that_are_assigned_are_refused(net: Callable) -> None:
     model, optimizer = net()
     model.first.weight.grad = torch.ones(64, 64).to_sparse()
