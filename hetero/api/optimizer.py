@@ -332,7 +332,8 @@ class HybridOptimizer(torch.optim.Optimizer):
 
         The state of torch.optim.AdamW, Adam, Adagrad, SGD or Muon is taken in, too. Masters stay:
         load the model's fp32 values beside it. (Masters that an optimizer of hetero gave to torch's
-        are as old as that.) Options that torch does not have stay.
+        are as old as that.) Options that torch does not have stay. A parameter without a state in
+        it begins anew, as with torch's.
 
         Before initialize() options are taken over, and the states are kept, to be loaded by that.
 
@@ -357,6 +358,10 @@ class HybridOptimizer(torch.optim.Optimizer):
         }
         for param, state in states.items():
             check_state(self.engine.find(param), state, self.state_names, type(self).__name__)
+        for m in self.engine.find_all(self._all_params()):
+            if m.step and m.param not in states:
+                zeros = torch.zeros(()).expand(m.param.shape)
+                states[m.param] = {"step": 0, **dict.fromkeys(self.state_names, zeros)}
         self.engine.steps.schedule.revoke_all()
         super().load_state_dict({"state": {}, "param_groups": groups})
         import_states(self.engine, states, self.state_names)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -84,6 +85,26 @@ def test_torchs_state_leaves_masters_as_they_are(dtype: str) -> None:
         assert all(torch.equal(found[index][key], value) for key, value in state.items())
     group = optimizer.param_groups[0]
     assert (group["adamw_mode"], group["bias_correction"]) == (False, False)
+    optimizer.engine.close()
+
+
+def test_a_parameter_without_a_state_begins_anew() -> None:
+    """So a loop goes back to the state of a fresh optimizer of torch's, which is empty."""
+    torch.manual_seed(0)
+    plain = Net()
+    theirs = torch.optim.AdamW(plain.parameters(), lr=1e-3, weight_decay=0.0)
+    empty = theirs.state_dict()
+    step(plain, theirs, 1)
+    some = theirs.state_dict()
+    some["state"] = dict(list(some["state"].items())[:1])
+    model, optimizer = managed(lr=1e-3)
+    step(model, optimizer, 1)
+    for loaded in (some, empty):
+        for each, its in ((model, optimizer), (plain, theirs)):
+            step(each, its, 2)
+            its.load_state_dict(copy.deepcopy(loaded))
+            step(each, its, 3)
+    assert_same(model, plain)
     optimizer.engine.close()
 
 
