@@ -75,7 +75,7 @@ class LoopState:
         """
         for optimizer, groups in zip(optimizers, self.groups, strict=True):
             for group, options in zip(optimizer.param_groups, groups, strict=True):
-                group.update(options)
+                group.update(copy.deepcopy(dict(options)))  # (schedulers write to a tensor)
         if self.random is not None:
             set_random(self.random)
 

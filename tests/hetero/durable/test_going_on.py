@@ -181,6 +181,21 @@ def test_the_loops_own_state_comes_back(tmp_path: Path) -> None:
         optimizer.engine.close()
 
 
+def test_a_rate_that_is_a_tensor_comes_back(tmp_path: Path) -> None:
+    """Although the constructor of a scheduler has written to it."""
+    options = {**PLACES["disk"], **DURABLE, "commit_every": 0}
+    model, optimizer = build(options, tmp_path)
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.25)
+    hetero.commit(model, blocking=True)
+    optimizer.engine.close()
+    model, optimizer = build(options, tmp_path)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, warmup)
+    assert optimizer.param_groups[0]["lr"] != 0.25
+    hetero.resume(model)
+    assert optimizer.param_groups[0]["lr"] == 0.25
+    optimizer.engine.close()
+
+
 @pytest.mark.parametrize("every", [1, 0])
 def test_a_loop_that_does_not_ask_where_it_goes_on_is_told(every: int, tmp_path: Path) -> None:
     """It would make the steps again that were made already. Nothing it does is committed."""
