@@ -22,9 +22,10 @@ from types import TracebackType
 from typing import Any
 
 from offload.interrupts import deliver_signals
+from tests.support.waiting import PATIENCE_S
 
 # Far less than the rank_timeout_s that such tests give, far more than an end takes.
-SOON_S = 30.0
+SOON_S = PATIENCE_S
 
 
 @dataclass(frozen=True)

@@ -35,9 +35,9 @@ from offload.memory.arena import HostArena
 from offload.memory.ledger import Ledger
 from offload.memory.slot_pool import SlotPool
 from offload.memory.tiers import Account, StateKind, Tier
+from tests.support.waiting import PATIENCE_S
 
 FP32 = Dtypes("fp32", grad="fp32")
-PATIENCE_S = 5.0
 
 
 class Network:
