@@ -366,7 +366,7 @@ class Engine:
     @uninterrupted
     def with_grads(self, params: Iterable[torch.Tensor]) -> list[ManagedParam]:
         """Those of `params` that have gradients, after taking in assigned ones."""
-        return self.steps.grad_intake.of(self.find_all(params))
+        return self.steps.grad_intake.of(self.find_all(params), force=True)
 
     @uninterrupted
     def grad_norm(self, params: Iterable[torch.Tensor]) -> float:

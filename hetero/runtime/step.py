@@ -89,9 +89,9 @@ class GradIntake:
         is kept. Raises what room for it met.
         """
         self._schedule.begin_backward()
-        accumulate = accumulate and managed not in self._zeroed
+        adds = accumulate and managed not in self._zeroed
         self._store(managed, grad, accumulate, self._loss_scale.grad_factor)
-        self._schedule.grad_arrived(managed, accumulate, counts=not self._unsynced)
+        self._schedule.grad_arrived(managed, adds, counts=not self._unsynced)
         self._params.chunk_groups[managed.chunk.group_index].grads.slots.write_complete()
 
     # From the user
@@ -117,18 +117,21 @@ class GradIntake:
                 m.begin_grad()
             self._store(m, grad, False, 1.0)
 
-    def of(self, members: Sequence[ManagedParam]) -> list[ManagedParam]:
+    def of(self, members: Sequence[ManagedParam], force: bool = False) -> list[ManagedParam]:
         """Those of `members` that have gradients, after taking in assigned ones.
 
-        Gradients are means over the ranks then, all of which must call this. Raises as adopt().
+        Gradients are means over the ranks then, all of which must call this; `force`: perhaps one
+        of them has got new ones. Raises as adopt().
         """
         trained = [m for m in members if m.chunk.trainable]
         self.adopt(trained)
-        self.average()
+        self.average(force)
         return [m for m in trained if m.has_grad]
 
     def _store(self, m: ManagedParam, grad: torch.Tensor, accumulate: bool, factor: float) -> None:
         chunk_group = self._params.chunk_groups[m.chunk.group_index]
+        if chunk_group.ranks is None and m in self._zeroed:
+            accumulate = False
         # Before the gradient: if an exception comes between the two, both still belong together.
         chunk_group.grads.set_factor(m, factor, accumulate)
         self._unaveraged = True
@@ -141,19 +144,21 @@ class GradIntake:
     def zero(self, members: Sequence[ManagedParam]) -> None:
         """Makes gradients zero; nothing is written unless they are read, or stepped with."""
         for m in members:
-            self._params.group(m.chunk).updates.revoke(m.chunk)
+            chunk_group = self._params.group(m.chunk)
+            chunk_group.updates.revoke(m.chunk)
+            m.grad_factor = self._loss_scale.grad_factor
+            if chunk_group.ranks is not None:
+                chunk_group.ranks.grad_reducer.zero(m)
         self._zeroed.update(dict.fromkeys(members))
 
     def _write_zeros(self) -> None:
-        zeroed = [m for m in self._zeroed if m.has_grad]
-        # Over ranks zeros would be added to a gradient that is there, and while the gradients are
-        # on their way none may be gone.
-        for chunk_group in self._params.chunk_groups if zeroed else ():
-            if chunk_group.ranks is not None:
-                chunk_group.ranks.grad_reducer.end_backward()
-        for m in zeroed:
-            m.param.grad = torch.zeros_like(m.stand_in)
-            self._store(m, m.param.grad, False, 1.0)
+        """Where nothing has come since; gradients are means."""
+        for m in self._zeroed:
+            chunk_group = self._params.group(m.chunk)
+            if m.has_grad and chunk_group.ranks is not None:
+                chunk_group.ranks.grad_reducer.means.write_zeros(m)
+            elif m.has_grad:
+                chunk_group.grads.change(m, lambda kept: kept.zero_())
         self._zeroed.clear()
 
     # Over the ranks
@@ -184,19 +189,19 @@ class GradIntake:
 
         All ranks must call it. Raises PeerError.
         """
-        if self._zeroed:
-            self._write_zeros()
         if self._params.chunk_groups[0].world.everyone is None:
+            self._write_zeros()
             self._unaveraged = False
             return
         # If one chunk group has something all do: which chunk group has may differ between ranks.
-        force = force or self._unaveraged
+        force = force or self._unaveraged or bool(self._zeroed)
         # First the one that averages during backward, of which other ranks may be in the middle.
         for chunk_group in sorted(
             self._params.chunk_groups, key=lambda group: group.plan.spec.reduce_at_end
         ):
             if chunk_group.ranks is not None:
                 chunk_group.ranks.grad_reducer.reduce_all(force)
+        self._write_zeros()
         self._unaveraged = False
 
 

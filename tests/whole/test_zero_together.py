@@ -133,6 +133,24 @@ def test_a_rank_without_data_gives_zeros(ranks2: RankPool, stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
+def test_a_gradient_made_zero_becomes_the_mean_also_where_none_comes(
+    ranks2: RankPool, stage: int
+) -> None:
+    torch.manual_seed(0)
+    model = rank_training.Experts(4)
+    expected = []
+    for step in range(4):
+        for rank in range(2 if step < 3 else 1):
+            x = rank_training.inputs(rank, step)
+            (model(x, rank if step else 0).square().mean() / 2).backward()
+        grads = [p.grad for p in model.parameters()]
+        expected.append([None if g is None else g.clone() for g in grads])
+        model.zero_grad(set_to_none=False)
+    for found in ranks2.run(rank_training.zeroing, {"zero_stage": stage}):
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
 def test_training_goes_on_after_a_refused_step(ranks2: RankPool, stage: int) -> None:
     found = ranks2.run(rank_training.refused_step, {"zero_stage": stage})
     assert same(found[0], found[1])

@@ -100,6 +100,7 @@ class _Round:
         arrived: parameters that got a gradient on this rank.
         synced: those of them that got it outside no_sync(), in the order in which it came.
         sent: parameters whose gradient has been sent.
+        zeroed: those of `arrived` that were made zero since.
     """
 
     words: Collective | None = None
@@ -109,6 +110,7 @@ class _Round:
     arrived: set[ManagedParam] = field(default_factory=set)
     synced: dict[ManagedParam, None] = field(default_factory=dict)
     sent: set[ManagedParam] = field(default_factory=set)
+    zeroed: set[ManagedParam] = field(default_factory=set)
 
 
 class ChunkMeans:
@@ -215,6 +217,21 @@ class ChunkMeans:
     def forget_kept(self, managed: ManagedParam) -> None:
         """The parameter's next mean replaces the gradient that is kept."""
         self._accumulated.discard(managed)
+
+    def forget(self, managed: ManagedParam) -> None:
+        """forget_kept(), and what is in the parameter's bucket counts as zero."""
+        self.forget_kept(managed)
+        bucket = self._buckets.get(managed.chunk.id)
+        if bucket is not None and managed in bucket.filled:
+            if self._grad_offload is not None:
+                self._grad_offload.wait_ended(managed)
+            bucket.filled.discard(managed)
+
+    def write_zeros(self, managed: ManagedParam) -> None:
+        """Makes the kept gradient zero if it was forgotten, and no mean has come since."""
+        if managed not in self._accumulated:
+            self._grads.change(managed, lambda kept: kept.zero_())
+            self._accumulated.add(managed)
 
     def free_cleared(self) -> None:
         """Frees buckets whose gradients were all cleared before they were sent."""
@@ -376,7 +393,8 @@ class GradReducer:
         # Whether gradients are sent already, or still wait for others of their chunk or come from
         # the device, depends on buckets and on time: neither sums nor rounds may.
         again = managed in now.sent or managed in now.synced
-        if again or (now.synced and not next(iter(now.synced)).has_grad):
+        first = next(iter(now.synced), None)
+        if again or (first is not None and not (first.has_grad and first not in now.zeroed)):
             self._end_round(done=False)  # this is another backward
         if self.reduces_in_backward:
             self._begin_round(True)
@@ -387,17 +405,19 @@ class GradReducer:
         self.means.put(self._open(managed.chunk), managed, grad, accumulate)
         managed.hold_grad()
         self._round.arrived.add(managed)
+        self._round.zeroed.discard(managed)
         if self.reduces_in_backward:
             self._round.synced[managed] = None
             self._send_complete(managed.chunk)
 
-    def end_backward(self) -> None:
-        """What comes from now on is of another backward; the other ranks do so, too, or follow.
+    def zero(self, managed: ManagedParam) -> None:
+        """The gradient counts no more: it is zero, and what comes is added to that.
 
-        Raises as reduce_all().
+        All ranks must call it, and ChunkMeans.write_zeros() when all gradients are means.
         """
-        if self._round.arrived:
-            self._end_round(done=False)
+        self.means.forget(managed)
+        if managed in self._round.arrived:
+            self._round.zeroed.add(managed)
 
     def reduce_all(self, force: bool) -> None:
         """Makes means of all gradients so far. All ranks must call it.
@@ -491,10 +511,14 @@ class GradReducer:
                 self._send_next()
             # Before others are waited for: they may need what this rank then does for replicas.
             self.means.finish_all()
-        arrived, unsent, is_busy = self._agree(done)
+        arrived, zeroed, unsent, is_busy = self._agree(done)
         words.wait()
         if any_in_backward:
             self._note_arrived(arrived)  # gradients after their chunk's turn are added to it
+            for managed, is_zeroed in zip(self._members, zeroed, strict=True):
+                if is_zeroed and managed.has_grad:
+                    self.means.forget_kept(managed)
+                    self.means.write_zeros(managed)
         for chunk in self._order.chunks:
             if unsent[chunk.id]:
                 self._send(chunk)
@@ -516,32 +540,34 @@ class GradReducer:
                 managed.begin_grad()
                 managed.hold_grad()
 
-    def _agree(self, done: bool) -> tuple[list[bool], list[bool], bool]:
+    def _agree(self, done: bool) -> tuple[list[bool], list[bool], list[bool], bool]:
         """What is so on any rank at the end of the round. All ranks call it.
 
-        Returns for each parameter whether it got a gradient, for each chunk whether it has some
-        that have not been sent, and whether a rank is in the middle of its backward.
+        Returns for each parameter whether it got a gradient, and whether that was made zero after
+        it had been sent; for each chunk whether it has some that have not been sent; and whether a
+        rank is in the middle of its backward.
 
         Raises HeteroError if means were made of gradients that not all ranks have cleared, and
         PeerError.
         """
-        members, chunks = self._members, self._layout.chunks
+        members, chunks, now = self._members, self._layout.chunks, self._round
         unsent_ids = self.means.unsent()
         parts = [
-            [m in self._round.arrived and m.has_grad for m in members],
-            [m in self._round.sent and not m.has_grad for m in members],  # cleared after that
+            [m in now.arrived and m.has_grad for m in members],
+            [m in now.arrived and m.has_grad and m not in now.zeroed for m in members],
+            [m in now.sent and (not m.has_grad or m in now.zeroed) for m in members],
             [chunk.id in unsent_ids for chunk in chunks],
             [not done],
         ]
         # As bytes first: setting an element of a tensor takes about a microsecond.
         mine = torch.frombuffer(bytearray(chain.from_iterable(parts)), dtype=torch.uint8)
         flags = self._everyone.any(mine, "the end of backward").split([len(part) for part in parts])
-        arrived, cleared, unsent, (is_busy,) = (part.tolist() for part in flags)
-        for managed, has_arrived, is_cleared in zip(members, arrived, cleared, strict=True):
-            if has_arrived and is_cleared:
+        arrived, counts, cleared, unsent, (is_busy,) = (part.tolist() for part in flags)
+        for managed, does_count, is_cleared in zip(members, counts, cleared, strict=True):
+            if does_count and is_cleared:
                 raise HeteroError(
                     f"the gradient of {managed.name} was cleared on one rank after it had gone "
                     f"into the mean with that of another; when gradients are cleared before the "
                     f"step, all ranks must have made the same backward calls"
                 )
-        return arrived, unsent, is_busy
+        return arrived, cleared, unsent, is_busy

@@ -454,6 +454,23 @@ def unequal(rank: int, world: int, options: dict[str, Any]) -> list[torch.Tensor
     return found
 
 
+def zeroing(rank: int, world: int, options: dict[str, Any]) -> list[list[torch.Tensor | None]]:
+    """Gradients of steps that begin with those of the last one made zero, by their step.
+
+    From the second step on each rank uses an expert of its own, and in the last one the last rank
+    has no data.
+    """
+    model, optimizer = make("experts", options)
+    found = []
+    for step in range(4):
+        if step < 3 or rank < world - 1:
+            model(inputs(rank, step), rank if step else 0).square().mean().backward()
+        found.append(hetero.grads(model.parameters()))
+        optimizer.zero_grad(set_to_none=False)
+    optimizer.engine.close()
+    return found
+
+
 def at_smallest(
     rank: int, world: int, numels: list[int], frozen: set[int], options: dict[str, Any]
 ) -> Any:

@@ -6,7 +6,7 @@ import itertools
 import queue
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -181,6 +181,7 @@ class Rank:
     grads: Grads
     homes: Homes
     pool: SlotPool
+    zeroed: set[int] = field(default_factory=set)
 
     def arrive(self, index: int, value: float) -> None:
         """As GradHook does."""
@@ -188,6 +189,23 @@ class Rank:
         accumulate = m.has_grad
         m.param.grad = None
         self.grad_reducer.add(m, torch.full(m.param.shape, value), accumulate)
+
+    def clear(self, to_none: bool) -> None:
+        """As zero_grad() does."""
+        for index, m in enumerate(self.members):
+            if to_none:
+                m.param.grad = None
+            elif m.has_grad:
+                self.grad_reducer.zero(m)
+                self.zeroed.add(index)
+
+    def average(self, force: bool) -> None:
+        """As GradIntake does."""
+        self.grad_reducer.reduce_all(force)
+        for index in self.zeroed:
+            if self.members[index].has_grad:
+                self.grad_reducer.means.write_zeros(self.members[index])
+        self.zeroed.clear()
 
     def gradient(self, index: int) -> torch.Tensor:
         """This rank's part."""
@@ -282,7 +300,8 @@ def on_ranks(count: int, function: Callable[[int], Any], network: Network) -> li
 
 
 # A rank's backward: arrivals, by index. A step: backwards as (held, arrivals per rank); whether
-# gradients are cleared before one of them, on all ranks and after the same arrivals; more of it.
+# gradients are cleared before one of them, on all ranks and after the same arrivals; whether they
+# are after it; whether to None, or to zero.
 PARAMS = 7
 
 
@@ -309,7 +328,7 @@ def programs(draw: st.DrawFn) -> dict[str, Any]:
         if draw(st.booleans()):
             order = draw(st.permutations(range(PARAMS)))
             cleared = order[: draw(st.integers(0, PARAMS))]
-        steps.append((cleared, backwards, draw(st.booleans())))
+        steps.append((cleared, backwards, draw(st.booleans()), draw(st.booleans())))
     return {
         "shape": shape,
         "stage": draw(st.sampled_from([1, 2])),
@@ -323,7 +342,7 @@ def run_program(program: dict[str, Any]) -> None:
     shape, steps = program["shape"], program["steps"]
     world = shape[0] * shape[1]
     held_anywhere = program["stage"] == 1 or any(
-        held for _, backwards, _ in steps for held, _ in backwards
+        held for _, backwards, *_ in steps for held, _ in backwards
     )
     # Inside no_sync() buckets are kept whole, beyond the pool; that is another test's matter.
     spare = 2 * PARAMS + 2 if held_anywhere else program["spare"]
@@ -333,13 +352,16 @@ def run_program(program: dict[str, Any]) -> None:
         one = make_rank(network, rank, shape, program["stage"], program["numels"], spare)
         expected: list[float | None] = [None] * PARAMS
         stamp = 0
-        for number, (cleared, backwards, keep) in enumerate(steps):
+
+        def clear(to_none: bool) -> None:
+            one.clear(to_none)
+            expected[:] = [None if to_none or not m.has_grad else 0.0 for m in one.members]
+
+        for number, (cleared, backwards, keep, to_none) in enumerate(steps):
             if cleared is not None:  # a backward that failed at the same place on all ranks
                 for index in cleared:
                     one.arrive(index, 1000.0 + rank)
-                for m in one.members:
-                    m.param.grad = None
-                expected = [None] * PARAMS
+                clear(to_none)
             for held, arrivals in backwards:
                 for index in range(PARAMS):
                     total = sum(
@@ -357,8 +379,8 @@ def run_program(program: dict[str, Any]) -> None:
                         one.arrive(index, world * 2.0**rank * (stamp + 1))
                 stamp += 1
             # Without force a rank that has older gradients and no new ones would not come.
-            one.grad_reducer.reduce_all(number % 2 == 0 or steps[number - 1][2])
-            one.grad_reducer.reduce_all(False)
+            one.average(number % 2 == 0 or steps[number - 1][2] or not steps[number - 1][3])
+            one.average(False)
             for index, value in enumerate(expected):
                 assert one.members[index].has_grad == (value is not None), (number, index)
                 if value is not None:
@@ -368,9 +390,7 @@ def run_program(program: dict[str, Any]) -> None:
                     assert one.grads.sum_of_squares(one.members[index]) == fresh, (number, index)
             assert not any(one.pool._taken), "a bucket was not given back"
             if not keep:
-                for m in one.members:
-                    m.param.grad = None
-                expected = [None] * PARAMS
+                clear(to_none)
 
     on_ranks(world, body, network)
 
