@@ -252,10 +252,10 @@ def _begin(
     engine, training, beside = saves.engine, saves.engine.world, saves.world
     everyone = beside.everyone
     is_first = everyone is None or everyone.rank == 0
-    if saves.last is not None and not saves.last.was_told:
-        saves.last.wait()
 
     def prepare() -> CheckpointWrite:
+        if saves.last is not None and not saves.last.was_told:
+            saves.last.wait()  # (the user of another rank may have been told)
         finish_updates(engine)
         write = make()
         if is_first:

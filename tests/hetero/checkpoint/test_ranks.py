@@ -56,6 +56,16 @@ def test_a_rank_that_cannot_write_fails_all(ranks2: RankPool, tmp_path: Path) ->
     assert is_checkpoint(tmp_path / "saved")
 
 
+def test_all_are_told_of_a_save_of_which_one_was_not(ranks2: RankPool, tmp_path: Path) -> None:
+    """The others wait for it in the next save, which one rank would not begin."""
+    first, second = ranks2.run(checkpointing.save_after_one_was_told, str(tmp_path))
+    assert first[0].startswith("StoreError: rank 1 could not begin to save")
+    assert "no room" in first[0]
+    assert "no room" in second[0]
+    assert first[1] == second[1] == ""
+    assert is_checkpoint(tmp_path / "saved")
+
+
 def test_damage_that_one_rank_finds_is_every_ranks(ranks2: RankPool, tmp_path: Path) -> None:
     """And no rank uses what is half loaded, until all have loaded another checkpoint."""
     for told in ranks2.run(checkpointing.load_what_one_cannot_read, str(tmp_path)):

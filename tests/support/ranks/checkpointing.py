@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -126,6 +126,30 @@ def save_while_one_fails(rank: int, world: int, path: str) -> str:
         except (hetero.HeteroError, OSError) as error:
             told = f"{type(error).__name__}: {error}"
     steps(rank, model, optimizer, range(1, 2))
+    optimizer.engine.close()
+    return told
+
+
+def save_after_one_was_told(rank: int, world: int, path: str) -> list[str]:
+    """A save beside training fails on rank 1, and rank 0 alone waits for it; what each then meets
+    in two more."""
+    model, optimizer = build(rank, world, path, 0, OPTIONS[2])
+    full = hetero.StoreError(28, "no room", "disk")
+    with ExitStack() as patches:
+        if rank == 1:
+            patches.enter_context(patch.object(DataWriter, "finish", side_effect=full))
+        made = hetero.save(Path(path) / "saved", model, optimizer, blocking=False)
+        until(lambda: made.done)
+    if rank == 0:
+        with suppress(hetero.StoreError):
+            made.wait()
+    told = []
+    for _ in range(2):
+        try:
+            hetero.save(Path(path) / "saved", model, optimizer)
+            told.append("")
+        except (hetero.HeteroError, OSError) as error:
+            told.append(f"{type(error).__name__}: {error}")
     optimizer.engine.close()
     return told
 
