@@ -188,11 +188,16 @@ def make_piece(
     return Piece(m, part, tile_values[part.in_tile], optim_state, chunk_group.optim_states)
 
 
+def _fp32(numel: int) -> torch.Tensor:
+    """Memory for that many numbers, whatever torch's defaults are."""
+    return torch.empty(numel, dtype=torch.float32, device="cpu")
+
+
 def export_masters(
     engine: Engine, params: Iterable[torch.Tensor]
 ) -> dict[torch.Tensor, torch.Tensor]:
     """Copies each parameter's fp32 master, whole; of a frozen parameter its value in fp32."""
-    masters = {m: torch.empty(m.numel) for m in engine.find_all(params)}
+    masters = {m: _fp32(m.numel) for m in engine.find_all(params)}
 
     def visit(piece: Piece) -> None:
         masters[piece.managed][piece.part.in_param] = piece.master()
@@ -209,7 +214,7 @@ def export_states(
     All are in fp32, whole, in the parameter's shape.
     """
     trained = [m for m in engine.find_all(params) if m.chunk.trainable]
-    states = {m: {key: torch.empty(m.numel) for key in (*names, "master")} for m in trained}
+    states = {m: {key: _fp32(m.numel) for key in (*names, "master")} for m in trained}
 
     def visit(piece: Piece) -> None:
         state = states[piece.managed]
@@ -220,7 +225,7 @@ def export_states(
     read_parts(engine, trained, visit)
     return {
         m.param: {
-            "step": torch.tensor(float(m.step)),
+            "step": torch.tensor(float(m.step), dtype=torch.float32, device="cpu"),
             **{key: value.view(m.param.shape) for key, value in state.items()},
         }
         for m, state in states.items()

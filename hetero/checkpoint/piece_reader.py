@@ -123,7 +123,8 @@ class PieceCheckpoint(StoredCheckpoint):
             if key in self.small:
                 found = self.small[key].reshape(-1)[begin:end]
             elif found is None:
-                found = torch.empty(end - begin, dtype=self.manifest.tensors[key].dtype)
+                dtype = self.manifest.tensors[key].dtype
+                found = torch.empty(end - begin, dtype=dtype, device="cpu")
             if begun is None:
                 yield key, begin, found
                 found = None

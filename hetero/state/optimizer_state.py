@@ -149,7 +149,7 @@ class TileCodec:
                 state[where] = new
                 continue
             blocks = self._blocks(i, optim_state, where)
-            encoded = torch.zeros(blocks.numel(), dtype=torch.uint8)
+            encoded = torch.zeros(blocks.numel(), dtype=torch.uint8, device="cpu")
             new = new.to("cpu", torch.float32).contiguous()
             encode_state(self.dtypes.kind, i, new.data_ptr(), encoded.data_ptr(), new.numel())
             blocks.copy_(encoded)
@@ -162,7 +162,7 @@ class TileCodec:
 
     def _decoded(self, i: int, optim_state: TileState, where: slice) -> torch.Tensor:
         blocks = self._blocks(i, optim_state, where).cpu()  # the decoder is the CPU's
-        values = torch.empty(where.stop - where.start)
+        values = torch.empty(where.stop - where.start, dtype=torch.float32, device="cpu")
         decode_state(self.dtypes.kind, i, blocks.data_ptr(), values.data_ptr(), values.numel())
         return values
 
@@ -188,7 +188,7 @@ class TileCodec:
             return master.clone()
         parts = (param, *self._rest_of_masters(optim_state, where))
         in_ram = [part.cpu().contiguous() for part in parts]
-        values = torch.empty(param.numel())
+        values = torch.empty(param.numel(), dtype=torch.float32, device="cpu")
         join_master(self.dtypes.kind, *_split_addresses(in_ram), values.data_ptr(), values.numel())
         return values
 
@@ -233,7 +233,7 @@ class OptimizerState(TileCodec):
 
     def empty(self) -> torch.Tensor:
         """New memory, uint8, for one tile's optimizer state."""
-        return torch.empty(self._tile_bytes, dtype=torch.uint8)
+        return torch.empty(self._tile_bytes, dtype=torch.uint8, device="cpu")
 
     @property
     def _tile_bytes(self) -> int:

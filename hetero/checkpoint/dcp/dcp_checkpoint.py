@@ -276,7 +276,7 @@ class DcpCheckpoint(StoredCheckpoint):
                     yield key, begin, flat[begin - first : end - first]
                 else:  # the state of a parameter that was never updated
                     dtype = self.manifest.tensors[key].dtype
-                    yield key, begin, torch.zeros(end - begin, dtype=dtype)
+                    yield key, begin, torch.zeros(end - begin, dtype=dtype, device="cpu")
             rows.clear()  # before the next ones take memory
 
     def _rows(self, ranges: Sequence[Range]) -> dict[str, tuple[int, torch.Tensor]]:
@@ -291,7 +291,7 @@ class DcpCheckpoint(StoredCheckpoint):
             if key in self._keys:
                 record = self.manifest.tensors[key]
                 box, first = rows_around(record.shape, begin, end)
-                rows = torch.empty(box.sizes, dtype=record.dtype)
+                rows = torch.empty(box.sizes, dtype=record.dtype, device="cpu")
                 found[key] = first, rows.view(-1)
                 wanted[self._keys[key]] = box, rows
         self._fill(wanted)
@@ -348,7 +348,7 @@ class DcpCheckpoint(StoredCheckpoint):
         if key not in self._tensors:
             return self._value(key, self._metadata.objects[key])
         stored = self._tensors[key]
-        found = torch.empty(stored.shape, dtype=stored.dtype)
+        found = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
         self._fill({key: (Box((0,) * found.ndim, stored.shape), found)})
         return found
 

@@ -123,7 +123,7 @@ class SafetensorsCheckpoint(StoredCheckpoint):
     def read(self, key: str, begin: int, end: int) -> torch.Tensor:
         """See StoredCheckpoint."""
         stored = self.tensors[key.partition("/")[2]]
-        found = torch.empty(end - begin, dtype=stored.entry.dtype)
+        found = torch.empty(end - begin, dtype=stored.entry.dtype, device="cpu")
         memory, done = found.view(torch.uint8).numpy().data, 0
         try:
             descriptor = os.open(stored.path, os.O_RDONLY | os.O_CLOEXEC)

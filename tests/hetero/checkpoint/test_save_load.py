@@ -145,6 +145,31 @@ def test_every_placement_loads_what_every_other_saved(place: str, tmp_path: Path
         optimizer.engine.close()
 
 
+@pytest.mark.parametrize(
+    ("default", "state_dtype"), [(torch.float64, "fp32"), (torch.bfloat16, "8bit")]
+)
+def test_torchs_default_dtype_has_no_say(
+    default: torch.dtype, state_dtype: str, tmp_path: Path
+) -> None:
+    """A program may make its own tensors in another one than fp32."""
+    model, optimizer = build(PLACES["disk"], tmp_path, state_dtype=state_dtype)
+    steps(model, optimizer, range(2))
+    wanted, before = whole(model, optimizer), torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(default)
+        found = [whole(model, optimizer)]
+        hetero.save(tmp_path / "own", model, optimizer)
+        hetero.save_dcp(tmp_path / "dcp", model, optimizer)
+        optimizer.load_state_dict(optimizer.state_dict())
+        for load, name in ((hetero.load, "own"), (hetero.load_dcp, "dcp")):
+            load(tmp_path / name, model, optimizer)
+            found.append(whole(model, optimizer))
+    finally:
+        torch.set_default_dtype(before)
+    assert all(same(each, wanted) for each in found)
+    optimizer.engine.close()
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
 def test_another_dtype_has_the_same_masters_and_states(dtype: str, tmp_path: Path) -> None:
     model, optimizer = build(PLACES["disk"], tmp_path)
