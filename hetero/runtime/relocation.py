@@ -146,7 +146,7 @@ class Migration:
     def _require_unchanged(self, chunk: Chunk) -> None:
         """Raises InUseError if user code has put other values where the chunk's belong."""
         for m in self._members[chunk.id]:
-            if m.writes.are_unnoticed or not m.is_at_home:
+            if m.writes.are_unnoticed or m.is_moved or not m.state.is_home:
                 raise InUseError(
                     f"{m.name} cannot get another home: it was moved, or changed in place, outside "
                     f"of hetero.gathered(..., modifier_rank=0)"

@@ -589,8 +589,8 @@ def _check_left_out(
 
 def _check_updatable(managed: ManagedParam) -> None:
     """Raises HeteroError if an update of the parameter, or a change of it, would be lost."""
-    is_at_home = managed.is_at_home or managed.state is ParamState.UPDATING
-    if not is_at_home or managed.is_moved:
+    is_home = managed.state.is_home or managed.state is ParamState.UPDATING
+    if not is_home or managed.is_moved:
         raise HeteroError(
             f"{managed.name} was moved or converted after hetero.initialize() (model.to(), "
             f".half(), an assignment to .data), or step() runs inside hetero.gathered(); its "

@@ -47,6 +47,11 @@ class ParamState(enum.Enum):
     MOVING = "the stand-in; the home, which was where compute happens, is going to another tier"
     RETIRED = "not this object's: another chunk group has the parameter, or the engine is closed"
 
+    @property
+    def is_home(self) -> bool:
+        """Whether the values are where the chunk's home is, and nowhere else."""
+        return self in (ParamState.RESIDENT, ParamState.OFFLOADED)
+
 
 def can_train(param: torch.Tensor) -> bool:
     """Whether a parameter can have a gradient: torch's optimizers pass over those that cannot."""
@@ -317,12 +322,6 @@ class ManagedParam:
         self.param.grad = None
 
     # Changes by user code
-
-    @property
-    def is_at_home(self) -> bool:
-        """Whether it is RESIDENT or OFFLOADED, and user code has not pointed it elsewhere."""
-        at_home = self.state in (ParamState.RESIDENT, ParamState.OFFLOADED)
-        return at_home and not self.is_moved
 
     @property
     def is_moved(self) -> bool:
