@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from torch.utils._device import _device_constructors
 
 import hetero
 from hetero.cli.outcome import EXTRAS
@@ -139,6 +140,22 @@ def test_torch_distributed_checkpoint_is_imported_where_it_is_used() -> None:
     found = [path for path in (ROOT / "hetero").rglob("*.py") if slow.search(path.read_text())]
     assert found
     assert {path.parent for path in found} == {ROOT / "hetero" / "checkpoint" / "dcp"}
+
+
+def test_tensors_say_where_they_are_made() -> None:
+    """A program may make its own on a GPU by default, where the core's would be of no use."""
+    makers = {function.__name__ for function in _device_constructors()}
+    wrong = [
+        f"{path}:{node.lineno}"
+        for path in sources()
+        if path.suffix == ".py" and path.parts[0] in ("hetero", "offload")
+        if path.parts[1] not in ("cli", "job")
+        for node in ast.walk(ast.parse((ROOT / path).read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).removeprefix("torch.") in makers
+        if ast.unparse(node.func).startswith("torch.")
+        if not {"device", None} & {keyword.arg for keyword in node.keywords}
+    ]
+    assert not wrong, "\n".join(wrong)
 
 
 # Docstrings against the code

@@ -35,7 +35,7 @@ def _holders(tensor: torch.Tensor) -> tuple[int, int]:
     return sys.getrefcount(storage), torch._C._storage_Use_Count(storage._cdata)
 
 
-_OWN = _holders(torch.empty(1))  # of a storage that one tensor alone has
+_OWN = _holders(torch.empty(1, device="cpu"))  # of a storage that one tensor alone has
 
 
 class ActivationState(enum.Enum):

@@ -231,7 +231,7 @@ def clip_grad_norm_(
     norm = engine.steps.grad_factors.clip_norm(
         engine.with_grads(listed), max_norm, norm_type, error_if_nonfinite
     )
-    return torch.tensor(norm, dtype=torch.float32)
+    return torch.tensor(norm, dtype=torch.float32, device="cpu")
 
 
 @uninterrupted

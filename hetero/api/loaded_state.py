@@ -109,7 +109,7 @@ def in_own_state(state: Any, param: torch.Tensor, names: Sequence[str], from_tor
     if "momentum_buffer" in names:
         own.setdefault("step", 0)
         if own.get("momentum_buffer") is None:
-            own["momentum_buffer"] = torch.zeros(()).expand(param.shape)
+            own["momentum_buffer"] = torch.zeros((), device="cpu").expand(param.shape)
         elif number(own["step"]) == 0:
             own["step"] = 1  # a buffer is kept from the first update on
     return own

@@ -360,7 +360,7 @@ class HybridOptimizer(torch.optim.Optimizer):
             check_state(self.engine.find(param), state, self.state_names, type(self).__name__)
         for m in self.engine.find_all(self._all_params()):
             if m.step and m.param not in states:
-                zeros = torch.zeros(()).expand(m.param.shape)
+                zeros = torch.zeros((), device="cpu").expand(m.param.shape)
                 states[m.param] = {"step": 0, **dict.fromkeys(self.state_names, zeros)}
         self.engine.steps.schedule.revoke_all()
         super().load_state_dict({"state": {}, "param_groups": groups})

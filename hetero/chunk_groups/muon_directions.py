@@ -106,7 +106,7 @@ class MuonDirections:
         )
         wholes = []
         for i, (m, options) in enumerate(mine):
-            whole = torch.empty(m.numel, dtype=torch.bfloat16)
+            whole = torch.empty(m.numel, dtype=torch.bfloat16, device="cpu")
             for peer in range(shard.size):
                 whole[self._where(m, peer)[1]] = received[peer][i]
             wholes.append((m, self._orthogonal(whole, m, options).cpu()))
@@ -137,14 +137,16 @@ class MuonDirections:
     ) -> list[Sequence[torch.Tensor]]:
         """Sends each rank its `parts`, and returns what each has sent, of these `lengths`."""
         sends = [_joined(some) for some in parts]
-        receives = [torch.empty(sum(some), dtype=torch.bfloat16) for some in lengths]
+        receives = [torch.empty(sum(some), dtype=torch.bfloat16, device="cpu") for some in lengths]
         shard.exchange(sends, receives, what)
         return [some.split(list(sizes)) for some, sizes in zip(receives, lengths, strict=True)]
 
 
 def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """All of them one after the other, in RAM."""
-    return torch.cat([torch.empty(0, dtype=torch.bfloat16), *(part.cpu() for part in parts)])
+    return torch.cat(
+        [torch.empty(0, dtype=torch.bfloat16, device="cpu"), *(part.cpu() for part in parts)]
+    )
 
 
 def newton_schulz(

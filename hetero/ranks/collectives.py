@@ -321,7 +321,7 @@ class Collectives(Requests):
         """
         title = f"{what} ({nbytes} bytes)"
         key = int.from_bytes(blake2b(title.encode(), digest_size=7).digest(), "little")
-        if self._are_same(torch.tensor([key]), what):
+        if self._are_same(torch.tensor([key], device="cpu"), what):
             return
         mine = padded(title, _TITLE_BYTES)
         titles = mine.new_empty(self.size, _TITLE_BYTES)
@@ -363,7 +363,7 @@ class Collectives(Requests):
         Raises PeerError, and HeteroError if another member makes a different call (as all calls).
         """
         self.announce(what, tensor.nbytes)
-        found = torch.empty((self.size, *tensor.shape), dtype=tensor.dtype)
+        found = torch.empty((self.size, *tensor.shape), dtype=tensor.dtype, device="cpu")
         self._all_gather(found, tensor.cpu(), what)
         return found
 
@@ -375,7 +375,9 @@ class Collectives(Requests):
 
     def all_gather_bytes(self, content: bytes, what: str) -> list[bytes]:
         """Every member's `content`, in their order, of any length. Raises PeerError."""
-        lengths = self.all_gather(torch.tensor([len(content)]), what).view(-1).tolist()
+        lengths = (
+            self.all_gather(torch.tensor([len(content)], device="cpu"), what).view(-1).tolist()
+        )
         longest = max(1, *lengths)
         padded = torch.frombuffer(bytearray(content.ljust(longest, b"\0")), dtype=torch.uint8)
         found = self.all_gather(padded, what)
@@ -409,7 +411,7 @@ class Collectives(Requests):
         """
         self.announce(what, 0)
         outgoing = torch.cat([as_bytes(part.contiguous()).cpu() for part in sends])
-        lengths = torch.tensor([part.nbytes for part in sends])
+        lengths = torch.tensor([part.nbytes for part in sends], device="cpu")
         coming = torch.empty_like(lengths)
         self.begin(
             Channel.CALLS, what, lambda g: g.alltoall_base(coming, lengths, [], []), coming, lengths

@@ -116,7 +116,7 @@ class Communicator(Collectives):
         """
         mine = None if part is None else as_bytes(part)
         if self._memory is None:
-            lacking = torch.tensor([mine is None], dtype=torch.uint8)
+            lacking = torch.tensor([mine is None], dtype=torch.uint8, device="cpu")
             self.begin_any(lacking, what, channel).wait()
             return None if mine is None or lacking else Offered(mine, ())
         mine = None if mine is None else mine.cpu()
@@ -126,7 +126,7 @@ class Communicator(Collectives):
     def meet_readers(self, what: str, channel: Channel) -> None:
         """Until no member reads what this one has offered. Raises PeerError."""
         if self._memory is not None:
-            nothing = torch.zeros(1, dtype=torch.uint8)
+            nothing = torch.zeros(1, dtype=torch.uint8, device="cpu")
             self.begin_any(nothing, what, channel).wait()
 
     def gather_offered(
@@ -175,7 +175,9 @@ class Communicator(Collectives):
         """
         kept = self._pieces.setdefault(channel, [])
         if len(kept) < count or kept[0].shape[1] < length:
-            kept[:] = [torch.empty(2, length, dtype=torch.uint8) for _ in range(count)]
+            kept[:] = [
+                torch.empty(2, length, dtype=torch.uint8, device="cpu") for _ in range(count)
+            ]
         return kept[:count]
 
     def note_exchanged(self, whole_bytes: int) -> None:

@@ -43,14 +43,14 @@ def connect_peer_memory(peers: Collectives) -> PeerMemory | None:
     of them. All members must call it. Raises PeerError.
     """
     what = "looking for ranks of this machine"
-    mark = torch.tensor([1 + secrets.randbits(62)])
-    mine = torch.tensor([_place(), os.getpid(), mark.data_ptr(), int(mark)])
+    mark = torch.tensor([1 + secrets.randbits(62)], device="cpu")
+    mine = torch.tensor([_place(), os.getpid(), mark.data_ptr(), int(mark)], device="cpu")
     found = peers.all_gather(mine, what)
     processes = [Process(*numbers) for numbers in found[:, 1:].tolist()]
     memory = PeerMemory(peers, mark, processes)
 
     def every(holds: bool) -> bool:
-        return not peers.any(torch.tensor([not holds], dtype=torch.uint8), what)
+        return not peers.any(torch.tensor([not holds], dtype=torch.uint8, device="cpu"), what)
 
     def every_one_reads() -> bool:
         return every(all(map(memory.lends, range(peers.size))))
@@ -103,7 +103,7 @@ class PeerMemory:
 
     def lends(self, peer: int) -> bool:
         """Whether a member's memory can be read, and it has freed nothing of what it has lent."""
-        found = torch.zeros(1, dtype=torch.int64)
+        found = torch.zeros(1, dtype=torch.int64, device="cpu")
         try:
             self._copy(peer, self._processes[peer].mark_address, found)
         except OSError:
@@ -166,12 +166,12 @@ class PeerMemory:
     def _lent(self, memory: torch.Tensor, what: str, channel: Channel) -> Iterator[list[int]]:
         """Inside the block all members may read each other's `memory`, at these addresses."""
         yield self.offer(memory, what, channel)
-        nothing = torch.zeros(1, dtype=torch.uint8)
+        nothing = torch.zeros(1, dtype=torch.uint8, device="cpu")
         self._peers.begin_any(nothing, what, channel).wait()  # all have read
 
     def offer(self, memory: torch.Tensor | None, what: str, channel: Channel) -> list[int]:
         """The addresses of all members' `memory`, when all have come; 0 of one that has none."""
-        mine = torch.tensor([0 if memory is None else memory.data_ptr()])
+        mine = torch.tensor([0 if memory is None else memory.data_ptr()], device="cpu")
         addresses = mine.new_empty(self._peers.size)
         self._peers.begin(
             channel, what, lambda g: g._allgather_base(addresses, mine), addresses, mine
@@ -198,7 +198,7 @@ class PeerMemory:
             _native.read_peer_memory(pid, address, into.data_ptr(), into.nbytes)
             return
         # A home on a device that ranks share: Linux copies to RAM alone.
-        piece = torch.empty(min(into.nbytes, _PIECE_BYTES), dtype=torch.uint8)
+        piece = torch.empty(min(into.nbytes, _PIECE_BYTES), dtype=torch.uint8, device="cpu")
         for part in as_bytes(into).split(_PIECE_BYTES):
             _native.read_peer_memory(pid, address, piece.data_ptr(), part.nbytes)
             part.copy_(piece[: part.nbytes])

@@ -356,7 +356,7 @@ class Peers:
     def _is_unreachable(self, peer: int, channel: Channel) -> bool:
         """Whether the connection is closed on its side. It is of no use afterwards in any case."""
         try:
-            nothing = torch.empty(1, dtype=torch.uint8)
+            nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
             self._groups[channel].recv([nothing], peer, _NEVER_SENT).wait(AT_ONCE)
         except RuntimeError as error:
             return "imed out" not in str(error)
@@ -445,7 +445,7 @@ class Peers:
                 # fails at once, and leaves the others open.
                 for peer in self.others:
                     with contextlib.suppress(RuntimeError):
-                        nothing = torch.empty(1, dtype=torch.uint8)
+                        nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
                         group.recv([nothing], peer, _NEVER_SENT).wait(AT_ONCE)
 
     def close(self) -> None:

@@ -164,7 +164,7 @@ class ProcessGroups:
 
     def agree(self, value: int, choose: Callable[[Iterable[int]], int], what: str) -> int:
         """Applies `choose` to all ranks' values; `what` names it in errors. Raises PeerError."""
-        return choose(self.all_gather(torch.tensor([value]), what).view(-1).tolist())
+        return choose(self.all_gather(torch.tensor([value], device="cpu"), what).view(-1).tolist())
 
     def all_or_none(
         self,
@@ -195,7 +195,7 @@ class ProcessGroups:
             is_effect = isinstance(failure, PeerError)
             where = f" on {socket.gethostname()}" if self.is_on_several_machines else ""
             mine = f"{is_effect:d}\0{number}\0{where}\0{type(failure).__name__}: {failure}"
-        flag = torch.tensor([bool(mine)], dtype=torch.uint8)
+        flag = torch.tensor([bool(mine)], dtype=torch.uint8, device="cpu")
         if not self.everyone.any(flag, f"the agreement to {what}"):
             return
         found = self.everyone.all_gather_bytes(mine.encode(), f"the agreement to {what}")

@@ -135,14 +135,16 @@ class ShardServer:
         `tile` is its number in `peer`'s shard, for OPTIM_STATE; `into`, flat, is where the content
         goes. Returns the answer on its way. Raises PeerError if `peer` is gone.
         """
-        header = torch.tensor([kind, chunk.id, tile, self._versions[chunk], 0])
+        header = torch.tensor([kind, chunk.id, tile, self._versions[chunk], 0], device="cpu")
         return self.peers.request(peer, header, into, f"gathering {chunk.name}")
 
     def tell_wanted(self, gathers: int) -> None:
         """Tells the others that this rank, which has started so many, waits in an all-gather."""
         for peer in self.peers.others:
             with contextlib.suppress(PeerError):  # it is gone, which the wait meets
-                self.peers.say(peer, torch.tensor([RequestKind.WANTED, 0, gathers, 0, 0]))
+                self.peers.say(
+                    peer, torch.tensor([RequestKind.WANTED, 0, gathers, 0, 0], device="cpu")
+                )
 
     def _serve(self, peer: int) -> None:
         try:
@@ -151,7 +153,7 @@ class ShardServer:
             self._serving.discard(peer)
 
     def _answer_all(self, peer: int) -> None:
-        header = torch.zeros(_HEADER, dtype=torch.int64)
+        header = torch.zeros(_HEADER, dtype=torch.int64, device="cpu")
         while True:
             try:
                 self.peers.next_request(peer, header)
@@ -210,7 +212,7 @@ class ShardServer:
         self._closing = True
         for peer in self.peers.others:
             with contextlib.suppress(PeerError):  # it is gone
-                self.peers.say(peer, torch.tensor([RequestKind.BYE, 0, 0, 0, 0]))
+                self.peers.say(peer, torch.tensor([RequestKind.BYE, 0, 0, 0, 0], device="cpu"))
 
     def _is_needed(self) -> bool:
         """Whether some rank may still make requests that can be answered."""

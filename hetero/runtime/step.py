@@ -338,7 +338,7 @@ class GradFactors:
 
     def _over_ranks(self, values: Sequence[float]) -> torch.Tensor:
         """Every rank's values, of which each has its shards', as rows."""
-        mine = torch.tensor(values, dtype=torch.float64)
+        mine = torch.tensor(values, dtype=torch.float64, device="cpu")
         if self._shard is None:
             return mine.unsqueeze(0)
         return self._shard.all_gather(mine, "the gradients' norms")
@@ -361,7 +361,7 @@ class GradFactors:
         shard = self._shard
         if shard is not None:
             layout = self._params.group(managed.chunk).layout
-            whole = torch.empty(managed.numel, dtype=mine.dtype)
+            whole = torch.empty(managed.numel, dtype=mine.dtype, device="cpu")
             parts = [whole[managed.in_shard(layout, rank)[1]] for rank in range(shard.size)]
             shard.exchange([mine] * shard.size, parts, f"reading the gradient of {managed.name}")
             mine = whole

@@ -384,7 +384,7 @@ class ConstructionParam:
             self._space = store.file.write(flat, self._space)
         else:
             part = flat[self._own_part()].clone()
-        nan = torch.full((), float("nan"), dtype=param.dtype)
+        nan = torch.full((), float("nan"), dtype=param.dtype, device="cpu")
         self.is_offloaded = True  # before the class changes: then somebody may ask for it
         become(param, nan.expand(param.shape), absent=True)
         del values, flat
@@ -455,7 +455,7 @@ class ConstructionParam:
         if self._brought is not None or not self.is_offloaded:
             first, flat = self._brought or (0, memory_in(param).reshape(-1))
             return flat[wanted.start - first : wanted.stop - first]
-        values = torch.empty(wanted.stop - wanted.start, dtype=param.dtype)
+        values = torch.empty(wanted.stop - wanted.start, dtype=param.dtype, device="cpu")
         if store.world.shard is None:
             begin = self._space.start + self._bytes(wanted).start
             store.file.read_into(values.view(torch.uint8), begin)
@@ -473,7 +473,7 @@ class ConstructionParam:
         if self.is_offloaded and self._part is None:  # the file has it
             self._store.charge(part_bytes(self.nbytes, len(wanted)))
             self._part = self._part_in_file()
-        values = torch.empty(mine.stop - mine.start, dtype=param.dtype)
+        values = torch.empty(mine.stop - mine.start, dtype=param.dtype, device="cpu")
         self._exchange(values.view(torch.uint8), list(map(self._bytes, wanted)))
         self._brought = mine.start, values
         self._drop_part()
@@ -484,7 +484,7 @@ class ConstructionParam:
 
     def _part_in_file(self) -> torch.Tensor:
         kept = self._own_part()
-        part = torch.empty(kept.stop - kept.start, dtype=torch.uint8)
+        part = torch.empty(kept.stop - kept.start, dtype=torch.uint8, device="cpu")
         self._store.file.read_into(part, self._space.start)
         return part
 
@@ -505,7 +505,7 @@ class ConstructionParam:
             mine = memory_in(param).contiguous().view(-1).view(torch.uint8)[kept[shard.rank]]
         else:
             mine = self._part_in_file() if self._part is None else self._part
-        if not shard.are_same(torch.tensor([self.number]), "building the model"):
+        if not shard.are_same(torch.tensor([self.number], device="cpu"), "building the model"):
             raise HeteroError(_NOT_ALIKE)
         sends = [_common(mine, kept[shard.rank], wanted[rank]) for rank in range(shard.size)]
         receives = [_common(into, wanted[shard.rank], kept[rank]) for rank in range(shard.size)]
@@ -544,7 +544,7 @@ class ConstructionParam:
             return True
         kept = self._own_part()
         for tile in tiles(param.numel(), BLOCK_BYTES // param.element_size()):
-            values = torch.empty(tile.stop - tile.start, dtype=param.dtype)
+            values = torch.empty(tile.stop - tile.start, dtype=param.dtype, device="cpu")
             change.apply(values)
             make_alike(world, self.number, values)
             has = self._bytes(tile)
@@ -568,7 +568,7 @@ def make_alike(world: ProcessGroups, number: int, values: torch.Tensor) -> None:
     """
     everyone = world.everyone
     assert everyone is not None
-    own = torch.tensor([number, zlib.crc32(values.view(torch.uint8).numpy().data)])
+    own = torch.tensor([number, zlib.crc32(values.view(torch.uint8).numpy().data)], device="cpu")
     found = everyone.all_gather(own, "building the model")
     differ = found.ne(found[0]).any(dim=0)
     if differ[0]:

@@ -116,7 +116,7 @@ def start_alike(
     require_same_writes(model, construction)
     # An offloaded parameter is made of all ranks' parts, and so the same everywhere.
     params = [p for p in model.parameters() if p.numel() and not construction.is_offloaded(p)]
-    sums = torch.tensor([_checksum(p) for p in params], dtype=torch.int64)
+    sums = torch.tensor([_checksum(p) for p in params], dtype=torch.int64, device="cpu")
     found = everyone.all_gather(sums, "the comparison of first values")
     differs = found.ne(found[0]).any(dim=0)
     for param, different in zip(params, differs.tolist(), strict=True):

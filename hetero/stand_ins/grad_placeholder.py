@@ -89,7 +89,7 @@ class GradSource:
             owner.grad_ops.replace(owner, values)
 
     def empty(self) -> torch.Tensor:
-        return torch.empty((), dtype=self._dtype)
+        return torch.empty((), dtype=self._dtype, device="cpu")
 
 
 class GradPlaceholder(OffloadedTensor):

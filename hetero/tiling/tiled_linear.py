@@ -105,7 +105,9 @@ class TiledLinear(TiledWeight):
                 if on_cpu:
                     torch.set_rng_state(begin)
                 for piece in tile_parts(sizes[1], max(1, _PIECE_NUMEL // width)) if on_cpu else ():
-                    values = torch.empty((piece.stop - piece.start, width), dtype=dtype)
+                    values = torch.empty(
+                        (piece.stop - piece.start, width), dtype=dtype, device="cpu"
+                    )
                     values.uniform_(-bound, bound)
                     with torch.no_grad():
                         tile.weight[piece] = values[:, columns]

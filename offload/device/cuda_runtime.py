@@ -53,7 +53,7 @@ def mean_of_rows(parts: torch.Tensor, target: torch.Tensor) -> None:
     `target`, flat and of the same dtype, may be the first row. Takes 16 MiB at most meanwhile.
     """
     # By a number torch would multiply by the inverse.
-    divisor = torch.full((1,), float(len(parts)), device=parts.device)
+    divisor = torch.full((1,), float(len(parts)), dtype=torch.float32, device=parts.device)
     pieces = zip(parts.split(_MEAN_NUMEL, 1), target.split(_MEAN_NUMEL), strict=True)
     for rows, into in pieces:
         total = rows[0].to(torch.float32, copy=True)

@@ -302,7 +302,6 @@ def test_a_small_run(
         ("train", f"{TRAIN} --skip-steps -1", "--skip-steps: must be 0 or more, got -1"),
         ("train", f"{TRAIN} --variants ,", "--variants: must name one at least"),
         ("train", f"{TRAIN} --variants nvm", "--variants: 'nvm' begins with no policy"),
-        ("train", f"{TRAIN} --rate 3", "a rate is a number of kbit"),
         ("train", f"{TRAIN} --ranks 2 --peers torch", "--peers torch cannot be 2 ranks; name ddp"),
         ("train", f"{TRAIN} --peers ddp", "--peers ddp cannot be 1 ranks; name torch"),
         ("checkpoint", f"{SAVES} --path /none", "--path /none is not a directory"),

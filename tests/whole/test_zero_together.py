@@ -219,3 +219,13 @@ class TestFailure:
             "load": "changing inner.weight",
         }
         assert any(named[what] in one for one in found), found
+
+
+def test_torchs_default_device_has_no_say(ranks2: RankPool, tmp_path: Path) -> None:
+    """(No rank could read a tensor on meta, and none could send it.)"""
+    chosen = TIGHT | {"nvme_path": str(tmp_path)}
+    plain, found = (
+        ranks2.run(rank_training.train_with_default_device, chosen, device)
+        for device in (None, "meta")
+    )
+    assert all(map(same, plain, found))

@@ -243,7 +243,7 @@ class DcpCheckpoint(StoredCheckpoint):
         keys = {name: found[STEP] for name, found in states.items() if STEP in found}
         found = {name: self._small(keys[name]) if name in keys else 1 for name in states}
         for name, step in found.items():
-            if torch.as_tensor(step).numel() != 1 or not 0 <= float(step) < 2**53:
+            if torch.as_tensor(step, device="cpu").numel() != 1 or not 0 <= float(step) < 2**53:
                 raise CheckpointError(f"the step of {name} is {step!r} in {self.path}")
         return {name: int(step) for name, step in found.items()}
 

@@ -166,7 +166,9 @@ class DcpWrite(CheckpointWrite):
             shape = manifest.tensors[key].shape
             if not manifest.tensors[key].numel:
                 nothing = Box((0,) * len(shape), shape)
-                self._write_box(stream, path, shape, nothing, torch.empty(shape, dtype=dtype))
+                self._write_box(
+                    stream, path, shape, nothing, torch.empty(shape, dtype=dtype, device="cpu")
+                )
         groups = [group for each in manifest.optimizers for group in each.groups]
         for number, group in enumerate(groups):
             options = _torch_options(self.stored, group.options, f"param group {number}")
@@ -176,7 +178,9 @@ class DcpWrite(CheckpointWrite):
                 self._part.places[MetadataIndex(key)] = self._save(stream, value)
             for name in group.params:
                 if name in manifest.params and manifest.params[name].trained:
-                    step = torch.tensor(float(manifest.params[name].step))
+                    step = torch.tensor(
+                        float(manifest.params[name].step), dtype=torch.float32, device="cpu"
+                    )
                     path = (OPTIMIZER, "state", name, STEP)
                     self._write_box(stream, path, (), Box((), ()), step)
 
@@ -246,7 +250,7 @@ def _torch_options(stored: StoredCheckpoint, packed: Any, where: str) -> dict[st
             f"{where} has bias_correction=False, which torch's {torch_class.__name__} lacks; "
             f"keep such an optimizer by hetero.save()"
         )
-    defaults: dict[str, Any] = torch_class([torch.zeros(1, 1)]).defaults
+    defaults: dict[str, Any] = torch_class([torch.zeros(1, 1, device="cpu")]).defaults
     return {**defaults, **{name: value for name, value in options.items() if name not in _OWN}}
 
 

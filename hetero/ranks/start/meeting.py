@@ -213,7 +213,7 @@ class _Connected:
         """Receives the other ranks' bytes, in a thread each."""
         self.gone: list[int] = []
         self._group, self._tag = _default_gloo(), _FIRST_TAG + zlib.crc32(meeting.encode()) % _TAGS
-        self._byte = torch.zeros(1, dtype=torch.uint8)
+        self._byte = torch.zeros(1, dtype=torch.uint8, device="cpu")
         self._others = [rank for rank in ranks if rank != dist.get_rank() and self._group]
         self._sent: dict[int, Any] = {}
         self._has_told = threading.Event()

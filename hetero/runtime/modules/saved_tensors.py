@@ -174,7 +174,7 @@ class _Packed:
 
 # No other tensor has this shape and dtype, which a checkpoint compares, and no operator takes it
 # for another one's.
-_MARK = torch.empty(0, 65521, dtype=torch.uint8)
+_MARK = torch.empty(0, 65521, dtype=torch.uint8, device="cpu")
 
 
 class _OverOthers:

@@ -477,7 +477,9 @@ def begin_gathers(gathers: Sequence[AgreedGathers], shard: Communicator) -> None
 
     Raises PeerError.
     """
-    mine = torch.tensor([(each.cache.slots, each.gathering.has_all_in_ram) for each in gathers])
+    mine = torch.tensor(
+        [(each.cache.slots, each.gathering.has_all_in_ram) for each in gathers], device="cpu"
+    )
     least = shard.all_gather(mine, "comparing slots").amin(0).tolist()
     for each, (slots, all_in_ram) in zip(gathers, least, strict=True):
         each.begin(slots, bool(all_in_ram))
@@ -501,10 +503,11 @@ def agree_on_gathers(
     mine = [each.step_record() for each in gathers]
     # First a number in the place of uses, which other sequences do not have.
     numbers = [(started, fingerprint(uses), slots) for started, uses, slots in mine]
-    told = shard.all_gather(torch.tensor(numbers), what)  # ranks, chunk groups, numbers
+    # By rank and chunk group.
+    told = shard.all_gather(torch.tensor(numbers, device="cpu"), what)
     for each, started in zip(gathers, told[:, :, 0].amax(0).tolist(), strict=True):
         each.level(started)
-    digests = torch.tensor([each.gathering.digest() for each in gathers])
+    digests = torch.tensor([each.gathering.digest() for each in gathers], device="cpu")
     if not shard.are_same(digests, what):
         raise HeteroError(
             "the ranks have gathered different chunks, or different versions of them, since the "

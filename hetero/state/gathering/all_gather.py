@@ -304,7 +304,7 @@ class Gathering:
             if not gather.keeps_shards:
                 # Shards that are on NVMe have few slots, which other ranks' one-sided reads need,
                 # too. So none is held while this rank waits for the others to come.
-                flag = torch.zeros(1, dtype=torch.uint8)
+                flag = torch.zeros(1, dtype=torch.uint8, device="cpu")
                 self.server.peers.begin_any(flag, what, Channel.GATHERS).wait()
             with contextlib.ExitStack() as opened:
                 shard: torch.Tensor | None = None

@@ -189,7 +189,7 @@ class DeviceTransport(GatherTransport):
     ) -> bool:
         streams = self._group.check()
         # No device waits for a rank that has nothing to give.
-        lacking = torch.tensor([shard is None], dtype=torch.uint8)
+        lacking = torch.tensor([shard is None], dtype=torch.uint8, device="cpu")
         meeting = self._group.peers.begin_any(lacking, what, Channel.GATHERS)
         meeting.wait()
         if shard is None or bool(lacking):

@@ -65,7 +65,7 @@ class SendOrder:
     def learn(self, everyone: Communicator) -> None:
         """Takes the first rank's order. All ranks must call it. Raises PeerError."""
         by_id = {chunk.id: chunk for chunk in self.chunks}
-        order = torch.tensor(list(dict.fromkeys([*self._completed, *by_id])))
+        order = torch.tensor(list(dict.fromkeys([*self._completed, *by_id])), device="cpu")
         everyone.broadcast(order, 0, "the end of the first backward")
         self._set([by_id[chunk_id] for chunk_id in order.tolist()])
         self.is_learned = True
@@ -105,7 +105,9 @@ class _Round:
 
     words: Collective | None = None
     sends: bool = False
-    any_sends: torch.Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.uint8))
+    any_sends: torch.Tensor = field(
+        default_factory=lambda: torch.zeros(1, dtype=torch.uint8, device="cpu")
+    )
     position: int = 0
     arrived: set[ManagedParam] = field(default_factory=set)
     synced: dict[ManagedParam, None] = field(default_factory=dict)

@@ -239,7 +239,7 @@ class DeviceMean:
         self._what = what
         self._error: Exception | None = None
         self._has_ended = threading.Event()
-        nothing = torch.zeros(1, dtype=torch.uint8)
+        nothing = torch.zeros(1, dtype=torch.uint8, device="cpu")
         self._meeting = means.group.peers.begin_any(nothing, what, Channel.GRADIENTS)
         means.worker.do(self._make)
 

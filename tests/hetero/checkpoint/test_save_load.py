@@ -96,7 +96,7 @@ def whole(model: nn.Module, optimizer: Any) -> list[torch.Tensor]:
     found += hetero.masters(model.parameters())
     for each in optimizer if isinstance(optimizer, list) else [optimizer]:
         for state in each.state_dict()["state"].values():
-            found += [torch.as_tensor(value) for value in state.values()]
+            found += [torch.as_tensor(value, device="cpu") for value in state.values()]
     return found
 
 
@@ -146,17 +146,27 @@ def test_every_placement_loads_what_every_other_saved(place: str, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("default", "state_dtype"), [(torch.float64, "fp32"), (torch.bfloat16, "8bit")]
+    ("dtype", "device", "state_dtype"),
+    [
+        (torch.float64, "cpu", "fp32"),
+        (torch.bfloat16, "cpu", "8bit"),
+        (torch.float32, "meta", "8bit"),
+    ],
 )
-def test_torchs_default_dtype_has_no_say(
-    default: torch.dtype, state_dtype: str, tmp_path: Path
+def test_torchs_default_dtype_and_device_have_no_say(
+    dtype: torch.dtype, device: str, state_dtype: str, tmp_path: Path
 ) -> None:
-    """A program may make its own tensors in another one than fp32."""
+    """A program may make its own tensors in another dtype than fp32, and on a GPU."""
     model, optimizer = build(PLACES["disk"], tmp_path, state_dtype=state_dtype)
     steps(model, optimizer, range(2))
+    late = optimizer.state_dict()
+    for state in late["state"].values():
+        state["step"] = 1001  # which bf16 has not
+    optimizer.load_state_dict(late)
     wanted, before = whole(model, optimizer), torch.get_default_dtype()
     try:
-        torch.set_default_dtype(default)
+        torch.set_default_dtype(dtype)
+        torch.set_default_device(device)
         found = [whole(model, optimizer)]
         hetero.save(tmp_path / "own", model, optimizer)
         hetero.save_dcp(tmp_path / "dcp", model, optimizer)
@@ -166,6 +176,7 @@ def test_torchs_default_dtype_has_no_say(
             found.append(whole(model, optimizer))
     finally:
         torch.set_default_dtype(before)
+        torch.set_default_device(None)
     assert all(same(each, wanted) for each in found)
     optimizer.engine.close()
 

@@ -113,6 +113,26 @@ def train(
     return result
 
 
+def train_with_default_device(
+    rank: int, world: int, options: dict[str, Any], device: str | None
+) -> list[torch.Tensor]:
+    """Masters of Layers after steps, in which torch makes tensors on `device` by default."""
+    model, optimizer = make("layers", options)
+    given = [inputs(rank, step, 128) for step in range(3)]
+    torch.set_default_device(device)
+    try:
+        for x in given:
+            model(x).square().mean().backward()
+            hetero.clip_grad_norm_(model.parameters(), 1e-3)
+            optimizer.step()
+            optimizer.zero_grad()
+        found = hetero.masters(list(model.parameters()))
+        optimizer.engine.close()
+    finally:
+        torch.set_default_device(None)
+    return found
+
+
 def traffic(rank: int, world: int, options: dict[str, Any]) -> dict[str, Any]:
     """Bytes that one step of Layers sends and receives, once it is known what comes when."""
     model, optimizer = make("layers", {"chunk_numel": 16384} | options)
