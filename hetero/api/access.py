@@ -202,10 +202,11 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Clips the norm of all gradients together, as torch.nn.utils.clip_grad_norm_ does.
 
-    torch's own works too; this one sums in double, per parameter in a fixed order, so the norm does
-    not depend on the placement. The kept gradients are not touched: the step multiplies by a
-    factor, in fp32. Factors of several calls are multiplied. Call it after the last backward of a
-    step, because gradients that are added later are not clipped. All ranks must call it.
+    torch's own works too, unless ranks use different parameters in a step: it takes each `.grad`
+    before it meets the other ranks. This one sums in double, per parameter in a fixed order, so the
+    norm does not depend on the placement. The kept gradients are not touched: the step multiplies
+    by a factor, in fp32. Factors of several calls are multiplied. Call it after the last backward
+    of a step, because gradients that are added later are not clipped. All ranks must call it.
 
     Args:
         parameters: one managed parameter or several, of one model.

@@ -639,7 +639,8 @@ def _meet_with_same(
         facts,
         "the updates of optimizer.step()",
         "clear, clip, scale and unscale gradients, set options and step schedulers (with a metric "
-        "that is averaged over the ranks) on all ranks alike",
+        "that is averaged over the ranks) on all ranks alike; where ranks use different "
+        "parameters, clip by hetero.clip_grad_norm_()",
     )
 
 
