@@ -69,6 +69,15 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         managed = any(hasattr(param, "_hetero_engine") for param in model.parameters())
         return access.no_sync(model) if managed else super().no_sync(model)
 
+    def clip_grad_norm_(self, parameters: access.Parameters, *args: Any, **options: Any) -> Any:
+        """As the library's, of all gradients that some rank has. All ranks call it."""
+        single = isinstance(parameters, torch.Tensor)
+        listed: list[Any] = [parameters] if single else list(parameters)
+        managed = [param for param in listed if hasattr(param, "_hetero_engine")]
+        if managed:  # torch's takes each .grad before ranks meet
+            access.engine_of(managed).with_grads(managed)
+        return super().clip_grad_norm_(listed, *args, **options)
+
     def save_state(
         self, output_dir: str | None = None, safe_serialization: bool = True, **options: Any
     ) -> Any:

@@ -11,6 +11,8 @@ import torch
 import hetero
 from tests.support.ecosystem.tiny_models import Sentences, gpt2_folder
 from tests.support.late import late
+from tests.support.ranks import rank_training
+from tests.support.ranks.processes import RankPool
 
 accelerate, AutoModelForCausalLM = late("accelerate"), late("transformers:AutoModelForCausalLM")
 Accelerator = late("hetero.integrations.accelerator:Accelerator")
@@ -134,3 +136,22 @@ def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(accelerate.Accelerator, "distributed_type", sharding)
     with pytest.raises(ValueError, match="the Accelerator is set up for FSDP"):
         check_plain(accelerator)
+
+
+def clipped(rank: int, world: int) -> float:
+    """The norm by which a step was clipped in which each rank has used an expert of its own."""
+    model, optimizer = rank_training.make("experts", {})
+    model(rank_training.inputs(rank, 0), rank).square().mean().backward()
+    norm = Accelerator(cpu=True).clip_grad_norm_(model.parameters(), 0.01)
+    optimizer.step()
+    optimizer.engine.close()
+    return float(norm)
+
+
+def test_ranks_that_use_different_parameters_clip_alike(ranks2: RankPool) -> None:
+    torch.manual_seed(0)
+    model = rank_training.Experts(4)
+    for rank in range(2):
+        (model(rank_training.inputs(rank, 0), rank).square().mean() / 2).backward()
+    expected = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()
+    assert ranks2.run(clipped) == pytest.approx([expected] * 2)
