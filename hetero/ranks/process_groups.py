@@ -46,6 +46,7 @@ class ProcessGroups:
             a node shard and nodes are replicas; else there is one replica.
         everyone: all ranks.
         local_ranks: how many of them run on this machine.
+        name: this rank's name as users know it: "rank 3" of the world.
         failures: the ranks that are known to have failed.
         while_waiting: what this rank does in waits for others.
 
@@ -68,6 +69,7 @@ class ProcessGroups:
         if process_group is not None and mesh is not None:
             raise ValueError("give process_group or mesh, not both")
         shard, replicas = _groups(process_group, mesh)
+        self.name = f"rank {_my_rank()}"  # (which torch forgets with its process group)
         place = shard.index(_my_rank())
         everyone = sorted(rank for one in replicas for rank in one)
         self._members = _Members(shard, [one[place] for one in replicas], everyone)
@@ -102,11 +104,6 @@ class ProcessGroups:
     def is_on_several_machines(self) -> bool:
         """Whether not all ranks run on this machine."""
         return self.local_ranks < self.size
-
-    @property
-    def name(self) -> str:
-        """This rank's name as users know it: "rank 3" of the world."""
-        return f"rank {_my_rank()}"
 
     def duplicate(self) -> ProcessGroups:
         """The same ranks over connections of their own, so that messages do not mix.

@@ -3,8 +3,10 @@
 import sys
 
 import pytest
+import torch.distributed as dist
 
-from hetero.ranks.process_groups import error_that_ends_this_rank
+from hetero.ranks.process_groups import ProcessGroups, error_that_ends_this_rank
+from tests.support.ranks.processes import RankPool
 
 
 class TestErrorThatEndsThisRank:
@@ -36,3 +38,15 @@ class TestErrorThatEndsThisRank:
             raise error
         except RuntimeError:
             assert error_that_ends_this_rank() is error
+
+
+def name_after_the_default_group(rank: int, world: int) -> str:
+    groups = ProcessGroups(60.0)
+    groups.meet("the end of the default group")
+    dist.destroy_process_group()
+    groups.close()
+    return groups.name
+
+
+def test_ranks_keep_their_names_when_the_default_group_is_gone(ranks2: RankPool) -> None:
+    assert ranks2.run(name_after_the_default_group) == ["rank 0", "rank 1"]
