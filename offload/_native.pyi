@@ -82,7 +82,8 @@ class Arena:
     def export(self, offset: int, nbytes: int, pins: Pins | None = None, slot: int = 0) -> object:
         """DLPack capsule of uint8[nbytes] at `offset`; torch.from_dlpack makes a tensor of it.
         With `pins` the count of `slot` is raised now and lowered when the last tensor that views
-        the memory dies (on whichever thread that happens, without the GIL)."""
+        the memory dies (on whichever thread that happens, without the GIL). RuntimeError in a
+        forked child, if part of the memory is left out there (wipe_on_fork())."""
     @staticmethod
     def over(
         address: int,

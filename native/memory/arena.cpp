@@ -151,6 +151,8 @@ struct Arena::Mapping : std::enable_shared_from_this<Arena::Mapping> {
   const dlpack::Device device = {dlpack::kCpu, 0};
   std::function<void()> release_others;  // of memory that was not mapped here
   std::atomic<int> page_holders{0};
+  std::atomic<bool> wiped_on_fork{false};  // some of it
+  const ForkGuard fork{"memory", "use it there, because it is zeros here"};
   std::shared_ptr<Pins> transfers;  // by slot
 
  private:
@@ -205,6 +207,7 @@ void Arena::check_range(std::size_t offset, std::size_t nbytes) const {
 dlpack::ManagedTensor* Arena::export_tensor(std::size_t offset, std::size_t nbytes,
                                             std::shared_ptr<Pins> pins, std::size_t slot) const {
   check_range(offset, nbytes);
+  if (mapping_->wiped_on_fork) mapping_->fork.require_own();
 
   auto holder = std::make_unique<Export>();
   holder->shape = static_cast<std::int64_t>(nbytes);
@@ -230,6 +233,7 @@ std::shared_ptr<const Pins> Arena::transfers() const { return mapping_->transfer
 void Arena::wipe_on_fork(std::size_t offset, std::size_t nbytes) const {
   check_range(offset, nbytes);
   if (!mapping_->ours || nbytes == 0) return;
+  mapping_->wiped_on_fork = true;
   const std::size_t begin = offset / page_bytes() * page_bytes();
   // Advice only: Linux before 4.14 does not know it, and copies.
   ::madvise(mapping_->base + begin, round_up(offset + nbytes, page_bytes()) - begin,

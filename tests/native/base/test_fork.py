@@ -62,6 +62,24 @@ def test_registered_memory_is_not_copied_for_a_child(kind):
     assert out == ["True", "True", "0 7 7"]
 
 
+def test_a_child_gets_no_tensor_over_zeros():
+    """A parameter whose copy is in a slot would read 0 in a worker of a DataLoader."""
+    out = run("""
+        def export(arena):
+            try:
+                return bool(arena.export(0, MIB))
+            except RuntimeError as error:
+                return str(error)
+
+        arena, other = full(4 * MIB), full(4 * MIB)
+        arena.wipe_on_fork(0, 4 * MIB)
+        print(export(arena), in_child(lambda: repr(export(arena))), in_child(lambda: export(other)))
+        """)
+    (found,) = out
+    assert found.startswith("True this memory belongs to process ")
+    assert found.endswith(": use it there, because it is zeros here True")
+
+
 def test_part_of_an_arena_can_be_left_out_of_children():
     out = run("""
         arena = full(4 * MIB)
