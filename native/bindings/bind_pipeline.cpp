@@ -72,7 +72,7 @@ auto all_of(bool (StepPipeline::*method)(std::int64_t) const) {
 }
 
 py::dict stats_dict(const StepPipeline& pipeline) {
-  const StepStats stats = pipeline.stats();
+  const StepStats stats = without_gil([&] { return pipeline.stats(); });
   return py::dict("tasks"_a = stats.tasks, "hits"_a = stats.hits, "ahead"_a = stats.ahead,
                   "read_bytes"_a = stats.read_bytes, "written_bytes"_a = stats.written_bytes,
                   "busy_s"_a = stats.busy_s, "compute_s"_a = stats.compute_s);
