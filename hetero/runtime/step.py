@@ -50,7 +50,7 @@ class GradIntake:
         self._schedule = schedule
         self._note_backward = note_backward
         self._unsynced: list[ExitStack] = []  # what the open no_sync() blocks have entered
-        self._unaveraged = False  # with several ranks: gradients came that are no means yet
+        self.is_unaveraged = False  # with several ranks: gradients came that are no means yet
         self._is_scaled = False  # in backward(): the loss was scaled
         # Gradients that are zero, whatever is kept: most get another one before anybody looks.
         self._zeroed: dict[ManagedParam, None] = {}  # in the order of the loop, as on other ranks
@@ -134,7 +134,7 @@ class GradIntake:
             accumulate = False
         # Before the gradient: if an exception comes between the two, both still belong together.
         chunk_group.grads.set_factor(m, factor, accumulate)
-        self._unaveraged = True
+        self.is_unaveraged = True
         self._zeroed.pop(m, None)
         if chunk_group.ranks is None:
             chunk_group.grads.add(m, grad, accumulate)
@@ -191,10 +191,10 @@ class GradIntake:
         """
         if self._params.chunk_groups[0].world.everyone is None:
             self._write_zeros()
-            self._unaveraged = False
+            self.is_unaveraged = False
             return
         # If one chunk group has something all do: which chunk group has may differ between ranks.
-        force = force or self._unaveraged or bool(self._zeroed)
+        force = force or self.is_unaveraged or bool(self._zeroed)
         # First the one that averages during backward, of which other ranks may be in the middle.
         for chunk_group in sorted(
             self._params.chunk_groups, key=lambda group: group.plan.spec.reduce_at_end
@@ -202,7 +202,7 @@ class GradIntake:
             if chunk_group.ranks is not None:
                 chunk_group.ranks.grad_reducer.reduce_all(force)
         self._write_zeros()
-        self._unaveraged = False
+        self.is_unaveraged = False
 
 
 def _check_dense(managed: ManagedParam, grad: torch.Tensor) -> None:
@@ -313,6 +313,8 @@ class GradFactors:
         # how many changes of means they were taken.
         self._whole_sums: dict[ManagedParam, float] = {}
         self._sums_at = -1  # GradReducer.changes of all chunk groups when they were taken
+        # Gradients that other ranks alone have and that came while a norm was taken of others.
+        self._unlisted: set[ManagedParam] = set()
 
     def _grads(self, managed: ManagedParam) -> Grads:
         return self._params.group(managed.chunk).grads
@@ -321,7 +323,7 @@ class GradFactors:
 
     def sums_of_squares(self, members: Members) -> list[float]:
         """Of each gradient, in double, in a fixed order: the same bits for every placement."""
-        self._intake.average()
+        self._average_for(members)
         if self._shard is None:
             return [self._grads(m).sum_of_squares(m) * m.grad_factor**2 for m in members]
         chunk_groups = self._params.chunk_groups
@@ -336,6 +338,21 @@ class GradFactors:
             self._whole_sums.update(zip(all_members, sums.sum(dim=0).tolist(), strict=True))
         return [self._whole_sums[m] * m.grad_factor**2 for m in members]
 
+    def _average_for(self, members: Members) -> None:
+        """Makes means, of which those of `members` are wanted.
+
+        torch's clip_grad_norm_() lists the gradients that there are before it asks for a norm, and
+        again before it clips.
+        """
+        absent: list[ManagedParam] = []
+        if self._shard is not None and self._intake.is_unaveraged:
+            groups = self._params.chunk_groups
+            absent = [m for group in groups for m in group.members if not m.has_grad]
+            self._unlisted.clear()
+        self._intake.average()
+        self._unlisted.update(m for m in absent if m.has_grad)
+        self._unlisted.difference_update(members)
+
     def _over_ranks(self, values: Sequence[float]) -> torch.Tensor:
         """Every rank's values, of which each has its shards', as rows."""
         mine = torch.tensor(values, dtype=torch.float64, device="cpu")
@@ -349,7 +366,7 @@ class GradFactors:
 
     def largest(self, members: Members) -> list[float]:
         """The largest magnitude in each gradient; NaN if it has a NaN."""
-        self._intake.average()
+        self._average_for(members)
         over_ranks = self._over_ranks([self._grads(m).largest(m) for m in members])
         largest = over_ranks.amax(dim=0).tolist()
         return [one * abs(m.grad_factor) for one, m in zip(largest, members, strict=True)]
@@ -400,8 +417,19 @@ class GradFactors:
         return norm
 
     def multiply(self, members: Members, factor: float) -> None:
-        """Multiplies each gradient by `factor`."""
+        """Multiplies each gradient by `factor`.
+
+        Raises HeteroError if that is no part of the norm that clipping has taken.
+        """
         self._intake.average()
+        for m in members:
+            if m in self._unlisted:
+                raise HeteroError(
+                    f"the gradient of {m.name}, which other ranks alone have, came while "
+                    f"clip_grad_norm_() took the norm of the others; clip by "
+                    f"hetero.clip_grad_norm_(), and call optimizer.zero_grad() to continue without "
+                    f"this step"
+                )
         for m in members:
             m.grad_factor *= factor
 

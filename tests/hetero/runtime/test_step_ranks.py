@@ -10,7 +10,7 @@ import torch
 
 import hetero
 from tests.support.ranks.processes import RankPool
-from tests.support.ranks.rank_training import BASE, Experts, inputs
+from tests.support.ranks.rank_training import BASE, Experts, inputs, make
 
 
 def differing(rank: int, world: int, options: dict[str, Any], what: str) -> dict[str, Any]:
@@ -95,3 +95,30 @@ def test_what_updates_do_not_use_may_differ(ranks2: RankPool) -> None:
     for found in ranks2.run(differing, {}, "notes"):
         assert found["error"] == "nothing"
         assert found["goes_on"]
+
+
+def torchs_clip(rank: int, world: int) -> tuple[str, float, float]:
+    """What is told, and the norms before and after the next step's clipping by hetero's."""
+    model, optimizer = make("experts", {})
+    model(inputs(rank, 0), rank).square().mean().backward()
+    try:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e6)
+        told = "nothing"
+    except hetero.HeteroError as error:
+        told = str(error)
+    optimizer.zero_grad()
+    model(inputs(rank, 0), rank).square().mean().backward()
+    norm = hetero.clip_grad_norm_(model.parameters(), 1e-3).item()
+    clipped = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()  # all are there now
+    optimizer.step()
+    optimizer.engine.close()
+    return told, norm, clipped
+
+
+def test_torchs_clipping_of_what_ranks_do_not_use_alike(ranks2: RankPool) -> None:
+    """It lists each .grad before ranks meet, so its norm would lack those of other ranks alone."""
+    found = ranks2.run(torchs_clip)
+    for rank, (told, norm, clipped) in enumerate(found):
+        assert told.startswith(f"the gradient of experts.{1 - rank}.weight, which other ranks")
+        assert norm == found[0][1] > 1e-2
+        assert clipped == pytest.approx(1e-3, rel=1e-4)
