@@ -215,14 +215,11 @@ class StateJobs:
     def start(self, path: Path, job: Callable[[], None]) -> Save:
         """Calls `job` in a new thread; what it raises is what the save to `path` has met."""
         self.last = made = Save(path)
-        backend = self.engine.backend
-        given = backend.record_event()
+        self.engine.backend.lead_threads()
 
         def run() -> None:
             failure: BaseException | None = None
             try:
-                # What a new thread gives to a device does not wait for the caller's stream.
-                backend.follow(given)
                 job()
             except BaseException as error:
                 failure = error

@@ -449,7 +449,7 @@ class _ChunkGroupBuilder:
             )
             self.world.while_waiting.add(agreed)
         seen = None if self.world.everyone is None else versions
-        led = ParamUpdates(homes, copies, updates, seen, gathering)
+        led = ParamUpdates(homes, copies, updates, seen, gathering, self._backend.lead_threads)
         params = ChunkAccess(homes, copies, updates, led, gathering, agreed, prefetch)
         return params, gathering
 

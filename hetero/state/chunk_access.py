@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -117,9 +117,10 @@ class ParamUpdates:
         updates: ChunkUpdates,
         versions: Versions | None,
         gathering: Gathering | None,
+        lead_threads: Callable[[], None],
     ) -> None:
         """No update has begun. `versions` make other ranks wait from a change until it is
-        published; one rank has none, and gathers nothing."""
+        published; one rank has none, and gathers nothing. `lead_threads` is Backend's."""
         self._homes = homes
         self._copies = copies
         self._updates = updates
@@ -128,6 +129,7 @@ class ParamUpdates:
         # Whether other ranks' new values come to this rank's homes, in publish().
         self.gathers = self._gathering is not None
         self._versions = versions
+        self._lead_threads = lead_threads
 
     def begin(self, chunk: Chunk, members: Sequence[ManagedParam]) -> None:
         """An update of `members`, parameters of the chunk, is about to be submitted.
@@ -204,6 +206,7 @@ class ParamUpdates:
         Where homes are whole the other ranks' start to come in; they come when updates are made.
         """
         if self._versions is not None:
+            self._lead_threads()  # they answer, and gather
             for chunk in chunks:
                 self._versions.publish(chunk)
         if self._gathering is not None:

@@ -87,8 +87,8 @@ class Backend:
         """What gets the calling thread's work; None where that is done when a call returns."""
         return None
 
-    def follow(self, event: Any) -> None:
-        """What the calling thread gives to the device from now on comes after the event."""
+    def lead_threads(self) -> None:
+        """What other threads give to the device from now on comes after what this one has given."""
 
     def fetch(self, to: torch.Tensor, source: torch.Tensor) -> Transfer:
         """Starts copying `source`, in RAM, to `to`, on the device: flat, of the same bytes.

@@ -225,8 +225,10 @@ class CudaBackend(Backend):
             arena.written(slot, run, done)
         return done
 
-    def follow(self, event: Event) -> None:
-        self.runtime.wait(self.current_stream(), event)
+    def lead_threads(self) -> None:
+        default, current = self.runtime.default_stream, self.current_stream()
+        if current != default:  # which that of other threads is
+            self.runtime.wait(default, self.runtime.record(current))
 
     def average(self, streams: DeviceStreams, task: MeanTask, after: Sequence[Event]) -> Event:
         """Starts making the mean of this device's parts of what the devices of a group have.

@@ -75,6 +75,8 @@ class CudaRuntime:
         self._index = self._torch.current_device()
         self.device = torch.device(kind, self._index)
         self.dlpack_device = (2, self._index)  # kDLCUDA
+        # Current in every new thread.
+        self.default_stream: Stream = self._torch.default_stream(self.device)
         # Inside on(stream) it is the calling thread's current one.
         self.on: Callable[[Stream], AbstractContextManager[object]] = self._torch.stream
         self._streams: weakref.WeakValueDictionary[int, Stream] = weakref.WeakValueDictionary()

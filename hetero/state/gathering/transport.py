@@ -18,7 +18,6 @@ import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 import torch
@@ -207,7 +206,8 @@ class DeviceTransport(GatherTransport):
             elif target.computed is None:
                 target.begun(wait)
             else:
-                target.begun(partial(self._backend.follow, done))
+                runtime = self._backend.runtime
+                target.begun(lambda: runtime.wait(runtime.current_stream(), done))
         at_end: Callable[[], object] = ended.set
         if not target.is_home:  # the shard is needed until the device has read it
             at_end = opened.pop_all().close

@@ -86,7 +86,7 @@ def test_other_work_does_not(rig: Rig) -> None:
 
 def test_work_that_is_told_to_follow_does(rig: Rig) -> None:
     """As with a home, over which there are tensors already."""
-    rig.backend.follow(rig.gather(7))
+    rig.runtime.wait(rig.runtime.current_stream(), rig.gather(7))
     found = rig.use()
     rig.runtime.synchronize_all()
     assert found == [7]

@@ -50,6 +50,7 @@ def test_streams_that_come_while_others_are_gone_through(monkeypatch: pytest.Mon
     handles, going_through = itertools.count(1), False
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: None)
     monkeypatch.setattr(torch.cuda, "ExternalStream", Stream)
     monkeypatch.setattr("offload.device.cuda_runtime.create_stream", lambda _: next(handles))
     monkeypatch.setattr("offload.device.cuda_runtime._UNUSED_STREAMS", defaultdict(deque))

@@ -414,3 +414,17 @@ def test_resident_slots_keep_one_event_for_each_stream() -> None:
     assert len(runtime.events) <= 3
     arena.close()
     backend.close()
+
+
+def test_other_threads_come_after_the_stream_that_leads_them() -> None:
+    """What they give goes to the default stream."""
+    runtime, backend, _ = make()
+    done: list[str] = []
+    side = runtime.new_stream()
+    runtime.give(side, lambda: done.append("update"))
+    with runtime.on(side):
+        backend.lead_threads()
+    backend.lead_threads()  # (No stream waits for itself.)
+    runtime.give(runtime.default_stream, lambda: done.append("read"))
+    runtime.synchronize_all()
+    assert done == ["update", "read"]

@@ -101,6 +101,10 @@ class FakeRuntime:
     def current_stream(self) -> FakeStream:
         return getattr(self.current, "stream", self.compute)
 
+    @property
+    def default_stream(self) -> FakeStream:
+        return self.compute
+
     @contextmanager
     def on(self, stream: FakeStream) -> Iterator[None]:
         before = self.current_stream()

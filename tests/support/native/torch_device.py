@@ -11,6 +11,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -127,6 +128,12 @@ def set_rng_state_all(states: Sequence[torch.Tensor]) -> None:
 
 
 def current_stream(device: Any = None) -> torch.Stream:
+    return torch.accelerator.current_stream()
+
+
+@cache
+def default_stream(device: Any = None) -> torch.Stream:
+    """(It is asked for before another one is set.)"""
     return torch.accelerator.current_stream()
 
 
