@@ -139,6 +139,14 @@ def read_later(runtime: FakeRuntime, arena: DeviceArena, seen: list[int]) -> Non
     runtime.give(stream, lambda: seen.append(int(alias[0])), reads=memory)
 
 
+def overwrite(runtime: FakeRuntime, backend: CudaBackend, arena: DeviceArena) -> None:
+    """Fetches twos to slot 0, as early as events allow."""
+    backend.fetch(arena.view(0, 1, torch.uint8), torch.full((SLOT,), 2, dtype=torch.uint8))
+    while runtime.step(backend._fetching.stream):
+        pass
+    runtime.synchronize_all()
+
+
 def test_a_fetch_waits_for_all_streams_that_use_the_slot() -> None:
     runtime, backend, arena = make(1)
     other, seen = runtime.new_stream(), list[int]()
@@ -150,10 +158,7 @@ def test_a_fetch_waits_for_all_streams_that_use_the_slot() -> None:
             views.append(arena.view(0, 1, torch.uint8, pinned=True))
             read_later(runtime, arena, seen)
     views.clear()
-    backend.fetch(arena.view(0, 1, torch.uint8), 2 * ones)
-    while runtime.step(backend._fetching.stream):
-        pass
-    runtime.synchronize_all()
+    overwrite(runtime, backend, arena)
     assert seen == [1, 1]
     arena.close()
     backend.close()
@@ -170,10 +175,7 @@ def test_a_view_that_streams_share_is_as_one_of_each() -> None:
         read_later(runtime, arena, seen)
     assert arena.live_views() == 1
     del view
-    backend.fetch(arena.view(0, 1, torch.uint8), 2 * ones)
-    while runtime.step(backend._fetching.stream):
-        pass
-    runtime.synchronize_all()
+    overwrite(runtime, backend, arena)
     assert seen == [1]
     arena.close()
     backend.close()
@@ -189,10 +191,7 @@ def test_a_fetch_waits_for_work_that_came_long_after_the_pin() -> None:
     backend.fetch(arena.view(1, 1, torch.uint8), ones)
     read_later(runtime, arena, seen)
     del view
-    backend.fetch(arena.view(0, 1, torch.uint8), 2 * ones)
-    while runtime.step(backend._fetching.stream):
-        pass
-    runtime.synchronize_all()
+    overwrite(runtime, backend, arena)
     assert seen == [1]
     arena.close()
     backend.close()
