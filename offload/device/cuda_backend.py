@@ -227,7 +227,7 @@ class CudaBackend(Backend):
 
     def lead_threads(self) -> None:
         default, current = self.runtime.default_stream, self.current_stream()
-        if current != default:  # which that of other threads is
+        if current != default:  # (the one that other threads give their work to)
             self.runtime.wait(default, self.runtime.record(current))
 
     def average(self, streams: DeviceStreams, task: MeanTask, after: Sequence[Event]) -> Event:
