@@ -50,19 +50,6 @@ class Size(NamedTuple):
 
 LARGEST = Size(methods=25, attributes=12, arguments=7)
 
-# Names of classes that mean two things, most of which another project has chosen. Whoever renames a
-# class deletes its entry; no name comes to the list.
-NAMES_OF_SEVERAL = {
-    "Case",
-    "Collective",
-    "DeepSpeedPeer",
-    "Layout",
-    "Managed",
-    "Peer",
-    "Plan",
-    "Program",
-    "Shape",
-}
 # Constructors whose arguments another project or torch chose.
 FOREIGN_SIGNATURES = ("hetero/compat/", "hetero/api/optimizers.py", "hetero/tiling/tiled_linear.py")
 
@@ -103,7 +90,7 @@ def test_a_class_is_one_noun() -> None:
 def test_a_name_is_of_one_class() -> None:
     names = Counter(name.rpartition(":")[2] for name, _ in classes())
     shared = {name for name, count in names.items() if count > 1 and not name.startswith("_")}
-    assert shared <= NAMES_OF_SEVERAL, "another class has this name, and a reader takes it for that"
+    assert not shared, "another class has this name, and a reader takes it for that"
 
 
 @pytest.mark.parametrize(

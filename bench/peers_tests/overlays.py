@@ -78,7 +78,7 @@ def accelerator(module: ModuleType) -> None:
     from hetero.compat.optimizers import hybrid_optimizer
     from hetero.integrations.accelerator import Accelerator
 
-    class Managed(Accelerator):
+    class ManagedAccelerator(Accelerator):
         def prepare(self, *given: Any, **options: Any) -> Any:
             models = [each for each in given if isinstance(each, torch.nn.Module)]
             torchs = [each for each in given if isinstance(each, torch.optim.Optimizer)]
@@ -88,7 +88,7 @@ def accelerator(module: ModuleType) -> None:
                     hetero.initialize(models[0], optimizers, dtype="fp32", placement_policy="cpu")
             return super().prepare(*given, **options)
 
-    module.Accelerator = Managed  # type: ignore[attr-defined]
+    module.Accelerator = ManagedAccelerator  # type: ignore[attr-defined]
 
 
 def trainer(module: ModuleType) -> None:
@@ -100,7 +100,7 @@ def trainer(module: ModuleType) -> None:
 
     plain: Any = module.Trainer
 
-    class Managed(HeteroTrainerMixin, plain):  # type: ignore[misc]
+    class ManagedTrainer(HeteroTrainerMixin, plain):  # type: ignore[misc]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             options = {"dtype": "fp32", "placement_policy": "cpu"}
             optimizer, _ = kwargs.get("optimizers", (None, None))
@@ -112,7 +112,7 @@ def trainer(module: ModuleType) -> None:
             plain.log(self, *args, **kwargs)
 
     # (The package keeps the name's value since hetero's own module has asked for it.)
-    module.Trainer = transformers.Trainer = Managed  # type: ignore[attr-defined, misc]
+    module.Trainer = transformers.Trainer = ManagedTrainer  # type: ignore[attr-defined, misc]
 
 
 def trainer_checkpoints(module: ModuleType) -> None:

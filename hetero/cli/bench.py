@@ -20,8 +20,8 @@ from hetero.cli.outcome import EXIT_OK
 from hetero.text_table import columns, terminal_width
 
 
-class Program(NamedTuple):
-    """A benchmark: the module whose main() runs it, and a line that says what it measures."""
+class Benchmark(NamedTuple):
+    """The module whose main() runs it, and a line that says what it measures."""
 
     module: str
     summary: str
@@ -58,7 +58,7 @@ def benchmarks_folder() -> Path:
     raise ValueError(f"{package} was installed without its benchmarks; install hetero again")
 
 
-def programs(bench: Path) -> dict[str, Program]:
+def programs(bench: Path) -> dict[str, Benchmark]:
     """The benchmarks in the folder `bench`, by name, without importing any: the modules whose
     `main` is a Program's, or takes arguments and needs none."""
     found = {}
@@ -70,5 +70,5 @@ def programs(bench: Path) -> dict[str, Program]:
             parts = path.relative_to(bench).with_suffix("").parts
             name = ".".join(part for part in parts if part != "__main__")
             summary = (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
-            found[name] = Program(".".join(("bench", *parts)), summary)
+            found[name] = Benchmark(".".join(("bench", *parts)), summary)
     return found

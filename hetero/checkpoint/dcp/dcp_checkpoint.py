@@ -81,7 +81,7 @@ def load_dcp(
 
 
 @dataclass(frozen=True)
-class Layout:
+class DcpKeys:
     """The keys of a checkpoint by what they are.
 
     Attributes:
@@ -99,7 +99,7 @@ class Layout:
     others: list[str] = field(default_factory=list)
 
     @classmethod
-    def of(cls, metadata: DcpMetadata) -> Layout:
+    def of(cls, metadata: DcpMetadata) -> DcpKeys:
         """That of a checkpoint's keys."""
         made = cls()
         # (Without paths a state dict is flat, whose names may begin with "model.", too.)
@@ -131,22 +131,22 @@ class Layout:
         return [key for options in found for key in options.values()]
 
 
-def param_groups(layout: Layout, values: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The param groups, "params" by name; `values` are those of layout.option_keys().
+def param_groups(dcp_keys: DcpKeys, values: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The param groups, "params" by name; `values` are those of dcp_keys.option_keys().
 
     Where options are by parameter, those with the same ones are a group. Raises ValueError.
     """
-    if layout.groups:
+    if dcp_keys.groups:
         made = []
-        for number in sorted(layout.groups):
-            group = {name: _plain(values[key]) for name, key in layout.groups[number].items()}
+        for number in sorted(dcp_keys.groups):
+            group = {name: _plain(values[key]) for name, key in dcp_keys.groups[number].items()}
             names = group.get("params")
             if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
                 raise ValueError(f"param group {number} of the checkpoint has no names in params")
             made.append(group)
         return made
     by_options: dict[str, dict[str, Any]] = {}
-    for name, keys in layout.by_param.items():
+    for name, keys in dcp_keys.by_param.items():
         options = {option: _plain(values[key]) for option, key in keys.items()}
         group = by_options.setdefault(repr(sorted(options.items())), {**options, "params": []})
         group["params"].append(name)
@@ -176,18 +176,18 @@ class DcpCheckpoint(StoredCheckpoint):
         """
         super().__init__(path)
         self._metadata = read_metadata(path)
-        self._layout = layout = Layout.of(self._metadata)
+        self._dcp_keys = dcp_keys = DcpKeys.of(self._metadata)
         self._tensors = self._metadata.tensors
         self.files = self._check_files()
-        self._keys = {master_key(name): key for name, key in layout.model.items()}
+        self._keys = {master_key(name): key for name, key in dcp_keys.model.items()}
         self._groups = self._param_groups() if with_optimizer else []
         trained = {name for group in self._groups for name in group["params"]}
-        records = optimizer_records(self._groups, layout.states)
+        records = optimizer_records(self._groups, dcp_keys.states)
         steps = self._steps() if with_optimizer else {}
         tied = self._tied(trained)
         others = {name for names in tied.values() for name in names}
         tensors = {
-            name: self._tensors[key] for name, key in layout.model.items() if name not in others
+            name: self._tensors[key] for name, key in dcp_keys.model.items() if name not in others
         }
         states: dict[str, TensorRecord] = {}
         for record in records:
@@ -198,17 +198,17 @@ class DcpCheckpoint(StoredCheckpoint):
         # (Buffers are in no param group; but then neither are frozen parameters.)
         params = {n: ParamRecord(tied.get(n, ()), n in trained, steps.get(n, 0)) for n in floating}
         self.manifest = make_manifest(tensors, params, records, states)
-        if layout.others:
+        if dcp_keys.others:
             self.notes.append(
-                f"{len(layout.others)} entries are of neither a model nor an optimizer: "
-                f"{', '.join(layout.others[:3])}{', ...' if len(layout.others) > 3 else ''}"
+                f"{len(dcp_keys.others)} entries are of neither a model nor an optimizer: "
+                f"{', '.join(dcp_keys.others[:3])}{', ...' if len(dcp_keys.others) > 3 else ''}"
             )
 
     def _states(
         self, name: str, wanted: Sequence[str], param: TensorRecord
     ) -> dict[str, TensorRecord]:
         """The records of a parameter's states. Raises CheckpointError if some are missing."""
-        found = self._layout.states.get(name, {})
+        found = self._dcp_keys.states.get(name, {})
         records = {}
         for state in wanted:
             key = state_key(name, state)
@@ -227,7 +227,7 @@ class DcpCheckpoint(StoredCheckpoint):
     def _tied(self, trained: set[str]) -> dict[str, tuple[str, ...]]:
         """Names that share their bytes with another name, as save_dcp() writes tied ones."""
         by_place: dict[tuple[str, int], list[str]] = {}
-        for name, key in self._layout.model.items():
+        for name, key in self._dcp_keys.model.items():
             _, place = self._metadata.boxes[key][0]
             by_place.setdefault((place.relative_path, place.offset), []).append(name)
         found = {}
@@ -239,7 +239,7 @@ class DcpCheckpoint(StoredCheckpoint):
 
     def _steps(self) -> dict[str, int]:
         """Of SGD, which keeps none, a buffer says that there was one. Raises CheckpointError."""
-        states = self._layout.states
+        states = self._dcp_keys.states
         keys = {name: found[STEP] for name, found in states.items() if STEP in found}
         found = {name: self._small(keys[name]) if name in keys else 1 for name in states}
         for name, step in found.items():
@@ -253,7 +253,7 @@ class DcpCheckpoint(StoredCheckpoint):
             return ()
         stored: Sequence[Mapping[str, Any]] = self._groups
         wanted = [names for each in groups for names in each]
-        if self._layout.by_param:
+        if self._dcp_keys.by_param:
             stored = [_group_of(stored, names, number) for number, names in enumerate(wanted)]
         if len(stored) != len(wanted):
             raise ValueError(
@@ -262,7 +262,7 @@ class DcpCheckpoint(StoredCheckpoint):
         made, first = [], 0
         for each in groups:
             own = stored[first : first + len(each)]
-            made += optimizer_records(own, self._layout.states, in_own_words=False)
+            made += optimizer_records(own, self._dcp_keys.states, in_own_words=False)
             first += len(each)
         return made
 
@@ -354,9 +354,9 @@ class DcpCheckpoint(StoredCheckpoint):
 
     def _param_groups(self) -> list[dict[str, Any]]:
         """The optimizer's param groups, "params" by name. Raises CheckpointError."""
-        values = {key: self._small(key) for key in self._layout.option_keys()}
+        values = {key: self._small(key) for key in self._dcp_keys.option_keys()}
         try:
-            return param_groups(self._layout, values)
+            return param_groups(self._dcp_keys, values)
         except ValueError as error:
             raise CheckpointError(f"{self.path}: {error}") from error
 

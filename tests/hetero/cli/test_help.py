@@ -123,7 +123,7 @@ def test_an_unknown_command_and_option(capsys: pytest.CaptureFixture[str]) -> No
 def test_what_was_not_foreseen_is_one_line_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(folder: Path) -> dict[str, bench.Program]:
+    def fail(folder: Path) -> dict[str, bench.Benchmark]:
         raise LookupError("no such thing")
 
     monkeypatch.delenv("HETERO_DEBUG", raising=False)
