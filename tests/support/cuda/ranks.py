@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -26,14 +26,18 @@ STEPS = 2
 
 
 @contextmanager
-def fake_device(nccl: bool = False) -> Iterator[FakeRuntime]:
-    """Inside the block backend="cuda" is a fake device of this rank's own; `nccl`: with NCCL."""
+def fake_device(nccl: bool = False, watched: bool = True) -> Iterator[FakeRuntime]:
+    """Inside the block backend="cuda" is a fake device of this rank's own; `nccl`: with NCCL.
+
+    Unless `watched`, operators of torch are not seen: to Watch all RAM is the device's, also what
+    one allocator gives a loop that has two streams.
+    """
     made = FakeRuntime(nccl=nccl)
     with (
         patch("hetero.config.cuda_available", lambda: True),
         patch("hetero.config.default_device_bytes", lambda *_: 64 << 20),
         patch("hetero.config.CudaBackend", lambda: CudaBackend(made)),
-        Watch(made),
+        Watch(made) if watched else nullcontext(),
     ):
         yield made
 
@@ -91,6 +95,25 @@ def train(
         page_locked = {} if runtime is None else dict(runtime.page_locked)
         found["left"] = (dict(engine.ledger.in_use_bytes), page_locked)
     return found
+
+
+def read_after_a_step_in_a_stream(rank: int, world: int, options: dict[str, Any]) -> bool:
+    """Whether the first rank alone has read, just after a step in a stream of the loop's own, the
+    masters that all read when the devices are done."""
+    with fake_device(watched=False) as runtime:
+        model, optimizer = make("layers", {"backend": "cuda", "chunk_numel": 16384} | options)
+        model(inputs(rank, 0, 128)).square().mean().backward()
+        side = runtime.new_stream()
+        runtime.wait(side, runtime.record(runtime.compute))
+        with runtime.on(side):
+            optimizer.step()
+            early = hetero.masters(model.parameters()) if rank == 0 else []
+        dist.barrier()
+        runtime.synchronize_all()
+        dist.barrier()
+        late = hetero.masters(model.parameters())
+        optimizer.engine.close()
+    return rank > 0 or all(map(torch.equal, early, late))
 
 
 def with_nccl(rank: int, world: int, function: Callable[..., Any], *args: Any) -> Any:

@@ -116,3 +116,8 @@ def test_replicas_alone(ranks2: RankPool, stage: int) -> None:
     options = {"device_memory": "400KiB", "dtype": "bf16", "zero_stage": stage}
     options["placement_policy"] = "cpu"
     check(ranks2.run(ranks.train, options, 2, 2, True), on_cpu(ranks2, stage, 2, 2))
+
+
+def test_ranks_read_what_a_step_in_a_stream_of_the_loop_s_own_makes(ranks2: RankPool) -> None:
+    options = {**ON_DEVICE, "dtype": "bf16", "zero_stage": 3}
+    assert ranks2.run(ranks.read_after_a_step_in_a_stream, options) == [True, True]
