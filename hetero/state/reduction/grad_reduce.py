@@ -442,12 +442,13 @@ class GradReducer:
         When all slots are in use, they are reclaimed in this order, each until the chunk fits: the
         oldest bucket that is being sent; the next chunks in the order of sending, complete or not
         (gradients that arrive for them later are sent at the end of the round); by ending the
-        round, all. Inside no_sync() no bucket may be sent, so slots beyond the limit are charged.
+        round, all. Slots beyond the limit are charged where none of that may be: inside no_sync(),
+        and while what came there waits for more to be added to it.
         """
-        bucket = self.means.open(chunk)
+        bucket, order = self.means.open(chunk), self._order.chunks
         while bucket is None and self._reclaim_bucket():
             bucket = self.means.open(chunk)
-        if bucket is None and self.reduces_in_backward:
+        if bucket is None and self.reduces_in_backward and not any(map(self._adds_up, order)):
             self._end_round(done=False)
             self._begin_round(True)
             bucket = self.means.open(chunk)
@@ -458,11 +459,23 @@ class GradReducer:
     def _reclaim_bucket(self) -> bool:
         """Waits for one chunk's mean, if one is being sent or may be sent; returns whether."""
         if not self.means.is_sending:
-            if not (self.reduces_in_backward and self._round.position < len(self._order.chunks)):
+            order, position = self._order.chunks, self._round.position
+            if not self.reduces_in_backward or position == len(order):
+                return False
+            if self._adds_up(order[position]):
                 return False
             self._send_next()
         self.means.finish_oldest()
         return True
+
+    def _adds_up(self, chunk: Chunk) -> bool:
+        """Whether a gradient of the chunk from no_sync() waits for the next one of its parameter.
+
+        The two are added on this rank, however many buckets there are.
+        """
+        now = self._round
+        held = (m for m in self._grads.members(chunk) if m in now.arrived and m not in now.synced)
+        return any(m.has_grad for m in held)
 
     # Rounds
 

@@ -401,6 +401,29 @@ def test_any_arrivals_become_the_mean(program: dict[str, Any]) -> None:
     run_program(program)
 
 
+def test_what_came_in_no_sync_is_added_on_its_rank_however_few_buckets_there_are() -> None:
+    """Rounded once on each rank, and once in the mean; not as the sum of two means."""
+    numel = Shard(0, 2).slot_multiple
+
+    def run(spare: int) -> list[torch.Tensor]:
+        network = Network()
+
+        def body(rank: int) -> torch.Tensor:
+            made = make_rank(network, rank, (1, 2), 2, [numel, numel], spare)
+            with made.grad_reducer.no_sync():
+                made.arrive(0, 1.0)
+            made.arrive(1, 1.0)  # of a chunk that has no bucket yet
+            made.arrive(0, 2.0 ** (-24 + rank))
+            made.grad_reducer.reduce_all(True)
+            assert not any(made.pool._taken)
+            return made.gradient(0)
+
+        return on_ranks(2, body, network)
+
+    few, many = run(0), run(4)
+    assert all(map(torch.equal, few, many))
+
+
 def test_what_is_cleared_on_its_way_from_the_device_counts_as_zero() -> None:
     network, shape = Network(), (1, 2)
     numel = Shard(0, 2).slot_multiple // 2
