@@ -353,6 +353,8 @@ def _names_in(stored: StoredCheckpoint, model: ModelTensors, with_states: bool) 
             continue
         if param is None:
             frozen.append(f"{name}: no parameter that can be trained in the checkpoint")
+        elif not param.step and not m.chunk.trainable:
+            pass  # no update has made a state of it, whichever the checkpoint calls it
         elif param.trained != m.chunk.trainable and stored.knows_frozen:
             now, then = ("trained", "frozen") if m.chunk.trainable else ("frozen", "trained")
             frozen.append(f"{name}: {then} in the checkpoint, {now} in the model")

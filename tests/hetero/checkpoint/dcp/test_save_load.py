@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 import hetero
 from hetero.checkpoint import engine_checkpoint
+from hetero.checkpoint.formats import convert
 from tests.support.training.small_net import EMULATED, SETTINGS, Settings
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -251,6 +252,25 @@ def test_only_the_parameters(tmp_path: Path) -> None:
     assert_same(states(optimizer, "adamw"), before)
     with pytest.raises(ValueError, match="has 0 optimizers, and 1 are given; without any"):
         hetero.load_dcp(tmp_path / "saved", model, optimizer)
+
+
+def test_converted_with_frozen_parameters_in_a_param_group(tmp_path: Path) -> None:
+    """DCP does not tell them from those that were never updated; both are loaded as they were."""
+
+    def build(seed: int) -> tuple[nn.Module, Any]:
+        torch.manual_seed(seed)
+        model = Net()
+        optimizer = hetero.AdamW(model.parameters(), lr=0.01)
+        return hetero.initialize(model, optimizer, placement_policy="cpu", chunk_numel=4096)
+
+    model, optimizer = build(0)
+    step(model, optimizer)
+    hetero.save_dcp(tmp_path / "saved", model, optimizer)
+    convert(tmp_path / "saved", tmp_path / "own", "hetero")
+    again, loaded = build(1)
+    hetero.load(tmp_path / "own", again, loaded)
+    assert_same(masters(again), masters(model))
+    assert_same(states(loaded, "adamw"), states(optimizer, "adamw"))
 
 
 def test_a_dtype_of_choice(tmp_path: Path) -> None:
