@@ -1,6 +1,8 @@
 """native/uring_engine: memory that is registered with the kernel."""
 
+import ctypes
 import gc
+import mmap
 import os
 import resource
 import threading
@@ -18,6 +20,25 @@ from tests.support.native.io_tools import (
     needs_uring,
     run_script,
 )
+
+PAGES = 16 * MIB
+
+
+def mapped_again_and_again(nbytes: int) -> _native.Arena:
+    """An arena of that size whose pages are those of its first `PAGES` bytes."""
+    space = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    keep = ctypes.c_char.from_buffer(space)
+    begin = ctypes.addressof(keep)
+    pages = os.memfd_create("pages")
+    os.truncate(pages, PAGES)
+    map_at = ctypes.CDLL(None).mmap
+    number, map_at.restype = ctypes.c_int, ctypes.c_void_p
+    map_at.argtypes = [ctypes.c_void_p, ctypes.c_size_t, number, number, number, ctypes.c_long]
+    fixed, both = 0x10, mmap.PROT_READ | mmap.PROT_WRITE
+    for at in range(begin, begin + nbytes, PAGES):
+        assert map_at(at, PAGES, both, mmap.MAP_SHARED | fixed, pages, 0) == at
+    os.close(pages)
+    return _native.Arena.over(begin, nbytes, 1, 0, keep)
 
 
 def test_registered_arena_is_kept_and_cannot_be_discarded(kind, tmp_path):
@@ -101,8 +122,7 @@ def test_transfer_across_the_edge_of_registered_memory(tmp_path):
 @needs_uring
 def test_locked_memory_limit_falls_back_to_plain_transfers(tmp_path):
     out = run_script(f"""
-        import os, resource
-        import torch
+        import ctypes, os, resource
         from offload import _native
         fd = os.open({str(tmp_path)!r}, os.O_TMPFILE | os.O_RDWR)
         resource.setrlimit(resource.RLIMIT_MEMLOCK, (1 << 20, 1 << 20))
@@ -113,11 +133,12 @@ def test_locked_memory_limit_falls_back_to_plain_transfers(tmp_path):
         print(engine.register(arena))
         print(engine.notes)
         arena.discard(0, arena.nbytes)
-        bytes_ = torch.from_dlpack(arena.export(0, arena.nbytes))
         file = engine.add_file(fd, "scratch")
-        engine.write(file, bytes_.fill_(3).data_ptr(), arena.nbytes, 0).wait()
-        engine.read(file, bytes_.zero_().data_ptr(), arena.nbytes, 0).wait()
-        assert bool((bytes_ == 3).all())
+        ctypes.memset(arena.address, 3, arena.nbytes)
+        engine.write(file, arena.address, arena.nbytes, 0).wait()
+        ctypes.memset(arena.address, 0, arena.nbytes)
+        engine.read(file, arena.address, arena.nbytes, 0).wait()
+        assert ctypes.string_at(arena.address, arena.nbytes) == bytes([3]) * arena.nbytes
         engine.close()
         """)
     registered, notes = out.splitlines()
@@ -146,22 +167,22 @@ def test_a_kernel_without_sparse_tables_is_noted_once(tmp_path):
 
 
 @needs_uring
-@pytest.mark.slow
 def test_arena_larger_than_one_kernel_buffer(tmp_path):
-    nbytes = (1 << 30) + 4 * MIB
+    """The same pages over and over: a GiB of different ones takes seconds to be made."""
+    nbytes = (1 << 30) + PAGES
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if os.geteuid() != 0 and limit not in (resource.RLIM_INFINITY, -1) and limit < nbytes:
         pytest.skip("the locked-memory limit is too small")
     engine = _native.IoEngine("io_uring", block_bytes=MIB)
-    memory = Memory(nbytes)
-    assert engine.register(memory.arena), engine.notes
+    arena = mapped_again_and_again(nbytes)
+    assert engine.register(arena), engine.notes
     file = add_file(engine, tmp_path)
     # Blocks before, across and after the seam between the two kernel buffers.
     begin = (1 << 30) - 2 * MIB - 4096
-    part = memory.bytes[begin : begin + 5 * MIB]
+    part = torch.from_dlpack(arena.export(begin, 5 * MIB))
     want = part.random_(0, 256).clone()
-    engine.write(file, memory.address + begin, 5 * MIB, 0).wait()
+    engine.write(file, arena.address + begin, 5 * MIB, 0).wait()
     part.zero_()
-    engine.read(file, memory.address + begin, 5 * MIB, 0).wait()
+    engine.read(file, arena.address + begin, 5 * MIB, 0).wait()
     assert torch.equal(part, want)
     engine.close()

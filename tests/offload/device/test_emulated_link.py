@@ -122,7 +122,8 @@ def test_the_bytes_arrive_over_the_time(backend: EmulatedBackend) -> None:
 
 @at(1e5)
 def test_what_is_queued_is_dropped_at_once_and_costs_no_time(backend: EmulatedBackend) -> None:
-    running, *queued = (backend.fetch(zeros(MIB), bytes_of(MIB)) for _ in range(100))
+    large = bytes_of(MIB)
+    running, *queued = (backend.fetch(zeros(MIB), large) for _ in range(100))
     source, target = bytes_of(64), zeros(64)
     last = backend.fetch(target, source)
     for copy in queued:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 
 import pytest
 
 from offload.memory.operation import Worker
+from tests.support.native.io_tools import run_script
 
 
 def test_a_closed_worker_has_done_its_jobs():
@@ -21,35 +20,25 @@ def test_a_closed_worker_has_done_its_jobs():
     assert done == ["hetero-test"]
 
 
+# (Without torch, which takes seconds to import.)
 AT_EXIT = """
-import builtins, tempfile
+import builtins, errno, tempfile
 from offload import _native
-from tests.support.native.io_tools import stall
+from offload.memory.operation import Worker
 engine, arena, file = _native.IoEngine("threads"), _native.Arena(4096), tempfile.TemporaryFile()
 file.truncate(4096)
-stall(engine, 500)
+engine.inject("read", 0, error=errno.EAGAIN, count=500)  # a millisecond or more each
 op = engine.read(engine.add_file(file.fileno(), "file"), arena.address, 4096, 0)
 builtins.kept = [engine, arena, op]  # nobody closes them
-{wait}
-print("to the end", flush=True)
 """
 
 
 @pytest.mark.parametrize(
-    "wait",
-    [
-        "from offload.memory.operation import Worker\n"
-        'kept.append(Worker("test"))\nkept[-1].do(op.wait)',
-        'from offload.memory.operation import Worker\nWorker("test", idle_s=0.0).do(op.wait)',
-    ],
+    "worker",
+    ['kept.append(Worker("test")); kept[-1]', 'Worker("test", idle_s=0.0)'],
     ids=["kept", "not kept"],
 )
-def test_a_thread_that_is_in_the_core_when_the_program_ends(wait: str) -> None:
+def test_a_thread_that_is_in_the_core_when_the_program_ends(worker: str) -> None:
     """It is waited for: Python before 3.14 would end it in the midst of C++, by an abort."""
-    done = subprocess.run(
-        [sys.executable, "-c", AT_EXIT.format(wait=wait)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert (done.returncode, done.stdout) == (0, "to the end\n"), done.stderr
+    out = run_script(f'{AT_EXIT}\n{worker}.do(op.wait)\nprint("to the end", flush=True)')
+    assert out == "to the end\n"
