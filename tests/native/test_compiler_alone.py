@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import setuptools
 
-from tests.support.native.native_build import CXX, EXTENSION, ROOT, link, succeed
+from tests.support.native.native_build import BUILD, CXX, EXTENSION, ROOT, link, succeed
 
 # What only names the target, a folder of headers, or the version of liburing that was found.
 LEFT_OUT = ("-D_native_EXPORTS", "-DHETERO_LIBURING", "-I", "-isystem", "-o", "-c", "-pthread")
@@ -30,27 +30,29 @@ def options(words: list[str]) -> set[str]:
 
 
 def test_it_is_given_the_sources_and_options_that_cmake_gives(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     names = setup_names(monkeypatch)
+    build = BUILD / "compile-commands"  # which stays: what CMake finds out takes longest
+    build.mkdir(parents=True, exist_ok=True)
     run = subprocess.run
     commands: list[list[str]] = []
 
     def note(command: list[str], **given: Any) -> Any:
         """Runs none but those that say, or write, what else there is."""
         commands.append(command)
-        is_real = {f"-S{ROOT}", sys.executable, str(tmp_path / "calls.so")} & set(command)
+        is_real = {f"-S{ROOT}", sys.executable, str(build / "calls.so")} & set(command)
         return run(command, **given) if is_real else subprocess.CompletedProcess(command, 0)
 
     monkeypatch.setattr(subprocess, "run", note)
     monkeypatch.setenv("CMAKE_EXPORT_COMPILE_COMMANDS", "ON")
-    names["compile_by_cmake"](tmp_path, "")
+    names["compile_by_cmake"](build, "")
     by_cmake = {
         Path(each["file"]).name: options(shlex.split(each["command"]))
-        for each in json.loads((tmp_path / "compile_commands.json").read_text())
+        for each in json.loads((build / "compile_commands.json").read_text())
     }
     commands.clear()
-    names["compile_alone"](tmp_path, EXTENSION)
+    names["compile_alone"](build, EXTENSION)
     alone = {Path(run[2]).name: options(run) for run in commands if run[1] == "-c"}
     assert alone == by_cmake
     (module,) = (run for run in commands if run[-1].endswith((".o", "-luring")) and "-c" not in run)

@@ -55,49 +55,38 @@ inline void io_uring_sqe_set_data64(io_uring_sqe*, unsigned long long) {}
 """
 
 
-def configure(folder: Path, header: str, exported: list[str]) -> str:
-    """What CMake says where a liburing of that header and shared library is found first."""
-    (folder / "include").mkdir()
-    (folder / "include" / "liburing.h").write_text(header)
-    source, library = folder / "stub.cpp", folder / "liburing.so"
-    source.write_text("".join(f'extern "C" void {name}() {{}}\n' for name in exported))
-    succeed(["c++", "-shared", "-fPIC", "-o", str(library), str(source)])
-    said = configure_programs(
-        folder / "build",
-        URING_INCLUDE_DIR=str(folder / "include"),
-        URING_LIBRARY=str(library),
-    )
-    return " ".join(said.split())
-
-
-def has_driver(folder: Path) -> bool:
-    return "uring_driver.cpp" in (folder / "build" / "build.ninja").read_text()
-
-
-def test_an_old_header_gives_the_thread_engine(tmp_path: Path) -> None:
-    said = configure(tmp_path, HEADER_2_1, EXPORTED)
-    assert "lacks calls that the io_uring engine makes" in said
-    assert "the thread-pool engine will be used" in said
-    assert "liburing-dev 2.2 or newer" in said
-    assert f"liburing unknown ({tmp_path}/include/liburing.h" in said  # not the system's version
-    assert not has_driver(tmp_path)
-
-
-def test_a_shared_library_without_a_call_gives_the_thread_engine(tmp_path: Path) -> None:
-    """The header has it, the library has not: found by the link, not by the import."""
-    left = [name for name in EXPORTED if name != "io_uring_register_buffers_sparse"]
-    assert "lacks calls" in configure(tmp_path, HEADER_2_1 + SINCE_2_2, left)
-    assert not has_driver(tmp_path)
-
-
-def test_the_shared_library_of_2_2_suffices(tmp_path: Path) -> None:
-    said = configure(tmp_path, HEADER_2_1 + SINCE_2_2, EXPORTED)
-    assert f"io_uring engine with liburing unknown ({tmp_path}/liburing.so)" in said
-    assert has_driver(tmp_path)
+def test_what_is_found_is_used_if_it_suffices(tmp_path: Path) -> None:
+    """One after the other in one folder, as where a machine's liburing is replaced."""
+    (tmp_path / "include").mkdir()
+    header, source = tmp_path / "include" / "liburing.h", tmp_path / "stub.cpp"
+    library, build = tmp_path / "liburing.so", tmp_path / "build"
+    lacking = [name for name in EXPORTED if name != "io_uring_register_buffers_sparse"]
+    for text, exported, suffices in (
+        (HEADER_2_1, EXPORTED, False),
+        # The header has it, the library has not: found by the link, not by the import.
+        (HEADER_2_1 + SINCE_2_2, lacking, False),
+        (HEADER_2_1 + SINCE_2_2, EXPORTED, True),
+    ):
+        header.write_text(text)
+        source.write_text("".join(f'extern "C" void {name}() {{}}\n' for name in exported))
+        succeed(["c++", "-shared", "-fPIC", "-o", str(library), str(source)])
+        said = " ".join(
+            configure_programs(
+                build, URING_INCLUDE_DIR=str(header.parent), URING_LIBRARY=str(library)
+            ).split()
+        )
+        if suffices:
+            assert f"io_uring engine with liburing unknown ({library})" in said
+        else:
+            assert "lacks calls that the io_uring engine makes" in said
+            assert "the thread-pool engine will be used" in said
+            assert "liburing-dev 2.2 or newer" in said
+            assert f"liburing unknown ({header}" in said  # not the system's version
+        assert ("uring_driver.cpp" in (build / "build.ninja").read_text()) == suffices
 
 
 def test_all_calls_of_the_driver_are_tried() -> None:
-    """So the tests above are about all that it needs, and the module has no missing names."""
+    """So the test above is about all that it needs, and the module has no missing names."""
 
     def calls(file: str) -> set[str]:
         return set(re.findall(r"\b(io_uring_\w+)\(", (ENGINES / file).read_text()))
