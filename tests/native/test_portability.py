@@ -70,13 +70,13 @@ def test_training_has_the_same_bits_with_every_instruction_set(dtype: str, tmp_p
     """On disk, under a small budget."""
     options = {"placement_policy": "nvme", "nvme_path": str(tmp_path), "host_memory": "400KiB"}
     runs = []
-    for isa in _native.isa_available():
+    isas = _native.isa_available()
+    assert len(isas) > 1 or platform.machine() not in ("x86_64", "aarch64")
+    for isa in (isas[0], isas[-1]):  # (Kernel by kernel all are compared in update/.)
         _native.set_isa(isa)
         model, optimizer = build(dtype=dtype, initial_loss_scale=256.0, **options)
-        runs.append(train(model, optimizer, batches(6), accumulate=2, clip=1.0))
-    assert len(runs) > 1 or platform.machine() not in ("x86_64", "aarch64")
-    for isa, run in zip(_native.isa_available(), runs, strict=True):
-        assert run.same_bits(runs[0]), isa
+        runs.append(train(model, optimizer, batches(4), accumulate=2, clip=1.0))
+    assert runs[0].same_bits(runs[1])
 
 
 @pytest.mark.extra
