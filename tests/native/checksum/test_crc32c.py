@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import mmap
 import sys
 import threading
@@ -11,16 +12,12 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from offload import _native
 
 STREAM = 256  # kStreamBytes of native/checksum/crc32c.cpp
-BORDERS = [blocks * 3 * STREAM for blocks in (1, 2, 5)] + [1 << 20]
+BORDERS = [blocks * 3 * STREAM for blocks in (1, 2, 5)] + [1 << 16]
 EMPTY = 0  # the checksum of no bytes
-
-cuts = st.lists(st.integers(0, 4096), max_size=6).map(sorted)
 
 
 @pytest.fixture(autouse=True, params=[_native.isa_available()[0], "scalar"])
@@ -71,14 +68,10 @@ VECTORS = {
 }
 
 
-@pytest.mark.parametrize("name", VECTORS)
-def test_vectors_of_rfc_3720(name: str) -> None:
-    data, sent = VECTORS[name]
-    assert crc32c(data).to_bytes(4, "little").hex(" ") == sent
-
-
-def test_the_check_value_of_catalogues() -> None:
-    """What lists of checksums give for the nine digits, and no bytes at all."""
+def test_known_checksums() -> None:
+    """Those of the RFC, what lists of checksums give for the nine digits, and that of no bytes."""
+    for name, (data, sent) in VECTORS.items():
+        assert crc32c(data).to_bytes(4, "little").hex(" ") == sent, name
     assert crc32c(b"123456789") == 0xE3069283
     assert _native.crc32c(0, 0) == EMPTY
     assert _native.crc32c(0, 0, 0xE3069283) == 0xE3069283
@@ -102,26 +95,17 @@ def test_lengths_around_the_borders_of_streams() -> None:
             assert _native.crc32c(begin, nbytes) == expected[nbytes], nbytes
 
 
-@pytest.mark.parametrize("border", BORDERS)
-def test_large_buffers_have_the_checksum_of_their_parts(border: int) -> None:
-    data = random_bytes(border + 24, seed=border)
-    begin = address_of(data)
-    for offset in (0, 1, 7):
-        for nbytes in (border - 9, border - 8, border - 1, border, border + 1, border + 8):
+def test_large_buffers_have_the_checksum_of_their_parts() -> None:
+    for border in BORDERS:
+        data = random_bytes(border + 24, seed=border)
+        begin = address_of(data)
+        lengths = (border - 9, border - 8, border - 1, border, border + 1, border + 8)
+        for offset, nbytes in itertools.product((0, 1, 7), lengths):
             by_parts = 7
             for at in range(0, nbytes, 200):  # shorter than three streams
                 part = min(200, nbytes - at)
                 by_parts = _native.crc32c(begin + offset + at, part, by_parts)
             assert _native.crc32c(begin + offset, nbytes, 7) == by_parts, (offset, nbytes)
-
-
-@given(seed=st.integers(0, 1 << 30), cuts=cuts)
-def test_chaining_at_any_cuts(seed: int, cuts: list[int]) -> None:
-    data = random_bytes(4096, seed)
-    chained = EMPTY
-    for begin, end in zip([0, *cuts], [*cuts, len(data)], strict=True):
-        chained = crc32c(data[begin:end], chained)
-    assert chained == crc32c(data)
 
 
 @pytest.fixture

@@ -76,7 +76,7 @@ def test_bits_are_the_oracles(hyper: Hyper, dtype: str, grad_dtype: str, state_d
                 assert equal_bits(arrays.fp32_states()[0], buffer), isa
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("momentum", [0.0, 0.3, 0.5, 0.95, 1.0])
 @pytest.mark.parametrize("nesterov", [False, True])

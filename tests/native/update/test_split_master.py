@@ -13,18 +13,8 @@ from tests.support.native.update_arrays import Arrays, equal_bits, to_dtype, to_
 from tests.support.native.update_oracle import Hyper, split, without_tie
 
 ISAS = _native.isa_available()
-SPECIAL = [
-    0,
-    1,
-    0x80000000,
-    0x007FFFFF,
-    0x7F7FFFFF,
-    0x7F800000,
-    0xFF800000,
-    0x7F800001,
-    0x7F810000,
-    0xFFFFFFFF,
-]
+NUMBERS = [0, 1, 0x80000000, 0x007FFFFF, 0x7F7FFFFF]
+SPECIAL = [*NUMBERS, 0x7F800000, 0xFF800000, 0x7F800001, 0x7F810000, 0xFFFFFFFF]
 RULES = ("adam", "lion", "adagrad", "sgd", "muon")
 BF16_KINDS = [
     _native.UpdateKind("bf16", "bf16", rule, state_dtype)
@@ -33,6 +23,7 @@ BF16_KINDS = [
 EIGHT_BIT = _native.UpdateKind("bf16", "bf16", "adam", "8bit")  # which has no bit for the carry
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_param_is_torchs_rounding_of_the_master(isa: str, dtype: str) -> None:

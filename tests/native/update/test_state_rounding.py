@@ -1,4 +1,7 @@
-"""native/state_codec: bf16 states are rounded at random, without bias, and reproducibly."""
+"""native/state_codec: bf16 states are rounded at random, without bias.
+
+test_update.py compares their bits with the oracle's, whose random bits have tests here.
+"""
 
 import numpy as np
 import pytest
@@ -20,7 +23,7 @@ def exp_avg_of(
     return arrays.fp32_states()[0]
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("kind", "kept_bits"),
     [
@@ -32,7 +35,7 @@ def exp_avg_of(
     ],
     ids=repr,
 )
-@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.9])
+@pytest.mark.parametrize("share", [0.1, 0.9])
 @pytest.mark.parametrize("base", [1.0, -1.5, 3e-38, -2e30])
 def test_rounding_is_unbiased(
     kind: _native.UpdateKind, kept_bits: int, share: float, base: float
@@ -70,6 +73,7 @@ def test_neighbours_and_steps_are_not_correlated() -> None:
         assert abs(ones - 0.5) < 5 * 0.5 / np.sqrt(numel)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("rule", ["adam", "lion", "sgd"])
@@ -92,30 +96,3 @@ def test_special_values(isa: str, rule: str, dtype: str) -> None:
     assert equal_bits(exp_avg_of(largest, kind), largest)
     beyond = exp_avg_of(np.full(numel, 0x7F7FC000, np.uint32).view(np.float32), kind)
     assert 0.6 < np.isinf(beyond).mean() < 0.9
-
-
-def test_bits_depend_on_step_and_number_only() -> None:
-    kind = _native.UpdateKind("fp32", "fp32", "adam", "bf16")
-    values = np.full(1000, 1.001, np.float32)
-    wanted = exp_avg_of(values, kind, index=123)
-    assert equal_bits(exp_avg_of(values, kind, index=123), wanted)
-    assert equal_bits(exp_avg_of(values, kind, index=123 + (1 << 32)), wanted)
-    assert equal_bits(exp_avg_of(values[10:], kind, index=133), wanted[10:])
-    assert not equal_bits(exp_avg_of(values, kind, index=124), wanted)
-    assert not equal_bits(exp_avg_of(values, kind, step=2, index=123), wanted)
-
-
-def test_a_bf16_average_follows_what_nearest_rounding_would_lose() -> None:
-    """exp_avg moves by less than half a unit of bf16 a step: rounded to nearest it would stay at 0
-    once it is near; rounded at random its expectation follows the exact average."""
-    numel, steps, beta = 20_000, 200, 0.999
-    kind = _native.UpdateKind("fp32", "fp32", "adam", "bf16")
-    arrays = Arrays(kind, np.zeros(numel, np.float32))
-    grad = np.ones(numel, np.float32)
-    for step in range(1, steps + 1):
-        arrays.step(grad, Hyper(lr=0.0, beta1=beta, step=step))
-    exact = 1 - beta**steps
-    found = arrays.fp32_states()[0].astype(np.float64)
-    # Each step adds an error of at most a unit (2^-8 relative) with mean 0.
-    spread = np.sqrt(steps) * exact * 2.0**-8
-    assert abs(found.mean() - exact) < 5 * spread / np.sqrt(numel)

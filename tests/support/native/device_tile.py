@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -78,6 +79,11 @@ class Tile:
             part.copy_(torch.from_numpy(values.view(np.uint8)))
         self.grad.copy_(torch.from_numpy(grad.view(np.uint8)))
 
+    def task(self, segments: Sequence[tuple[int, int, int, int]]) -> DeviceTask:
+        """An update of these segments."""
+        addresses = self.param.data_ptr(), self.grad.data_ptr(), self.optim_state.data_ptr()
+        return DeviceTask(*addresses, segments)
+
     def same(self, arrays: Arrays) -> bool:
         master = [] if arrays.master is None else [arrays.master]
         mine = [p.cpu().numpy() for p in self.parts() if len(p)]
@@ -104,8 +110,5 @@ def check_update(runtime: CudaRuntime, kind: _native.UpdateKind) -> None:
             hyper = number % len(all_hypers)
             arrays.step(grad, all_hypers[hyper], first, first + numel, index)
             segments.append((first, numel, hyper, index + first))
-        task = DeviceTask(
-            tile.param.data_ptr(), tile.grad.data_ptr(), tile.optim_state.data_ptr(), segments
-        )
-        updater.update([task], [native(h) for h in all_hypers])
+        updater.update([tile.task(segments)], [native(h) for h in all_hypers])
         assert tile.same(arrays)
