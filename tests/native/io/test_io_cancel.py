@@ -99,17 +99,6 @@ def test_a_short_transfer_in_flight_is_not_continued(pipes):
     assert (error.errno, error.got_bytes) == (errno.ECANCELED, 4096 + 100)
 
 
-def test_a_retried_transfer_is_given_up(kind, tmp_path):
-    engine = _native.IoEngine(kind, queue_depth=1, block_bytes=BLOCK)
-    memory = Memory(BLOCK)
-    file = add_file(engine, tmp_path, BLOCK)
-    engine.inject("read", 0, error=errno.EAGAIN, count=100_000)
-    op = engine.read(file, memory.address, BLOCK, 0)
-    op.cancel()
-    assert error_of(op).errno in (errno.ECANCELED, errno.EAGAIN)
-    engine.close()
-
-
 def test_cancelling_from_many_threads(engine, tmp_path):
     memory = Memory(64 * BLOCK)
     file = add_file(engine, tmp_path, 64 * BLOCK)

@@ -33,9 +33,7 @@ def test_error_at_each_block(engine, tmp_path, op, nth):
     engine.inject(op, nth, error=errno.EIO)
     failed = start(file, memory.address, 5 * BLOCK, 0)
     for _ in range(2):
-        with pytest.raises(_native.NativeIoError) as caught:
-            failed.wait()
-    error = caught.value
+        error = error_of(failed)
     assert isinstance(error, OSError)
     assert error.errno == errno.EIO
     assert error.strerror == os.strerror(errno.EIO)
@@ -51,7 +49,17 @@ def test_error_at_each_block(engine, tmp_path, op, nth):
         "free"
     )
     assert engine.stats["errors"] == 1
-    start(file, memory.address, 5 * BLOCK, 0).wait()  # the engine works on
+    # A thread of the engine that throws fails the operation alone, too.
+    threads = thread_names()
+    engine.inject(op, nth, throws=True)
+    error = error_of(start(file, memory.address, 5 * BLOCK, 0))
+    assert error.errno == errno.EIO
+    assert error.filename == f"{tmp_path}/scratch"
+    assert (error.wanted_bytes, error.got_bytes) == (BLOCK, 0)
+    assert threads_since(threads) == threads
+    assert engine.stats["in_flight"] == 0
+    for _ in range(5):  # the engine works on
+        start(file, memory.address, 5 * BLOCK, 0).wait()
 
 
 def test_a_failure_is_told_when_the_file_is_gone(engine, tmp_path):
@@ -81,23 +89,6 @@ def test_first_of_several_errors_is_reported_once_all_blocks_are_back(engine, tm
     settled = engine.stats
     time.sleep(0.02)
     assert engine.stats == settled
-
-
-@pytest.mark.covering(2)
-@pytest.mark.parametrize("error", [errno.EAGAIN, errno.EINTR, errno.ENOMEM])
-@pytest.mark.parametrize("nth", [0, 3])
-def test_transient_errors_are_retried(engine, tmp_path, error, nth):
-    memory = Memory(5 * BLOCK)
-    file = add_file(engine, tmp_path)
-    want = memory.randomise()
-    engine.inject("write", nth, error=error, count=4)
-    engine.inject("read", nth, error=error, count=4)
-    engine.write(file, memory.address, 5 * BLOCK, 0).wait()
-    memory.bytes.zero_()
-    engine.read(file, memory.address, 5 * BLOCK, 0).wait()
-    assert torch.equal(memory.bytes, want)
-    assert engine.stats["retries"] == 8
-    assert engine.stats["errors"] == 0
 
 
 def test_what_passes_within_thirty_seconds_is_no_error(kind, tmp_path):
@@ -170,14 +161,16 @@ def test_truncated_file(engine, tmp_path, direct, size):
     assert error.got_bytes == max(0, size - error.offset)
 
 
-def test_full_device(engine):
+def test_errors_of_the_kernel(engine, tmp_path):
     memory = Memory(4 * BLOCK)
     with open("/dev/full", "wb", buffering=0) as full:
         file = engine.add_file(full.fileno(), "/dev/full")
-    with pytest.raises(_native.NativeIoError, match="No space left on device") as caught:
-        engine.write(file, memory.address, 4 * BLOCK, 0).wait()
-    assert caught.value.errno == errno.ENOSPC
-    assert caught.value.op == "write"
+    error = error_of(engine.write(file, memory.address, 4 * BLOCK, 0))
+    assert (error.errno, error.op) == (errno.ENOSPC, "write")
+    assert "No space left on device" in str(error)
+    with open(tmp_path / "file", "wb", buffering=0) as written_only:
+        file = engine.add_file(written_only.fileno(), "file")
+    assert error_of(engine.read(file, memory.address, 4096, 0)).errno == errno.EBADF
 
 
 def test_file_size_limit(kind, tmp_path):
@@ -200,18 +193,6 @@ def test_file_size_limit(kind, tmp_path):
     assert out == "True\n"
 
 
-@pytest.mark.parametrize("mode", [os.O_RDONLY, os.O_WRONLY])
-def test_wrong_mode(engine, tmp_path, mode):
-    memory = Memory(4096)
-    path = tmp_path / "file"
-    path.write_bytes(bytes(4096))
-    fd = os.open(path, mode)
-    file = engine.add_file(fd, str(path))
-    os.close(fd)
-    start = engine.write if mode == os.O_RDONLY else engine.read
-    assert error_of(start(file, memory.address, 4096, 0)).errno == errno.EBADF
-
-
 def test_bad_address(engine, tmp_path):
     file = add_file(engine, tmp_path, 4096)
     memory = Memory(2 * 4096)
@@ -230,24 +211,6 @@ def test_bad_address(engine, tmp_path):
     del memory
     with pytest.raises(ValueError, match="in no arena"):
         engine.read(file, address, 4096, 0)
-
-
-@pytest.mark.parametrize("op", ["read", "write"])
-@pytest.mark.parametrize("nth", [0, 4])
-def test_a_thread_of_the_engine_that_throws_fails_the_operation_only(engine, tmp_path, op, nth):
-    memory = Memory(5 * BLOCK)
-    file = add_file(engine, tmp_path, 10 * BLOCK)
-    threads = thread_names()
-    start = getattr(engine, op)
-    engine.inject(op, nth, throws=True)
-    error = error_of(start(file, memory.address, 5 * BLOCK, 0))
-    assert error.errno == errno.EIO
-    assert error.filename == f"{tmp_path}/scratch"
-    assert (error.wanted_bytes, error.got_bytes) == (BLOCK, 0)
-    assert threads_since(threads) == threads
-    assert engine.stats["in_flight"] == 0
-    for _ in range(5):
-        start(file, memory.address, 5 * BLOCK, 0).wait()
 
 
 @needs_uring

@@ -19,11 +19,7 @@ from hypothesis.stateful import (
 )
 
 from offload import _native
-from tests.support.native.io_tools import (
-    KINDS,
-    Memory,
-    thread_names,
-)
+from tests.support.native.io_tools import KINDS, Memory, thread_names
 from tests.support.own_process import descriptors
 from tests.support.waiting import in_time
 
@@ -32,6 +28,7 @@ FILE_BYTES = 10 * UNIT
 LONGEST = 6 * UNIT
 GUARD = 64  # bytes around each operation's memory that nobody may touch
 CANARY = 0xA5
+TRANSIENT = [errno.EAGAIN, errno.EINTR, errno.ENOMEM]  # which are tried again
 
 
 def tasks() -> int:
@@ -166,7 +163,7 @@ class EngineMachine(RuleBasedStateMachine):
         nth=st.integers(0, 4),
         fault=st.one_of(
             st.fixed_dictionaries({"error": st.sampled_from([errno.EIO, errno.ENOSPC])}),
-            st.fixed_dictionaries({"error": st.sampled_from([errno.EAGAIN, errno.EINTR])}),
+            st.fixed_dictionaries({"error": st.sampled_from(TRANSIENT)}),
             st.fixed_dictionaries({"short_bytes": st.integers(1, 2 * UNIT)}),
             st.just({"throws": True}),
         ),
@@ -174,7 +171,7 @@ class EngineMachine(RuleBasedStateMachine):
     )
     def inject(self, kind, nth, fault, count):
         error = errno.EIO if "throws" in fault else fault.get("error", 0)
-        if error not in (0, errno.EAGAIN, errno.EINTR):
+        if error not in (0, *TRANSIENT):
             self.armed[kind].add(error)
             for op in self.ops:
                 if op.kind == kind:

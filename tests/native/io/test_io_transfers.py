@@ -1,7 +1,6 @@
 """native/io_engine: transfers that succeed, and arguments that are refused."""
 
 import errno
-import random
 import threading
 import time
 
@@ -49,26 +48,6 @@ def test_empty_transfer_is_done_at_once(engine, tmp_path):
     assert op.done()
     op.wait()
     assert engine.stats["reads"] == 0
-
-
-@pytest.mark.parametrize("direct", [False, True])
-def test_many_operations_in_flight(engine, tmp_path, direct):
-    count, nbytes = 200, 3 * 4096
-    memory = Memory(count * nbytes)
-    engine.register(memory.arena)
-    file = add_file(engine, tmp_path, direct=direct)
-    want = memory.randomise()
-    order = list(range(count))
-    random.Random(1).shuffle(order)
-    writes = [engine.write(file, memory.address + i * nbytes, nbytes, i * nbytes) for i in order]
-    for op in reversed(writes):
-        op.wait()
-        assert op.done()
-    memory.bytes.zero_()
-    reads = [engine.read(file, memory.address + i * nbytes, nbytes, i * nbytes) for i in order]
-    for op in reads:
-        op.wait()
-    assert torch.equal(memory.bytes, want)
 
 
 def test_submitting_threads_may_end_at_once(engine, tmp_path):

@@ -2,7 +2,6 @@
 
 import gc
 import mmap
-import os
 import subprocess
 import sys
 import threading
@@ -38,12 +37,12 @@ def view(arena, offset=0, nbytes=None, pins=None, slot=0):
     return torch.from_dlpack(arena.export(offset, nbytes, pins, slot))
 
 
-@pytest.mark.parametrize("nbytes", [1, mmap.PAGESIZE, HUGE - 1, HUGE, 3 * HUGE + 5])
-def test_size_is_rounded_to_pages_and_memory_is_zero(nbytes):
-    arena = _native.Arena(nbytes)
-    assert arena.nbytes == -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-    assert arena.address % (HUGE if arena.nbytes >= HUGE else mmap.PAGESIZE) == 0
-    assert not view(arena).any()
+def test_size_is_rounded_to_pages_and_memory_is_zero():
+    for nbytes in (1, mmap.PAGESIZE, HUGE - 1, HUGE, 3 * HUGE + 5):
+        arena = _native.Arena(nbytes)
+        assert arena.nbytes == -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        assert arena.address % (HUGE if arena.nbytes >= HUGE else mmap.PAGESIZE) == 0
+        assert not view(arena).any()
 
 
 def mapped_bytes(begin, nbytes):
@@ -85,36 +84,13 @@ def test_pages_are_populated_on_first_touch():
     assert HUGE <= grown < 4 * HUGE
 
 
-@pytest.mark.parametrize("nbytes", [1 << 62, (1 << 64) - 1])
-def test_impossible_size_is_a_memory_error_with_the_size(nbytes):
-    with pytest.raises(MemoryError, match=str(nbytes)):
-        _native.Arena(nbytes)
-
-
-@pytest.mark.skipif(
-    "san.so" in os.environ.get("LD_PRELOAD", ""), reason="a sanitizer needs address space itself"
-)
-def test_refused_by_the_address_space_limit():
-    script = (
-        "import resource; from offload import _native\n"
-        "resource.setrlimit(resource.RLIMIT_AS, (4 << 30, resource.RLIM_INFINITY))\n"
-        "try: _native.Arena(8 << 30)\n"
-        "except MemoryError as error: print(error)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert str(8 << 30) in done.stdout, done.stderr
-
-
-def test_more_than_the_machine_has_is_refused():
+def test_impossible_sizes_are_refused():
+    more_than_there_is = 2 * (psutil.virtual_memory().total + psutil.swap_memory().total)
     with open("/proc/sys/vm/overcommit_memory") as mode:
-        if mode.read().strip() == "1":
-            pytest.skip("the kernel is told to promise anything")
-    nbytes = 2 * (psutil.virtual_memory().total + psutil.swap_memory().total)
-    with pytest.raises(MemoryError, match=str(nbytes)):
-        _native.Arena(nbytes)
-
-
-def test_zero_and_negative_sizes_are_refused():
+        promises_anything = mode.read().strip() == "1"
+    for nbytes in (1 << 62, (1 << 64) - 1, *([] if promises_anything else [more_than_there_is])):
+        with pytest.raises(MemoryError, match=str(nbytes)):
+            _native.Arena(nbytes)
     with pytest.raises(ValueError, match="at least one byte"):
         _native.Arena(0)
     with pytest.raises(TypeError):
@@ -135,15 +111,12 @@ def test_export_is_the_memory_itself():
     assert view(arena, arena.nbytes, 0).numel() == 0
 
 
-@pytest.mark.parametrize(
-    ("offset", "nbytes"), [(0, 4097), (4096, 1), (4097, 0), (1, (1 << 64) - 1)]
-)
-def test_export_and_discard_outside_are_refused(offset, nbytes):
+def test_export_and_discard_outside_are_refused():
     arena = _native.Arena(4096)
-    with pytest.raises(ValueError, match="outside an arena of 4096 bytes"):
-        arena.export(offset, nbytes)
-    with pytest.raises(ValueError, match="outside an arena of 4096 bytes"):
-        arena.discard(offset, nbytes)
+    for offset, nbytes in ((0, 4097), (4096, 1), (4097, 0), (1, (1 << 64) - 1)):
+        for use in (arena.export, arena.discard):
+            with pytest.raises(ValueError, match="outside an arena of 4096 bytes"):
+                use(offset, nbytes)
 
 
 def test_pins_follow_the_last_view():
@@ -167,14 +140,10 @@ def test_capsule_that_is_never_consumed_gives_its_pin_back():
     assert pins[0] == 1
     del capsule
     assert pins[0] == 0
-
-
-def test_pins_outside_are_refused():
-    arena, pins = _native.Arena(4096), _native.Pins(2)
     with pytest.raises(IndexError):
-        pins[2]
+        pins[1]
     with pytest.raises(IndexError):
-        arena.export(0, 16, pins, 2)
+        arena.export(0, 16, pins, 1)
 
 
 def test_pins_end_in_autograd_and_on_other_threads():
@@ -300,10 +269,10 @@ class TestOthersMemory:
         with pytest.raises(RuntimeError, match="somebody else's"):
             self.over(torch.zeros(64, dtype=torch.uint8)).discard(0, 64)
 
-    @pytest.mark.parametrize(("address", "nbytes"), [(0, 64), (4096, 0)])
-    def test_nothing_is_refused(self, address, nbytes):
+    def test_nothing_is_refused(self):
         owner = torch.zeros(1)
         alive = sys.getrefcount(owner)
-        with pytest.raises(ValueError, match="arena"):
-            _native.Arena.over(address, nbytes, 1, 0, owner)
-        assert sys.getrefcount(owner) == alive
+        for address, nbytes in ((0, 64), (4096, 0)):
+            with pytest.raises(ValueError, match="arena"):
+                _native.Arena.over(address, nbytes, 1, 0, owner)
+            assert sys.getrefcount(owner) == alive
