@@ -2,7 +2,6 @@
 
 import errno
 import os
-import signal
 import stat
 
 import pytest
@@ -17,11 +16,7 @@ from offload.memory.arena import HostArena
 from offload.memory.ledger import Ledger
 from offload.memory.sizes import PAGE_BYTES
 from offload.memory.tiers import Account, Tier
-from tests.support.native.scratch_files import (
-    MIB,
-    memory_of,
-    read_from,
-)
+from tests.support.native.scratch_files import MIB, memory_of, read_from
 from tests.support.own_process import descriptors
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount and change user")
@@ -37,13 +32,12 @@ class TestFile:
         scratch = ScratchFile(str(tmp_path), ledger, Account.OPTIM_STATE)
         scratch.reserve(MIB)
         assert list(tmp_path.iterdir()) == []
-        assert os.fstat(scratch.members[0].fd).st_nlink == 0
+        status = os.fstat(scratch.members[0].fd)
+        assert status.st_nlink == 0
+        assert stat.S_IMODE(status.st_mode) == 0o600
         assert not os.get_inheritable(scratch.members[0].fd)
         scratch.close()
         assert descriptors() <= before
-
-    def test_only_its_owner_could_read_it(self, scratch):
-        assert stat.S_IMODE(os.fstat(scratch.members[0].fd).st_mode) == 0o600
 
     def test_space_is_allocated_and_not_only_promised(self, scratch, ledger):
         assert scratch.reserve(MIB) == 0
@@ -84,15 +78,6 @@ class TestFile:
         assert isinstance(refusal.value, HeteroError)
         assert isinstance(refusal.value, OSError)
         assert refusal.value.filename == str(tmp_path / "none")
-
-
-def test_a_forked_process_that_is_killed_leaves_nothing(tmp_path):
-    child = os.fork()
-    if child == 0:
-        ScratchFile(str(tmp_path), Ledger({}), Account.OPTIM_STATE).reserve(MIB)
-        os.kill(os.getpid(), signal.SIGKILL)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
-    assert list(tmp_path.iterdir()) == []
 
 
 class TestDirectory:
@@ -153,6 +138,7 @@ class TestEngines:
         engine, notes = make_io_engine("auto")
         assert engine.kind == "threads"
         (note,) = notes
+        assert "io_uring is not available: " in note
         assert "io_uring is disabled here" in note
         engine.close()
 

@@ -98,18 +98,17 @@ class TestSpace:
         assert scratch.reserve(6 * MIB) == 3 * MIB
         assert sizes(scratch) == [3 * MIB] * 3
 
-    @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
-    def test_an_interrupted_reservation_leaves_nothing(self, scratch, ledger, monkeypatch, error):
+    def test_an_interrupted_reservation_leaves_nothing(self, scratch, ledger, monkeypatch):
         scratch.reserve(3 * MIB)
         real = os.posix_fallocate
 
         def interrupted(fd, offset, nbytes):
             if fd == scratch.members[1].fd:
-                raise error
+                raise KeyboardInterrupt
             real(fd, offset, nbytes)
 
         monkeypatch.setattr(os, "posix_fallocate", interrupted)
-        with pytest.raises(error):
+        with pytest.raises(KeyboardInterrupt):
             scratch.reserve(6 * MIB)
         assert sizes(scratch) == [MIB, MIB, MIB]
         assert scratch.nbytes == ledger.used(Tier.DISK, Account.OPTIM_STATE) == 3 * MIB
@@ -153,17 +152,6 @@ class TestSpace:
             scratch.reserve(15 * MIB)
         scratch.reserve(9 * MIB)
         assert any("share a filesystem" in note for note in scratch.notes)
-
-    def test_shares_follow_the_free_space(self, directories, ledger, monkeypatch):
-        self.separate(monkeypatch)
-        room = dict(zip(directories, (4 * MIB, 100 * MIB, 100 * MIB), strict=True))
-        monkeypatch.setattr(store, "free_bytes", room.__getitem__)
-        scratch = ScratchFile(directories, ledger, Account.OPTIM_STATE)
-        scratch.deal(40 * MIB)
-        scratch.reserve(40 * MIB)  # a third would be too much for the first
-        assert 0 < sizes(scratch)[0] <= 4 * MIB
-        assert sum(sizes(scratch)) == 40 * MIB
-        scratch.close()
 
     def test_a_full_directory_is_not_used_and_said(self, directories, ledger, monkeypatch):
         self.separate(monkeypatch)
@@ -259,12 +247,12 @@ class TestShares:
                 assert weight <= top * each / most
                 assert weight > top * each / most - top / min(64, top) - top / 64
 
-    @pytest.mark.parametrize("share", [0.5, 0.9, 0.95])
-    def test_most_of_the_space_can_be_used(self, share):
+    def test_most_of_the_space_can_be_used(self):
         free = [100 * GIB, 730 * GIB, 290 * GIB]
-        nbytes = int(share * sum(free))
-        stripes = StripeMap(choose_weights(nbytes, free, [0, 1, 2]), MIB)
-        assert all(stripes.member_bytes(m, nbytes) <= free[m] for m in range(3))
+        for share in (0.5, 0.9, 0.95):
+            nbytes = int(share * sum(free))
+            stripes = StripeMap(choose_weights(nbytes, free, [0, 1, 2]), MIB)
+            assert all(stripes.member_bytes(m, nbytes) <= free[m] for m in range(3))
 
 
 class TestDirectories:
