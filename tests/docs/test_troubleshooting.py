@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import ast
 import re
-from functools import cache
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
 NAMED = re.findall(r"^\| `([^`]+)` \|", PAGE, re.MULTILINE)
 
 
-@cache
 def said() -> str:
     """All strings of the sources, one a line; "…" stands for the values in them."""
     found = []
@@ -31,12 +27,11 @@ def _text(node: ast.AST) -> str:
     return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
 
 
-def test_there_are_some() -> None:
+def test_errors_are_raised_so() -> None:
+    gone, sources = [], said()
+    for message in NAMED:
+        parts = [re.escape(part.strip()) for part in message.split("…")]
+        if not re.search(".*".join(filter(None, parts)), sources):
+            gone.append(message)
     assert len(NAMED) > 20
-
-
-@pytest.mark.parametrize("message", NAMED)
-def test_an_error_is_raised_so(message: str) -> None:
-    parts = [re.escape(part.strip()) for part in message.split("…")]
-    pattern = ".*".join(part for part in parts if part)
-    assert re.search(pattern, said()), "no source says so; write the page as the error is now"
+    assert not gone, "no source says so; write the page as the errors are now"
