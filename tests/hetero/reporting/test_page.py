@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from hetero.reporting.charts import draw_run, moments
 from hetero.reporting.page import make_page, write_page
 from hetero.reporting.run_record import LINKS, RunRecord, thinned
 from offload.memory.tiers import Tier
-from tests.support.run_records import MIB, Page, make_record, point, sample
+from tests.support.run_records import MIB, Page, make_record, point, sample, write_words
 
 
 def ranked() -> RunRecord:
@@ -23,27 +24,30 @@ def ranked() -> RunRecord:
     return replace(record, facts=replace(record.facts, ranks=2))
 
 
-RECORDS = {
-    "usual": make_record,
-    "one step": lambda: make_record(steps=1),
-    "ranks": ranked,
-    "long": lambda: make_record(steps=2000),
-    "unknown": lambda: make_record(
-        points=[point(n, loss=None, tokens=None) for n in (1, 2)], predicted=None, timeline=None
-    ),
-    "one sample, no budget, one tier": lambda: make_record(
-        points=[point(1, samples=(sample(1.0),))],
+def long() -> RunRecord:
+    """A run of 2000 steps of which one in the middle held most."""
+    points = [point(n) for n in range(1, 2001)]
+    points[1234] = point(1235, samples=(sample(2470.0, 70 * MIB),))
+    return make_record(points=points)
+
+
+def short() -> RunRecord:
+    """One step of which little is known, without budgets, with state in RAM alone."""
+    return make_record(
+        points=[point(1, loss=None, tokens=None, samples=(sample(1.0),))],
         budget_bytes=dict.fromkeys(Tier),
         peak_bytes={Tier.DEVICE: 0, Tier.HOST: 160 * MIB, Tier.DISK: 0},
-    ),
-}
+        predicted=None,
+        timeline=None,
+    )
 
 
-@pytest.mark.parametrize("name", RECORDS)
-def test_the_page_is_whole_and_needs_nothing_from_elsewhere(name: str) -> None:
-    text = make_page(RECORDS[name]())
+@pytest.mark.parametrize("made", [make_record, ranked, long, short])
+def test_the_page_is_whole_and_needs_nothing_from_elsewhere(made: Callable[[], RunRecord]) -> None:
+    text = make_page(made())
     page = Page.of(text)
     assert text.startswith("<!DOCTYPE html>")
+    assert len(text) < 400_000
     assert len(page.ids) == len(set(page.ids)), "names are unique"
     assert page.references, "charts use their own parts"
     assert all(reference.startswith("#") for reference in page.references)
@@ -64,6 +68,12 @@ def test_the_page_is_whole_and_needs_nothing_from_elsewhere(name: str) -> None:
     assert "@media print" in text
 
 
+@pytest.fixture
+def words(monkeypatch: pytest.MonkeyPatch) -> None:
+    write_words(monkeypatch)
+
+
+@pytest.mark.usefixtures("words")
 def test_sections_and_numbers() -> None:
     page = Page.of(make_page(make_record()))
     sections = ["facts", "run", "timeline"]
@@ -106,6 +116,7 @@ def test_sections_and_numbers() -> None:
     assert "overlap: work during" in page.text["timeline"]
 
 
+@pytest.mark.usefixtures("words")
 def test_bytes_between_ranks_are_there_with_several() -> None:
     page = Page.of(make_page(ranked()))
     assert "Sent to other ranks 3.0 MiB, received from other ranks 3.0 MiB" in page.text["run"]
@@ -114,6 +125,7 @@ def test_bytes_between_ranks_are_there_with_several() -> None:
     assert "other ranks" not in Page.of(make_page(make_record())).text["run"]
 
 
+@pytest.mark.usefixtures("words")
 def test_a_budget_that_was_passed_is_not_called_kept() -> None:
     peaks = {Tier.DEVICE: 0, Tier.HOST: 201 * MIB, Tier.DISK: 0}
     text = make_page(make_record(peak_bytes=peaks))
@@ -121,6 +133,7 @@ def test_a_budget_that_was_passed_is_not_called_kept() -> None:
     assert "stayed within" not in text
 
 
+@pytest.mark.usefixtures("words")
 def test_a_peak_of_construction_is_not_called_one_of_the_steps() -> None:
     record = make_record(built_bytes={Tier.HOST: 160 * MIB, Tier.DISK: 300 * MIB})
     page = Page.of(make_page(record))
@@ -130,6 +143,7 @@ def test_a_peak_of_construction_is_not_called_one_of_the_steps() -> None:
     assert "Model state on NVMe: at most 310.0 MiB, without a budget" in page.text["run"]
 
 
+@pytest.mark.usefixtures("words")
 def test_a_budget_that_became_smaller_was_not_passed() -> None:
     peaks = {Tier.DEVICE: 0, Tier.HOST: 250 * MIB, Tier.DISK: 0}
     largest = {Tier.HOST: 256 * MIB}
@@ -149,6 +163,7 @@ def test_a_budget_that_moved_is_drawn_as_it_was() -> None:
     assert budget.get_drawstyle() == "steps-post"
 
 
+@pytest.mark.usefixtures("words")
 def test_losses_of_all_ranks_are_not_called_one_ranks() -> None:
     record = ranked()
     assert "(of rank 0)" in make_page(record)
@@ -156,17 +171,17 @@ def test_losses_of_all_ranks_are_not_called_one_ranks() -> None:
     assert "(of rank 0)" not in make_page(means)
 
 
-def test_a_long_run_has_a_small_page_that_hides_no_peak() -> None:
-    points = [point(n) for n in range(1, 2001)]
-    points[1234] = point(1235, samples=(sample(2470.0, 70 * MIB),))
-    record = make_record(points=points)
+def test_of_a_long_run_few_moments_are_drawn_and_no_peak_is_hidden() -> None:
+    record = long()
     assert max(m.held for m in moments(record, Tier.HOST)) == 205 * MIB
     assert len(moments(record, Tier.HOST)) <= 300
-    assert len(thinned(points, 300)) <= 300
-    assert len(make_page(record)) < 400_000
+    assert len(thinned(record.points, 300)) <= 300
 
 
-def test_a_page_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+def test_a_page_that_cannot_be_written_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hetero.reporting.page.make_page", lambda record: "text")
     write_page(make_record(), tmp_path / "run.html")
     assert [p.name for p in tmp_path.iterdir()] == ["run.html"]
     (tmp_path / "folder").mkdir()

@@ -15,11 +15,16 @@ from offload import timeline
 from offload.memory.sizes import format_bytes
 from offload.memory.tiers import Tier
 from tests.support.ranks.processes import RankPool
-from tests.support.run_records import Page
+from tests.support.run_records import Page, write_words
 from tests.support.training.loops import batches, build
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 STEPS = 6
+
+
+@pytest.fixture
+def words(monkeypatch: pytest.MonkeyPatch) -> None:
+    write_words(monkeypatch)
 
 
 def start(path: Path, **options: Any) -> tuple[torch.nn.Module, hetero.HybridAdam]:
@@ -76,44 +81,31 @@ def test_any_loop_gets_a_page_and_the_same_bits(tmp_path: Path) -> None:
     optimizer.engine.close()
 
 
-def test_a_folder_gets_a_file_of_a_known_name(tmp_path: Path) -> None:
+def test_what_ends_a_block_does_not_take_its_page(tmp_path: Path, words: None) -> None:
+    """Of one engine: no step, somebody else's timeline, an error, and the engine's own end."""
     model, optimizer = start(tmp_path)
-    with hetero.report(tmp_path / "out", model, title="a <title>") as report:
-        train(model, optimizer, report, steps=1)
-        report.step()  # without a step of the optimizer, as where gradients overflow
-    optimizer.engine.close()
-    text = (tmp_path / "out" / "report.html").read_text()
-    assert "a &lt;title&gt;" in text
-    assert "steps per second" in text
-
-
-def test_an_error_ends_up_on_the_page(tmp_path: Path) -> None:
-    model, optimizer = start(tmp_path)
+    with hetero.report(tmp_path / "none.html", model):
+        pass
+    assert not (tmp_path / "none.html").exists()
+    with timeline.record() as recording, hetero.report(tmp_path / "other.html", model) as report:
+        train(model, optimizer, report)
+    assert recording.timeline.of("compute", "forward")
+    assert 'id="timeline"' not in (tmp_path / "other.html").read_text()
     with (
         pytest.raises(RuntimeError, match="the disk burns"),
-        hetero.report(tmp_path / "run.html", model) as report,
+        hetero.report(tmp_path / "error.html", model) as report,
     ):
         train(model, optimizer, report, steps=3)  # a timeline has begun
         raise RuntimeError("the disk burns")
     assert not timeline.is_recording()
-    optimizer.engine.close()
-    assert "ended by RuntimeError: the disk burns" in (tmp_path / "run.html").read_text()
-
-
-def test_an_engine_that_is_closed_inside_still_gets_its_page(tmp_path: Path) -> None:
-    model, optimizer = start(tmp_path)
-    with hetero.report(tmp_path / "run.html", model) as report:
-        train(model, optimizer, report, steps=4)
+    assert "ended by RuntimeError: the disk burns" in (tmp_path / "error.html").read_text()
+    with hetero.report(tmp_path / "out", model, title="a <title>") as report:
+        train(model, optimizer, report, steps=2)
+        report.step()  # without a step of the optimizer, as where gradients overflow
         optimizer.engine.close()
-    Page.of((tmp_path / "run.html").read_text())
-
-
-def test_without_a_step_there_is_no_page(tmp_path: Path) -> None:
-    model, optimizer = start(tmp_path)
-    with hetero.report(tmp_path / "run.html", model):
-        pass
-    optimizer.engine.close()
-    assert not (tmp_path / "run.html").exists()
+    text = (tmp_path / "out" / "report.html").read_text()  # the name in a folder
+    assert "a &lt;title&gt;" in text
+    assert "steps per second" in text
 
 
 def test_what_cannot_be_is_refused_before_training(tmp_path: Path) -> None:
@@ -139,15 +131,6 @@ def test_matplotlib_that_is_missing_is_named(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"matplotlib.*hetero\[train\]"):
         hetero.report(tmp_path / "run.html", torch.nn.Linear(2, 2))
-
-
-def test_somebody_elses_timeline_goes_on(tmp_path: Path) -> None:
-    model, optimizer = start(tmp_path)
-    with timeline.record() as recording, hetero.report(tmp_path / "run.html", model) as report:
-        train(model, optimizer, report)
-    optimizer.engine.close()
-    assert recording.timeline.of("compute", "forward")
-    assert 'id="timeline"' not in (tmp_path / "run.html").read_text()
 
 
 def test_a_step_costs_three_looks_at_memory_and_one_at_the_counters(
@@ -191,8 +174,10 @@ def on_ranks(rank: int, world: int, folder: str, reports: bool) -> tuple[list[fl
     if not reports:
         losses = train(model, optimizer, None)
     else:
-        with hetero.report(Path(folder) / f"rank{rank}.html", model) as report:
-            losses = train(model, optimizer, report)
+        with pytest.MonkeyPatch.context() as patch:
+            write_words(patch)
+            with hetero.report(Path(folder) / f"rank{rank}.html", model) as report:
+                losses = train(model, optimizer, report)
     optimizer.engine.close()
     return losses, optimizer.engine.traffic.sent
 
