@@ -101,4 +101,3 @@ def test_gradients_are_divided_and_overflows_found() -> None:
     optimizer.zero_grad()
     optimizer.engine.backward(scale.scaled(model(x).float().sum()) * 1e9)
     assert scale.unscale(optimizer.engine, model.parameters())
-    optimizer.engine.close()

@@ -74,7 +74,6 @@ def test_groups_and_states_go_through_the_loops_own_object(
     source.load_state_dict(saved)
     assert all(map(torch.equal, before, hetero.masters(model.parameters())))
     assert saved["param_groups"][1]["lr"] == 0.5
-    source.engine.close()
 
 
 def test_hooks_stay() -> None:
@@ -85,7 +84,6 @@ def test_hooks_stay() -> None:
     loss_of(model, 0).backward()
     source.step()
     assert called == [1]
-    source.engine.close()
 
 
 def by_hetero(model: Any, source: Any) -> tuple[Any, Any, Any]:
@@ -163,7 +161,6 @@ def test_every_door_steps_by_the_loops_own_object(
     stepped.backward(loss_of(wrapped, 9))
     stepped.step()
     assert all(map(torch.equal, before, (p.detach() for p in model[0].parameters())))
-    source.engine.close()
 
 
 def test_heteros_own_stays_as_it_is() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import pytest
@@ -80,6 +80,33 @@ def loss_of(model: nn.Module, seed: int = 1) -> torch.Tensor:
     x = torch.randn(4, 64, generator=torch.Generator().manual_seed(seed))
     dtype = next(model.parameters()).dtype
     return (model(x.to(dtype)).float() - 1).square().mean()
+
+
+def trained(
+    steps: Iterable[Sequence[int]],
+    share: float = 1.0,
+    max_norm: float = 0.0,
+    rates: Sequence[float] = (),
+) -> Net:
+    """The plain net after some steps.
+
+    Args:
+        steps: of each the seeds of its micro-batches.
+        share: what the loss of a micro-batch is multiplied by.
+        max_norm: gradients are clipped to it, unless it is 0.
+        rates: the learning rate of each step, if it is not always the same.
+    """
+    model, adamw = plain()
+    for number, seeds in enumerate(steps):
+        if rates:
+            adamw.param_groups[0]["lr"] = rates[number]
+        for seed in seeds:
+            (loss_of(model, seed) * share).backward()
+        if max_norm:
+            nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        adamw.step()
+        adamw.zero_grad()
+    return model
 
 
 def assert_same(model: Net, expected: Net) -> None:

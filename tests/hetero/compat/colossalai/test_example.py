@@ -52,7 +52,6 @@ def test_the_example_of_the_low_level_api(
     assert "After init optim, " in said
     assert "Optimizer step [3/3] " in said
     assert "ShardedModelV2: reuse_fp16_shard is not needed here, because" in said
-    optimizer.engine.close()
 
 
 def configuration(tmp_path: Path, **more: Any) -> Path:
@@ -133,7 +132,6 @@ def test_the_example_of_the_high_level_api(tmp_path: Path, nothing_left: None) -
     for found, master in zip(hetero.masters(model.parameters()), masters, strict=True):
         torch.testing.assert_close(found, master.detach(), rtol=1e-5, atol=1e-6)
     assert engine.optimizer.engine.config.placement_policy == "auto"
-    engine.optimizer.engine.close()
 
 
 def test_without_zero_it_is_plain_data_parallelism(nothing_left: None) -> None:
@@ -159,7 +157,6 @@ def test_without_zero_it_is_plain_data_parallelism(nothing_left: None) -> None:
     assert engine.optimizer.engine.config.dtype == "fp32"
     for found, weight in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(found.detach(), weight.detach(), rtol=1e-6, atol=1e-6)
-    engine.optimizer.engine.close()
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,7 @@ from hetero.compat.colossalai.zero import (
     TensorShardStrategy,
     ZeroInitContext,
 )
-from hetero.compat.key_table import forget_logged
-from tests.support.training.small_net import Net, assert_same, loss_of, plain
+from tests.support.training.small_net import Net, assert_same, loss_of, plain, trained
 
 CPU = torch.device("cpu")
 
@@ -36,24 +36,17 @@ def built(**arguments: Any) -> Net:
         return Net()
 
 
-def expected(max_norm: float = 0.0, steps: int = 2) -> Net:
-    model, adamw = plain()
-    for seed in range(steps):
-        adamw.zero_grad()
-        loss_of(model, seed).backward()
-        if max_norm:
-            nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-        adamw.step()
-    return model
+STEPS = [[0], [1]]
 
 
-def train(model: nn.Module, optimizer: Any, steps: int = 2) -> None:
-    for seed in range(steps):
+def train(model: nn.Module, optimizer: Any) -> None:
+    for (seed,) in STEPS:
         optimizer.zero_grad()
         optimizer.backward(loss_of(model, seed))
         optimizer.step()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("strategy", [TensorShardStrategy, BucketTensorShardStrategy])
 @pytest.mark.parametrize("policy", ["cuda", "cpu", "auto"])
 def test_sharded_models(strategy: Any, policy: str, nothing_left: None) -> None:
@@ -63,13 +56,12 @@ def test_sharded_models(strategy: Any, policy: str, nothing_left: None) -> None:
         sharded, CPUAdam(sharded.parameters(), lr=1e-2), initial_scale=2**5
     )
     train(sharded, optimizer)
-    assert_same(model, expected())
+    assert_same(model, trained(STEPS))
     config = optimizer.engine.config
     assert config.placement_policy == ("auto" if policy == "cuda" else policy)
     assert (config.debugging.shard_strategy, config.zero_stage) == (strategy.name, 3)
     assert list(sharded.state_dict()) == list(model.state_dict())
     assert optimizer.loss_scale == 1.0
-    optimizer.engine.close()
 
 
 def test_parameters_may_be_whole_on_each_rank() -> None:
@@ -78,7 +70,6 @@ def test_parameters_may_be_whole_on_each_rank() -> None:
     optimizer = ShardedOptimizerV2(sharded, HybridAdam(model.parameters()))
     config = optimizer.engine.config
     assert (config.zero_stage, config.reduce_dtype) == (2, "fp32")
-    optimizer.engine.close()
 
 
 def test_states_on_nvme_by_the_optimizers_arguments(tmp_path: Path, nothing_left: None) -> None:
@@ -94,7 +85,7 @@ def test_states_on_nvme_by_the_optimizers_arguments(tmp_path: Path, nothing_left
         optimizer = ShardedOptimizerV2(sharded, adam)
         assert optimizer.engine.config.placement_policy == policy
         train(sharded, optimizer)
-        assert_same(model, expected())
+        assert_same(model, trained(STEPS))
         optimizer.engine.close()
     with pytest.raises(ValueError, match="needs nvme_offload_dir"):
         HybridAdam(nn.Linear(2, 2).parameters(), nvme_offload_fraction=0.5)
@@ -118,7 +109,6 @@ def test_a_budget_that_is_smaller_than_the_model(tmp_path: Path, nothing_left: N
     optimizer = ShardedOptimizerV2(sharded, HybridAdam(model.parameters()), initial_scale=2**5)
     assert optimizer.engine.config.host_memory == 192 << 10
     assert optimizer.engine.config.placement_policy == "nvme"
-    optimizer.engine.close()
 
 
 def test_clipping_scaling_and_overflows() -> None:
@@ -153,7 +143,6 @@ def test_clipping_scaling_and_overflows() -> None:
     optimizer.grad_scale.update(True)
     optimizer.load_state_dict(state)
     assert optimizer.loss_scale == 16
-    optimizer.engine.close()
 
 
 def test_a_scheduler_of_the_wrapper() -> None:
@@ -161,20 +150,13 @@ def test_a_scheduler_of_the_wrapper() -> None:
     sharded = ShardedModelV2(model, None, tensor_placement_policy="cpu")
     optimizer = ShardedOptimizerV2(sharded, HybridAdam(model.parameters(), lr=1e-2))
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    wanted, adamw = plain()
-    rates = torch.optim.lr_scheduler.StepLR(adamw, 1, gamma=0.5)
-    for seed in range(2):
+    for (seed,) in STEPS:
         optimizer.backward(loss_of(sharded, seed))
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
-        adamw.zero_grad()
-        loss_of(wanted, seed).backward()
-        adamw.step()
-        rates.step()
     assert optimizer.optim.param_groups[0]["lr"] == 1e-2 / 4
-    assert_same(model, wanted)
-    optimizer.engine.close()
+    assert_same(model, trained(STEPS, rates=[1e-2, 5e-3]))
 
 
 @pytest.mark.parametrize(
@@ -198,8 +180,7 @@ def test_gemini(arguments: dict[str, Any], policy: str, stage: int) -> None:
     config = optimizer.engine.config
     assert (config.placement_policy, config.zero_stage, config.dtype) == (policy, stage, "fp32")
     train(gemini, optimizer)
-    assert_same(model, expected(0.05))
-    optimizer.engine.close()
+    assert_same(model, trained(STEPS, max_norm=0.05))
 
 
 def test_arguments_by_their_order() -> None:
@@ -225,7 +206,6 @@ def test_arguments_by_their_order() -> None:
         GeminiDDP(model, {}, chunk_config_dict={})
     with pytest.raises(TypeError, match="too many positional arguments"):
         GeminiDDP(model, *([None] * 31))
-    optimizer.engine.close()
 
 
 def test_states_of_gemini() -> None:
@@ -249,7 +229,6 @@ def test_states_of_gemini() -> None:
     state = optimizer.state_dict(only_rank_0=False)
     optimizer.load_state_dict(state)
     assert all(map(torch.equal, whole.values(), gemini.state_dict().values()))
-    optimizer.engine.close()
 
 
 def test_parameters_that_gemini_ignores() -> None:
@@ -269,8 +248,6 @@ def test_booster(tmp_path: Path, nothing_left: None) -> None:
         model, adamw, loss_of, [1, 2], scheduler
     )
     assert (criterion, loader) == (loss_of, [1, 2])
-    wanted, reference = plain()
-    rates = torch.optim.lr_scheduler.StepLR(reference, 1, gamma=0.5)
 
     def step(seed: int) -> None:
         booster.backward(loss_of(boosted, seed), optimizer)
@@ -278,17 +255,10 @@ def test_booster(tmp_path: Path, nothing_left: None) -> None:
         optimizer.zero_grad()
         scheduler.step()
 
-    def reference_step(seed: int) -> None:
-        reference.zero_grad()
-        loss_of(wanted, seed).backward()
-        nn.utils.clip_grad_norm_(wanted.parameters(), 0.05)
-        reference.step()
-        rates.step()
-
-    for seed in range(2):
+    for (seed,) in STEPS:
         step(seed)
-        reference_step(seed)
-    assert_same(model, wanted)
+    rates = [1e-2, 5e-3, 2.5e-3]
+    assert_same(model, trained(STEPS, max_norm=0.05, rates=rates))
     for shard in (False, True):
         paths = [tmp_path / f"{name}-{shard}" for name in ("model", "optimizer", "scheduler")]
         booster.save_model(boosted, paths[0], shard=shard)
@@ -305,12 +275,10 @@ def test_booster(tmp_path: Path, nothing_left: None) -> None:
         booster.load_model(boosted, paths[0])
         booster.load_optimizer(optimizer, paths[1])
         booster.load_lr_scheduler(scheduler, paths[2])
-    reference_step(2)
     step(2)
-    assert_same(model, wanted)
+    assert_same(model, trained([*STEPS, [2]], max_norm=0.05, rates=rates))
     with booster.no_sync(boosted, optimizer):
         booster.backward(loss_of(boosted), optimizer)
-    optimizer.engine.close()
 
 
 @pytest.mark.parametrize(
@@ -354,14 +322,11 @@ def test_what_cannot_be_is_refused(call: Any, message: str) -> None:
         call(Net())
 
 
-def test_what_is_not_needed_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    forget_logged()
-    with caplog.at_level(logging.WARNING, "hetero.compat"):
-        ShardedModelV2(Net(), None, reduce_scatter_bucket_size_mb=25)
-        GeminiDDP(Net(), pin_memory=True)
-        Booster(device="cuda", mixed_precision="fp16", plugin=GeminiPlugin(verbose=True))
-    named = [message.split(" is not needed")[0] for message in caplog.messages]
-    assert named == [
+def test_what_is_not_needed_is_named(not_needed: Callable[[], list[str]]) -> None:
+    ShardedModelV2(Net(), None, reduce_scatter_bucket_size_mb=25)
+    GeminiDDP(Net(), pin_memory=True)
+    Booster(device="cuda", mixed_precision="fp16", plugin=GeminiPlugin(verbose=True))
+    assert not_needed() == [
         "ShardedModelV2: reduce_scatter_bucket_size_mb",
         "GeminiDDP: pin_memory",
         "GeminiPlugin: verbose",

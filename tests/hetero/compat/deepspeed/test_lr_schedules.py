@@ -101,24 +101,6 @@ def test_one_cycle_rises_falls_and_decays() -> None:
     assert moms[7:] == pytest.approx([0.9 * (1 + 0.1 * d) for d in decay])
 
 
-def test_a_state_goes_on() -> None:
-    first = made("WarmupLR", warmup_num_steps=10)
-    other = made("WarmupLR", warmup_num_steps=10, warmup_max_lr=0.5)
-    for _ in range(4):
-        first.step()
-    other.load_state_dict(first.state_dict())
-    first.step()
-    other.step()
-    assert other.get_last_lr() == first.get_last_lr()
-
-
-def test_schedules_of_torchs_may_be_named() -> None:
-    schedule = made("StepLR", step_size=1, gamma=0.5)
-    schedule.optimizer.step()
-    schedule.step()
-    assert schedule.optimizer.param_groups[0]["lr"] == 0.25
-
-
 @pytest.mark.parametrize(
     ("name", "params", "message"),
     [

@@ -159,6 +159,7 @@ def test_further_keys() -> None:
     ("top", "message"),
     [
         ({"zero_optimisation": {}}, "did you mean zero_optimization"),
+        ({"activation_checkpointing": {"zzzzzzzz": 1}}, "in activation_checkpointing; known: "),
         ({"zero_optimization": {"stage3_prefetch_buket_size": 1}}, "stage3_prefetch_bucket_size"),
         ({"zero_optimization": {"offload_param": {"devise": 1}}}, "did you mean device"),
         ({"zero_optimization": {"zenflow": {"topk": 1}}}, "did you mean topk_ratio"),

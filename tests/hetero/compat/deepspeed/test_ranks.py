@@ -32,7 +32,7 @@ def expected() -> tuple[list[torch.Tensor], float]:
     return [param.detach() for param in plain.parameters()], norm.item()
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [1, 3])
 def test_the_tutorial_on_two_ranks(
     stage: int, ranks2: RankPool, expected: tuple[list[torch.Tensor], float], tmp_path: Path
 ) -> None:

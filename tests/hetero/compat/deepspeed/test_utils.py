@@ -66,7 +66,6 @@ def test_what_was_set_is_found(device: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="there is no state 'momentum'; there are exp_avg"):
         utils.safe_set_full_optimizer_state(param, values, "momentum")
     assert utils.safe_get_full_optimizer_state(param, "momentum") is None
-    engine.destroy()
 
 
 def test_parameters_that_no_engine_has() -> None:
@@ -120,4 +119,3 @@ def test_the_masters_of_a_checkpoint(tmp_path: Path) -> None:
             assert torch.equal(trained[name], master)
     plain = utils.zero_to_fp32.load_state_dict_from_zero_checkpoint(Net(), tmp_path / "saved")
     assert torch.equal(plain.first.weight, found["first.weight"])
-    engine.destroy()
