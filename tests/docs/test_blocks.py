@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +24,16 @@ import pytest
 import torch
 
 from hetero.cli.main import main as hetero_main
-from tests.support.documents.blocks import LANGUAGES, PAGES, ROOT, Block, blocks_of
+from tests.support.cli_runs import draw_once
+from tests.support.documents.blocks import LANGUAGES, PAGES, ROOT, Block, all_blocks
 from tests.support.documents.commands import check, commands_of
 
-BLOCKS = {page: blocks_of(page) for page in PAGES}
-ALL = [block for blocks in BLOCKS.values() for block in blocks]
+# Pages that may have blocks that are run.
+RUN = [
+    page
+    for page in PAGES
+    if re.search(r"^```python|^<!-- (?:run|output|file)", page.read_text(), re.MULTILINE)
+]
 # Blocks that no test runs, each with its reason in the page. Let there not be more of them.
 MOST_NOT_RUN = 2
 SCRIPTS = Path(sys.executable).parent
@@ -49,15 +54,6 @@ def is_parsed(block: Block) -> bool:
     return block.language == "bash" and not {"run", "not run"} & set(block.says)
 
 
-def pages_with(chosen: Callable[[Block], bool]) -> list[Path]:
-    """Pages that have such blocks."""
-    return [page for page, blocks in BLOCKS.items() if any(map(chosen, blocks))]
-
-
-def name_of(page: Path) -> str:
-    return page.stem
-
-
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty working directory; torch is as it was afterwards. Models are small: one thread."""
@@ -69,24 +65,22 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     torch.set_num_threads(threads)
 
 
-def test_blocks_are_fenced_and_name_their_language() -> None:
-    unnamed = [block.place for block in ALL if block.language not in LANGUAGES]
+def test_blocks_name_their_language_and_few_are_not_run() -> None:
+    blocks = [block for found in all_blocks().values() for block in found]
+    unnamed = [block.place for block in blocks if block.language not in LANGUAGES]
     assert not unnamed, "write ```python, ```bash or ```text"
-    assert not [block.place for block in ALL if not block.says.get("not run", "reason")]
+    reasons = {block.place: block.says["not run"] for block in blocks if "not run" in block.says}
+    assert all(reasons.values()), reasons
+    assert len(reasons) <= MOST_NOT_RUN, reasons
 
 
-def test_few_blocks_are_not_run() -> None:
-    listed = [f"{b.place}: {b.says['not run']}" for b in ALL if "not run" in b.says]
-    print("\n".join(["not run:", *listed]))
-    assert len(listed) <= MOST_NOT_RUN, "\n".join(listed)
-
-
-@pytest.mark.parametrize("page", pages_with(is_run), ids=name_of)
+@pytest.mark.parametrize("page", RUN, ids=lambda page: page.stem)
 @pytest.mark.usefixtures("nothing_left", "quick_python")
 def test_what_is_run(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    draw_once(monkeypatch)
     names: dict[str, Any] = {"__name__": "document", "monkeypatch": monkeypatch}
     printed = ""
-    for block in filter(is_run, BLOCKS[page]):
+    for block in filter(is_run, all_blocks()[page]):
         text = with_folders(block.text, folder)
         if "file" in block.says:
             (folder / block.says["file"]).write_text(text)
@@ -99,10 +93,9 @@ def test_what_is_run(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) 
             assert without_ends(printed) == without_ends(text), block.place
 
 
-@pytest.mark.parametrize("page", pages_with(is_parsed), ids=name_of)
-def test_what_is_parsed(page: Path) -> None:
+def test_what_is_parsed() -> None:
     wrong = []
-    for block in filter(is_parsed, BLOCKS[page]):
+    for block in (block for found in all_blocks().values() for block in filter(is_parsed, found)):
         for words in commands_of(block.text):
             try:
                 check(words)

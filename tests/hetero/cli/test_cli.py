@@ -20,13 +20,14 @@ from hetero.job.job import choose_for_memory
 from hetero.job.options import TrainOptions
 from hetero.job.ranks import ALONE
 from hetero.reporting.run_record import LINKS, PointList
-from tests.support.cli_runs import draw_nothing
+from tests.support.cli_runs import draw_nothing, words_of
 from tests.support.run_records import Page
 from tests.support.training.loops import SMALLEST_MODEL
 
 MODEL = {**SMALLEST_MODEL, "n_layer": 2, "n_embd": 64, "n_positions": 32}
 
 Run = Callable[..., int]
+Summary = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture
@@ -36,7 +37,8 @@ def pictures() -> None:
 
 @pytest.fixture
 def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Run:
-    """Runs `hetero train` on a tiny model and text in an empty working folder."""
+    """Runs `hetero train` on a tiny model and text in an empty working folder; arguments are as
+    words_of() takes them."""
     if "pictures" not in request.fixturenames:
         draw_nothing(monkeypatch)
     (tmp_path / "in").mkdir()
@@ -44,33 +46,46 @@ def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixtu
     (tmp_path / "in" / "text").write_bytes(b"the quick brown fox jumps over the lazy dog. " * 50)
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
+    given = "train --config ../in/model.json --data ../in/text --steps 3 --seq-len 16"
 
-    def run(*arguments: str, model: bool = True, data: bool = True) -> int:
-        given = ["--config", "../in/model.json"] if model else []
-        given += ["--data", "../in/text"] if data else []
-        short = ("--steps", "3", "--seq-len", "16", "--batch-size", "2", "--warmup", "1")
+    def run(*arguments: str | list[str]) -> int:
         try:
-            return main(["train", *given, *short, *arguments])
+            return main(words_of(given, "--batch-size 2 --warmup 1", *arguments))
         except SystemExit as end:  # of what the parser itself refuses
             return int(end.code or 0)
 
     return run
 
 
-def work_files(tmp_path: Path) -> list[Path]:
-    return list((tmp_path / "work").iterdir())
+@pytest.fixture
+def summary_of(train: Run, capsys: pytest.CaptureFixture[str]) -> Summary:
+    """What such a run prints under --json, which is all of its stdout, and strict."""
+
+    def run(*arguments: str | list[str]) -> dict[str, Any]:
+        assert train("--json", *arguments) == 0
+        out = capsys.readouterr().out
+        assert out.count("\n") == 1
+        found: dict[str, Any] = json.loads(out, parse_constant=refuse)
+        return found
+
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is no JSON")
+
+    return run
+
+
+def metrics_in(folder: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
+
+
+def summary_in(folder: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(Path(folder, "summary.json").read_text())
+    return found
 
 
 @pytest.mark.usefixtures("pictures")
-def test_json_is_one_object_and_the_run_folder_is_whole(
-    train: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert train("--json", "--policy", "nvme", "--run-dir", "run", "--grad-accum", "2") == 0
-    out, err = capsys.readouterr()
-    summary = json.loads(out)
-    assert out.count("\n") == 1
-    assert "step 3/3" in err
-
+def test_json_is_one_object_and_the_run_folder_is_whole(summary_of: Summary) -> None:
+    summary = summary_of("--policy nvme --run-dir run --grad-accum 2")
     assert len(summary["losses"]) == len(summary["step_s"]) == summary["steps"] == 3
     assert summary["losses"][0] == pytest.approx(5.545, abs=0.3)
     assert summary["losses"][-1] < summary["losses"][0]
@@ -85,18 +100,12 @@ def test_json_is_one_object_and_the_run_folder_is_whole(
     assert summary["peak_managed_bytes"]["disk"] > 0
     assert summary["peak_rss_bytes"] > summary["peak_managed_bytes"]["host"]
 
-    run = tmp_path / "work" / "run"
-    assert sorted(f.name for f in run.iterdir()) == [
-        "config.json",
-        "figure.png",
-        "metrics.jsonl",
-        "model",
-        "report.html",
-        "summary.json",
-    ]
-    assert json.loads((run / "summary.json").read_text()) == summary
+    run = Path("run")
+    names = "config.json figure.png metrics.jsonl model report.html summary.json"
+    assert sorted(f.name for f in run.iterdir()) == names.split()
+    assert summary_in("run") == summary
     assert json.loads((run / "config.json").read_text())["accumulate"] == 2
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = metrics_in("run")
     assert [line["loss"] for line in lines] == summary["losses"]
     assert [line["step"] for line in lines] == [1, 2, 3]
     page = Page.of((run / "report.html").read_text())
@@ -108,14 +117,14 @@ def test_json_is_one_object_and_the_run_folder_is_whole(
 
 
 def test_the_summary_of_a_long_run_is_short(
-    train: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    summary_of: Summary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Figures of as many steps as there are points; all steps are counted, and have metrics."""
+    """Figures of as many steps as there are points; all steps are counted, and have metrics. Steps
+    whose gradients overflow have no norm."""
     monkeypatch.setattr("hetero.reporting.recorder.PointList", partial(PointList, most=4))
-    assert train("--json", "--policy", "nvme", "--run-dir", "run", "--max-steps", "9") == 0
-    summary = json.loads(capsys.readouterr().out)
-    metrics = (tmp_path / "work" / "run" / "metrics.jsonl").read_text().splitlines()
-    lines, kept = [json.loads(line) for line in metrics], summary["step_numbers"]
+    summary = summary_of("--dtype fp16 --policy nvme --run-dir run --max-steps 9")
+    assert summary["dtype"] == "fp16"
+    lines, kept = metrics_in("run"), summary["step_numbers"]
     assert len(lines) == summary["steps"] == 9
     assert (kept[0], kept[-1]) == (1, 9)
     assert len(kept) <= 5
@@ -124,17 +133,12 @@ def test_the_summary_of_a_long_run_is_short(
     assert summary["total_bytes"] == moved
 
 
-def test_the_last_two_steps_as_a_trace(
-    train: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    memory = ("--host-memory", "800KiB", "--chunk-numel", "8192")  # optimizer states on disk
-    arguments = (*memory, "--run-dir", "run", "--timeline", "run/steps.json")
-    assert train("--json", *arguments, "--accumulate", "2") == 0
-    summary = json.loads(capsys.readouterr().out)
-    run = tmp_path / "work" / "run"
+def test_the_last_two_steps_as_a_trace(summary_of: Summary) -> None:
+    memory = "--host-memory 800KiB --chunk-numel 8192"  # optimizer states on disk
+    summary = summary_of(memory, "--run-dir run --timeline run/steps.json --accumulate 2")
     assert summary["timeline"] == "run/steps.json"
-    assert json.loads((run / "summary.json").read_text()) == summary
-    trace = json.loads((run / "steps.json").read_text())["traceEvents"]
+    assert summary_in("run") == summary
+    trace = json.loads(Path("run/steps.json").read_text())["traceEvents"]
     names = [event["name"] for event in trace if event["ph"] == "X"]
     for part, times in (("forward", 4), ("backward", 4), ("optimizer", 2)):  # of 3 steps, the last
         assert names.count(part) == times
@@ -144,56 +148,54 @@ def test_the_last_two_steps_as_a_trace(
     assert {"training loop", "NVMe read"} <= {name.rstrip(" 0123456789") for name in tracks}
 
 
-def test_a_run_of_one_step_has_a_timeline_of_one(train: Run, tmp_path: Path) -> None:
-    assert train("--policy", "cpu", "--steps", "1", "--timeline", "steps.json") == 0
-    trace = json.loads((tmp_path / "work" / "steps.json").read_text())["traceEvents"]
+def test_a_run_of_one_step_has_a_timeline_of_one(summary_of: Summary) -> None:
+    """And without clipping no norm."""
+    summary = summary_of("--policy cpu --steps 1 --clip 0 --timeline steps.json")
+    trace = json.loads(Path("steps.json").read_text())["traceEvents"]
     assert [event["name"] for event in trace].count("forward") == 1
+    assert summary["grad_norms"] == [None]
 
 
-EMULATED = ("--backend", "emulated", "--device-memory", "64MiB", "--link-gbps", "8")
+EMULATED = "--backend emulated --device-memory 64MiB --link-gbps 8"
 
 
-def test_placement_and_disk_engine_do_not_change_the_numbers(
-    train: Run, capsys: pytest.CaptureFixture[str]
-) -> None:
-    losses, norms = [], []
-    for number, arguments in enumerate(
-        (
-            ("--policy", "cpu"),
-            ("--policy", "nvme", "--io-engine", "threads", "--no-prefetch"),
-            ("--policy", "nvme", "--nvme-path", "../in", "--nvme-path", "."),
-            ("--policy", "cpu", *EMULATED),
-            ("--policy", "cuda", *EMULATED),
-        )
+def test_placement_and_disk_engine_do_not_change_the_numbers(summary_of: Summary) -> None:
+    """Nor does computing activations again."""
+    found = []
+    for arguments in (
+        "--policy cpu",
+        "--policy nvme --io-engine threads --no-prefetch",
+        "--policy nvme --nvme-path ../in --nvme-path .",
+        f"--policy cpu {EMULATED}",
+        f"--policy cuda {EMULATED}",
+        "--policy cpu --gradient-checkpointing",
+        "--policy cpu --gradient-checkpointing --activation-memory auto",
     ):
-        assert train("--json", "--run-dir", f"run{number}", *arguments) == 0
-        summary = json.loads(capsys.readouterr().out)
+        summary = summary_of(arguments)
         moved = summary["bytes_per_step"]["h2d"] > 0 and summary["bytes_per_step"]["d2h"] > 0
         assert moved == ("--backend" in arguments and "cuda" not in arguments)
-        losses.append(summary["losses"])
-        norms.append(summary["grad_norms"])
-    assert all(other == losses[0] for other in losses)
-    assert all(other == norms[0] for other in norms)
+        again = any("Of 2 calls of blocks 2" in note for note in summary["notes"])
+        assert again == ("auto" in arguments)
+        found.append(summary["losses"] + summary["grad_norms"])
+    assert all(other == found[0] for other in found)
 
 
 def test_a_tiled_loss_is_the_same_loss(
-    train: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    train: Run, summary_of: Summary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    losses = []
-    for options in ([], ["--tiled-loss"]):
-        assert train("--json", "--dtype", "fp32", "--policy", "cpu", *options) == 0
-        losses.append(json.loads(capsys.readouterr().out)["losses"])
-    assert losses[1][0] == losses[0][0]
-    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    fp32 = "--dtype fp32 --policy cpu"
+    whole, tiled = (summary_of(fp32, option)["losses"] for option in ("", "--tiled-loss"))
+    assert tiled[0] == whole[0]
+    assert tiled == pytest.approx(whole, rel=1e-6)
 
     class WholeLogitsError(Exception):
         pass
 
-    def whole(*_: object) -> None:
+    def values(*_: object) -> None:
         raise WholeLogitsError
 
-    monkeypatch.setattr("hetero.tiling.heads._Logits.values", whole)
-    assert train("--json", "--policy", "cpu", "--tiled-loss") == 0, "nothing needs whole logits"
+    monkeypatch.setattr("hetero.tiling.heads._Logits.values", values)
+    assert train("--policy cpu --tiled-loss") == 0, "nothing needs whole logits"
 
 
 def _limited(process_bytes: int | None) -> Any:
@@ -228,72 +230,47 @@ def test_what_a_limit_of_the_process_brings_is_said(
     train: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With that limit alone activations are counted, and blocks may be computed again."""
-    assert train("--json", "--process-memory", "16GiB", "--policy", "cpu") == 0
+    assert train("--json --process-memory 16GiB --policy cpu") == 0
     out, err = capsys.readouterr()
+    assert "step 3/3" in err
     assert "note: activations are part of the 16.0 GiB of the process: what finds no room" in err
     (words,) = (note for note in json.loads(out)["notes"] if "calls of blocks" in note)
     assert "Of 2 calls of blocks 0 are computed again in backward" in words
 
 
-def test_gradient_checkpointing_is_the_same_training(
-    train: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = []
-    for more in (
-        (),
-        ("--gradient-checkpointing",),
-        ("--gradient-checkpointing", "--activation-memory", "auto"),
-    ):
-        assert train("--json", "--policy", "cpu", *more) == 0
-        summary = json.loads(capsys.readouterr().out)
-        found.append(summary["losses"] + summary["grad_norms"])
-        again = any("Of 2 calls of blocks 2" in note for note in summary["notes"])
-        assert again == ("auto" in more)
-    assert found[1] == found[2] == found[0]
-
-
-def test_no_clipping_has_no_norms(train: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    assert train("--json", "--clip", "0", "--policy", "cpu") == 0
-    assert json.loads(capsys.readouterr().out)["grad_norms"] == [None, None, None]
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--policy", "nvmee"], "nvme"),
-        (["--backend", "emulated"], "needs device_memory"),
-        (["--link-gbps", "8"], "link_gbps is of no use"),
-        (["--host-memory", "4KiB"], "host_memory is 4.0 KiB"),
-        (["--host-memory", "many"], "cannot read 'many' as a size"),
-        (["--nvme-path", "../in/none"], "none"),
-        (["--nvme-path", "../in/text"], "director"),
-        (["--nvme-path", "../in", "--nvme-path", "../in/"], "one directory twice"),
-        (["--data", "../in/none"], "--data ../in/none: no such file"),
-        (["--data", os.devnull], "is empty"),
-        (["--seq-len", "5000"], "one sequence needs 5001"),
-        (["--config", "../in/none.json"], "cannot read --config ../in/none.json"),
-        (["--lr", "nan"], "--lr must be a finite number"),
-        (["--dtype", "int8"], "int8"),
-        (["--run-dir", "../in/text"], "cannot make --run-dir"),
-        (["--timeline", "/proc/none/steps.json"], "--timeline /proc/none/steps.json cannot be"),
-        (["--timeline", "../in"], "--timeline ../in is a folder; name a file"),
-        (["--host-memory", "64KiB"], "smallest"),
+        ("--policy nvmee", "nvme"),
+        ("--backend emulated", "needs device_memory"),
+        ("--link-gbps 8", "link_gbps is of no use"),
+        ("--host-memory 4KiB", "host_memory is 4.0 KiB"),
+        ("--host-memory many", "cannot read 'many' as a size"),
+        ("--nvme-path ../in/none", "none"),
+        ("--nvme-path ../in/text", "director"),
+        ("--nvme-path ../in --nvme-path ../in/", "one directory twice"),
+        ("--data ../in/none", "--data ../in/none: no such file"),
+        (f"--data {os.devnull}", "is empty"),
+        ("--seq-len 5000", "one sequence needs 5001"),
+        ("--config ../in/none.json", "cannot read --config ../in/none.json"),
+        ("--lr nan", "--lr must be a finite number"),
+        ("--dtype int8", "int8"),
+        ("--run-dir ../in/text", "cannot make --run-dir"),
+        ("--timeline /proc/none/steps.json", "--timeline /proc/none/steps.json cannot be"),
+        ("--timeline ../in", "--timeline ../in is a folder; name a file"),
+        ("--host-memory 64KiB", "smallest"),
     ],
 )
 def test_bad_input_is_one_line_and_leaves_nothing(
-    train: Run,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    arguments: list[str],
-    message: str,
+    train: Run, capsys: pytest.CaptureFixture[str], arguments: str, message: str
 ) -> None:
-    assert train("--json", *arguments) == 2
+    assert train("--json", arguments) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("hetero train: error: ")
     assert message in err
     assert err.count("\n") == 1
-    assert work_files(tmp_path) == []
+    assert list(Path().iterdir()) == []
 
 
 def test_refusals_leave_no_open_file(train: Run) -> None:
@@ -301,29 +278,17 @@ def test_refusals_leave_no_open_file(train: Run) -> None:
         gc.collect()
         return len(os.listdir("/proc/self/fd"))
 
-    train("--host-memory", "4KiB")
+    train("--host-memory 4KiB")
     before = open_files()
     for _ in range(3):
-        assert train("--host-memory", "4KiB") == 2
+        assert train("--host-memory 4KiB") == 2
     assert open_files() == before
 
 
-def test_fp16_skips_overflows_and_its_json_is_strict(
+def test_diverged_loss_stops_with_advice_and_keeps_what_there_is(
     train: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert train("--json", "--dtype", "fp16") == 0
-
-    def refuse(name: str) -> None:
-        raise AssertionError(f"{name} is no JSON")
-
-    summary = json.loads(capsys.readouterr().out, parse_constant=refuse)
-    assert summary["dtype"] == "fp16"
-
-
-def test_diverged_loss_stops_with_advice_and_keeps_what_there_is(
-    train: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code = train("--json", "--run-dir", "run", "--lr", "1e30", "--clip", "0", "--dtype", "fp32")
+    code = train("--json --run-dir run --lr 1e30 --clip 0 --dtype fp32")
     out, err = capsys.readouterr()
     assert code == 1
     assert out == ""
@@ -331,26 +296,37 @@ def test_diverged_loss_stops_with_advice_and_keeps_what_there_is(
     assert last.startswith("hetero train: error: the loss became nan in step 2")
     assert "--lr" in last
     assert "--max-grad-norm 1" in last
-    summary = json.loads((tmp_path / "work" / "run" / "summary.json").read_text())
-    assert summary["status"] == "failed"
-    assert summary["steps"] == 1
+    assert (summary_in("run")["status"], summary_in("run")["steps"]) == ("failed", 1)
 
 
-def test_a_device_without_memory_is_a_failure_of_the_run(
-    train: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        (KeyboardInterrupt(), "interrupted", 130),
+        (torch.OutOfMemoryError("CUDA out of memory"), "failed", 1),
+    ],
+)
+def test_what_ends_a_run_keeps_what_there_is(
+    error: BaseException,
+    status: str,
+    code: int,
+    train: Run,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """Ctrl-C, and a device without memory."""
     make = loop.one_step
 
     def step(job: Any, number: int) -> Any:
-        if number == 2:
-            raise torch.OutOfMemoryError("CUDA out of memory")
+        if number == 3:
+            raise error
         return make(job, number)
 
     monkeypatch.setattr(loop, "one_step", step)
-    assert train("--run-dir", "run", "--policy", "cpu") == 1
-    assert capsys.readouterr().err.endswith("hetero train: error: CUDA out of memory\n")
-    summary = json.loads((tmp_path / "work" / "run" / "summary.json").read_text())
-    assert (summary["status"], summary["steps"]) == ("failed", 1)
+    assert train("--run-dir run --policy cpu") == code
+    assert capsys.readouterr().err.endswith(f"hetero train: error: {error}\n") == (code == 1)
+    assert (summary_in("run")["status"], summary_in("run")["steps"]) == (status, 2)
+    assert Path("run/figure.png").exists()
 
 
 def test_a_picture_that_cannot_be_written_is_a_failure_of_the_run(
@@ -360,30 +336,6 @@ def test_a_picture_that_cannot_be_written_is_a_failure_of_the_run(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("hetero.reporting.charts.draw_picture", fail)
-    assert train("--json", "--policy", "cpu") == 1
+    assert train("--json --policy cpu") == 1
     out, err = capsys.readouterr()
     assert (out, err.splitlines()[-1]) == ("", "hetero train: error: No space left on device")
-
-
-@pytest.mark.usefixtures("pictures")
-def test_ctrl_c_keeps_what_there_is(
-    train: Run,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    from hetero.cli.observers import LineObserver
-
-    seen: list[Any] = []
-
-    def interrupted(self: LineObserver, metrics: Any) -> None:
-        seen.append(metrics)
-        if metrics.last == 2:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(LineObserver, "step", interrupted)
-    assert train("--json", "--run-dir", "run") == 130
-    summary = json.loads(capsys.readouterr().out)
-    assert summary["status"] == "interrupted"
-    assert summary["steps"] == len(seen) == 2
-    assert (tmp_path / "work" / "run" / "figure.png").exists()

@@ -23,6 +23,7 @@ from hetero.checkpoint.hetero_checkpoint import HeteroCheckpoint
 from hetero.cli.main import main
 from offload.errors import CheckpointError
 from tests.hetero.checkpoint.dcp.test_save_load import masters
+from tests.support.cli_runs import Refuses
 
 pytestmark = [
     pytest.mark.usefixtures("nothing_left"),
@@ -290,45 +291,43 @@ def two(tmp_path: Path) -> Iterator[Path]:
     assert not list(tmp_path.glob(".*"))
 
 
-def test_what_is_there_is_not_replaced(two: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_there_is_not_replaced(two: Path, refuses: Refuses) -> None:
     (two / "there").mkdir()
     (two / "file").write_text("text")
     for name in ("there", "file", "own"):
-        assert main(["convert", str(two / "a.safetensors"), str(two / name), "--to", "hf"]) == 2
-        assert "is there already" in capsys.readouterr().err
+        refuses(
+            "is there already", "convert", str(two / "a.safetensors"), str(two / name), "--to hf"
+        )
     assert list((two / "there").iterdir()) == []
 
 
-def test_a_damaged_source_leaves_nothing(two: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_source_leaves_nothing(two: Path, refuses: Refuses) -> None:
     file = next((two / "own").glob("*.safetensors"))
     content = bytearray(file.read_bytes())
     content[-4096] ^= 1
     file.write_bytes(content)
     for to in ("hf", "dcp", "hetero"):
-        assert main(["convert", str(two / "own"), str(two / "new"), "--to", to]) == 2
-        assert "are damaged" in capsys.readouterr().err
+        refuses("are damaged", "convert", str(two / "own"), str(two / "new"), "--to", to)
         assert not (two / "new").exists()
 
 
 def test_a_full_disk_leaves_nothing(
-    two: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    two: Path, monkeypatch: pytest.MonkeyPatch, refuses: Refuses
 ) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    assert main(["convert", str(two / "own"), str(two / "new"), "--to", "hf"]) == 2
-    assert "No space left" in capsys.readouterr().err
+    refuses("No space left", "convert", str(two / "own"), str(two / "new"), "--to hf")
     assert not (two / "new").exists()
 
 
-def test_wrong_options(two: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_options(two: Path, refuses: Refuses) -> None:
     source = str(two / "own")
     for options, told in [
         (["--to", "dcp", "--config", source], "config goes with to='hf'"),
         (["--to", "hf", "--config", str(two)], "config.json is no file"),
     ]:
-        assert main(["convert", source, str(two / "new"), *options]) == 2
-        assert told in capsys.readouterr().err
+        refuses(told, "convert", source, str(two / "new"), options)
     with pytest.raises(ValueError, match="must be one of hetero, hf, dcp"):
         formats.convert(source, two / "new", "gguf")

@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,14 @@ from hetero.cli.main import main
 from hetero.cli.observers import LineObserver
 from hetero.job.optimization import ADAM_BETAS
 from hetero.reporting.run_record import RunRecord, StepPoint
-from tests.support.cli_runs import run_all
+from tests.support.cli_runs import Refuses, run_all
 from tests.support.ecosystem.tiny_models import gpt2_folder
 from tests.support.ecosystem.tiny_tokenizer import CHAT_TEMPLATE, VOCAB_SIZE, model_folder
 from tests.support.late import late
 from tests.support.ranks.processes import run_ranks
 
-trl = pytest.importorskip("trl", reason="pip install 'hetero[finetune]'")
-hf, data = late("transformers"), late("hetero.cli.finetune.data")
+pytestmark = pytest.mark.skipif(find_spec("trl") is None, reason="pip install 'hetero[finetune]'")
+hf, trl, data = map(late, ("transformers", "trl", "hetero.cli.finetune.data"))
 
 LR, SEQ_LEN = 1e-2, 64
 COMMON = ["--seq-len", f"{SEQ_LEN}", "--learning-rate", f"{LR}", "--warmup-steps", "1"]
@@ -131,37 +132,30 @@ def test_an_adapter_merged_by_us_and_by_peft(arguments: list[str]) -> None:
     assert hf.AutoTokenizer.from_pretrained("merged").chat_template == CHAT_TEMPLATE
 
 
-def test_a_resumed_run_has_the_same_bits(arguments: list[str]) -> None:
-    """With dropout in the adapter, in bf16, from the middle of an epoch; exported once more."""
+def test_a_resumed_run_has_the_same_bits(arguments: list[str], refuses: Refuses) -> None:
+    """With dropout in the adapter, in bf16, from the middle of an epoch; exported once more. It
+    goes back in a folder of its own."""
     options = [*arguments, "--lora-rank", "4", "--lora-dropout", "0.1", "--dtype", "bf16"]
-    options += ["--max-steps", "5", "--batch-size", "3", "--save-every", "2", "--keep", "9"]
-    assert main([*options, "--output", "out", "--run-dir", "run"]) == 0
+    options += ["--max-steps", "4", "--batch-size", "3", "--save-steps", "1"]
+    options += ["--save-total-limit", "9", "--output", "out"]
+    assert main([*options, "--run-dir", "run"]) == 0
     whole, file = logged("run"), Path("out/adapter_model.safetensors")
     weights = file.read_bytes()
-    shutil.rmtree("run/checkpoints/checkpoint-5")
-    Path("run/checkpoints/checkpoint-4/trainer_state.json").unlink()  # as after a crash
+    shutil.rmtree("run/checkpoints/checkpoint-4")
+    Path("run/checkpoints/checkpoint-3/trainer_state.json").unlink()  # as after a crash
     file.write_bytes(b"")
-    assert main([*options, "--output", "out", "--run-dir", "run"]) == 2
-    resumed = [*options, "--output", "out", "--run-dir", "run", "--resume", "--policy", "cpu"]
-    assert main(resumed) == 0
+    assert main([*options, "--run-dir", "run"]) == 2
+    assert main([*options, "--run-dir", "run", "--resume", "--policy", "cpu"]) == 0
     assert logged("run") == whole
     assert file.read_bytes() == weights
     summary = json.loads(Path("run/summary.json").read_text())
     assert summary["notes"][-1] == "resumed after step 2 from run/checkpoints/checkpoint-2"
     numbers = [[step, loss] for step, loss in enumerate(whole, start=1)]
     assert json.loads(Path("run/report.html").read_text()) == numbers[2:]
-
-
-def test_a_run_goes_back_in_a_folder_of_its_own(
-    arguments: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = [*arguments, "--save-steps", "1", "--save-total-limit", "9", "--max-steps"]
-    assert main([*options, "3", "--output", "out", "--run-dir", "run"]) == 0
-    back = [*options, "3", "--resume", "run/checkpoints/checkpoint-1", "--output", "back"]
-    assert main(back) == 2
-    assert "is not the last checkpoint of its run" in capsys.readouterr().err
+    back = [*options, "--resume", "run/checkpoints/checkpoint-2"]
+    refuses("is not the last checkpoint of its run", back)
     assert main([*back, "--run-dir", "branch"]) == 0
-    assert logged("branch") == logged("run")[1:]
+    assert logged("branch") == whole[2:]
 
 
 def test_a_result_replaces_one_of_another_kind(
@@ -195,44 +189,43 @@ def test_a_result_replaces_one_of_another_kind(
     assert not Path("out/model.safetensors").exists()
 
 
-def test_a_run_goes_on_with_steps_of_the_same_size(
-    arguments: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_goes_on_with_steps_of_the_same_size(arguments: list[str], refuses: Refuses) -> None:
     options = [*arguments, "--output", "out", "--run-dir", "run", "--save-every", "1"]
     assert main([*options, "--batch-size", "4", "--max-steps", "1"]) == 0
     options += ["--resume", "--epochs", "2"]
-    assert main([*options, "--batch-size", "2"]) == 2
-    said = "has 4 as sequences_per_step, and now it is 2; give --data, --seq-len and --seed as they"
-    assert said in capsys.readouterr().err
-    assert main([*options, "--batch-size", "4", "--seed", "3"]) == 2
-    assert "has 0 as seed, and now it is 3" in capsys.readouterr().err
+    refuses(
+        "has 4 as sequences_per_step, and now it is 2; give --data, --seq-len and --seed as they",
+        options,
+        "--batch-size 2",
+    )
+    refuses("has 0 as seed, and now it is 3", options, "--batch-size 4 --seed 3")
     assert main([*options, "--batch-size", "2", "--accumulate", "2"]) == 0
     assert len(logged("run")) == 4
-    assert main([*options, "--batch-size", "4"]) == 2
-    said = "has all 4 steps; to go on from it ask for more than --epochs 2"
-    assert said in capsys.readouterr().err
+    refuses(
+        "has all 4 steps; to go on from it ask for more than --epochs 2", options, "--batch-size 4"
+    )
     options[options.index("--resume") + 1 : -1] = []
-    assert main([*options[:-1], "--resume", "none", "--batch-size", "4", "--epochs", "3"]) == 2
-    assert "--resume none is no checkpoint, and has none in it" in capsys.readouterr().err
+    refuses(
+        "--resume none is no checkpoint, and has none in it",
+        options[:-1],
+        "--resume none --batch-size 4 --epochs 3",
+    )
 
 
-def test_an_export_keeps_the_setting_of_a_cache(arguments: list[str]) -> None:
+def test_texts_are_learned_whole(arguments: list[str]) -> None:
+    """The result keeps the model's setting of a cache."""
     files = [Path("../model") / name for name in ("config.json", "generation_config.json")]
     own = json.loads(files[0].read_text())
     files[0].write_text(json.dumps({**own, "use_cache": False}))
     files[1].unlink()
-    assert main([*arguments, "--max-steps", "1", "--output", "out"]) == 0
-    model = hf.AutoModelForCausalLM.from_pretrained("out")
-    assert model.config.use_cache is False
-    assert model.generation_config.use_cache is False
-
-
-def test_texts_are_learned_whole(arguments: list[str], tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 40)
-    options = [*arguments, "--data", "../text.txt", "--max-steps", "6", "--run-dir", "run"]
+    Path("text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 40)
+    options = [*arguments, "--data", "text.txt", "--max-steps", "4", "--run-dir", "run"]
     assert main([*options, "--output", "out", "--gradient-checkpointing"]) == 0
     found = logged("run")
     assert found[-1] < found[0] - 0.5
+    model = hf.AutoModelForCausalLM.from_pretrained("out")
+    assert model.config.use_cache is False
+    assert model.generation_config.use_cache is False
 
 
 def test_a_tiled_loss(arguments: list[str]) -> None:
@@ -293,14 +286,11 @@ def test_sigterm_saves_and_ends(arguments: list[str], monkeypatch: pytest.Monkey
 
 
 @pytest.mark.usefixtures("nothing_left")
-def test_a_loss_that_is_no_number_ends_the_run(
-    arguments: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_loss_that_is_no_number_ends_the_run(arguments: list[str], refuses: Refuses) -> None:
     before = signal.getsignal(signal.SIGTERM)
     options = [*arguments, "--output", "out", "--run-dir", "run", "--save-every", "1"]
     options += ["--learning-rate", "1e15"]
-    assert main([*options, "--epochs", "9"]) == 1
-    assert "the loss became nan in step" in capsys.readouterr().err
+    refuses("the loss became nan in step", options, "--epochs 9", code=1)
     assert json.loads(Path("run/summary.json").read_text())["status"] == "failed"
     assert signal.getsignal(signal.SIGTERM) is before
     assert not list(Path("out").iterdir())
@@ -351,28 +341,28 @@ def test_two_ranks_are_one_with_two_micro_batches(arguments: list[str]) -> None:
     ],
 )
 def test_what_cannot_work_is_said_before_training(
-    options: list[str], said: str, arguments: list[str], capsys: pytest.CaptureFixture[str]
+    options: list[str], said: str, arguments: list[str], refuses: Refuses
 ) -> None:
     Path("bad.jsonl").write_text(f'{json.dumps(ALPACA[0])}\n{{"instruction": "Q"}}\n')
     if "gpt2" in options:
         gpt2_folder(Path("gpt2"))
     Path("full").mkdir()
     Path("full/file").touch()
-    assert main([*arguments, "--output", "out", *options]) == 2
-    assert said in capsys.readouterr().err
+    refuses(said, arguments, "--output out", options)
     assert not Path("runs").exists()
 
 
 def test_a_reporter_that_is_not_installed(
-    arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    arguments: list[str], refuses: Refuses, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    assert main([*arguments, "--output", "out", "--report-to", "tensorboard,wandb"]) == 2
-    assert "--report-to wandb: it is not installed; pip install wandb" in capsys.readouterr().err
+    refuses(
+        "--report-to wandb: it is not installed; pip install wandb",
+        arguments,
+        "--output out --report-to tensorboard,wandb",
+    )
 
 
-def test_what_is_missing(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["finetune"]) == 2
-    assert "--model is missing" in capsys.readouterr().err
-    assert main(["finetune", "--model", "../model"]) == 2
-    assert "--data is missing" in capsys.readouterr().err
+def test_what_is_missing(arguments: list[str], refuses: Refuses) -> None:
+    refuses("--model is missing", "finetune")
+    refuses("--data is missing", "finetune --model ../model")

@@ -10,7 +10,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from hetero.cli.main import main
-from tests.support.cli_runs import draw_nothing
+from tests.support.cli_runs import Refuses, draw_nothing
 
 
 @pytest.fixture(scope="module")
@@ -64,13 +64,12 @@ def test_draws_are_those_of_the_seed(run: Path, capsys: pytest.CaptureFixture[st
     assert printed("--top-k", "1") == printed("--top-k", "1", "--seed", "5")
 
 
-def test_a_run_that_keeps_no_model(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_keeps_no_model(run: Path, refuses: Refuses) -> None:
     short = ["--seq-len", "8", "--batch-size", "1", "--steps", "1", "--no-save-model"]
     assert main(["train", "--config", "model.json", "--data", "text", *short]) == 0
     newest = max(path for path in Path("runs").iterdir() if path.name != "one")
     assert not (newest / "model").exists()
-    assert main(["generate", str(newest)]) == 2
-    assert "neither a model folder" in capsys.readouterr().err
+    refuses("neither a model folder", "generate", str(newest))
 
 
 class TestFolders:
@@ -132,7 +131,7 @@ class TestFolders:
 def test_what_cannot_work_is_said(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    refuses: Refuses,
     arguments: list[str],
     words: str,
 ) -> None:
@@ -144,15 +143,10 @@ def test_what_cannot_work_is_said(
     (tmp_path / "cut-off").mkdir()
     (tmp_path / "cut-off" / "config.json").write_text('{"model_type": "gpt2", "n_layer": 1}')
     (tmp_path / "cut-off" / "model.safetensors").write_bytes(b"short")
-    assert main(["generate", *arguments]) == 2
-    assert words in capsys.readouterr().err
+    refuses(words, "generate", arguments)
 
 
-def test_a_prompt_without_or_with_too_many_tokens_is_refused(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["generate", "--chat"]) == 2
-    assert "has no chat template" in capsys.readouterr().err
+def test_a_prompt_without_or_with_too_many_tokens_is_refused(run: Path, refuses: Refuses) -> None:
+    refuses("has no chat template", "generate --chat")
     for prompt, words in (("", "at least one token"), ("x" * 33, "and the model 32 positions")):
-        assert main(["generate", "--prompt", prompt]) == 2
-        assert words in capsys.readouterr().err
+        refuses(words, "generate --prompt", [prompt])

@@ -46,23 +46,22 @@ def test_the_help_fits_a_screen(
         assert sum(line.startswith(f"  {name} ") for line in lines) == 1
 
 
-@pytest.mark.parametrize(
-    "given",
-    ["--version", "--help", "train --help-all", "plan --help", "trian", "train --config none.json"],
-)
-def test_help_and_mistakes_do_not_wait_for_torch(given: str) -> None:
+def test_help_and_mistakes_do_not_wait_for_torch() -> None:
     """Importing torch takes seconds."""
-    program = f"""
+    program = """
 import sys
 from hetero.cli.main import main
-try:
-    main({given.split()})
-except SystemExit:
-    pass
-print([name for name in ("torch", "numpy", "transformers") if name in sys.modules])
+for given in ("--version", "--help", "train --help-all", "plan --help", "trian",
+              "train --config none.json"):
+    try:
+        main(given.split())
+    except SystemExit:
+        pass
+    print([given for name in ("torch", "numpy", "transformers") if name in sys.modules])
 """
     out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert out.stdout.splitlines()[-1] == "[]", out.stderr
+    found = [line for line in out.stdout.splitlines() if line.startswith("[")]
+    assert found == ["[]"] * 6, out.stderr
 
 
 def test_all_public_names_are_there() -> None:
@@ -141,7 +140,7 @@ def test_what_was_not_foreseen_is_one_line_too(
 
 
 def test_errors_of_the_system_have_no_numbers(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "--steps", "1", "--nvme-path", "/no/such"]) == 2
+    assert main(["train", "--data", __file__, "--nvme-path", "/no/such"]) == 2
     assert capsys.readouterr().err == (
         "hetero train: error: nvme_path does not exist; make it first (mkdir -p /no/such):"
         " '/no/such'\n"

@@ -20,6 +20,7 @@ import hetero
 from hetero.checkpoint.safetensors_header import read
 from hetero.cli.checkpoints import by_module
 from hetero.cli.main import main
+from tests.support.cli_runs import Refuses, draw_nothing
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -128,7 +129,7 @@ def test_verify_reads_every_byte(saved: Path, capsys: pytest.CaptureFixture[str]
 
 
 def test_verify_names_all_that_is_damaged(
-    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], refuses: Refuses
 ) -> None:
     copy = tmp_path / "copy"
     copy.mkdir()
@@ -150,12 +151,11 @@ def test_verify_names_all_that_is_damaged(
         key.rpartition("@")[0] for key in hurt if any(key.rpartition("@")[0] in t for t in told)
     }
     os.truncate(path, 8192)
-    assert main(["inspect", str(copy), "--verify"]) == 1
-    assert "has 8192 bytes" in capsys.readouterr().err
+    refuses("has 8192 bytes", "inspect", str(copy), "--verify", code=1)
 
 
 def test_a_folder_and_a_file_of_hugging_faces(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], refuses: Refuses
 ) -> None:
     tensors = {"a.0.w": torch.ones(2, 3), "a.1.w": torch.ones(4, dtype=torch.bfloat16)}
     save_file(tensors | {"n": torch.arange(2)}, tmp_path / "model.safetensors")
@@ -169,8 +169,7 @@ def test_a_folder_and_a_file_of_hugging_faces(
     file = inspect(capsys, tmp_path / "model.safetensors")
     assert file["kind"] == "safetensors file"
     assert file["params"] == found["params"]
-    assert main(["inspect", str(tmp_path), "--verify"]) == 2
-    assert "has no checksums" in capsys.readouterr().err
+    refuses("has no checksums", "inspect", str(tmp_path), "--verify")
 
 
 def test_a_dcp_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -189,7 +188,7 @@ def test_a_dcp_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_a_universal_checkpoint_of_deepspeeds(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], refuses: Refuses
 ) -> None:
     for name in ("b.weight", "a.10.weight", "a.9.weight"):
         folder = tmp_path / "step7" / "zero" / name
@@ -204,8 +203,7 @@ def test_a_universal_checkpoint_of_deepspeeds(
     assert len(found["files"]) == 9
     hostile = tmp_path / "step7" / "zero" / "b.weight" / "fp32.pt"
     torch.save({"param": _Hostile(tmp_path / "ran")}, hostile)
-    assert main(["inspect", str(tmp_path / "step7")]) == 2
-    assert "names posix.mkdir, which is not loaded" in capsys.readouterr().err
+    refuses("names posix.mkdir, which is not loaded", "inspect", str(tmp_path / "step7"))
     assert not (tmp_path / "ran").exists()
 
 
@@ -217,11 +215,10 @@ class _Hostile:
         return os.mkdir, (str(self._path),)
 
 
-def test_nothing_of_a_pickle_is_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_of_a_pickle_is_run(tmp_path: Path, refuses: Refuses) -> None:
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / ".metadata").write_bytes(pickle.dumps(_Hostile(tmp_path / "ran")))
-    assert main(["inspect", str(tmp_path / "bad")]) == 2
-    assert "names posix.mkdir, which DCP does not write" in capsys.readouterr().err
+    refuses("names posix.mkdir, which DCP does not write", "inspect", str(tmp_path / "bad"))
     assert not (tmp_path / "ran").exists()
 
 
@@ -247,6 +244,7 @@ def test_a_run_without_checkpoints_has_its_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As the tutorial's first run: `inspect` and `convert` take its folder."""
+    draw_nothing(monkeypatch)
     monkeypatch.chdir(tmp_path)
     shape = {"n_layer": 1, "n_embd": 16, "n_head": 2, "n_positions": 16, "vocab_size": 256}
     Path("small.json").write_text(json.dumps({"model_type": "gpt2", **shape}))

@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 
 from hetero.cli.main import main
-from tests.support.cli_runs import draw_nothing, run_all
-from tests.support.ranks.processes import run_ranks
-from tests.support.waiting import until
+from hetero.cli.observers import LineObserver
+from hetero.reporting.run_record import StepPoint
+from tests.support.cli_runs import Refuses, draw_nothing, run_all
+from tests.support.ranks.processes import RankPool
 
 MODEL = {
     "model_type": "gpt2",
@@ -28,18 +29,35 @@ MODEL = {
     "vocab_size": 256,
     "n_positions": 32,
 }
-SHORT = ["--seq-len", "16", "--batch-size", "2", "--warmup", "1", "--accumulate", "2"]
+STEPS = 5
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model, which has dropout, a text, and the run `whole` of STEPS steps."""
+    folder = tmp_path_factory.mktemp("prepared")
+    (folder / "model.json").write_text(json.dumps(MODEL))
+    (folder / "text").write_bytes(b"the quick brown fox jumps over the lazy dog. " * 50)
+    with pytest.MonkeyPatch.context() as patch:
+        draw_nothing(patch)
+        assert main([*arguments_in(folder), "--run-dir", str(folder / "whole")]) == 0
+    assert not (folder / "whole" / "checkpoints").exists()
+    return folder
+
+
+def arguments_in(folder: Path) -> list[str]:
+    """Of a tiny run."""
+    files = ["--config", str(folder / "model.json"), "--data", str(folder / "text")]
+    short = ["--seq-len", "16", "--batch-size", "2", "--warmup", "1", "--accumulate", "2"]
+    return ["train", *files, *short, "--steps", f"{STEPS}"]
 
 
 @pytest.fixture
-def arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def arguments(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Of a tiny run, with dropout, in an empty working folder."""
     draw_nothing(monkeypatch)
-    (tmp_path / "model.json").write_text(json.dumps(MODEL))
-    (tmp_path / "text").write_bytes(b"the quick brown fox jumps over the lazy dog. " * 50)
-    (tmp_path / "work").mkdir()
-    monkeypatch.chdir(tmp_path / "work")
-    return ["train", "--config", "../model.json", "--data", "../text", *SHORT]
+    monkeypatch.chdir(tmp_path)
+    return arguments_in(prepared)
 
 
 def lines(folder: str | Path) -> list[Any]:
@@ -53,17 +71,15 @@ def checkpoints(folder: str | Path) -> list[str]:
 
 
 def test_a_run_in_parts_has_the_bits_of_one_run(
-    arguments: list[str], capsys: pytest.CaptureFixture[str]
+    prepared: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The steps after the last checkpoint are made again; with other memory, too."""
-    assert main([*arguments, "--steps", "9", "--run-dir", "whole"]) == 0
-    assert not Path("whole/checkpoints").exists()
-    saving = [*arguments, "--steps", "9", "--run-dir", "parts", "--save-every", "2"]
+    saving = [*arguments, "--run-dir", "parts", "--save-every", "2"]
     assert main(saving) == 0
-    assert lines("parts") == lines("whole")
-    assert checkpoints("parts") == ["step-000008", "step-000009"]
+    assert lines("parts") == lines(prepared / "whole")
+    assert checkpoints("parts") == ["step-000004", "step-000005"]
     for removed, policy, note in (
-        (1, "cpu", "resumed after step 8 from parts/checkpoints/step-000008"),
+        (1, "cpu", "resumed after step 4 from parts/checkpoints/step-000004"),
         (2, "nvme", "--resume found no checkpoint, so the run began anew"),
     ):
         for name in checkpoints("parts")[-removed:]:
@@ -71,40 +87,35 @@ def test_a_run_in_parts_has_the_bits_of_one_run(
         capsys.readouterr()
         assert main([*saving, "--resume", "--json", "--policy", policy]) == 0
         summary = json.loads(capsys.readouterr().out)
-        assert summary["checkpoint"] == "parts/checkpoints/step-000009"
+        assert summary["checkpoint"] == "parts/checkpoints/step-000005"
         assert note in summary["notes"]
-        assert lines("parts") == lines("whole")
+        assert lines("parts") == lines(prepared / "whole")
 
 
 def test_commits_go_on_with_the_bits_of_one_run(
-    arguments: list[str], capsys: pytest.CaptureFixture[str]
+    prepared: Path, arguments: list[str], capsys: pytest.CaptureFixture[str], refuses: Refuses
 ) -> None:
     """Without a checkpoint, and with other memory; from a checkpoint that is later."""
-    assert main([*arguments, "--steps", "9", "--run-dir", "whole"]) == 0
-    committing = [*arguments, "--run-dir", "parts", "--commit-every", "2", "--steps"]
-    constant = ["--schedule", "constant"]
-    assert main([*committing, "9"]) == 0
-    assert lines("parts") == lines("whole")
+    committing = [*arguments, "--run-dir", "parts", "--commit-every", "2"]
+    assert main(committing) == 0
+    assert lines("parts") == lines(prepared / "whole")
     assert not Path("parts/checkpoints").exists()
     capsys.readouterr()
-    assert main([*committing, "10"]) == 2
-    assert "already holds a run" in capsys.readouterr().err
-    assert main([*committing, "9", "--resume"]) == 2
-    assert "has all 9 steps; to go on from it ask for more" in capsys.readouterr().err
-    more = [*committing, "10", "--resume", "--json", *constant]
+    refuses("already holds a run", committing, "--steps 6")
+    refuses("has all 5 steps; to go on from it ask for more", committing, "--resume")
+    more = [*committing, "--steps", "6", "--resume", "--json", "--schedule", "constant"]
     assert main([*more, "--policy", "nvme", "--save-every", "11"]) == 0
     summary = json.loads(capsys.readouterr().out)
-    assert "resumed after step 9 from parts/hetero-state" in summary["notes"]
-    assert checkpoints("parts") == ["step-000010"]
-    assert len(lines("parts")) == 10
+    assert "resumed after step 5 from parts/hetero-state" in summary["notes"]
+    assert checkpoints("parts") == ["step-000006"]
+    assert len(lines("parts")) == 6
     # A new run there would be told whose state it is.
-    new = [*arguments, "--steps", "3", "--run-dir", "other", "--nvme-path", "parts"]
-    assert main([*new, "--commit-every", "1"]) == 2
-    assert "has the state of a run that made 10 steps; --resume goes on" in capsys.readouterr().err
+    new = [*arguments, "--run-dir", "other", "--nvme-path", "parts"]
+    refuses("has the state of a run that made 6 steps; --resume goes on", new, "--commit-every 1")
 
 
 def test_a_run_goes_back_in_a_folder_of_its_own(
-    arguments: list[str], capsys: pytest.CaptureFixture[str]
+    arguments: list[str], capsys: pytest.CaptureFixture[str], refuses: Refuses
 ) -> None:
     """To step 2 with other clipping; started again with the same words it goes on from its own."""
     saving = [*arguments, "--save-every", "2", "--keep", "9", "--schedule", "constant"]
@@ -113,11 +124,15 @@ def test_a_run_goes_back_in_a_folder_of_its_own(
     assert main([*committing, "--steps", "6", "--run-dir", "first"]) == 0
     Path("first/checkpoints/step-000006/manifest.json").write_text("{")
     back = ["--clip", "0.01", "--resume", "first/checkpoints/step-000002", "--steps"]
-    assert main([*saving, *back, "4"]) == 2
-    said = "is not the last checkpoint of its run, which is first/checkpoints/step-000006"
-    assert said in capsys.readouterr().err
-    assert main([*committing, *back, "4", "--run-dir", "second"]) == 2
-    assert "state of a run that made 6 steps; --resume goes on" in capsys.readouterr().err
+    refuses(
+        "is not the last checkpoint of its run, which is first/checkpoints/step-000006",
+        saving,
+        back,
+        "4",
+    )
+    refuses(
+        "state of a run that made 6 steps; --resume goes on", committing, back, "4 --run-dir second"
+    )
     back += ["4", "--run-dir", "second", "--json"]
     for steps, note in (
         ("4", "resumed after step 2 from first/checkpoints/step-000002"),
@@ -165,7 +180,7 @@ def test_a_run_does_not_take_the_commits_of_another(
     assert main([*kept, *right]) == 0
 
 
-def test_what_resume_means(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_resume_means(arguments: list[str], refuses: Refuses) -> None:
     saving = [*arguments, "--save-every", "1", "--keep", "3"]
     assert main([*saving, "--steps", "3", "--run-dir", "runs/a", "--resume"]) == 0  # from nothing
     assert checkpoints("runs/a") == ["step-000001", "step-000002", "step-000003"]
@@ -176,35 +191,30 @@ def test_what_resume_means(arguments: list[str], capsys: pytest.CaptureFixture[s
     path = "runs/a/checkpoints/step-000004"
     assert main([*saving, "--steps", "5", "--resume", path, "--run-dir", "b"]) == 0
     assert lines("b") == lines("runs/a")[4:]
-    assert main([*saving, "--steps", "5", "--resume", "runs/a/checkpoints/step-000005"]) == 2
-    assert "has all 5 steps; to go on from it ask for more" in capsys.readouterr().err
-    assert main([*saving, "--steps", "4", "--resume", "nothing"]) == 2
-    assert "--resume nothing is no checkpoint" in capsys.readouterr().err
-    assert main([*saving, "--steps", "4", "--run-dir", "b"]) == 2
-    assert "already holds a run" in capsys.readouterr().err
-
-
-@pytest.mark.usefixtures("quick_python")
-def test_sigterm_saves_and_ends(arguments: list[str], tmp_path: Path) -> None:
-    """After the step that is under way; the run that goes on has the bits of one run."""
-    folder = Path("run")
-    command = [sys.executable, "-m", "hetero.cli", *arguments]
-    saving = [*command, "--run-dir", str(folder), "--save-every", "1000"]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
-    process = subprocess.Popen([*saving, "--steps", "100000"], env=environment)
-    metrics = folder / "metrics.jsonl"
-    until(lambda: metrics.exists() and metrics.read_text().count("\n") >= 3)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(120) == 143
-    made = len(lines(folder))
-    assert checkpoints(folder) == [f"step-{made:06}"]
-    summary = json.loads((folder / "summary.json").read_text())
-    assert summary["status"] == "terminated"
-    constant = ["--schedule", "constant", "--steps", str(made + 2)]
-    assert (
-        main([*arguments, "--run-dir", "run", "--save-every", "1000", "--resume", *constant]) == 0
+    refuses(
+        "has all 5 steps; to go on from it ask for more",
+        saving,
+        "--steps 5 --resume runs/a/checkpoints/step-000005",
     )
-    assert len(lines(folder)) == made + 2
+    refuses("--resume nothing is no checkpoint", saving, "--steps 4 --resume nothing")
+    refuses("already holds a run", saving, "--steps 4 --run-dir b")
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_sigterm_saves_and_ends(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the step that is under way; the run that goes on has the bits of one run."""
+
+    def end(observer: LineObserver, point: StepPoint) -> None:
+        if point.last == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(LineObserver, "step", end)
+    saving = [*arguments, "--run-dir", "run", "--save-every", "1000", "--schedule", "constant"]
+    assert main([*saving, "--steps", "100000"]) == 143
+    assert checkpoints("run") == ["step-000002"]
+    assert json.loads(Path("run/summary.json").read_text())["status"] == "terminated"
+    assert main([*saving, "--steps", "4", "--resume"]) == 0
+    assert len(lines("run")) == 4
 
 
 KILLED = """
@@ -228,7 +238,9 @@ KILLED = """
 
 
 @pytest.mark.usefixtures("quick_python")
-def test_torchrun_restarts_and_the_run_goes_on(arguments: list[str], tmp_path: Path) -> None:
+def test_torchrun_restarts_and_the_run_goes_on(
+    arguments: list[str], tmp_path: Path, ranks2: RankPool
+) -> None:
     """A rank is killed; all start again from what was kept last. Then one rank alone goes on, from
     the last commit and from the last checkpoint."""
     program = tmp_path / "killed.py"
@@ -236,9 +248,9 @@ def test_torchrun_restarts_and_the_run_goes_on(arguments: list[str], tmp_path: P
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     launch += ["--max-restarts", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
-    more = [*arguments, "--policy", "cpu", "--threads", "1", "--steps", "8", "--run-dir"]
+    more = [*arguments, "--policy", "cpu", "--threads", "1", "--steps", "6", "--run-dir"]
     keeping = ["--save-every", "3", "--commit-every", "2", "--resume"]
-    run_ranks(2, run_all, str(Path.cwd()), [[*more, "whole"]], timeout_s=300)
+    ranks2.run(run_all, str(tmp_path), [[*more, "whole"]])
     subprocess.run(
         [*launch, str(program), *more, "killed", *keeping],
         env=environment,
@@ -246,12 +258,12 @@ def test_torchrun_restarts_and_the_run_goes_on(arguments: list[str], tmp_path: P
         timeout=300,
     )
     assert lines("killed") == lines("whole")
-    assert json.loads(Path("killed/summary.json").read_text())["steps"] < 8
-    alone = [*arguments, "--policy", "nvme", "--steps", "9", "--run-dir", "killed", "--resume"]
+    assert json.loads(Path("killed/summary.json").read_text())["steps"] < 6
+    alone = [*arguments, "--policy", "nvme", "--steps", "7", "--run-dir", "killed", "--resume"]
     found = []
     for kept in ("--commit-every", "--save-every"):
         assert main([*alone, kept, "9"]) == 0
         found.append(lines("killed"))
-        assert [line[0] for line in found[-1]] == list(range(1, 10))
-        assert found[-1][:8] == lines("whole")
+        assert [line[0] for line in found[-1]] == list(range(1, 8))
+        assert found[-1][:6] == lines("whole")
     assert found[0] == found[1]

@@ -11,21 +11,24 @@ from hetero.job import data
 from hetero.job.data import Corpus, load_corpus
 
 
-def test_default_is_python_source_and_the_same_each_time() -> None:
-    first, second = (load_corpus(None, seq_len=32, seed=3) for _ in range(2))
-    assert len(first) > 1 << 20
-    assert len(first) <= data.CORPUS_CAP_BYTES
-    batches = [first.batch(4) for _ in range(3)]
-    for batch in batches:
-        assert batch.shape == (4, 32)
-        assert batch.dtype == torch.int64
-        assert torch.equal(batch, second.batch(4))
+def test_default_is_python_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the standard library alone, without its tests."""
+    for name in ("a.py", "b/c.py", "site-packages/x.py", "b/test/y.py", "notes.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"# the content of {name}\n")
+    monkeypatch.setattr(data.sysconfig, "get_path", {"stdlib": str(tmp_path)}.__getitem__)
+    text = "# the content of a.py\n# the content of b/c.py\n"
+    corpus = load_corpus(None, seq_len=len(text) - 1, seed=3)
+    assert len(corpus) == len(text)
+    (row,) = corpus.batch(1)
+    assert bytes(row.tolist()).decode() == text[:-1]
 
 
 def test_seed_decides_the_order_and_the_global_generator_does_not() -> None:
     text = bytes(range(256)) * 8
     torch.manual_seed(0)
     one = Corpus(text, "text", seq_len=16, seed=1).batch(8)
+    assert (one.shape, one.dtype) == ((8, 16), torch.int64)
     torch.manual_seed(99)
     assert torch.equal(one, Corpus(text, "text", seq_len=16, seed=1).batch(8))
     assert not torch.equal(one, Corpus(text, "text", seq_len=16, seed=2).batch(8))

@@ -23,6 +23,7 @@ from hetero.job.run import Observer
 from hetero.job.run_folder import RunFolder
 from hetero.reporting.run_record import RunRecord
 from offload.errors import BudgetError
+from tests.support.cli_runs import draw_nothing
 from tests.support.training.loops import SMALLEST_MODEL
 
 pytestmark = pytest.mark.usefixtures("quick_python")
@@ -153,12 +154,22 @@ def test_ranks_but_the_first_show_nothing() -> None:
     assert type(make_observer(1, Ranks(0, 2))) is not Observer
 
 
+# `hetero` as one of two ranks, which draws nothing.
+UNDRAWN = """
+import sys
+from tests.support.cli_runs import run_all
+
+run_all(0, 2, ".", [sys.argv[1:]])
+"""
+
+
 @pytest.fixture
-def options(tmp_path: Path) -> list[str]:
+def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    draw_nothing(monkeypatch)
     (tmp_path / "model.json").write_text(json.dumps(SMALLEST_MODEL))
     (tmp_path / "text").write_bytes(bytes(range(256)) * 4)
     return [
-        *("-m", "hetero.cli", "train", "--json", "--dtype", "fp32"),
+        *("-c", UNDRAWN, "train", "--json", "--dtype", "fp32"),
         *("--config", str(tmp_path / "model.json"), "--data", str(tmp_path / "text")),
         *("--steps", "3", "--seq-len", "8", "--batch-size", "2", "--threads", "1"),
         # Rates from the first step on, so that later losses depend on the updates.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 from markdown_it import MarkdownIt
@@ -60,6 +61,12 @@ class Block:
     def place(self) -> str:
         """Where the block is, as compilers write it."""
         return f"{self.page}:{self.line}"
+
+
+@cache
+def all_blocks() -> dict[Path, list[Block]]:
+    """Those of each page of PAGES. Tests ask for them when they run: reading all takes a second."""
+    return {page: blocks_of(page) for page in PAGES}
 
 
 def blocks_of(path: Path) -> list[Block]:

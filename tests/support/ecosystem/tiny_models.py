@@ -27,7 +27,9 @@ class Sentences(torch.utils.data.Dataset[Any]):
         return {"input_ids": tokens, "labels": tokens}
 
 
-def llama_folder(path: Path, vocab_size: int = VOCAB_SIZE, positions: int = 8) -> Path:
+def llama_folder(
+    path: Path, vocab_size: int = VOCAB_SIZE, positions: int = 8, layers: int = 2
+) -> Path:
     """Writes the folder of a model without dropout; returns it."""
     torch.manual_seed(0)
     config = hf.LlamaConfig(
@@ -35,7 +37,7 @@ def llama_folder(path: Path, vocab_size: int = VOCAB_SIZE, positions: int = 8) -
         max_position_embeddings=positions,
         hidden_size=32,
         intermediate_size=64,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=2,
         num_key_value_heads=1,
         tie_word_embeddings=True,

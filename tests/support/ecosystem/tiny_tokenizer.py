@@ -46,6 +46,6 @@ def trained_tokenizer(chat_template: str | None = None) -> PreTrainedTokenizerFa
 
 def model_folder(path: Path, chat_template: str | None = None) -> Path:
     """The folder of a tiny model with its tokenizer; returns it."""
-    llama_folder(path, VOCAB_SIZE, POSITIONS)
+    llama_folder(path, VOCAB_SIZE, POSITIONS, layers=1)
     trained_tokenizer(chat_template).save_pretrained(path)
     return path
