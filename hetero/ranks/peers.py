@@ -60,13 +60,11 @@ class End:
     """What a rank told when it ended or left.
 
     Attributes:
-        attempt: FailedRanks.attempt at that time.
         made: how many operations it had made, by channel; it makes no others.
         why: a sentence.
         answers: whether it goes on answering requests until the other ranks have ended, too.
     """
 
-    attempt: int
     made: Sequence[int]
     why: str
     answers: bool
@@ -391,16 +389,14 @@ class Peers:
         the other members have ended, too.
         """
         made = [self._begun[channel] for channel in Channel]
-        end = End(self.failures.attempt, made, why, answers)
-        self.notes.leave("end", json.dumps(asdict(end)))
+        self.notes.leave("end", json.dumps(asdict(End(made, why, answers))))
         with contextlib.suppress(RuntimeError):  # the process that keeps the store is gone
             self.notes.store.set("ended", "")
 
     def _end_of(self, peer: int) -> End | None:
-        """What `peer` told in this attempt, if it has ended."""
+        """What `peer` told, if it has ended."""
         found = self.notes.find("end", peer)
-        end = None if found is None else End(**json.loads(found))
-        return end if end is not None and end.attempt == self.failures.attempt else None
+        return None if found is None else End(**json.loads(found))
 
     def look(self, operation: RankOperation, what: str) -> None:
         """Raises PeerError if a wait for a common operation is in vain; does what can be done."""

@@ -49,6 +49,7 @@ class ProcessGroups:
         name: this rank's name as users know it: "rank 3" of the world.
         failures: the ranks that are known to have failed.
         while_waiting: what this rank does in waits for others.
+        is_closed: there are no connections, until reconnect().
 
     A group of this rank alone is None.
     """
@@ -74,12 +75,11 @@ class ProcessGroups:
         everyone = sorted(rank for one in replicas for rank in one)
         self._members = _Members(shard, [one[place] for one in replicas], everyone)
         self._timeout_s = timeout_s
-        self.failures = FailedRanks()
-        self.while_waiting = WhileWaiting()
         self.shard: Communicator | None = None
         self.replicas: Communicator | None = None
         self.everyone: Communicator | None = None
-        self._met_as = self._connect()
+        self._met_as = "hetero"
+        self.reconnect()
         self.local_ranks = 1
         if self.everyone is not None:
             mine = machine_id()
@@ -116,7 +116,17 @@ class ProcessGroups:
         made._connect(self._met_as)
         return made
 
-    def _connect(self, before: str = "hetero") -> str:
+    def reconnect(self) -> None:
+        """Connects the ranks anew, as if none had failed. All ranks must call it. Raises PeerError.
+
+        Some of the connections before may have been broken off, by some of the ranks alone.
+        """
+        self.failures = FailedRanks()
+        self.while_waiting = WhileWaiting()
+        self._met_as = self._connect(self._met_as)
+        self.is_closed = False
+
+    def _connect(self, before: str) -> str:
         """Gives this object communicators of its own. All ranks must call it.
 
         `before` is as meet() takes it. Returns the name of the ranks' meeting; there is none of one
@@ -293,6 +303,7 @@ class ProcessGroups:
 
     def close(self) -> None:
         """Drops all connections."""
+        self.is_closed = True
         for group in self.groups():
             group.close()
 

@@ -39,13 +39,10 @@ class FailedRanks:
     this rank's end ends all of its connections.
 
     Attributes:
-        attempt: how many calls of initialize() the ranks have made. What a rank told in an earlier
-            one, which failed, says nothing about this one.
         own_end: why this rank has broken off its connections; None while it has not.
     """
 
     def __init__(self) -> None:
-        self.attempt = 0
         self.own_end: str | None = None
         self._lock = threading.Lock()
         self._why: dict[int, str] = {}

@@ -9,7 +9,7 @@ import weakref
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from operator import itemgetter
 from typing import Any
 
@@ -201,6 +201,17 @@ class ConstructionStore:
     def charge(self, nbytes: int) -> None:
         """Charges RAM for a part of a parameter. Raises BudgetError."""
         self.ledger.charge(Tier.HOST, Account.INIT, nbytes)
+
+    @contextmanager
+    def charged(self, nbytes: int) -> Iterator[None]:
+        """Charges RAM for what the block brings into it; no more if that fails. Raises
+        BudgetError."""
+        self.charge(nbytes)
+        try:
+            yield
+        except BaseException:
+            self.release(nbytes)
+            raise
 
     def charge_whole(self, nbytes: int, new: torch.nn.Parameter | None = None) -> None:
         """Charges RAM for a whole parameter, which may be a `new` one. Raises BudgetError."""
@@ -468,13 +479,13 @@ class ConstructionParam:
 
         The ranks' parts are freed.
         """
-        param, mine = self.alive(), wanted[self._store.world.rank]
-        self._store.charge((mine.stop - mine.start) * param.element_size())
-        if self.is_offloaded and self._part is None:  # the file has it
-            self._store.charge(part_bytes(self.nbytes, len(wanted)))
-            self._part = self._part_in_file()
-        values = torch.empty(mine.stop - mine.start, dtype=param.dtype, device="cpu")
-        self._exchange(values.view(torch.uint8), list(map(self._bytes, wanted)))
+        store, param, mine = self._store, self.alive(), wanted[self._store.world.rank]
+        with store.charged((mine.stop - mine.start) * param.element_size()):
+            if self.is_offloaded and self._part is None:  # the file has it
+                with store.charged(part_bytes(self.nbytes, len(wanted))):
+                    self._part = self._part_in_file()
+            values = torch.empty(mine.stop - mine.start, dtype=param.dtype, device="cpu")
+            self._exchange(values.view(torch.uint8), list(map(self._bytes, wanted)))
         self._brought = mine.start, values
         self._drop_part()
 

@@ -211,6 +211,8 @@ def initialize(
             construction = ConstructionArena(made, world)
     made, world = construction.config, construction.world
     folder: StateFolder | None = None
+    if world.is_closed:  # a call before has failed
+        world.reconnect()
     try:
         with ExitStack() as resources, world.telling_failures("hetero.initialize()"):
             if not adopting:
@@ -235,10 +237,9 @@ def initialize(
             engine.attach(StateDictHooks(model, engine), AddedParams(engine))
             resources.pop_all()
     except BaseException:
-        world.failures.attempt += 1  # what was told of this one says nothing about the next
         if adopting:
             construction.restore(model.parameters())
-            world.close()
+        world.close()
         raise
     for each, view in zip(optimizers, views, strict=True):
         each.connect(engine, view)

@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from hetero.ranks.shard_server import ShardServer
 from hetero.ranks.start.meeting import Meeting, PolledStore
 from hetero.ranks.waiting import wait_for_job
 from hetero.runtime import step as steps
+from hetero.setup import initialize as setup
 from tests.support.ranks.rank_training import Experts, Layers, inputs
 from tests.support.ranks.scripts import SOON_S, Ended, Place, Script, ScriptServer
 from tests.support.waiting import until
@@ -277,6 +279,25 @@ def succeed_after_a_failure(rank: int, place: Place) -> None:
     model.inner(inputs(rank, 0)).square().mean().backward()
 
 
+def succeed_after_one_rank_failed(rank: int, place: Place) -> None:
+    """A model that was built in the context: rank 1 fails alone, when parts of the state are on
+    their way, and twice, because nothing of an attempt may stay charged."""
+    join()
+    memory = {"placement_policy": "nvme", "nvme_path": str(place.folder), "chunk_numel": 8192}
+    with hetero.ZeroInitContext(OPTIONS | memory, host_memory="450KiB"):
+        model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Linear(256, 64))
+    optimizer = hetero.HybridAdam(model.parameters())
+    for attempt in range(3):
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 1 and attempt < 2:
+                patch.setattr(setup, "_build", lambda *_: 1 / 0)
+            fails = pytest.raises((hetero.PeerError, ZeroDivisionError))
+            with fails if attempt < 2 else nullcontext():
+                hetero.initialize(model, optimizer)
+    model(torch.ones(2, 64)).sum().backward()
+    optimizer.engine.close()
+
+
 def differ(rank: int, place: Place) -> None:
     """Rank 1 does not clip: each is told what the other does, and nothing catches it."""
     join()
@@ -422,6 +443,11 @@ class TestBeforeStart:
         script = server.run(2, succeed_after_a_failure)
         for rank in range(2):
             script.heard(f"refused-{rank}")
+            assert script.end(rank) == Ended(0, "")
+
+    def test_all_can_try_again_after_one_has_failed(self, server: ScriptServer) -> None:
+        script = server.run(2, succeed_after_one_rank_failed)
+        for rank in range(2):
             assert script.end(rank) == Ended(0, "")
 
 
