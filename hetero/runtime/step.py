@@ -146,7 +146,7 @@ class GradIntake:
         for m in members:
             chunk_group = self._params.group(m.chunk)
             chunk_group.updates.revoke(m.chunk)
-            m.grad_factor = self._loss_scale.grad_factor
+            m.grad_factor, m.grad_limits = self._loss_scale.grad_factor, None
             if chunk_group.ranks is not None:
                 chunk_group.ranks.grad_reducer.zero(m)
         self._zeroed.update(dict.fromkeys(members))
@@ -298,22 +298,24 @@ class GradFactors:
         intake: GradIntake,
         shared: Shared,
         shard: Communicator | None,
+        optimizer_of: Callable[[torch.Tensor], object],
         step_left_out: Callable[[], object],
     ) -> None:
-        """`shard`: the ranks that share gradients, if there are several. `step_left_out` is called
-        when a GradScaler is about to leave out a step, before the recordings of the order of uses
-        end.
+        """`shard`: the ranks that share gradients, if there are several. `optimizer_of` says which
+        optimizer has a parameter. `step_left_out` is called when a GradScaler is about to leave out
+        a step, before the recordings of the order of uses end.
         """
         self._params = params
         self._intake = intake
         self._loss_scale = shared.loss_scale
         self._shard = shard
+        self._optimizer_of = optimizer_of
         self._step_left_out = step_left_out
         # With several ranks: sums of squares of whole gradients, the same on all ranks, and after
         # how many changes of means they were taken.
         self._whole_sums: dict[ManagedParam, float] = {}
         self._sums_at = -1  # GradReducer.changes of all chunk groups when they were taken
-        # Gradients that other ranks alone have and that came while a norm was taken of others.
+        # Gradients that other ranks alone have and that came while torch had listed the others.
         self._unlisted: set[ManagedParam] = set()
 
     def _grads(self, managed: ManagedParam) -> Grads:
@@ -342,7 +344,7 @@ class GradFactors:
         """Makes means, of which those of `members` are wanted.
 
         torch's clip_grad_norm_() lists the gradients that there are before it asks for a norm, and
-        again before it clips.
+        again before it clips; GradScaler.unscale_() lists them once.
         """
         absent: list[ManagedParam] = []
         if self._shard is not None and self._intake.is_unaveraged:
@@ -454,17 +456,24 @@ class GradFactors:
                 for b in (low, high)
             ]
             self._change(m, lambda kept, bounds=bounds: kept.clamp_(*bounds))  # type: ignore[misc]
+            m.grad_limits = low, high
 
     def unscale(self, members: Members, factor: float) -> bool:
         """GradScaler's: multiplies by `factor`; whether an element is infinite or NaN.
 
-        Raises HeteroError if hetero scales the loss too.
+        Also those that other ranks alone have, of the same optimizers. Raises HeteroError if hetero
+        scales the loss too.
         """
         if self._loss_scale.dynamic:
             raise HeteroError(
                 "a GradScaler and hetero both scale the loss (fp16); leave one out: "
                 "hetero.initialize(..., initial_loss_scale=None) leaves it to the GradScaler"
             )
+        self._average_for(members)
+        optimizers = {id(self._optimizer_of(m.param)) for m in members}
+        late = [m for m in self._unlisted if id(self._optimizer_of(m.param)) in optimizers]
+        self._unlisted.clear()
+        members = in_model_order([*members, *late])
         self.multiply(members, factor)
         overflow = self.any_non_finite(members)
         if overflow:  # GradScaler is going to leave out the step, which would say that it is over
@@ -520,7 +529,12 @@ class OptimizerSteps:
             params, shared.loss_scale, self.schedule, lambda: tracer().gradient()
         )
         self.grad_factors = GradFactors(
-            params, self.grad_intake, shared, shard, lambda: tracer().forget()
+            params,
+            self.grad_intake,
+            shared,
+            shard,
+            self.optimizer_of,
+            lambda: tracer().forget(),
         )
         self._added_params: AddsParams | None = None
 
@@ -659,6 +673,8 @@ def _meet_with_same(
                 f"in param group {number} with its gradient times {m.grad_factor!r} and its "
                 f"learning rate times {lr_scale_of(group, m.param.shape)!r}"
             )
+            if m.grad_limits is not None:
+                facts[m.name] += ", clamped between {} and {}".format(*m.grad_limits)
     for number, (group, _) in enumerate(groups):
         for name in options:
             numbers = ", ".join(map(repr, numbers_of(group.get(name))))
@@ -668,7 +684,7 @@ def _meet_with_same(
         "the updates of optimizer.step()",
         "clear, clip, scale and unscale gradients, set options and step schedulers (with a metric "
         "that is averaged over the ranks) on all ranks alike; where ranks use different "
-        "parameters, clip by hetero.clip_grad_norm_()",
+        "parameters, clip by hetero.clip_grad_norm_() or hetero.clip_grad_value_()",
     )
 
 

@@ -116,7 +116,8 @@ class ManagedParam:
 
     `.grad` is the placeholder `absent_grad` if the chunk holds a gradient; None if there is none;
     any other tensor was assigned by the user, and is taken into the chunk when it is needed. The
-    gradient is what the chunk holds times `grad_factor`.
+    gradient is what the chunk holds times `grad_factor`. If it was clamped, it was to `grad_limits`
+    last.
     """
 
     param: torch.nn.Parameter
@@ -131,6 +132,7 @@ class ManagedParam:
     absent_grad: GradPlaceholder = field(init=False)
     writes: ParamWrites = field(init=False, repr=False)
     grad_factor: float = 1.0
+    grad_limits: tuple[float | None, float | None] | None = None
     grad_ops: GradOps | None = field(default=None, repr=False)
     # What `param.data` is, unless user code has pointed it elsewhere (see is_at_home).
     state: ParamState = field(init=False, default=ParamState.UNPLACED)
@@ -164,6 +166,7 @@ class ManagedParam:
         (Loops that compare gradients of two losses keep those of the first over zero_grad().)
         """
         self.absent_grad = GradPlaceholder.of(self, self.dtype, self.device)
+        self.grad_limits = None
 
     def hold_grad(self) -> None:
         """The chunk holds a gradient of it from now on."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -122,3 +123,45 @@ def test_torchs_clipping_of_what_ranks_do_not_use_alike(ranks2: RankPool) -> Non
         assert told.startswith(f"the gradient of experts.{1 - rank}.weight, which other ranks")
         assert norm == found[0][1] > 1e-2
         assert clipped == pytest.approx(1e-3, rel=1e-4)
+
+
+def torchs_value_clip(rank: int, world: int) -> str:
+    model, optimizer = make("experts", {})
+    model(inputs(rank, 0), rank).square().mean().backward()
+    torch.nn.utils.clip_grad_value_(model.parameters(), 1e-4)
+    with pytest.raises(hetero.HeteroError) as error:
+        optimizer.step()
+    optimizer.engine.close()
+    return str(error.value)
+
+
+def test_torchs_clipping_by_value_of_what_ranks_do_not_use_alike(ranks2: RankPool) -> None:
+    """Each rank would clamp its shard of the gradients alone that it has listed."""
+    for told in ranks2.run(torchs_value_clip):
+        assert "clamped between -0.0001 and 0.0001 on rank" in told
+        assert "hetero.clip_grad_value_()" in told
+
+
+def one_step(rank: int, world: int, scale: float, factor: float) -> tuple[float, Any]:
+    """The loss scale after a step with a GradScaler, unless it is 1, and the model's values;
+    `factor` is of rank 0's loss."""
+    model, optimizer = make("experts", {})
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale, enabled=scale > 1)
+    loss = model(inputs(rank, 0), rank).square().mean()
+    scaler.scale(loss * (1.0 if rank else factor)).backward()
+    scaler.unscale_(optimizer)
+    hetero.clip_grad_norm_(model.parameters(), 1e-2)
+    scaler.step(optimizer)
+    scaler.update()
+    values = hetero.masters(list(model.parameters()))
+    optimizer.engine.close()
+    return scaler.get_scale(), values
+
+
+def test_a_grad_scaler_unscales_what_other_ranks_alone_have(ranks2: RankPool) -> None:
+    """It lists each .grad before ranks meet."""
+    expected, found = ranks2.run(one_step, 1.0, 1.0), ranks2.run(one_step, 64.0, 1.0)
+    for (_, values), (scale, others) in zip(expected, found, strict=True):
+        assert scale == 64.0
+        assert all(map(torch.equal, values, others))
+    assert [scale for scale, _ in ranks2.run(one_step, 64.0, math.inf)] == [32.0, 32.0]
