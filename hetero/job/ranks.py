@@ -51,9 +51,19 @@ class Ranks:
             dist.all_gather_object(found, value)
         return found
 
+    def numbers(self, value: float) -> list[float]:
+        """Every rank's number, in their order; costs less than gather()."""
+        if self.count == 1:
+            return [value]
+        mine = torch.tensor([value], dtype=torch.float64, device="cpu")
+        found = [torch.empty_like(mine) for _ in range(self.count)]
+        with self._talking():
+            dist.all_gather(found, mine)
+        return [each.item() for each in found]
+
     def mean(self, value: float) -> float:
         """The same bits on all ranks."""
-        return sum(self.gather(value)) / self.count
+        return sum(self.numbers(value)) / self.count
 
     def from_first(self, make: Callable[[], Made]) -> Made:
         """What `make` returns on rank 0, where alone it runs; its ValueError is raised on all."""

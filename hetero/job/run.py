@@ -91,7 +91,7 @@ class TrainingRun:
         All ranks call it after each step, before they keep anything of it."""
         if self.options.keeps_state:
             # One rank alone may have got the signal, and all end with it.
-            self.terminated = any(self.ranks.gather(self._signalled))
+            self.terminated = any(self.ranks.numbers(self._signalled))
         return self.terminated
 
     def note_sigterm(self) -> None:

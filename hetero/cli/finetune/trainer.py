@@ -107,7 +107,7 @@ class RunCallback(TrainerCallback):
         loss, tokens = self._trainer.taken_step()
         ranks = self._run.ranks
         require_number(ranks.mean(loss), state.global_step + 1, self._run.options)
-        self._tokens = int(sum(ranks.gather(tokens)))
+        self._tokens = int(sum(ranks.numbers(tokens)))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """All ranks end if SIGTERM has come to one."""
