@@ -310,7 +310,15 @@ class TrainOptions:
     def __post_init__(self) -> None:
         for field_ in dataclasses.fields(self):
             value, least = getattr(self, field_.name), field_.metadata["least"]
-            choices = field_.metadata["arguments"].get("choices")
+            arguments = field_.metadata["arguments"]
+            choices = arguments.get("choices")
+            means_something = "" in (field_.default, arguments.get("const"))
+            texts = value if isinstance(value, tuple) else (value,)
+            if "" in texts and not means_something:  # as a path it would be the working folder
+                raise ValueError(
+                    f"{flag(field_.name)} is given as an empty text, as an unset variable of a "
+                    f"shell gives it; give a value, or leave it out"
+                )
             if least is not None and value is not None:
                 self._require(field_.name, value >= least, f"at least {least}")
             if choices is not None and value is not None:

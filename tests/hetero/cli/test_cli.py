@@ -251,6 +251,7 @@ def test_what_a_limit_of_the_process_brings_is_said(
         ("--nvme-path ../in --nvme-path ../in/", "one directory twice"),
         ("--data ../in/none", "--data ../in/none: no such file"),
         (f"--data {os.devnull}", "is empty"),
+        ("--data=", "--data is given as an empty text"),
         ("--seq-len 5000", "one sequence needs 5001"),
         ("--config ../in/none.json", "cannot read --config ../in/none.json"),
         ("--lr nan", "--lr must be a finite number"),
@@ -314,15 +315,19 @@ def test_what_ends_a_run_keeps_what_there_is(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Ctrl-C, and a device without memory."""
-    make = loop.one_step
+    """Ctrl-C, and a device without memory; before the first step there is nothing."""
+    make, ends_in = loop.one_step, 1
 
     def step(job: Any, number: int) -> Any:
-        if number == 3:
+        assert json.loads(Path("run/config.json").read_text())["policy"] == "cpu"
+        if number == ends_in:
             raise error
         return make(job, number)
 
     monkeypatch.setattr(loop, "one_step", step)
+    assert train("--run-dir run --policy cpu") == code
+    assert not Path("run").exists()
+    ends_in = 3
     assert train("--run-dir run --policy cpu") == code
     assert capsys.readouterr().err.endswith(f"hetero train: error: {error}\n") == (code == 1)
     assert (summary_in("run")["status"], summary_in("run")["steps"]) == (status, 2)

@@ -39,6 +39,8 @@ def test_defaults_can_be_replaced() -> None:
         ({"seed": -1}, "--seed"),
         ({"recompute": "some"}, "--recompute must be one of auto, none, all"),
         ({"recompute": "all"}, "--recompute all is for what --activation-memory limits"),
+        ({"run_dir": ""}, "--run-dir is given as an empty text"),
+        ({"nvme_path": ("a", "")}, "--nvme-path is given as an empty text"),
         ({"schedule": "linear"}, "--schedule must be one of cosine, constant"),
         ({"config": "c.json", "vocab_size": 300}, "--vocab-size is for models by name"),
     ],
