@@ -64,7 +64,6 @@ def run_training(
                 result.timeline_path = str(trace)
             summary = result.as_dict()
             if result.points and ranks.leads:
-                folder.write_json("config.json", options.as_dict())
                 folder.write_json(SUMMARY_NAME, summary)
                 charts.draw_picture(result, folder.path / "figure.png")
                 page.write_page(result, folder.path / "report.html")

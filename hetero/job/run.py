@@ -14,7 +14,7 @@ import hetero
 from hetero.job.options import TrainOptions
 from hetero.job.ranks import Ranks
 from hetero.job.resume import find_beginning
-from hetero.job.run_folder import RunFolder
+from hetero.job.run_folder import CONFIG_NAME, RunFolder
 from hetero.reporting.recorder import Recorder
 from hetero.reporting.run_record import RunFacts, RunRecord, StepPoint
 from offload.memory.process_memory import peak_resident_bytes
@@ -78,6 +78,7 @@ class TrainingRun:
         record.facts = replace(record.facts, notes=(*record.facts.notes, *notes))
         record.notes = record.facts.notes
         self.folder.go_on_after(made)
+        self.folder.write_json(CONFIG_NAME, self.options.as_dict())
         self._observer.begin(record.facts)
         recorder.begin(timeline_from)
 

@@ -11,15 +11,20 @@ from pathlib import Path
 from typing import Any
 
 from hetero.job.ranks import ALONE, Ranks
+from offload.disk.descriptors import not_in_children
+from offload.disk.new_folder import owns
 
+CONFIG_NAME = "config.json"
 METRICS_NAME = "metrics.jsonl"
 SUMMARY_NAME = "summary.json"
 MODEL_NAME = "model"
 CHECKPOINTS_NAME = "checkpoints"
+_PATIENCE_S = 10.0  # until a process that was killed a moment ago has let go of the lock
 
 
 class RunFolder:
-    """Created on entry; on exit it disappears again, with the parents it made, if no step ran.
+    """Created on entry, and locked; on exit it disappears again, with the parents it made, if no
+    step ran.
 
     Of several ranks the first creates and writes it; on the others it has the same path, and what
     they would put into it goes nowhere.
@@ -28,34 +33,69 @@ class RunFolder:
     def __init__(self, path: str | None, ranks: Ranks = ALONE, resumes: bool = False) -> None:
         """`resumes`: there may be a run in it, which goes on."""
         self.path = Path(path) if path is not None else _unused(Path("runs"))
+        self._is_named = path is not None
         self._resumes = resumes
         self._ranks = ranks
         self._created: list[Path] = []
+        self._lock = -1
         self._steps = 0
 
     def __enter__(self) -> RunFolder:
-        """Raises ValueError, on all ranks, if the folder cannot be made or already holds a run."""
+        """Raises ValueError, on all ranks, if the folder cannot be made, another process trains in
+        it, or it already holds a run."""
         self.path = Path(self._ranks.from_first(self._create))
         return self
 
     def _create(self) -> str:
-        if self.has_run(self.path) and not self._resumes:
-            raise ValueError(f"--run-dir {self.path} already holds a run; name another folder")
+        until = time.monotonic() + _PATIENCE_S
+        while not self._take():
+            if not self._is_named:  # another run began in the same second
+                self.path = _unused(self.path.parent)
+                continue
+            if time.monotonic() > until:
+                raise ValueError(
+                    f"another process trains in --run-dir {self.path} now; wait for its end, or "
+                    f"name another folder"
+                )
+            time.sleep(0.05)
+        return str(self.path)
+
+    def _take(self) -> bool:
+        """Makes the folder; whether this process has its lock now. Raises ValueError."""
         missing = [p for p in (self.path, *self.path.parents) if not p.exists()]
         try:
             for folder in reversed(missing):
                 folder.mkdir(exist_ok=True)
                 self._created.append(folder)
-            if not self.path.is_dir():
-                raise NotADirectoryError(20, "not a folder")
+            self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            locked = owns(self._lock, self.path)
+            has_run = self.has_run(self.path)
         except OSError as error:
-            self._remove_created()
+            self._leave()
             raise ValueError(f"cannot make --run-dir {self.path}: {error.strerror}") from error
-        return str(self.path)
+        if has_run and not self._resumes:
+            self._leave()
+            raise ValueError(f"--run-dir {self.path} already holds a run; name another folder")
+        if locked:
+            not_in_children.add(self)
+        else:  # what was made is for who has the lock
+            self._created.clear()
+            self.close()
+        return locked
 
     def __exit__(self, *error: object) -> None:
+        self._leave()
+
+    def _leave(self) -> None:
         if self._steps == 0:
             self._remove_created()
+        self.close()
+
+    def close(self) -> None:
+        """Lets go of the lock; idempotent."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
 
     def require_shared(self, why: str) -> None:
         """Raises ValueError, on all ranks, unless all see the folder that the first one has made.
@@ -123,6 +163,8 @@ class RunFolder:
             _replace(self.path / name, json.dumps(content, indent=2) + "\n")
 
     def _remove_created(self) -> None:
+        if self._created:
+            (self.path / CONFIG_NAME).unlink(missing_ok=True)
         for folder in reversed(self._created):
             try:
                 folder.rmdir()

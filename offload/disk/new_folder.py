@@ -135,7 +135,7 @@ class NewFolder:
             return  # it was taken for what a crash had left
         with contextlib.ExitStack() as unless_owned:
             unless_owned.callback(os.close, lock)
-            if _owns(lock, self.incomplete):
+            if owns(lock, self.incomplete):
                 unless_owned.pop_all()
                 self._lock = lock
                 not_in_children.add(self)
@@ -211,7 +211,7 @@ class NewFolder:
         # Locked while it is removed, so that nobody takes it for a new one.
         try:
             with contextlib.suppress(OSError):
-                if _owns(descriptor, folder):
+                if owns(descriptor, folder):
                     self.remove(folder)
         finally:
             os.close(descriptor)
@@ -225,7 +225,7 @@ def make_durable(folder: Path) -> None:
         sync_path(folder.parent)
 
 
-def _owns(descriptor: int, folder: Path) -> bool:
+def owns(descriptor: int, folder: Path) -> bool:
     """Whether this process has the lock now, and the folder is still the one that was opened."""
     if not _try_lock(descriptor):
         return False

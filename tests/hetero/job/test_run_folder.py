@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from hetero.job import run_folder
 from hetero.job.run_folder import RunFolder
 
 
@@ -39,3 +40,30 @@ def test_a_run_that_goes_on_has_not_ended(tmp_path: Path) -> None:
         folder.go_on_after(1)
         assert metrics.read_text() == whole[0]
         assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_two_runs_in_one_folder_at_a_time_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their lines would be mixed; the second has a moment's patience for one that was killed."""
+    monkeypatch.setattr(run_folder, "_PATIENCE_S", 0.0)
+    path = str(tmp_path / "run")
+    with RunFolder(path) as first:
+        first.append_metrics({"step": 1})
+        with pytest.raises(ValueError, match=f"another process trains in --run-dir {path} now"):
+            RunFolder(path, resumes=True).__enter__()
+        with pytest.raises(ValueError, match="already holds a run"):
+            RunFolder(path).__enter__()
+    with RunFolder(path, resumes=True) as folder:
+        assert folder.has_run(folder.path)
+
+
+def test_two_runs_that_begin_in_the_same_second_have_folders_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    one, two = RunFolder(None), RunFolder(None)
+    assert one.path == two.path
+    with one, two:
+        assert one.path != two.path
+    assert list(tmp_path.iterdir()) == []
