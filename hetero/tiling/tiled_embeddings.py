@@ -11,7 +11,7 @@ import torch
 from hetero.stand_ins.construction_uses import rows_of
 from hetero.tiling.cross_entropy import RowTiles, check_tile_tokens, tile_parts
 from hetero.tiling.heads import DeferredLogits, HeadInputs
-from hetero.tiling.tiled_weight import TiledWeight, owners_of, replace
+from hetero.tiling.tiled_weight import TiledWeight, owners_of, replace, require_replaceable
 
 _LEAST_ROWS = 64  # a tile's rows are a multiple: narrower matrix products have other bits
 
@@ -41,7 +41,7 @@ def tile_embeddings(
         The new modules by name.
 
     Raises:
-        ValueError: for a number that cannot be.
+        ValueError: as hetero.tile_linears().
     """
     if max_numel is not None and max_numel < 1:
         raise ValueError(f"max_numel must be 1 or more, got {max_numel}")
@@ -51,6 +51,7 @@ def tile_embeddings(
     made: dict[str, TiledEmbedding | TiledHead] = {}
     if max_numel is None:
         max_numel = _largest_other(model, output)
+    large: list[tuple[torch.Tensor, list[Any], list[Any]]] = []
     for weight, owners in owners_of(model).values():
         if weight.dim() != 2 or weight.numel() <= max_numel:
             continue
@@ -61,6 +62,9 @@ def tile_embeddings(
             continue  # somebody else uses the weight whole
         if not embeddings and output not in heads:
             continue  # tile_linears() is for those
+        large.append((weight, embeddings, heads))
+    require_replaceable(model, (each for _, *owners in large for some in owners for each in some))
+    for weight, embeddings, heads in large:
         rows = max(_LEAST_ROWS, max_numel // weight.shape[1] // _LEAST_ROWS * _LEAST_ROWS)
         if embeddings:
             tiled = TiledEmbedding(embeddings[0], rows)

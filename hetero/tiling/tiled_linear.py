@@ -15,7 +15,7 @@ import torch
 
 from hetero.stand_ins.construction_uses import arena_of, rows_of
 from hetero.tiling.cross_entropy import tile_parts
-from hetero.tiling.tiled_weight import TiledWeight, owners_of, replace
+from hetero.tiling.tiled_weight import TiledWeight, owners_of, replace, require_replaceable
 
 _PIECE_NUMEL = 1 << 20  # elements of the weight that are drawn at a time
 
@@ -227,7 +227,7 @@ def tile_linears(
 
     Before hetero.initialize(). Layers whose weight is tied to another module's, or no parameter
     (weight_norm(), spectral_norm()), stay, and so do subclasses of torch.nn.Linear, and the model
-    itself.
+    itself. The hooks around a layer's forward and backward are then the new one's.
 
     Args:
         model: is changed in place.
@@ -238,22 +238,28 @@ def tile_linears(
         The new layers by name.
 
     Raises:
-        ValueError: for a number that cannot be.
+        ValueError: for a number that cannot be, and for a layer that has more than tiles can have,
+            as a hook of its weight's gradient.
     """
     if max_numel < 1:
         raise ValueError(f"max_numel must be 1 or more, got {max_numel}")
     owners = owners_of(model)
+    large = [
+        module
+        for module in model.modules()
+        if type(module) is torch.nn.Linear
+        and module is not model
+        and "weight" in module._parameters
+        and module.weight.numel() > max_numel
+        and len(owners[id(module.weight)][1]) == 1
+    ]
+    require_replaceable(model, large)
     made: dict[str, TiledLinear] = {}
-    for linear in list(model.modules()):
-        if type(linear) is not torch.nn.Linear or "weight" not in linear._parameters:
-            continue
-        if linear.weight.numel() <= max_numel:
-            continue
-        if linear is not model and len(owners[id(linear.weight)][1]) == 1:
-            splits = min(in_splits, linear.in_features)
-            rows = max(1, max_numel // -(-linear.in_features // splits))
-            tiled = TiledLinear.from_linear(linear, splits, -(-linear.out_features // rows))
-            made |= dict.fromkeys(replace(model, linear, tiled), tiled)
+    for linear in large:
+        splits = min(in_splits, linear.in_features)
+        rows = max(1, max_numel // -(-linear.in_features // splits))
+        tiled = TiledLinear.from_linear(linear, splits, -(-linear.out_features // rows))
+        made |= dict.fromkeys(replace(model, linear, tiled), tiled)
     return made
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -80,8 +80,52 @@ def owners_of(model: torch.nn.Module) -> dict[int, tuple[torch.Tensor, list[Any]
     return owners
 
 
+# Where torch keeps hooks, of a module and of a tensor.
+_STATE_HOOKS = (
+    *("_state_dict_hooks", "_state_dict_pre_hooks"),
+    *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
+)
+_GRAD_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+def require_replaceable(model: torch.nn.Module, modules: Iterable[torch.nn.Module]) -> None:
+    """Raises ValueError, naming the module, if one has what replace() cannot hand over."""
+    names = {module: name for name, module in model.named_modules()}
+    for module in modules:
+        params = {name: param for name, param in module._parameters.items() if param is not None}
+        with torch._C.DisableTorchFunction():  # which the class of an absent one is asked by
+            hooked = [name for name, param in params.items() if _has(param, _GRAD_HOOKS)]
+        others = [*(params.keys() - {"weight", "bias"}), *module._buffers, *module._modules]
+        what = None
+        if hooked:
+            what = f"a hook of the gradient of its {hooked[0]}"
+        elif others:
+            what = f"{others[0]} beside its weight"
+        elif _has(module, _STATE_HOOKS):
+            what = "a hook of its state_dict()"
+        elif _has(module, ("_compiled_call_impl",)) or "forward" in vars(module):
+            what = "a forward of its own"
+        if what is not None:
+            raise ValueError(
+                f"{names[module]} has {what}, which its tiles would not have; add that after the "
+                f"weight was cut into tiles, or give a max_numel of {params['weight'].numel()} or "
+                f"more"
+            )
+
+
+def _has(owner: object, names: Iterable[str]) -> bool:
+    return any(getattr(owner, name, None) for name in names)
+
+
 def replace(model: torch.nn.Module, old: torch.nn.Module, new: torch.nn.Module) -> list[str]:
-    """Puts a module in the place of another one, wherever that is; returns the names it has."""
+    """Puts a module in the place of another one, wherever that is; returns the names it has.
+
+    The new one gets the hooks around forward and backward, which their handles go on removing, and
+    the attributes that user code has set.
+    """
+    for key, value in vars(old).items():
+        if "_hook" in key or key not in vars(new):
+            vars(new)[key] = value
     names = []
     for parent_name, parent in list(model.named_modules()):
         for name in [name for name, child in parent._modules.items() if child is old]:

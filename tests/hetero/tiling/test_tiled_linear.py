@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -211,6 +212,57 @@ def test_large_layers_of_a_model_are_replaced() -> None:
     assert not hetero.tile_linears(model, max_numel=128), "tiles are small"
     with pytest.raises(ValueError, match="max_numel must be 1 or more"):
         hetero.tile_linears(model, max_numel=0)
+
+
+def test_hooks_around_a_layer_and_attributes_go_with_it() -> None:
+    model, seen = nn.Sequential(nn.Linear(8, 100), nn.Tanh()), []
+    linear: Any = model[0]
+    linear.mark = "user's"
+    handles = [
+        linear.register_forward_pre_hook(lambda m, x: (2 * x[0],)),
+        linear.register_forward_hook(
+            lambda m, x, more, out: seen.append(m) or out + 1, with_kwargs=True
+        ),
+        linear.register_full_backward_hook(lambda m, to_input, of_output: seen.append(of_output)),
+    ]
+    x = torch.randn(3, 8, requires_grad=True)
+    expected = torch.tanh(nn.functional.linear(2 * x, linear.weight, linear.bias) + 1)
+    hetero.tile_linears(model, max_numel=128)
+    tiled: Any = model[0]
+    made = model(x)
+    torch.testing.assert_close(made, expected)
+    made.sum().backward()
+    assert seen[0] is tiled
+    assert seen[1][0].shape == (3, 100)
+    assert tiled.mark == "user's"
+    for handle in handles:
+        handle.remove()
+    torch.testing.assert_close(model(x), torch.tanh(linear(x)))
+    assert len(seen) == 2
+
+
+@pytest.mark.parametrize(
+    ("add", "what"),
+    [
+        (lambda m: m.weight.register_hook(lambda grad: 2 * grad), "the gradient of its weight"),
+        (lambda m: m.bias.register_post_accumulate_grad_hook(print), "the gradient of its bias"),
+        (lambda m: m.register_buffer("scale", torch.ones(1)), "scale beside its weight"),
+        (lambda m: m.register_state_dict_post_hook(lambda *_: None), r"its state_dict\(\)"),
+        (lambda m: setattr(m, "forward", print), "a forward of its own"),
+    ],
+)
+@pytest.mark.parametrize("tile", [hetero.tile_linears, hetero.tile_embeddings])
+def test_what_tiles_would_not_have_is_refused(
+    tile: Callable[..., Any], add: Callable[[Any], Any], what: str
+) -> None:
+    embedding, linear = nn.Embedding(128, 8), nn.Linear(8, 128)
+    model = nn.ModuleDict({"first": embedding, "last": nn.ModuleList([linear])})
+    if tile is hetero.tile_embeddings:
+        linear.weight = embedding.weight
+    add(linear)
+    with pytest.raises(ValueError, match=f"(first|last.0) has .*{what}.*of 1024 or more"):
+        tile(model, max_numel=512)
+    assert list(model.modules()) == [model, embedding, model["last"], linear], "nothing is changed"
 
 
 # Under hetero
