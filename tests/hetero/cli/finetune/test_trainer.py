@@ -20,7 +20,7 @@ def test_sigterm_while_ranks_agree_ends_the_next_step(tmp_path: Path) -> None:
     pytest.importorskip("trl", reason="pip install 'hetero[finetune]'")
 
     class SignalledRanks(Ranks):
-        def gather(self, value: float) -> list[float]:
+        def numbers(self, value: float) -> list[float]:
             run.note_sigterm()
             return [value]
 
