@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bench.peers_tests.__main__ import main
 from bench.peers_tests.peers import PEERS
 from bench.peers_tests.results import Outcome, told
+from bench.peers_tests.stand_ins import install
+from tests.support.ranks.processes import run_forked
 
 TESTS = """
 import deepspeed
@@ -23,6 +27,10 @@ def test_passes():
 
 def test_is_refused():
     deepspeed.init_inference(None)
+
+def test_imports_are_overlaid():
+    from torch.nn.parallel import DistributedDataParallel
+    assert DistributedDataParallel.__init__.__module__ == "bench.peers_tests.overlays"
 
 def test_fails():
     assert deepspeed.get_accelerator().device_count() == 0
@@ -51,6 +59,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert {name: outcome for name, (outcome, _) in found.items()} == {
         "test_passes": "passed",
         "test_is_refused": "refused by name",
+        "test_imports_are_overlaid": "passed",
         "test_fails": "failed",
         "test_raises": "failed",
         "test_needs_more": "needs what hetero has not",
@@ -118,24 +127,33 @@ def test_without_optimizer():
 """
 
 
+def run_over(peer: str, tests: str) -> None:
+    """Runs the tests in this process, whose modules get what the import of each would lay over."""
+    install(PEERS[peer])
+    for name, change in PEERS[peer].overlays.items():
+        if name in sys.modules:
+            change(sys.modules[name])
+    defined: dict[str, Any] = {}
+    exec(tests, defined)
+    found = [test for name, test in defined.items() if name.startswith("test_")]
+    for test in found:
+        test()
+    assert found
+
+
 @pytest.mark.parametrize(
     ("peer", "module", "tests"),
     [
         ("pytorch", "torch", FULLY_SHARD),
-        pytest.param("accelerate", "accelerate", ACCELERATE, marks=pytest.mark.extra),
-        pytest.param("colossalai", "torch", COLOSSALAI, marks=pytest.mark.extra),
-        pytest.param("transformers", "transformers", TRAINER, marks=pytest.mark.extra),
+        ("accelerate", "accelerate", ACCELERATE),
+        ("colossalai", "torch", COLOSSALAI),
+        ("transformers", "transformers", TRAINER),
     ],
 )
-def test_overlays(peer: str, module: str, tests: str, tmp_path: Path) -> None:
+def test_overlays(peer: str, module: str, tests: str) -> None:
+    """(The command of above shows that imports lay them over.)"""
     pytest.importorskip(module)
-    (tmp_path / PEERS[peer].folder).mkdir(parents=True, exist_ok=True)
-    (tmp_path / PEERS[peer].folder / "test_some.py").write_text(tests)
-    results = tmp_path / "results.jsonl"
-    arguments = [peer, "--repo", str(tmp_path), "test_some.py", "--json", str(results)]
-    assert main(arguments) == 0, results.read_text()
-    lines = [json.loads(line) for line in results.read_text().splitlines()]
-    assert {line[1] for line in lines} == {"passed"}
+    run_forked(run_over, peer, tests)
 
 
 @pytest.mark.parametrize(
