@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
-import json
 import math
 import re
-import subprocess
+import resource
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -21,10 +21,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 import hetero
-from bench.work.gpt_training import Spec
+from bench.work.gpt import Gpt
+from bench.work.gpt import Shape as GptShape
+from bench.work.gpt_training import LIMITS, Spec, memory_bytes, run
 from offload.memory.ledger import Ledger
 from offload.memory.tiers import Account, Tier
-from tests.support.python_process import run_python, start_python
+from tests.support.ranks.processes import run_forked
 from tests.support.training.loops import Run
 
 MIB = 1 << 20
@@ -40,54 +42,42 @@ ACTIVATIONS = 6 * 4 * MIB + 32 * MIB
 # Counted by limits although nobody touches it: stacks of eight threads, slots of pools that are
 # used only when there is RAM to spare.
 UNTOUCHED = 8 * 8 * MIB + 32 * MIB
+_ARENA_MAX = -8  # M_ARENA_MAX of malloc.h
+# (Processes that have imported everything have more of their own, which `framework` measures.)
 
 
-# Plain PyTorch, argv: layers, whether to train, limit of data in bytes (0: none).
-_PLAIN = """
-import json, resource, sys
-layers, train, limit = map(int, sys.argv[1:])
-if limit:
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-import torch
-import hetero
-from bench.work.gpt import Gpt, Shape
-from bench.work.gpt_training import memory_bytes
-model = Gpt(Shape(layers, 512, 8, 64, 1), 1024)
-optimizer = torch.optim.AdamW(model.parameters())
-model(torch.randint(0, 256, (1, 64))).backward()
-found = memory_bytes()
-if train:
-    optimizer.step()
-print(json.dumps(found))
-"""
+def limit(nbytes: dict[str, int]) -> None:
+    """Limits this process for good, whose threads have no arenas of their own from now on: malloc
+    would reserve 64 MiB of addresses for each."""
+    ctypes.CDLL(None).mallopt(_ARENA_MAX, 1)
+    for name, number in nbytes.items():
+        resource.setrlimit(LIMITS[name], (number, number))
 
 
-def plain(layers: int, train: bool, limit: int = 0) -> subprocess.CompletedProcess[str]:
-    return start_python("-c", _PLAIN, *map(str, (layers, int(train), limit)))
-
-
-@pytest.fixture(scope="module")
-def framework() -> dict[str, int]:
-    """What a plain run takes of all kinds of memory, with a model of a single layer."""
-    done = plain(1, False)
-    assert done.returncode == 0, done.stderr
-    found: dict[str, int] = json.loads(done.stdout)
+def plain(layers: int, trains: bool, limits: dict[str, int]) -> dict[str, int]:
+    """What plain PyTorch takes of all kinds of memory."""
+    limit(limits)
+    model = Gpt(GptShape(**SHAPE | {"layers": layers}), VOCABULARY)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randint(0, 256, (1, 64))).backward()
+    found = memory_bytes()
+    if trains:
+        optimizer.step()
     return found
 
 
 def limited(path: Path, limits: dict[str, int]) -> dict[str, Any]:
     """Trains a model of SHAPE within HOST_MEMORY and the limits; what it took."""
-    hetero_options = {
-        "placement_policy": "nvme",
-        "nvme_path": str(path),
-        "host_memory": HOST_MEMORY,
-        "dtype": "bf16",
-    }
-    spec = Spec("hetero-tiles-checkpoints", SHAPE, VOCABULARY, hetero_options, limits)
-    spec.write(path / "spec.json")
-    printed = run_python("-m", "bench.work.gpt_training", str(path / "spec.json"))
-    result: dict[str, Any] = json.loads(printed.splitlines()[-1])
-    return result
+    limit(limits)
+    options = {"placement_policy": "nvme", "nvme_path": str(path), "host_memory": HOST_MEMORY}
+    return run(Spec("hetero-tiles-checkpoints", SHAPE, VOCABULARY, options | {"dtype": "bf16"}))
+
+
+@pytest.fixture(scope="module")
+def framework() -> dict[str, int]:
+    """What a plain run takes, with a model of a single layer."""
+    found: dict[str, int] = run_forked(plain, 1, False, {})
+    return found
 
 
 def test_training_under_limits_of_the_process(framework: dict[str, int], tmp_path: Path) -> None:
@@ -96,7 +86,7 @@ def test_training_under_limits_of_the_process(framework: dict[str, int], tmp_pat
         "data": framework["VmData"] + HOST_MEMORY + ACTIVATIONS + UNTOUCHED,
         "address": framework["VmPeak"] + HOST_MEMORY + ACTIVATIONS + UNTOUCHED,
     }
-    found = limited(tmp_path, limits)
+    found = run_forked(limited, tmp_path, limits)
     assert found["status"] == "trained", found["error"]
     assert found["params"] > PARAMS
     assert all(map(math.isfinite, found["losses"]))
@@ -104,18 +94,17 @@ def test_training_under_limits_of_the_process(framework: dict[str, int], tmp_pat
     assert found["peak_managed_bytes"]["disk"] > 10 * PARAMS
     assert found["peak_bytes"] <= HOST_MEMORY + framework["VmHWM"] + ACTIVATIONS
     # The limit is one: what the model takes in memory does not fit below it.
-    done = plain(SHAPE["layers"], True, limits["data"])
-    assert done.returncode != 0
-    assert re.search("allocate|MemoryError|memory", done.stderr), done.stderr[-500:]
+    with pytest.raises((RuntimeError, MemoryError), match="allocate|memory"):
+        run_forked(plain, SHAPE["layers"], True, {"data": limits["data"]})
 
 
 def test_a_limit_that_is_too_small_is_an_error_and_no_crash(
     framework: dict[str, int], tmp_path: Path
 ) -> None:
-    found = limited(tmp_path, {"data": framework["VmData"] + HOST_MEMORY // 4})
+    found = run_forked(limited, tmp_path, {"data": framework["VmData"] + HOST_MEMORY // 4})
     assert found["status"] in ("failed", "refused")
     assert found["error"]
-    assert [p.name for p in tmp_path.iterdir()] == ["spec.json"]
+    assert list(tmp_path.iterdir()) == []
 
 
 # Whatever models and loops do
