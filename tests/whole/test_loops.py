@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from types import FrameType
 
 import pytest
 import torch
+from torch import nn
 
 import hetero
 from tests.support.training.small_net import (
@@ -35,14 +37,52 @@ def net(settings: Settings, tmp_path: Path) -> Callable[..., tuple[Net, hetero.H
     return build
 
 
-def test_gradients_stay_after_a_step_until_they_are_cleared(net: Callable) -> None:
+def parts(net: Net, clip: Callable[..., object], step: Callable[[], object]) -> Iterator[str]:
+    """Makes the parts of a training one after the other; says what each is about."""
+    used = [p for name, p in net.named_parameters() if not name.startswith("unused")]
+    for seed in range(3):
+        loss_of(net, seed).backward()
+        step()
+    yield "gradients stay after a step until they are cleared"
+    for max_norm, has_step in product((0.01, 1e9), (False, True)):
+        net.zero_grad()
+        loss_of(net).backward()
+        clip(net.parameters(), max_norm)
+        if has_step:
+            step()
+        loss_of(net, 2).backward()
+        step()
+        yield f"what follows clipping to {max_norm} is added to it, after a step: {has_step}"
+    for seed in range(2):
+        grads = torch.autograd.grad(loss_of(net, seed), used)
+        for param, grad in zip(used, grads, strict=True):
+            param.grad = grad
+        net.unused.weight.grad = torch.ones(8, 8)
+        if seed:
+            loss_of(net, 5).backward()  # adds to them
+        step()
+    yield "gradients that are assigned are taken"
+    net.zero_grad()
+    loss_of(net).backward()
+    torch.autograd.grad(loss_of(net, 2), used)
+    step()
+    yield "autograd.grad() leaves gradients that are kept alone"
+    first, second = loss_of(net, 1), loss_of(net, 2)
+    with torch.no_grad():
+        loss_of(net, 3)
+    second.backward()
+    first.backward(retain_graph=True)
+    first.backward()
+    step()
+    yield "several forwards come before their backwards"
+
+
+def test_as_in_plain_torch(net: Callable) -> None:
     model, optimizer = net()
     expected, adam = plain()
-    for seed in range(3):
-        for each, step in ((model, optimizer.step), (expected, adam.step)):
-            loss_of(each, seed).backward()
-            step()
-    assert_same(model, expected)
+    ours = parts(model, hetero.clip_grad_norm_, optimizer.step)
+    for what, _ in zip(ours, parts(expected, nn.utils.clip_grad_norm_, adam.step), strict=True):
+        assert_same(model, expected, what)
     optimizer.engine.close()
 
 
@@ -61,45 +101,6 @@ def test_a_skipped_step_does_not_leave_its_clipping_behind(net: Callable) -> Non
     assert all(map(torch.equal, *(hetero.masters(m.parameters()) for m in (model, clean))))
     optimizer.engine.close()
     clean_optimizer.engine.close()
-
-
-@pytest.mark.parametrize("max_norm", [0.01, 1e9], ids=["clipping", "nothing to clip"])
-@pytest.mark.parametrize("step_between", [False, True])
-def test_a_micro_batch_after_clipping_is_added_to_what_was_clipped(
-    net: Callable, max_norm: float, step_between: bool
-) -> None:
-    model, optimizer = net()
-    expected, adam = plain()
-    for each, clip, step in (
-        (model, hetero.clip_grad_norm_, optimizer.step),
-        (expected, torch.nn.utils.clip_grad_norm_, adam.step),
-    ):
-        loss_of(each).backward()
-        clip(each.parameters(), max_norm)
-        if step_between:
-            step()
-        loss_of(each, 2).backward()
-        step()
-    assert_same(model, expected)
-    optimizer.engine.close()
-
-
-def test_gradients_that_are_assigned_are_taken(net: Callable) -> None:
-    model, optimizer = net()
-    expected, adam = plain()
-    for each, step in ((model, optimizer.step), (expected, adam.step)):
-        for seed in range(2):
-            used = [p for n, p in each.named_parameters() if not n.startswith("unused")]
-            for param, grad in zip(
-                used, torch.autograd.grad(loss_of(each, seed), used), strict=True
-            ):
-                param.grad = grad
-            each.unused.weight.grad = torch.ones(8, 8)
-            if seed:
-                loss_of(each, 5).backward()  # adds to them
-            step()
-    assert_same(model, expected)
-    optimizer.engine.close()
 
 
 def test_a_hook_from_before_initialize_sees_the_sum_of_micro_batches(
@@ -145,19 +146,6 @@ def test_a_step_without_gradients_changes_nothing(net: Callable) -> None:
     optimizer.engine.close()
 
 
-def test_autograd_grad_leaves_kept_gradients_alone(net: Callable) -> None:
-    model, optimizer = net()
-    expected, adam = plain()
-    for each in (model, expected):
-        loss_of(each).backward()
-        used = [p for n, p in each.named_parameters() if not n.startswith("unused")]
-        torch.autograd.grad(loss_of(each, 2), used)
-    optimizer.step()
-    adam.step()
-    assert_same(model, expected)
-    optimizer.engine.close()
-
-
 def test_a_users_hook_that_raises_loses_no_earlier_micro_batch(net: Callable) -> None:
     model, optimizer = net()
     loss_of(model).backward()
@@ -193,21 +181,6 @@ def test_create_graph_does_not_keep_graphs(net: Callable) -> None:
         counts.append(graphs())
     # torch itself keeps one tensor a backward if saved-tensor hooks were in force, whoever's.
     assert counts[-1] - counts[0] <= 2
-    optimizer.engine.close()
-
-
-def test_several_forwards_then_backwards_and_evaluation_between(net: Callable) -> None:
-    model, optimizer = net()
-    expected, adam = plain()
-    for each, step in ((model, optimizer.step), (expected, adam.step)):
-        first, second = loss_of(each, 1), loss_of(each, 2)
-        with torch.no_grad():
-            loss_of(each, 3)
-        second.backward()
-        first.backward(retain_graph=True)
-        first.backward()
-        step()
-    assert_same(model, expected)
     optimizer.engine.close()
 
 

@@ -109,12 +109,14 @@ def trained(
     return model
 
 
-def assert_same(model: Net, expected: Net) -> None:
+def assert_same(model: Net, expected: Net, after: str = "") -> None:
     """Masters equal the plain net's weights, up to the rounding of another order of operations."""
     for found, weight in zip(
         hetero.masters(model.parameters()), expected.parameters(), strict=True
     ):
-        torch.testing.assert_close(found, weight.detach(), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            found, weight.detach(), rtol=1e-5, atol=1e-5, msg=lambda text: f"{after} {text}"
+        )
 
 
 def train(model: Net, optimizer: torch.optim.Optimizer, seed: int = 1) -> None:
