@@ -4,17 +4,30 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.zoo.case import Case, Where
-from tests.zoo.pretrained import RECURRENT
+from tests.zoo.pretrained import CASES, RECURRENT
 from tests.zoo.runs import initialized, least_host_memory
 
+GPT2 = next(case for case in CASES if case.name == "gpt2")
+GREEDY = {"do_sample": False}
 
-@pytest.mark.parametrize("case", RECURRENT, ids=lambda case: case.name)
-def test_recurrent_models(case: Case, tmp_path: Path, nothing_left: None) -> None:
+
+@pytest.mark.parametrize(
+    ("case", "ways"),
+    [
+        *((case, [GREEDY]) for case in RECURRENT),
+        (GPT2, [GREEDY, {"do_sample": True}, {"num_beams": 2, **GREEDY}]),
+    ],
+    ids=lambda it: getattr(it, "name", ""),
+)
+def test_as_plain_torch(
+    case: Case, ways: list[dict[str, Any]], tmp_path: Path, nothing_left: None
+) -> None:
     memory = least_host_memory(case, "fp32", str(tmp_path))
     settings = {"placement_policy": "nvme", "nvme_path": str(tmp_path), "host_memory": memory}
     model, optimizer = initialized(case, "fp32", settings)
@@ -29,8 +42,12 @@ def test_recurrent_models(case: Case, tmp_path: Path, nothing_left: None) -> Non
     with torch.no_grad():
         found, wanted = model(input_ids=tokens).logits, plain(input_ids=tokens).logits
     assert torch.equal(found, wanted)
-    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-    found = model.generate(tokens[:, :6], **options)
-    assert torch.equal(found, plain.generate(tokens[:, :6], **options))
-    assert found.shape == (2, 11)
+    options = {"max_new_tokens": 5, "pad_token_id": 0, "eos_token_id": None}
+    for way in ways:
+        both = []
+        for each in (model, plain):
+            torch.manual_seed(0)
+            both.append(each.generate(tokens[:, :6], **options, **way))
+        assert torch.equal(*both)
+        assert both[0].shape == (2, 11)
     optimizer.engine.close()
