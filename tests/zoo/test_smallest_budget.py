@@ -18,74 +18,39 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hetero
-from tests.zoo.pretrained import ATTENTION, LAYERS, TOKENS, TRANSFORMER
+from tests.zoo.pretrained import TRANSFORMER
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
 TOO_LITTLE = 1 << 14  # bytes of RAM
 MODEL_TOO_LARGE = 1 << 16  # no parameter is, so that the whole model is known to the refusal
-PLAIN: dict[str, Any] = {**TRANSFORMER, "num_attention_heads": 4}
-GROUPED: dict[str, Any] = {**PLAIN, "num_key_value_heads": 2}
-
-# The options of each family's configuration; class names begin with the key. Those are left out
-# whose modules are as another one's.
-DECODERS: dict[str, dict[str, Any]] = {
-    "Llama": GROUPED,
-    "Qwen3": {**GROUPED, "head_dim": 8},
-    "Gemma2": {**GROUPED, "head_dim": 8},
-    "Phi": PLAIN,
-    "Falcon": {**TOKENS, **ATTENTION, "num_kv_heads": 2},
-    "OPT": {
-        **TOKENS,
-        **ATTENTION,
-        "ffn_dim": 48,
-        "max_position_embeddings": 64,
-        "word_embed_proj_dim": 16,
-    },
-    "GPTJ": {
-        **TOKENS,
-        "n_embd": 32,
-        "n_layer": 2,
-        "n_head": 4,
-        "n_positions": 64,
-        "rotary_dim": 8,
-    },
-    "Bloom": {**TOKENS, "hidden_size": 32, "n_layer": 2, "n_head": 4},
-    "Mixtral": {**GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2},
-    "Qwen2Moe": {
-        **GROUPED,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 16,
-        "shared_expert_intermediate_size": 48,
-    },
-    "Mamba": {**TOKENS, **LAYERS, "state_size": 4},
-}
-ENCODERS: dict[str, dict[str, Any]] = {
-    "Bert": PLAIN,
-    "Albert": {**PLAIN, "embedding_size": 16},
-    "DebertaV2": PLAIN,
-}
-PAIRS: dict[str, dict[str, Any]] = {
-    "Bart": {
-        **TOKENS,
-        "d_model": 32,
-        "encoder_layers": 2,
-        "decoder_layers": 2,
-        "encoder_attention_heads": 4,
-        "decoder_attention_heads": 4,
-        "encoder_ffn_dim": 48,
-        "decoder_ffn_dim": 48,
-        "max_position_embeddings": 64,
-        "decoder_start_token_id": 0,
-    },
-}
+# Names of configurations' classes begin with a family. Those are left out whose modules are as
+# another one's.
+DECODERS = (
+    *("Llama", "Qwen3", "Gemma2", "Phi", "Falcon", "OPT", "GPTJ", "Bloom", "Mixtral", "Qwen2Moe"),
+    "Mamba",
+)
+ENCODERS = ("Bert", "Albert", "DebertaV2")
 HEADS_OF = {
     **dict.fromkeys(DECODERS, "ForCausalLM"),
     **dict.fromkeys(ENCODERS, "ForMaskedLM"),
-    **dict.fromkeys(PAIRS, "ForConditionalGeneration"),
+    "Bart": "ForConditionalGeneration",
 }
-FAMILIES = {**DECODERS, **ENCODERS, **PAIRS}
+# Options of all configurations; each knows some of them.
+SIZES: dict[str, Any] = {
+    **TRANSFORMER,
+    **dict.fromkeys(("num_attention_heads", "n_head"), 4),
+    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4),
+    **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "num_experts_per_tok"), 2),
+    **dict.fromkeys(("n_layer", "encoder_layers", "decoder_layers"), 2),
+    **dict.fromkeys(("num_local_experts", "num_experts", "state_size"), 4),
+    **dict.fromkeys(("head_dim", "rotary_dim"), 8),
+    **dict.fromkeys(("n_embd", "d_model", "n_positions"), 32),
+    **dict.fromkeys(("word_embed_proj_dim", "embedding_size", "moe_intermediate_size"), 16),
+    **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim", "ffn_dim"), 48),
+    "shared_expert_intermediate_size": 48,
+    "decoder_start_token_id": 0,
+}
 USES = (
     "plain",
     "reentrant",
@@ -111,7 +76,9 @@ CHOSEN = {
 def build(family: str, use: str) -> nn.Module:
     """A model of the family, tiny, as it is made ready for the use."""
     torch.manual_seed(0)
-    config = getattr(hf, f"{family}Config")(**FAMILIES[family])
+    config_class = getattr(hf, f"{family}Config")
+    computed = {name for name in SIZES if isinstance(getattr(config_class, name, None), property)}
+    config = config_class(**{name: n for name, n in SIZES.items() if name not in computed})
     model: Any = getattr(hf, f"{family}{HEADS_OF[family]}")(config)
     if use == "reentrant" or use.endswith("checkpointed"):
         model.gradient_checkpointing_enable({"use_reentrant": use == "reentrant"})
@@ -171,7 +138,7 @@ def named(
 
 
 def cases() -> Iterator[Any]:
-    for family in FAMILIES:
+    for family in HEADS_OF:
         for use in USES:
             checkpoints = use == "reentrant" or use.endswith("checkpointed")
             lacks = family in ENCODERS if use == "generate" else family == "Albert" and checkpoints
