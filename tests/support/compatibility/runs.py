@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 import tempfile
 import warnings
@@ -43,6 +42,7 @@ _CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 _BF16_PART = 0.03
 _FEWEST_WORDS, _MOST_WORDS = 7, 16  # of an error
 _smallest: dict[Any, int] = {}
+_ROUND = 8 << 10  # bytes; least budgets are multiples of so many
 
 
 def outcome(name: str, column: str) -> str:
@@ -206,9 +206,15 @@ def _with_least_memory(made: Callable[[int | None], Any], key: Any) -> Any:
     """What is made with the least memory that works, so that as much as possible is on disk."""
     if key in _smallest:
         return made(_smallest[key])
-    for memory in range(24 << 10, 1 << 20, 8 << 10):
-        with contextlib.suppress(hetero.BudgetError):
+    memory = 24 << 10
+    while memory < 1 << 20:
+        try:
             found = made(memory)
+        except hetero.BudgetError as error:
+            # More than that it takes to build the model, or at last to train it.
+            named = [int(number) for number in re.findall(r"\((\d+) bytes\)", str(error))]
+            memory = max(memory + _ROUND, -(-max(named, default=0) // _ROUND) * _ROUND)
+        else:
             _smallest[key] = memory
             return found
     raise AssertionError("it needs more than expected")
