@@ -145,5 +145,6 @@ CASES = [
     Case("gpt2-checkpointed", gpt2_checkpointed, labelled, own_loss),
     Case("vit", vit, pictures, own_loss),
 ]
+GPT2 = CASES[0]
 # Their mixers give one function views of some parameters beside others.
 RECURRENT = [Case(make.__name__, make, labelled, own_loss) for make in (mamba, mamba2, jamba)]

@@ -10,12 +10,10 @@ import torch
 from torch import nn
 
 import hetero
-from tests.zoo.case import Case, Where
-from tests.zoo.pretrained import CASES
+from tests.zoo.case import Where
+from tests.zoo.pretrained import GPT2
 from tests.zoo.rank_runs import in_least_memory
 from tests.zoo.runs import STEPS, Run, initialized, masters_by_name
-
-GPT2: Case = next(case for case in CASES if case.name == "gpt2")
 
 
 class Interruption(Exception):

@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from tests.zoo.case import Case, Where
-from tests.zoo.pretrained import CASES, RECURRENT
+from tests.zoo.pretrained import GPT2, RECURRENT
 from tests.zoo.runs import initialized, least_host_memory
 
-GPT2 = next(case for case in CASES if case.name == "gpt2")
 GREEDY = {"do_sample": False}
 
 

@@ -23,9 +23,9 @@ WITH_DDP = {name: case for name, case in CASES.items() if name not in _NOT_WITH_
 # Routed experts, sharing, use outside the owner, multi-slot chunks, frozen parameters, adapters and
 # dropout: what ranks could disagree about. (Recomputation and batch norms are below.)
 ALWAYS = {
-    (2, "routed", "bf16", 3),
-    (2, "borrowed-head", "bf16", 3),
-    (2, "odd", "bf16", 3),
+    (2, "routed", "bf16", 2),
+    (2, "borrowed-head", "bf16", 2),
+    (2, "odd", "bf16", 2),
     (2, "lora", "fp32", 1),
     (2, "tiled-tied", "bf16", 1),
 }
@@ -54,7 +54,7 @@ def matrix() -> list[Any]:
             for world in (2, 4)
             for name, case in WITH_DDP.items()
             for dtype in case.dtypes
-            for accumulate in (1, 3)
+            for accumulate in (1, 2)
         )
     ]
 
@@ -71,7 +71,7 @@ def assert_close(ranks: Ranks, settings: list[dict[str, Any]]) -> None:
     """In fp32 every rank's runs are as by DDP, and ranks have the same weights.
 
     Weights equal DDP's to the rounding of sums over ranks and micro-batches. Such a sum is rounded
-    some 2 * world * accumulate <= 24 times by at most 2^-24 of it, in one order or the other: 3e-6
+    some 2 * world * accumulate <= 16 times by at most 2^-24 of it, in one order or the other: 2e-6
     relatively. The update follows with a slope of at most lr / eps = 30, and gradients are below 1
     here: within 1e-4 at the very worst. What is found is near 1e-8; 2e-6 is less than a thousandth
     of one update (lr = 3e-3).
@@ -120,7 +120,7 @@ def test_same_bits_as_with_ddp(
 @pytest.mark.parametrize("name", ["routed", "batch-norm"])
 def test_as_with_ddps_own_mean(name: str, ranks2: RankPool) -> None:
     settings = [{"placement_policy": "cpu", "zero_stage": stage} for stage in STAGES]
-    assert_close(ranks2.run(both, name, "fp32", 3, settings, True), settings)
+    assert_close(ranks2.run(both, name, "fp32", 2, settings, True), settings)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_as_with_ddps_own_mean(name: str, ranks2: RankPool) -> None:
 )
 def test_least_memory_holds_the_buckets(name: str, ranks2: RankPool, tmp_path: Path) -> None:
     settings = [on_disk(tmp_path)]
-    assert_close(ranks2.run(both, name, "fp32", 3, settings), settings)
+    assert_close(ranks2.run(both, name, "fp32", 2, settings), settings)
 
 
 def test_routed_in_least_memory(ranks4: RankPool, tmp_path: Path) -> None:
