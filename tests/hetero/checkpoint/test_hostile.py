@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import hetero
@@ -19,7 +19,7 @@ from hetero.checkpoint.manifest import NAME
 from hetero.checkpoint.plain_data import pack
 from hetero.checkpoint.safetensors_header import read as read_header
 from offload.errors import CheckpointError, HeteroError
-from tests.hetero.checkpoint.test_save_load import steps
+from tests.support.checkpoint.small_trainings import steps
 from tests.support.manifests import checksummed, mutations
 from tests.support.training.small_net import SETTINGS, Net, Settings, loss_of, managed
 
@@ -102,20 +102,16 @@ CHANGES: list[tuple[Callable[[dict[str, Any]], object], str]] = [
     ),
     (lambda c: shaped(c, "first.weight", 64, 64, 1), r"first.weight: \(64, 64, 1\) in"),
     (lambda c: c["tensors"].update({"optimizer/scale/exp_avg": ["float32", 2]}), "'scale' is not"),
-    (lambda c: c["tensors"].update({"optimizer/scale/exp_avg": ["int32", 1]}), "'scale' is torch"),
-    (lambda c: c["tensors"].pop("optimizer/scale/exp_avg"), "state 'exp_avg' of 'scale'"),
     (lambda c: c["tensors"].pop("model/scale"), "the parameter 'scale', and no tensor of it"),
     (lambda c: c["params"].pop("scale"), r"1 only in the model:\n    scale: \(1,\)"),
     (doubled, r"1 only in the checkpoint:\n    other: \(1,\)"),
     (as_buffer, "scale: no parameter that can be trained in the checkpoint"),
-    (lambda c: c["buffers"].append("scale"), "'scale' as a parameter and as a buffer"),
     (
         lambda c: c["params"]["scale"].update(trained=False),
         "scale: frozen in the checkpoint",
     ),
     (lambda c: c["params"]["scale"].update(step=2**60), "'scale' has got"),
     (lambda c: c["tensors"].update(more=["float32", 1]), "0 elements of 'more'"),
-    (lambda c: c["tensors"].update({"model/scale": ["float16", 1]}), "master of 'scale'"),
     (lambda c: c["optimizers"].clear(), "has 0 optimizers, and 1 are given"),
     (lambda c: c["optimizers"].append(c["optimizers"][0]), "has 2 optimizers, and 1 are given"),
     (lambda c: c["optimizers"][0].update(states=["exp_avg"]), "of HybridAdam, with the states exp"),
@@ -141,14 +137,12 @@ CHANGES: list[tuple[Callable[[dict[str, Any]], object], str]] = [
     (numpy_position, "of no use: numpy's is at 1000000, must be 0 to 624"),
     (lambda c: c["ranks"][0].update(random=None), "has no state of random numbers"),
     (lambda c: c["files"].clear(), "elements of .*, and the manifest says"),
-    (lambda c: c["files"].update({"x": c["files"][DATA]}), "x cannot be read: No such file"),
-    (lambda c: c["files"][DATA].update(header_crc32c=1), "is damaged: the checksum of its header"),
 ]
 
 
-@pytest.mark.parametrize("settings", SETTINGS)
-def test_what_does_not_fit_is_named_and_changes_nothing(settings: Settings, tmp_path: Path) -> None:
-    model, optimizer, path = saved(settings, tmp_path)
+def test_what_does_not_fit_is_named_and_changes_nothing(tmp_path: Path) -> None:
+    """Contradictions inside of a manifest are in test_manifest.py."""
+    model, optimizer, path = saved(SETTINGS[0].values[0], tmp_path)  # type: ignore[arg-type]
     good = (path / NAME).read_bytes()
     before = whole(model, optimizer)
     generator = torch.Generator().manual_seed(9)
@@ -247,7 +241,6 @@ def test_made_up_manifests(tmp_path: Path) -> None:
     good = (path / NAME).read_bytes()
     hetero.load(path, model, optimizer)
 
-    @settings(max_examples=3 * settings().max_examples)
     @given(mutations(good), st.booleans())
     def run(content: Any, parameters_alone: bool) -> None:
         (path / NAME).write_bytes(checksummed(content))

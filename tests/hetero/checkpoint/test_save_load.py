@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,93 +12,21 @@ import torch
 from torch import nn
 
 import hetero
+from tests.support.checkpoint.small_trainings import (
+    PLACES,
+    RULES_AND_DTYPES,
+    build,
+    first,
+    states,
+    steps,
+    whole,
+)
 from tests.support.training.loops import same
-from tests.support.training.small_net import EMULATED, SETTINGS, Net, Settings, loss_of
+from tests.support.training.small_net import SETTINGS, Settings
 
-ROOT = Path(__file__).resolve().parents[3]
-pytestmark = pytest.mark.usefixtures("nothing_left", "fake_cuda")
-
-RULES: dict[str, Callable[..., hetero.HybridOptimizer]] = {
-    "adam": hetero.HybridAdam,
-    "lion": hetero.HybridLion,
-    "adagrad": hetero.HybridAdagrad,
-    "sgd": partial(hetero.HybridSGD, momentum=0.9, dampening=0.5),
-    "muon": hetero.HybridMuon,
-}
-# Rules, compute dtypes and dtypes of states: each rule, and each dtype of either kind.
-RULES_AND_DTYPES = [
-    ("adam", "bf16", "fp32"),
-    ("adam", "fp16", "bf16"),
-    ("adam", "bf16", "8bit"),
-    ("adam", "fp32", "8bit"),
-    ("lion", "bf16", "bf16"),
-    ("lion", "fp32", "fp32"),
-    ("adagrad", "bf16", "fp32"),
-    ("sgd", "bf16", "bf16"),
-    ("sgd", "fp16", "8bit"),
-    ("muon", "bf16", "fp32"),
-    ("muon", "fp32", "bf16"),
-]
-PLACES: dict[str, Settings] = {
-    "cpu": {"placement_policy": "cpu"},
-    "disk": {"placement_policy": "nvme", "host_memory": "256KiB"},
-    "speculative": {"placement_policy": "nvme", "host_memory": "1MiB", "overlap_updates": "both"},
-    "waiting": {"placement_policy": "auto", "host_memory": "200KiB", "overlap_updates": "none"},
-    "large chunks": {"placement_policy": "nvme", "host_memory": "1MiB", "chunk_numel": 16384},
-    "emulated": EMULATED.values[0],  # type: ignore[dict-item]
-    "cuda": {"placement_policy": "auto", "backend": "cuda", "device_memory": "160KiB"},
-}
-# With Adam alone: no parameter has its home in RAM.
-ALL_PLACES: dict[str, Settings] = {
-    **PLACES,
-    "parameters on disk": {"placement_policy": "nvme", "host_memory": "96KiB"},
-}
+pytestmark = pytest.mark.usefixtures("nothing_left")
 
 
-def build(
-    settings: Settings,
-    path: Path,
-    rule: str = "adam",
-    dtype: str = "bf16",
-    state_dtype: str = "fp32",
-    seed: int = 0,
-) -> tuple[nn.Module, Any]:
-    """A net whose matrices one optimizer has, and with Muon another one the rest."""
-    torch.manual_seed(seed)
-    model = Net()
-    model.register_buffer("mean", torch.rand(3))
-    params = [p for p in model.parameters() if p.ndim == 2 or rule != "muon"]
-    made: Any = RULES[rule](params, lr=1e-3, weight_decay=0.1, state_dtype=state_dtype)
-    if rule == "muon":
-        rest = [p for p in model.parameters() if p.ndim != 2]
-        made = [made, hetero.HybridAdam(rest, lr=1e-3)]
-    more = {"nvme_path": str(path), "chunk_numel": 4096, "initial_loss_scale": 256.0}
-    return hetero.initialize(model, made, dtype=dtype, **{**more, **settings})
-
-
-def first(optimizer: Any) -> hetero.HybridOptimizer:
-    return optimizer[0] if isinstance(optimizer, list) else optimizer
-
-
-def steps(model: nn.Module, optimizer: Any, seeds: range) -> None:
-    for seed in seeds:
-        first(optimizer).backward(loss_of(model, seed))
-        for each in optimizer if isinstance(optimizer, list) else [optimizer]:
-            each.step()
-            each.zero_grad()
-
-
-def whole(model: nn.Module, optimizer: Any) -> list[torch.Tensor]:
-    """Parameters, masters, buffers and states."""
-    found = [value.clone() for value in model.state_dict().values()]
-    found += hetero.masters(model.parameters())
-    for each in optimizer if isinstance(optimizer, list) else [optimizer]:
-        for state in each.state_dict()["state"].values():
-            found += [torch.as_tensor(value, device="cpu") for value in state.values()]
-    return found
-
-
-# (Each is loaded in both places, and neither knows of the rule.)
 @pytest.mark.parametrize(
     ("place", "rule", "dtype", "state_dtype"),
     [(("cpu", "disk")[i % 2], *each) for i, each in enumerate(RULES_AND_DTYPES)],
@@ -117,31 +43,27 @@ def test_every_rule_and_dtype_goes_on(
     wanted = whole(model, optimizer)
     first(optimizer).engine.close()
 
-    elsewhere = "disk" if place == "cpu" else "cpu"
-    for settings in (PLACES[place], PLACES[elsewhere]):
-        model, optimizer = build(settings, tmp_path, rule, dtype, state_dtype, seed=7)
-        steps(model, optimizer, range(9, 10))
-        loaded = hetero.load(tmp_path / "saved", model, optimizer)
-        assert (loaded.step, loaded.ranks) == (3, 1)
-        assert same(whole(model, optimizer), stored)
-        steps(model, optimizer, range(3, 5))
-        assert same(whole(model, optimizer), wanted)
-        first(optimizer).engine.close()
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_every_placement_loads_what_every_other_saved(place: str, tmp_path: Path) -> None:
-    model, optimizer = build(PLACES[place], tmp_path)
-    steps(model, optimizer, range(3))
-    hetero.save(tmp_path / "saved", model, optimizer)
+    elsewhere = PLACES["disk" if place == "cpu" else "cpu"]
+    model, optimizer = build(elsewhere, tmp_path, rule, dtype, state_dtype, seed=7)
+    steps(model, optimizer, range(9, 10))
+    loaded = hetero.load(tmp_path / "saved", model, optimizer)
+    assert (loaded.step, loaded.ranks) == (3, 1)
+    assert same(whole(model, optimizer), stored)
     steps(model, optimizer, range(3, 5))
-    wanted = whole(model, optimizer)
-    optimizer.engine.close()
-    for other in PLACES.values():
-        model, optimizer = build(other, tmp_path, seed=7)
-        hetero.load(tmp_path / "saved", model, optimizer)
-        steps(model, optimizer, range(3, 5))
-        assert same(whole(model, optimizer), wanted)
+    assert same(whole(model, optimizer), wanted)
+    first(optimizer).engine.close()
+
+
+@pytest.mark.usefixtures("fake_cuda")
+def test_every_placement_goes_on_from_another_one(tmp_path: Path) -> None:
+    """By turns, a step each: a checkpoint knows of no placement."""
+    for made, settings in enumerate([*PLACES.values(), PLACES["cpu"]]):
+        model, optimizer = build(settings, tmp_path, seed=7 if made else 0)
+        if made:
+            assert hetero.load(tmp_path / "saved", model, optimizer).step == made
+        assert same(whole(model, optimizer), states()[made])
+        steps(model, optimizer, range(made, made + 1))
+        hetero.save(tmp_path / "saved", model, optimizer)
         optimizer.engine.close()
 
 

@@ -22,11 +22,13 @@ from hetero.durable import state_folder
 from hetero.durable.record import Record, StoredGroup, read_record
 from offload._native import NativeIoError
 from offload.memory.tiers import StateKind
-from tests.hetero.checkpoint.test_save_load import PLACES, ROOT, build, same, steps, whole
+from tests.support.checkpoint.small_trainings import PLACES, build, steps, whole
 from tests.support.children import child_that_waits
+from tests.support.training.loops import same
 from tests.support.training.small_net import Net
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
+ROOT = Path(__file__).resolve().parents[3]
 OPTIONS = {**PLACES["disk"], "durable": True}
 
 
@@ -133,22 +135,16 @@ def test_a_bit_that_has_flipped_since_is_found_at_the_start(state: Path, kind: s
     assert found.step == 3
 
 
-@pytest.mark.parametrize("nbytes", [0, 4096, 100_000])
-def test_a_data_file_that_was_cut_off(state: Path, nbytes: int) -> None:
+def test_a_data_file_that_was_cut_off_or_is_missing(state: Path) -> None:
     (data,) = state.glob("*.data")
-    shutil.copy(data, state / "kept")
-    os.truncate(data, nbytes)
-    with pytest.raises(hetero.CheckpointError, match=data.name):
-        goes_on(state.parent)
-    shutil.move(state / "kept", data)
+    for nbytes, told in ((0, ""), (4096, ""), (100_000, ""), (None, "needs .*")):
+        data.rename(state / "kept")
+        if nbytes is not None:
+            data.write_bytes((state / "kept").read_bytes()[:nbytes])
+        with pytest.raises(hetero.CheckpointError, match=told + data.name):
+            goes_on(state.parent)
+        (state / "kept").rename(data)
     assert goes_on(state.parent) is not None
-
-
-def test_a_data_file_that_is_missing(state: Path) -> None:
-    (data,) = state.glob("*.data")
-    data.rename(state / "elsewhere")
-    with pytest.raises(hetero.CheckpointError, match=f"needs .*{data.name}"):
-        goes_on(state.parent)
 
 
 def test_a_commit_that_was_cut_off_gives_way_to_the_one_before(
@@ -192,6 +188,8 @@ def test_damage_of_one_file_costs_nothing(state: Path) -> None:
             continue
         copy = state.parent / "copy"
         shutil.copytree(state, copy / state.name)
+        for number, each in enumerate(sorted((copy / state.name).iterdir())):
+            os.utime(each, (10**9 - number, 10**9 - number))  # no file's time is looked at
         flip(copy / state.name / path.name, path.stat().st_size // 2)
         found = goes_on(copy)
         assert found is not None
@@ -294,7 +292,7 @@ def test_a_second_process_is_told_who_has_the_state(
     script = """
         import os, sys
         from pathlib import Path
-        from tests.hetero.checkpoint.test_save_load import build, steps
+        from tests.support.checkpoint.small_trainings import build, steps
         from tests.hetero.durable.test_damage import OPTIONS
         model, optimizer = build(OPTIONS, Path(sys.argv[1]))
         steps(model, optimizer, range(1))
@@ -328,10 +326,3 @@ def test_a_child_that_was_forked_does_not_have_the_state(
     with child_that_waits():
         optimizer.engine.close()
         assert goes_on(tmp_path) is not None
-
-
-def test_a_clock_that_goes_backwards_changes_nothing(state: Path) -> None:
-    """No file's time is looked at."""
-    for number, path in enumerate(sorted(state.iterdir())):
-        os.utime(path, (10**9 - number, 10**9 - number))
-    assert goes_on(state.parent) is not None

@@ -12,28 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import hetero
 from offload.errors import HeteroError
-from tests.hetero.checkpoint.test_save_load import PLACES, build, same, steps, whole
+from tests.support.checkpoint.small_trainings import PLACES, build, state_of, states, steps
 from tests.support.durable.calls import before_each
+from tests.support.training.loops import same
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 CALLS = ("open", "pwrite", "pwritev", "fsync", "unlink", "makedirs", "posix_fallocate")
 STEPS = 4
-
-
-@pytest.fixture(scope="module")
-def wanted(tmp_path_factory: pytest.TempPathFactory) -> list[list[torch.Tensor]]:
-    """The state after so many steps, as it is in every placement."""
-    model, optimizer = build(PLACES["cpu"], tmp_path_factory.mktemp("wanted"))
-    found = [whole(model, optimizer)]
-    for step in range(STEPS):
-        steps(model, optimizer, range(step, step + 1))
-        found.append(whole(model, optimizer))
-    optimizer.engine.close()
-    return found
 
 
 @contextmanager
@@ -65,19 +53,8 @@ def train(place: str, path: Path) -> None:
         optimizer.engine.close()
 
 
-def state_of(place: str, path: Path) -> tuple[int, list[torch.Tensor]]:
-    """What a new start goes on from: how many steps were made, and what was there after them."""
-    model, optimizer = build({**PLACES[place], "durable": True}, path)
-    last = hetero.resume(model)
-    found = whole(model, optimizer)
-    optimizer.engine.close()
-    return 0 if last is None else last.step, found
-
-
 @pytest.mark.parametrize("place", [pytest.param("cpu", marks=pytest.mark.extra), "disk"])
-def test_a_crash_before_every_call(
-    place: str, tmp_path: Path, wanted: list[list[torch.Tensor]]
-) -> None:
+def test_a_crash_before_every_call(place: str, tmp_path: Path) -> None:
     """Of a start, its steps and its commits; and of the second start, which removes the first's."""
     scratch, copies, seen = tmp_path / "scratch", list[Path](), list[dict[str, bytes | None]]()
     scratch.mkdir()
@@ -100,8 +77,8 @@ def test_a_crash_before_every_call(
             train(place, scratch)
     made = set()
     for path in copies:
-        step, found = state_of("cpu", path)
-        assert same(found, wanted[step]), path.name
+        step, found = state_of(path)
+        assert same(found, states()[step]), path.name
         made.add(step)
     assert made == set(range(STEPS + 1))
 
@@ -110,15 +87,10 @@ def test_a_crash_before_every_call(
     ("place", "every"),
     [
         ("cpu", False),
-        *(
-            pytest.param(*case, marks=pytest.mark.extra)
-            for case in (("disk", False), ("cpu", True), ("disk", True))
-        ),
+        *(pytest.param(each, True, marks=pytest.mark.extra) for each in ("cpu", "disk")),
     ],
 )
-def test_an_error_of_every_call(
-    place: str, every: bool, tmp_path: Path, wanted: list[list[torch.Tensor]]
-) -> None:
+def test_an_error_of_every_call(place: str, every: bool, tmp_path: Path) -> None:
     """It is raised, unless a file could not be removed; the next start goes on.
 
     `every`: of each call, not of the first and the last one of each kind.
@@ -150,17 +122,18 @@ def test_an_error_of_every_call(
             assert raised is not None, kind
         if raised is not None:
             assert os.strerror(errno.ENOSPC) in str(raised)
-        step, found = state_of("cpu", scratch)
-        assert same(found, wanted[step]), kind
+        step, found = state_of(scratch)
+        assert same(found, states()[step]), kind
     assert len(chosen) > 8
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("nth", "error"), [(0, errno.ENOSPC), (3, errno.EIO), (8, errno.ENOSPC), (15, errno.EIO)]
 )
 @pytest.mark.parametrize("place", ["cpu", "disk", "speculative"])
 def test_a_write_that_fails_ends_the_training_and_loses_no_commit(
-    place: str, nth: int, error: int, tmp_path: Path, wanted: list[list[torch.Tensor]]
+    place: str, nth: int, error: int, tmp_path: Path
 ) -> None:
     """Of a commit, or of an update beside it: what was committed before is gone on from."""
     model, optimizer = build({**PLACES[place], "durable": True}, tmp_path)
@@ -176,10 +149,10 @@ def test_a_write_that_fails_ends_the_training_and_loses_no_commit(
         hetero.commit(model, blocking=True)
     with suppress(OSError, HeteroError):  # of a commit that nobody was told of
         optimizer.engine.close()
-    step, found = state_of("cpu", tmp_path)
+    step, found = state_of(tmp_path)
     assert step >= 1
-    if step < len(wanted):
-        assert same(found, wanted[step])
+    if step < len(states()):
+        assert same(found, states()[step])
 
 
 @pytest.mark.parametrize("what", ["*.data", "*.commit-?", "*"])

@@ -17,8 +17,9 @@ from hetero.checkpoint.folder import is_checkpoint
 from hetero.checkpoint.formats import convert
 from offload.disk import directories
 from offload.disk.directories import free_bytes
-from tests.hetero.checkpoint.test_save_load import PLACES, build, same, steps, whole
+from tests.support.checkpoint.small_trainings import PLACES, build, steps, whole
 from tests.support.mounts import run_mounted
+from tests.support.training.loops import same
 
 MOUNT = ["-t", "tmpfs", "-o", f"size={6 << 20}", "tmpfs"]
 

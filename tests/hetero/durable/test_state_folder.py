@@ -27,7 +27,7 @@ from hetero.durable.state_set import StateSet
 from hetero.durable.stored_commit import data_paths
 from hetero.ranks.process_groups import ProcessGroups
 from hetero.state.state_files import SET_NAMES
-from tests.hetero.checkpoint.test_save_load import PLACES, build, steps
+from tests.support.checkpoint.small_trainings import PLACES, build, steps
 from tests.support.durable.calls import before_each
 from tests.support.durable.records import SAMPLE
 
@@ -249,7 +249,7 @@ def damaged(old: bytes, how: str, at: float) -> bytes:
 
 
 AnyStarts.TestCase.settings = settings(
-    stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
+    stateful_step_count=15, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestAnyStarts = pytest.mark.usefixtures("nothing_left")(AnyStarts.TestCase)
 

@@ -9,13 +9,13 @@ import pytest
 
 import hetero
 from hetero.cli.main import main
-from tests.hetero.checkpoint.test_save_load import PLACES, build, first, same, steps, whole
+from tests.support.checkpoint.small_trainings import PLACES, build, first, steps, whole
+from tests.support.training.loops import same
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
 
-@pytest.mark.parametrize("rule", ["adam", "muon"])
-@pytest.mark.parametrize("place", ["cpu", "disk"])
+@pytest.mark.parametrize(("place", "rule"), [("cpu", "adam"), ("disk", "muon")])
 def test_a_commit_becomes_a_checkpoint(
     place: str, rule: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

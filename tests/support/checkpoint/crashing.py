@@ -24,18 +24,16 @@ import psutil
 import torch
 
 import hetero
-from tests.support.training.small_net import Net, Settings, loss_of
+from tests.support.checkpoint import small_trainings
+from tests.support.checkpoint.small_trainings import build
+from tests.support.training.small_net import Settings, loss_of
 
+_DISK = {**small_trainings.PLACES["disk"], "overlap_updates": "both"}
 PLACES: dict[str, Settings] = {
     "cpu": {"placement_policy": "cpu"},
-    "disk": {"placement_policy": "nvme", "host_memory": "256KiB", "overlap_updates": "both"},
+    "disk": _DISK,
     "durable-cpu": {"placement_policy": "cpu", "durable": True},
-    "durable-disk": {
-        "placement_policy": "nvme",
-        "host_memory": "256KiB",
-        "overlap_updates": "both",
-        "durable": True,
-    },
+    "durable-disk": {**_DISK, "durable": True},
     "durable-moving": {
         "placement_policy": "auto",
         "host_memory": "1MiB",
@@ -50,19 +48,25 @@ _LATEST_S = 0.03  # after the last of them has begun
 
 
 def life(folder: Path, place: str, steps: int, note: Callable[[str], None]) -> None:
-    """Goes on from what is kept in `folder` and makes the remaining steps, keeping each."""
+    """Goes on from what is kept in `folder` and makes the remaining steps, keeping each: by
+    checkpoints, saved beside training, or by commits, of step() itself or of the loop."""
     note("begin")
     torch.set_num_threads(1)
-    torch.manual_seed(0)
-    model = Net()
-    optimizer = hetero.HybridAdam(model.parameters(), lr=1e-2)
-    scratch = folder / "scratch"
+    scratch, run = folder / "scratch", folder / "run"
     scratch.mkdir(exist_ok=True)
-    options = {"nvme_path": str(scratch), "chunk_numel": 4096, "dtype": "bf16", **PLACES[place]}
-    model, optimizer = hetero.initialize(model, optimizer, **options)
+    model, optimizer = build(PLACES[place], scratch)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5)
-    kept = _Commits(folder) if options.get("durable") else _Checkpoints(folder)
-    made = kept.resume(model, optimizer, scheduler, note)
+    durable, loops = "durable" in PLACES[place], "commit_every" in PLACES[place]
+    made = 0
+    if durable:
+        last = hetero.resume(model)
+        made = 0 if last is None else last.step
+        if last is not None and loops:
+            scheduler.load_state_dict(last.extra["scheduler"])
+            assert last.extra["made"] == made
+    elif hetero.latest_checkpoint(run) is not None:
+        note("load")
+        made = hetero.load(run, model, optimizer, extra={"scheduler": scheduler}).extra["made"]
     for step in range(made, steps):
         note("train")
         loss = loss_of(model, step) * torch.rand(())  # random numbers go on, too
@@ -70,66 +74,22 @@ def life(folder: Path, place: str, steps: int, note: Callable[[str], None]) -> N
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        if not (options.get("durable") and optimizer.engine.config.commit_every):
+        if loops or not durable:
             scheduler.step()
-        kept.keep(model, optimizer, {"scheduler": scheduler, "made": step + 1}, note)
+            note("commit" if loops else "save")
+            extra = {"scheduler": scheduler, "made": step + 1}
+            if loops:
+                kept = hetero.commit(model, extra=extra)
+            else:
+                path = run / f"step-{step + 1}"
+                kept = hetero.save(path, model, optimizer, extra=extra, blocking=False, keep=_KEPT)
+            if step % 3 == 0:
+                kept.wait()
         if place == "durable-moving":
             note("move")
             optimizer.engine.set_budget(_BUDGETS[step % 2])
     torch.save(hetero.masters(model.parameters()), folder / "masters.pt")
     optimizer.engine.close()
-
-
-class _Checkpoints:
-    """What is kept are checkpoints, saved beside training."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder / "run"
-
-    def resume(
-        self, model: Any, optimizer: Any, scheduler: Any, note: Callable[[str], None]
-    ) -> int:
-        if hetero.latest_checkpoint(self._folder) is None:
-            return 0
-        note("load")
-        extra = {"scheduler": scheduler}
-        return int(hetero.load(self._folder, model, optimizer, extra=extra).extra["made"])
-
-    def keep(
-        self, model: Any, optimizer: Any, extra: dict[str, Any], note: Callable[[str], None]
-    ) -> None:
-        note("save")
-        path = self._folder / f"step-{extra['made']}"
-        last = hetero.save(path, model, optimizer, extra=extra, blocking=False, keep=_KEPT)
-        if extra["made"] % 3 == 1:
-            last.wait()
-
-
-class _Commits:
-    """What is kept are commits: step()'s own, or those of the loop."""
-
-    def __init__(self, folder: Path) -> None:
-        pass
-
-    def resume(
-        self, model: Any, optimizer: Any, scheduler: Any, note: Callable[[str], None]
-    ) -> int:
-        last = hetero.resume(model)
-        if last is None:
-            return 0
-        if not optimizer.engine.config.commit_every:
-            scheduler.load_state_dict(last.extra["scheduler"])
-            assert last.extra["made"] == last.step
-        return last.step
-
-    def keep(
-        self, model: Any, optimizer: Any, extra: dict[str, Any], note: Callable[[str], None]
-    ) -> None:
-        if not optimizer.engine.config.commit_every:
-            note("commit")
-            commit = hetero.commit(model, extra=extra)
-            if extra["made"] % 3 == 1:
-                commit.wait()
 
 
 def child(run: Callable[[Callable[[str], None]], None]) -> tuple[int, int]:

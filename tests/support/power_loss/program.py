@@ -17,16 +17,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
 
 import hetero
 from hetero.checkpoint.formats import convert
 from offload._native import IoEngine
 from offload.disk import scratch_file
-from tests.hetero.checkpoint.test_save_load import PLACES, build, steps
+from tests.support.checkpoint.small_trainings import PLACES, build, steps
 from tests.support.power_loss.replay import MARKS
+from tests.support.training.small_net import Net
 
 STEPS = 3
+CONFIGS = ("config.json", "generation_config.json")
 
 
 def mark(folder: Path, what: object) -> None:
@@ -84,18 +85,28 @@ def conversion(folder: Path) -> None:
         mark(folder, to)
 
 
-def gpt2(seed: int) -> GPT2LMHeadModel:
-    """A tiny one."""
+class Config:
+    """A configuration, of which transformers' models have two; importing them takes seconds."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def save_pretrained(self, folder: str) -> None:
+        (Path(folder) / self.name).write_text(json.dumps({"width": 64}))
+
+
+def configured(seed: int) -> Net:
+    """A net that is exported as transformers' models are."""
     torch.manual_seed(seed)
-    return GPT2LMHeadModel(
-        GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=32, n_positions=16)
-    )
+    model = Net()
+    model.config, model.generation_config = map(Config, CONFIGS)  # type: ignore[assignment]
+    return model
 
 
 def export(folder: Path) -> None:
     """Exports two models, one after the other, to the same path, each as several files."""
     for seed in range(2):
-        model = gpt2(seed)
+        model = configured(seed)
         optimizer = hetero.HybridAdam(model.parameters())
         hetero.initialize(model, optimizer, placement_policy="cpu", dtype="fp32")
         hetero.save_pretrained(model, folder / "out", max_shard_bytes=8000)
