@@ -1,73 +1,41 @@
-"""hetero/api/optimizers: states in 8 bits, in every place, their bytes, checkpoints and loss."""
+"""hetero/api/optimizers: states in 8 bits, in every place, of other dtypes, and their loss.
+
+test_optimizers.py has their rules and bytes, test_save_load.py their checkpoints.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-import hetero
-from offload.memory.tiers import Account, Tier
-from tests.support.training.loops import batches, tiny_gpt2, train
+from tests.support.checkpoint.small_trainings import PLACES, build, steps, whole
+from tests.support.training.loops import same
+from tests.support.training.small_net import loss_of
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
 
 
-def build(state_dtype: str = "8bit", lr: float = 1e-2, **options: Any) -> Any:
-    torch.manual_seed(0)
-    with hetero.ZeroInitContext(dtype="bf16", **options):
-        model = tiny_gpt2()
-    optimizer = hetero.HybridAdam(model.parameters(), lr=lr, state_dtype=state_dtype)
-    return hetero.initialize(model, optimizer)
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"placement_policy": "auto", "host_memory": "500KiB"},
-        {"placement_policy": "nvme", "host_memory": "400KiB", "overlap_updates": "both"},
-        {"placement_policy": "nvme", "backend": "emulated", "device_memory": "700KiB"},
-        {"placement_policy": "auto", "backend": "emulated", "device_memory": "8MiB"},
-    ],
-    ids=["auto", "overlapping", "emulated", "resident"],
-)
-def test_same_bits_in_every_place(settings: dict[str, Any], tmp_path: Path) -> None:
-    wanted = train(*build(placement_policy="cpu"), batches(4), accumulate=1)
-    found = train(*build(nvme_path=str(tmp_path), **settings), batches(4), accumulate=1)
-    assert found.same_bits(wanted)
-
-
-def test_bytes_are_those_of_the_formula(tmp_path: Path) -> None:
-    """4 1/8 of 10 bytes an element, in whole pages a tile; on disk as in memory."""
-    for options, tier in (
-        ({"placement_policy": "cpu"}, Tier.HOST),
-        ({"placement_policy": "nvme", "host_memory": "500KiB"}, Tier.DISK),
-    ):
-        _, optimizer = build(chunk_numel=32768, nvme_path=str(tmp_path), **options)
-        engine = optimizer.engine
-        slots = sum(chunk.slots for chunk in engine.layout.chunks)
-        tile = 32768 * 2 + 2 * (32768 + 4 * 32768 // 64)
-        used = engine.ledger.used(tier, Account.OPTIM_STATE)
-        if tier is Tier.HOST:
-            assert used == slots * tile
-        group = engine.chunk_groups[0]
-        assert group.dtypes.optim_state_bytes(32768) == tile == 33 * 4096
-        assert tile <= 0.45 * 10 * 32768
-        engine.close()
+@pytest.mark.usefixtures("fake_cuda")
+def test_same_bits_in_every_place(tmp_path: Path) -> None:
+    found = []
+    for settings in PLACES.values():
+        model, optimizer = build(settings, tmp_path, state_dtype="8bit")
+        steps(model, optimizer, range(3))
+        found.append(whole(model, optimizer))
+        optimizer.engine.close()
+    assert all(same(each, found[0]) for each in found)
 
 
 def test_states_of_other_dtypes_are_taken_in(tmp_path: Path) -> None:
     """Rounded to the nearest codes; what was in 8 bits comes back bit for bit."""
-    data = batches(3)
-    model, optimizer = build("fp32", placement_policy="cpu")
-    for tokens in data:
-        optimizer.backward(model(input_ids=tokens, labels=tokens).loss)
-        optimizer.step()
-        optimizer.zero_grad()
+    model, optimizer = build(PLACES["cpu"], tmp_path)
+    steps(model, optimizer, range(3))
     saved = optimizer.state_dict()
     optimizer.engine.close()
 
-    _, other_optimizer = build(placement_policy="nvme", nvme_path=str(tmp_path))
+    _, other_optimizer = build(PLACES["disk"], tmp_path, state_dtype="8bit")
     saved["param_groups"] = other_optimizer.state_dict()["param_groups"]
     other_optimizer.load_state_dict(saved)
     taken = other_optimizer.state_dict()
@@ -88,12 +56,15 @@ def test_states_of_other_dtypes_are_taken_in(tmp_path: Path) -> None:
     other_optimizer.engine.close()
 
 
-def test_the_loss_is_that_of_states_in_fp32() -> None:
+def test_the_loss_is_that_of_states_in_fp32(tmp_path: Path) -> None:
     """Within 1 % at the end of 60 steps over the same few batches, which overfit."""
     losses = {}
     for state_dtype in ("fp32", "8bit"):
-        model, optimizer = build(state_dtype, lr=2e-3, placement_policy="cpu")
-        found = train(model, optimizer, batches(6) * 10).losses
-        losses[state_dtype] = sum(found[-6:]) / 6
-        assert found[-1] < found[0]
+        model, optimizer = build(PLACES["cpu"], tmp_path, state_dtype=state_dtype)
+        before = sum(loss_of(model, seed).item() for seed in range(6))
+        for _ in range(10):
+            steps(model, optimizer, range(6))
+        losses[state_dtype] = sum(loss_of(model, seed).item() for seed in range(6))
+        assert losses[state_dtype] < before / 2
+        optimizer.engine.close()
     assert losses["8bit"] == pytest.approx(losses["fp32"], rel=0.01)

@@ -13,62 +13,6 @@ from offload.memory.tiers import Tier
 from tests.support.training.loops import batches, build, tiny_gpt2
 
 
-def step(model: torch.nn.Module, optimizer: hetero.HybridAdam, tokens: torch.Tensor) -> float:
-    loss = model(input_ids=tokens, labels=tokens).loss
-    optimizer.backward(loss)
-    optimizer.step()
-    optimizer.zero_grad()
-    return float(loss.detach())
-
-
-@pytest.mark.parametrize("host_memory", ["64MiB", "400KiB"])
-def test_loading_fp32_weights_keeps_every_bit(host_memory: str, tmp_path: Path) -> None:
-    model, optimizer = build(
-        dtype="bf16", placement_policy="nvme", nvme_path=str(tmp_path), host_memory=host_memory
-    )
-    torch.manual_seed(7)
-    other = tiny_gpt2()
-    model.load_state_dict(other.state_dict())
-    assert all(map(torch.equal, hetero.masters(model.parameters()), other.parameters()))
-    with pytest.raises(RuntimeError, match="size mismatch"):
-        model.load_state_dict({**other.state_dict(), "transformer.wpe.weight": torch.ones(3, 3)})
-    with pytest.raises(hetero.HeteroError, match="assign"):
-        model.load_state_dict(other.state_dict(), assign=True)
-    step(model, optimizer, batches(1)[0])
-    optimizer.engine.close()
-
-
-def test_parameters_without_gradient_are_not_updated(tmp_path: Path) -> None:
-    class Two(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a = torch.nn.Linear(8, 8)
-            self.b = torch.nn.Linear(8, 8)
-
-        def forward(self, x: torch.Tensor, which: str) -> torch.Tensor:
-            return getattr(self, which)(x)
-
-    model, optimizer = build(Two, placement_policy="nvme", dtype="fp32", nvme_path=str(tmp_path))
-    torch.manual_seed(0)
-    plain = Two()
-    adam = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.1)
-    for which in ("a", "a", "b", "a"):
-        x = torch.randn(4, 8)
-        model(x, which).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        plain(x, which).square().sum().backward()
-        adam.step()
-        adam.zero_grad()
-    steps = [state["step"].item() for state in optimizer.state_dict()["state"].values()]
-    assert steps == [3, 3, 1, 1]
-    for master, expected in zip(
-        hetero.masters(model.parameters()), plain.parameters(), strict=True
-    ):
-        torch.testing.assert_close(master, expected, rtol=1e-6, atol=1e-6)
-    optimizer.engine.close()
-
-
 def test_closure_and_cpu_adam() -> None:
     torch.manual_seed(0)
     with hetero.ZeroInitContext(placement_policy="cpu", dtype="fp32"):

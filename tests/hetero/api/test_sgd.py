@@ -12,6 +12,7 @@ from torch import nn
 from torch.amp import GradScaler
 
 import hetero
+from tests.support.training.pair import Pair
 from tests.support.training.small_net import SETTINGS, Net, Settings, loss_of
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -31,51 +32,17 @@ def all_in_one(model: Net) -> list[dict[str, Any]]:
     return [{"params": list(model.parameters())}]
 
 
-class Pair:
-    """A managed net in fp32 and the same in plain PyTorch, trained side by side."""
+def pair_of(
+    settings: Settings,
+    path: Path,
+    options: dict[str, Any],
+    groups: Prepare = all_in_one,
+    **more: Any,
+) -> Pair:
+    def make(model: Net, managed: bool) -> list[torch.optim.Optimizer]:
+        return [(hetero.HybridSGD if managed else torch.optim.SGD)(groups(model), **options)]
 
-    def __init__(
-        self,
-        settings: Settings,
-        path: Path,
-        options: dict[str, Any],
-        groups: Prepare = all_in_one,
-        **more: Any,
-    ) -> None:
-        torch.manual_seed(0)
-        self.plain = Net()
-        self.theirs = torch.optim.SGD(groups(self.plain), **options)
-        torch.manual_seed(0)
-        model = Net()
-        given = {"nvme_path": str(path), "chunk_numel": 4096, "dtype": "fp32", **settings, **more}
-        self.model, self.optimizer = hetero.initialize(
-            model, hetero.HybridSGD(groups(model), **options), **given
-        )
-
-    def step(self, seed: int, loss: Callable[[Net, int], torch.Tensor] = loss_of) -> None:
-        for model, optimizer in self.sides():
-            loss(model, seed).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    def sides(self) -> list[tuple[Net, torch.optim.Optimizer]]:
-        return [(self.model, self.optimizer), (self.plain, self.theirs)]
-
-    def assert_same(self) -> None:
-        """The same bits in parameters and buffers; where torch has no buffer, ours is not used."""
-        assert all(map(torch.equal, hetero.masters(self.model.parameters()), self.params()))
-        ours, theirs = (side.state_dict()["state"] for _, side in self.sides())
-        for index, state in ours.items():
-            found = state.get("momentum_buffer", torch.zeros_like(state["master"]))
-            wanted = theirs.get(index, {}).get("momentum_buffer")
-            assert torch.equal(found, wanted) if wanted is not None else not found.any()
-
-    def params(self) -> list[torch.Tensor]:
-        return [param.detach() for param in self.plain.parameters()]
-
-    def close(self) -> None:
-        self.assert_same()
-        self.optimizer.engine.close()
+    return Pair(Net, make, settings, path, **more)
 
 
 def late_loss(model: Net, seed: int) -> torch.Tensor:
@@ -89,10 +56,10 @@ def late_loss(model: Net, seed: int) -> torch.Tensor:
 def test_a_parameter_whose_gradients_come_late(
     name: str, settings: Settings, tmp_path: Path
 ) -> None:
-    pair = Pair(settings, tmp_path, OPTIONS[name])
+    pair = pair_of(settings, tmp_path, OPTIONS[name])
     for seed in range(1, 7):
         pair.step(seed, late_loss if seed > 3 else loss_of)
-    assert pair.optimizer.engine.find(pair.model.unused.weight).step == 3
+    assert pair.engine.find(pair.model.unused.weight).step == 3
     pair.close()
 
 
@@ -109,16 +76,16 @@ def test_groups_with_and_without_momentum(settings: Settings, tmp_path: Path) ->
             {"params": weights[1:], "dampening": 0.0, "nesterov": True},
         ]
 
-    pair = Pair(settings, tmp_path, DAMPED, groups)
+    pair = pair_of(settings, tmp_path, DAMPED, groups)
     for seed in range(4):
         pair.step(seed)
     pair.close()
 
 
 def test_momentum_that_is_switched_off_and_on_keeps_its_buffer(tmp_path: Path) -> None:
-    pair = Pair({"placement_policy": "cpu"}, tmp_path, DAMPED)
+    pair = pair_of({"placement_policy": "cpu"}, tmp_path, DAMPED)
     for seed, momentum in enumerate([0.9, 0.9, 0.0, 0.0, 0.8]):
-        for _, optimizer in pair.sides():
+        for _, (optimizer,) in pair.sides():
             optimizer.param_groups[0]["momentum"] = momentum
         pair.step(seed)
         pair.assert_same()
@@ -127,13 +94,13 @@ def test_momentum_that_is_switched_off_and_on_keeps_its_buffer(tmp_path: Path) -
 
 def test_momentum_that_is_switched_on_late_begins_with_zeros(tmp_path: Path) -> None:
     """torch's begins with the gradient, without dampening."""
-    pair = Pair({"placement_policy": "cpu"}, tmp_path, DAMPED)
+    pair = pair_of({"placement_policy": "cpu"}, tmp_path, DAMPED)
     for seed, momentum in enumerate([0.0, 0.0, 0.9, 0.9]):
-        for _, optimizer in pair.sides():
+        for _, (optimizer,) in pair.sides():
             optimizer.param_groups[0]["momentum"] = momentum
         if seed == 2:
             for param in pair.plain.parameters():
-                pair.theirs.state[param]["momentum_buffer"] = torch.zeros_like(param)
+                pair.theirs[0].state[param]["momentum_buffer"] = torch.zeros_like(param)
         pair.step(seed)
         pair.assert_same()
     pair.close()
@@ -146,7 +113,7 @@ def test_parameters_that_are_unfrozen(settings: Settings, tmp_path: Path) -> Non
         return all_in_one(model)
 
     more = {"host_memory": "1MiB", "reserve_memory": "300KiB"}
-    pair = Pair({**settings, **more}, tmp_path, DAMPED, groups)
+    pair = pair_of({**settings, **more}, tmp_path, DAMPED, groups)
     for seed in range(5):
         if seed == 2:
             for model, _ in pair.sides():
@@ -156,17 +123,17 @@ def test_parameters_that_are_unfrozen(settings: Settings, tmp_path: Path) -> Non
 
 
 def test_steps_that_a_grad_scaler_skips_are_none(tmp_path: Path) -> None:
-    pair = Pair({"placement_policy": "cpu"}, tmp_path, DAMPED, initial_loss_scale=None)
+    pair = pair_of({"placement_policy": "cpu"}, tmp_path, DAMPED, initial_loss_scale=None)
     scalers = [GradScaler("cpu", init_scale=2.0**12) for _ in range(2)]
     for seed in range(5):
-        for (model, optimizer), scaler in zip(pair.sides(), scalers, strict=True):
+        for (model, (optimizer,)), scaler in zip(pair.sides(), scalers, strict=True):
             loss = loss_of(model, seed) * (float("inf") if seed in (0, 2) else 1.0)
             scaler.scale(loss).backward()
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
         pair.assert_same()
-    assert pair.optimizer.engine.find(pair.model.first.weight).step == 3
+    assert pair.engine.find(pair.model.first.weight).step == 3
     pair.close()
 
 
@@ -175,27 +142,28 @@ def test_steps_that_a_grad_scaler_skips_are_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize("begun", [False, True])
 def test_state_goes_to_torch_and_back(begun: bool, name: str, tmp_path: Path) -> None:
     """Also of parameters that have no buffer yet, and without masters that torch did not train."""
-    pair = Pair({"placement_policy": "cpu"}, tmp_path, OPTIONS[name])
+    pair = pair_of({"placement_policy": "cpu"}, tmp_path, OPTIONS[name])
     for seed in range(2 * begun):
         pair.step(seed)
-    state = pair.optimizer.state_dict()
+    (optimizer,) = pair.ours
+    state = optimizer.state_dict()
     assert ("momentum_buffer" in state["state"][0]) == begun
     torch.manual_seed(1)
     pair.plain.load_state_dict(pair.model.state_dict())
-    pair.theirs = torch.optim.SGD(pair.plain.parameters(), lr=1.0)
-    pair.theirs.load_state_dict(state)
+    pair.theirs = [torch.optim.SGD(pair.plain.parameters(), lr=1.0)]
+    pair.theirs[0].load_state_dict(state)
     for seed in range(2, 4):
         pair.step(seed, late_loss)
     pair.assert_same()
 
     for seed in range(9, 11):  # away from torch's
         loss_of(pair.model, seed).backward()
-        pair.optimizer.step()
-        pair.optimizer.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
     pair.model.load_state_dict(pair.plain.state_dict())
-    pair.optimizer.load_state_dict(pair.theirs.state_dict())
+    optimizer.load_state_dict(pair.theirs[0].state_dict())
     pair.assert_same()
-    group = pair.optimizer.param_groups[0]
+    group = optimizer.param_groups[0]
     assert {**OPTIONS[name], "params": group["params"]}.items() <= group.items()
     for seed in range(4, 7):
         pair.step(seed, late_loss)
@@ -203,13 +171,13 @@ def test_state_goes_to_torch_and_back(begun: bool, name: str, tmp_path: Path) ->
 
 
 def test_torchs_state_without_a_buffer_begins_anew(tmp_path: Path) -> None:
-    pair = Pair({"placement_policy": "cpu"}, tmp_path, DAMPED)
+    pair = pair_of({"placement_policy": "cpu"}, tmp_path, DAMPED)
     pair.step(0)
-    state = pair.optimizer.state_dict()
+    state = pair.ours[0].state_dict()
     for kept in state["state"].values():
         kept |= {"momentum_buffer": None, "step": 0}
-    pair.optimizer.load_state_dict(state)
-    pair.theirs.state.clear()
+    pair.ours[0].load_state_dict(state)
+    pair.theirs[0].state.clear()
     for seed in range(1, 4):
         pair.step(seed)
     pair.close()
