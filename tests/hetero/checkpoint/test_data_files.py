@@ -207,16 +207,6 @@ def refused(folder: Path, files: Mapping[str, WrittenFile], message: str) -> Non
         read_all(folder, files)
 
 
-def test_strided_values_of_one_element_are_written(tmp_path: Path) -> None:
-    """A clone of one keeps its stride."""
-    one = torch.arange(9.0)[8::2].clone()
-    assert one.stride() == (2,)
-    made = write_file(tmp_path / "f", {"x": one}, [[("x", 0, 1)]])
-    reader = opened(tmp_path, {"f": made}, records({"x": one}))
-    assert same(reader.whole("x"), torch.full((1,), 8.0))
-    reader.close()
-
-
 def test_regions_without_entries(tmp_path: Path) -> None:
     made = write_file(tmp_path / "f", TENSORS, [[], [], *REGIONS, []])
     read_all(tmp_path, {"f": made})

@@ -19,7 +19,7 @@ from hetero.durable.record import OtherFormatError, Record
 from offload.errors import CheckpointError
 from offload.memory.sizes import PAGE_BYTES
 from tests.support.durable.records import SAMPLE, sample, sealed, sections_of
-from tests.support.manifests import ODD, mutations, places
+from tests.support.manifests import mutations, with_odd_members
 from tests.support.traced_memory import traced_memory
 
 WHERE = "/x/000003-rank-0000-of-0001.commit-1"
@@ -131,14 +131,8 @@ def resealed(section: int, content: Any) -> bytes:
 
 def test_every_member_with_odd_values() -> None:
     """In what hetero itself writes about groups; test_manifest.py does so with the manifest."""
-    for way in places(json.loads(SECTIONS[1])):
-        for odd in ODD:
-            content = json.loads(SECTIONS[1])
-            inner = content
-            for key in way[:-1]:
-                inner = inner[key]
-            inner[way[-1]] = odd
-            decoded(resealed(1, content))
+    for content in with_odd_members(SECTIONS[1]):
+        decoded(resealed(1, content))
 
 
 @given(mutations(SECTIONS[1]))

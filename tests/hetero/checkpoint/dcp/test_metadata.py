@@ -99,39 +99,38 @@ def test_a_name_that_dcp_does_not_write_is_refused(
     assert not ran.exists()
 
 
-def test_names_inside_of_modules_are_refused(saved: tuple[Path, Metadata]) -> None:
-    """A dotted name would lead from a module of DCP's to all that it imports."""
-    path, _ = saved
-    for module, name in [
-        ("torch.distributed.checkpoint.metadata", "os.system"),
-        ("torch.distributed.checkpoint.filesystem", "os.system"),
-        ("torch", "os.system"),
-        ("pathlib", "os.system"),
-    ]:
-        text = b"\x80\x04\x8c" + bytes([len(module)]) + module.encode()
-        text += b"\x8c" + bytes([len(name)]) + name.encode() + b"\x93."
-        (path / NAME).write_bytes(text)
-        with pytest.raises(CheckpointError, match=f"names {module}.{name}"):
-            read_metadata(path)
+METADATA = b"ctorch.distributed.checkpoint.metadata\nMetadata\n"
 
 
-def test_getattr_reaches_no_attribute(saved: tuple[Path, Metadata], tmp_path: Path) -> None:
-    """It stands for an enum's member, and gives its name alone."""
-    path, _ = saved
-    reach = _Calls(getattr, _Calls(getattr, torch_metadata.Metadata, "__init__"), "__globals__")
-    (path / NAME).write_bytes(pickle.dumps(reach))
-    with pytest.raises(CheckpointError, match="is not as DCP writes it"):
-        read_metadata(path)
+def dotted(module: str, name: str) -> bytes:
+    """Names an attribute of what a module imports."""
+    text = b"\x80\x04\x8c" + bytes([len(module)]) + module.encode()
+    return text + b"\x8c" + bytes([len(name)]) + name.encode() + b"\x93."
 
 
-def test_torchs_classes_cannot_be_changed(saved: tuple[Path, Metadata]) -> None:
-    """A pickle can set attributes of classes that it names: those are stand-ins."""
-    path, _ = saved
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        *(
+            (dotted(module, "os.system"), f"names {module}.os.system")
+            for module in ("torch", "torch.distributed.checkpoint.filesystem", "pathlib")
+        ),
+        # getattr() stands for an enum's member, and gives its name alone.
+        (
+            pickle.dumps(_Calls(getattr, _Calls(getattr, Metadata, "__init__"), "__globals__")),
+            "is not as DCP writes it",
+        ),
+        # A pickle can set attributes of classes that it names: those are stand-ins.
+        (b"\x80\x02" + METADATA + b"N}X\x08\x00\x00\x00__init__K\x01s\x86b.", ""),
+    ],
+)
+def test_nothing_is_reached_through_what_may_be_named(
+    tmp_path: Path, content: bytes, told: str
+) -> None:
     before = dict(vars(Metadata))
-    module = b"ctorch.distributed.checkpoint.metadata\nMetadata\n"
-    (path / NAME).write_bytes(b"\x80\x02" + module + b"N}X\x08\x00\x00\x00__init__K\x01s\x86b.")
-    with pytest.raises(CheckpointError):
-        read_metadata(path)
+    (tmp_path / NAME).write_bytes(content)
+    with pytest.raises(CheckpointError, match=told):
+        read_metadata(tmp_path)
     assert dict(vars(Metadata)) == before
 
 
@@ -182,12 +181,12 @@ def test_what_was_cut_or_changed_is_an_error(saved: tuple[Path, Metadata]) -> No
     """No byte of it makes anything else than a CheckpointError, or metadata."""
     path, _ = saved
     content = (path / NAME).read_bytes()
-    for end in range(0, len(content), 3):
+    for end in range(0, len(content), 9):
         (path / NAME).write_bytes(content[:end])
         with pytest.raises(CheckpointError):
             read_metadata(path)
     refused = 0
-    for at in range(0, len(content), 2):
+    for at in range(0, len(content), 7):
         changed = bytearray(content)
         changed[at] ^= 0x15
         (path / NAME).write_bytes(changed)
@@ -195,7 +194,7 @@ def test_what_was_cut_or_changed_is_an_error(saved: tuple[Path, Metadata]) -> No
             read_metadata(path)
         except CheckpointError:
             refused += 1
-    assert refused > len(content) / 8
+    assert refused > len(content) / 28
     (path / NAME).unlink()
     with pytest.raises(CheckpointError, match="is no DCP checkpoint"):
         read_metadata(path)
@@ -274,6 +273,7 @@ BOMBS = {
 }
 
 
+@pytest.mark.usefixtures("quick_python")
 def test_a_pickle_that_asks_for_more_than_it_is(tmp_path: Path) -> None:
     """Each of these took gigabytes, or more time than there is; all are refused at once."""
     for name, content in BOMBS.items():
@@ -290,7 +290,7 @@ def test_one_list_of_chunks_for_many_tensors(tmp_path: Path) -> None:
     metadata = save(tmp_path, state)
     entry = metadata.state_dict_metadata["000"]
     entry.chunks *= 2000
-    metadata.state_dict_metadata = {str(i): entry for i in range(20_000)}
+    metadata.state_dict_metadata = {str(i): entry for i in range(5_000)}
     (tmp_path / NAME).write_bytes(pickle.dumps(metadata))
     with pytest.raises(CheckpointError, match="more objects in it than"):
         read_metadata(tmp_path)

@@ -21,7 +21,9 @@ from torch.distributed.checkpoint.state_dict import (
 import hetero
 from hetero.checkpoint import engine_checkpoint
 from hetero.checkpoint.formats import convert
-from tests.support.training.small_net import EMULATED, SETTINGS, Settings
+from tests.support.checkpoint import small_trainings
+from tests.support.checkpoint.small_trainings import PLACES, steps, whole
+from tests.support.training.small_net import Settings
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -68,6 +70,8 @@ TORCH: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": partial(torch.optim.SGD, momentum=0.1),
     "adagrad": torch.optim.Adagrad,
 }
+DISK = {"placement_policy": "nvme", "host_memory": "256KiB"}
+SETTINGS: dict[str, Settings] = {"adamw": DISK, "adam": {}, "sgd": {}, "adagrad": DISK}
 STATES = {
     "adamw": ("exp_avg", "exp_avg_sq"),
     "adam": ("exp_avg", "exp_avg_sq"),
@@ -152,7 +156,7 @@ def torch_load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -
 @pytest.mark.parametrize("rule", HETERO)
 def test_plain_torch_loads_what_hetero_saves(tmp_path: Path, rule: str) -> None:
     """Masters, states, options, buffers; and training goes on as hetero's does in fp32."""
-    model, optimizer = managed(tmp_path, rule, "fp32")
+    model, optimizer = managed(tmp_path, rule, "fp32", **SETTINGS[rule])
     step(model, optimizer)
     hetero.save_dcp(tmp_path / "saved", model, optimizer)
     other, torch_optimizer = plain(rule)
@@ -170,6 +174,7 @@ def test_plain_torch_loads_what_hetero_saves(tmp_path: Path, rule: str) -> None:
         torch.testing.assert_close(dict(other.named_parameters())[name].detach(), master)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("rule", HETERO)
 @pytest.mark.parametrize("flatten", [False, True])
 def test_hetero_loads_what_plain_torch_saves(tmp_path: Path, rule: str, flatten: bool) -> None:
@@ -180,7 +185,7 @@ def test_hetero_loads_what_plain_torch_saves(tmp_path: Path, rule: str, flatten:
     params, state = get_state_dict(other, torch_optimizer, options=options)
     name = "optimizer" if flatten else "optim"
     dcp.save({"model": params, name: state}, checkpoint_id=tmp_path / "saved")
-    model, optimizer = managed(tmp_path, rule, "fp32", seed=1)
+    model, optimizer = managed(tmp_path, rule, "fp32", seed=1, **SETTINGS[rule])
     step(model, optimizer, 1)
     hetero.load_dcp(tmp_path / "saved", model, optimizer)
     assert_same(masters(model), masters(other))
@@ -193,35 +198,20 @@ def test_hetero_loads_what_plain_torch_saves(tmp_path: Path, rule: str, flatten:
         torch.testing.assert_close(master, dict(other.named_parameters())[name].detach())
 
 
-@pytest.mark.parametrize(
-    ("settings", "dtype"),
-    [
-        *(
-            pytest.param(each.values[0], "bf16", id=f"{each.id}-bf16")
-            for each in [*SETTINGS, EMULATED]
-        ),
-        *(pytest.param(SETTINGS[-1].values[0], dtype, id=dtype) for dtype in ("fp16", "fp32")),
-    ],
-)
-def test_masters_and_states_survive_with_all_bits(
-    tmp_path: Path, settings: Settings, dtype: str
-) -> None:
-    """Wherever they live, and whatever the compute dtype."""
-    given = dict(settings)
-    if "host_memory" in given:
-        given["host_memory"] = "256KiB"
-    model, optimizer = managed(tmp_path, dtype=dtype, **given)
-    step(model, optimizer)
-    hetero.save_dcp(tmp_path / "saved", model, optimizer)
-    again, loaded = managed(tmp_path, dtype=dtype, seed=1)
-    hetero.load_dcp(tmp_path / "saved", again, loaded)
-    assert_same(masters(again), masters(model))
-    assert_same(states(loaded, "adamw"), states(optimizer, "adamw"))
-    step(model, optimizer)
-    step(again, loaded)
-    assert_same(masters(again), masters(model))
-    for each in (optimizer, loaded):
-        each.engine.close()
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+def test_masters_and_states_survive_with_all_bits(tmp_path: Path, dtype: str) -> None:
+    """Wherever they live, and whatever the compute dtype; by turns, a step each."""
+    made, found = 0, list[torch.Tensor]()
+    for place in ("cpu", "disk", "emulated", "cpu"):
+        settings = {**PLACES[place], "host_memory": "1MiB", "device_memory": "1MiB"}
+        model, optimizer = small_trainings.build(settings, tmp_path, dtype=dtype, seed=made)
+        if made:
+            hetero.load_dcp(tmp_path / f"{made}", model, optimizer)
+            assert_same(whole(model, optimizer), found)
+        steps(model, optimizer, range(made, made + 1))
+        made, found = made + 1, whole(model, optimizer)
+        hetero.save_dcp(tmp_path / f"{made}", model, optimizer)
+        optimizer.engine.close()
 
 
 def test_tied_names_share_their_bytes(tmp_path: Path) -> None:
@@ -288,36 +278,16 @@ def test_a_dtype_of_choice(tmp_path: Path) -> None:
 
 def test_two_optimizers(tmp_path: Path) -> None:
     """Their param groups follow one another, as those of torch's get_state_dict()."""
-
-    def build(seed: int) -> tuple[nn.Module, Any]:
-        torch.manual_seed(seed)
-        model = Net()
-        trained = [p for p in model.parameters() if p.requires_grad]
-        muon = hetero.HybridMuon([p for p in trained if p.ndim == 2], lr=0.01 + seed)
-        adam = hetero.HybridAdam([p for p in trained if p.ndim != 2])
-        return hetero.initialize(
-            model, [muon, adam], dtype="bf16", placement_policy="cpu", chunk_numel=4096
-        )
-
-    def both(optimizers: Any) -> list[Any]:
-        return [list(each.state_dict()["state"].values()) for each in optimizers]
-
-    model, optimizers = build(0)
-    for each in optimizers:
-        model(torch.arange(8)).float().mean().backward()
-        each.step()
+    model, optimizers = small_trainings.build(PLACES["cpu"], tmp_path, "muon")
+    optimizers[0].param_groups[0]["lr"] = 0.01
+    steps(model, optimizers, range(2))
     hetero.save_dcp(tmp_path / "saved", model, optimizers)
-    again, loaded = build(1)
+    again, loaded = small_trainings.build(PLACES["disk"], tmp_path, "muon", seed=1)
     hetero.load_dcp(tmp_path / "saved", again, loaded)
-    assert_same(masters(again), masters(model))
-    for found, wanted in zip(both(loaded), both(optimizers), strict=True):
-        for one, other in zip(found, wanted, strict=True):
-            assert {
-                k: v
-                for k, v in one.items()
-                if not torch.equal(torch.as_tensor(v), torch.as_tensor(other[k]))
-            } == {}
-    assert loaded[0].param_groups[0]["lr"] == 0.01
+    assert_same(whole(again, loaded), whole(model, optimizers))
+    assert [each.param_groups[0]["lr"] for each in loaded] == [0.01, 1e-3]
+    for each in (optimizers, loaded):
+        each[0].engine.close()
 
 
 def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
