@@ -83,6 +83,7 @@ def test_the_number_of_items_of_a_trainer() -> None:
     assert torch.equal(output.loss, plain.loss)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize(("tile", "policy"), [(heads, "cpu"), (heads, "nvme"), (embeddings, "cpu")])
 def test_the_whole_model_in_a_checkpoint(

@@ -25,7 +25,7 @@ def tiled(weight: torch.Tensor, rows: int) -> RowTiles:
     return RowTiles([nn.Parameter(part.clone()) for part in weight.detach().split(rows)])
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("capped", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("tile_tokens", [16, 32, None])

@@ -21,7 +21,7 @@ from hetero.tiling import tiled_linear
 from tests.support.training.smallest import smallest_host_memory
 
 OUTPUTS = 320
-SHAPES = [(1, 1), (1, 5), (1, 7), (3, 1), (3, 7), (64, 30)]  # in_splits, out_splits
+SHAPES = [(1, 1), (1, 5), (1, 7), (3, 1), (3, 7), (8, 30)]  # in_splits, out_splits
 
 
 def pair(in_splits: int, out_splits: int, dtype: torch.dtype, bias: bool = True) -> tuple[Any, Any]:
@@ -37,13 +37,13 @@ def pair(in_splits: int, out_splits: int, dtype: torch.dtype, bias: bool = True)
 
 
 @given(
-    in_features=st.integers(1, 40),
-    out_features=st.integers(1, 40),
-    in_splits=st.integers(1, 40),
-    out_splits=st.integers(1, 40),
+    in_features=st.integers(1, 12),
+    out_features=st.integers(1, 12),
+    in_splits=st.integers(1, 12),
+    out_splits=st.integers(1, 12),
     bias=st.booleans(),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-    piece_numel=st.sampled_from([1, 50, 1 << 20]),
+    piece_numel=st.sampled_from([1, 7, 1 << 20]),
 )
 def test_it_is_initialised_with_the_bits_of_linear(
     in_features: int,

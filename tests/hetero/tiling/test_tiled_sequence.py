@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -13,8 +9,6 @@ from torch.utils.checkpoint import checkpoint
 
 import hetero
 from tests.support.tiling.live_bytes import LiveBytes
-from tests.support.training.loops import batches, build, train
-from tests.zoo.pretrained import llama
 
 WIDTH, INNER, TOKENS = 16, 512, 256
 
@@ -105,13 +99,6 @@ def test_without_a_graph_there_is_no_checkpoint(monkeypatch: pytest.MonkeyPatch)
     assert torch.equal(mlp(x), expected)
 
 
-def test_copies_are_plain() -> None:
-    mlp = made()
-    hetero.tile_sequence(mlp, 4)
-    assert type(copy.deepcopy(mlp)) is Mlp
-    assert list(mlp.state_dict()) == list(Mlp().state_dict())
-
-
 def test_what_does_not_act_on_tokens_is_refused() -> None:
     with pytest.raises(ValueError, match="tiles must be 1 or more"):
         hetero.tile_sequence(made(), 0)
@@ -124,18 +111,3 @@ def test_what_does_not_act_on_tokens_is_refused() -> None:
     hetero.tile_sequence(shorter, 2)
     with pytest.raises(ValueError, match="Conv1d returned 3 tokens for 128"):
         shorter(x)
-
-
-def test_a_gated_layer_of_an_offloaded_model(tmp_path: Path) -> None:
-    """Its backward needs two of its parameters at once."""
-
-    def make() -> nn.Module:
-        model: Any = llama()
-        for layer in model.model.layers:
-            hetero.tile_sequence(layer.mlp, 5)
-        return model
-
-    data = [each[:, :20] % 101 for each in batches(3)]
-    disk: Any = {"placement_policy": "nvme", "nvme_path": str(tmp_path), "host_memory": "300KiB"}
-    found = train(*build(make, dtype="fp32", chunk_numel=4096, **disk), data)
-    assert found.same_bits(train(*build(make, dtype="fp32", placement_policy="cpu"), data))

@@ -26,8 +26,11 @@ def tied() -> nn.Module:
 
 
 def untied() -> nn.Module:
+    """With gated layers, whose backward needs two of their parameters at once."""
     model = llama()
     tile_heads(model, tile_tokens=7)
+    for layer in model.model.layers:  # type: ignore[union-attr]
+        tile_sequence(layer.mlp, 5)
     return model
 
 
