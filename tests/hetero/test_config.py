@@ -20,6 +20,8 @@ def test_the_defaults_are_valid():
     assert config.placement_policy == "auto"
     assert config.dtypes == Dtypes("bf16", "bf16")
     assert all(config.budget(tier) is None for tier in Tier)
+    assert Config(dtype=None).dtype == default_dtype()
+    assert Config(initial_loss_scale=None).initial_loss_scale is None  # the user's loop scales
 
 
 def test_sizes_become_bytes(tmp_path):
@@ -32,43 +34,35 @@ def test_sizes_become_bytes(tmp_path):
     assert config.budget(Tier.DISK) == 3 << 29
 
 
-@pytest.mark.parametrize("option", ["host_memory", "device_memory", "nvme_capacity"])
-@pytest.mark.parametrize("bad", ["4 apples", "", "-1g", 0, -5, 1.5, True])
-def test_bad_sizes_name_the_option(option, bad):
-    with pytest.raises(ValueError, match=f"^{option}: ") as refusal:
+SIZES = ("host_memory", "device_memory", "nvme_capacity")
+DTYPES = ("fp8", "float64", torch.float64, torch.int8, "", 16)
+CHOICE = ("placement_policy must be one of .*auto", "io_engine must be one of .*auto")
+# Options, what they may not be, and what is said beside the value.
+REFUSED = [
+    *((SIZES[n % 3], bad, rf"^{SIZES[n % 3]}: ")
+      for n, bad in enumerate(["4 apples", "", "-1g", 0, -5, 1.5, True])),
+    ("placement_policy", "gpu", f"{CHOICE[0]}.*did you mean 'cpu'"),
+    ("placement_policy", "NVME", CHOICE[0]),
+    ("placement_policy", None, CHOICE[0]),
+    ("placement_policy", ["cpu"], f"{CHOICE[0]}.*did you mean 'cpu'"),
+    ("io_engine", "iouring", f"{CHOICE[1]}.*did you mean 'io_uring'"),
+    ("io_engine", None, CHOICE[1]),
+    *((("dtype", "grad_dtype")[n % 2], bad, "dtype must be one of bf16, fp16, fp32")
+      for n, bad in enumerate(DTYPES)),
+    *(("chunk_numel", bad, "chunk_numel") for bad in ("4096", "big", 4096.0, True)),
+    *(("initial_loss_scale", bad, "initial_loss_scale")
+      for bad in (0, -1.0, 0.5, float("nan"), float("inf"), "dynamic")),
+    *(("loss_scale_window", bad, "loss_scale_window") for bad in (0, -1, 2.5, "2000")),
+    *(("prefetch", bad, "prefetch") for bad in ("no", "false", None)),
+    *(("nvme_path", bad, "nvme_path") for bad in (5, [], ["a", 5])),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("option", "bad", "match"), REFUSED)
+def test_bad_values_are_refused_by_name(option, bad, match):
+    with pytest.raises(ValueError, match=match) as refusal:
         Config.make(**{option: bad})
-    assert repr(bad) in str(refusal.value)
-
-
-@pytest.mark.parametrize(
-    ("option", "bad", "nearest"),
-    [
-        ("placement_policy", "gpu", "cpu"),
-        ("placement_policy", "NVME", ""),
-        ("placement_policy", "nvm", "nvme"),
-        ("placement_policy", None, ""),
-        ("placement_policy", ["cpu"], "cpu"),
-        ("io_engine", "iouring", "io_uring"),
-        ("io_engine", "thread", "threads"),
-        ("io_engine", None, ""),
-    ],
-)
-def test_bad_choices_list_the_good_ones(option, bad, nearest):
-    with pytest.raises(ValueError, match=f"{option} must be one of ") as refusal:
-        Config.make(**{option: bad})
-    message = str(refusal.value)
-    assert repr(bad) in message
-    assert "auto" in message
-    if nearest:
-        assert f"did you mean {nearest!r}" in message
-
-
-@pytest.mark.parametrize("option", ["dtype", "grad_dtype"])
-@pytest.mark.parametrize("bad", ["fp8", "float64", torch.float64, torch.int8, "", 16])
-def test_bad_dtypes_list_the_good_ones(option, bad):
-    with pytest.raises(ValueError, match=f"{option} must be one of bf16, fp16, fp32") as refusal:
-        Config.make(**{option: bad})
-    assert repr(bad) in str(refusal.value)
+    assert repr(bad) in str(refusal.value) or str(bad) in str(refusal.value)
 
 
 @pytest.mark.parametrize(
@@ -88,14 +82,6 @@ def test_dtypes_have_several_names(given, name):
     assert Config(dtype="fp32", grad_dtype=given).dtypes == Dtypes("fp32", name)
 
 
-def test_no_dtype_is_the_machine_s():
-    assert Config(dtype=None).dtype == default_dtype()
-
-
-def test_no_loss_scale_leaves_scaling_to_the_user():
-    assert Config(initial_loss_scale=None).initial_loss_scale is None
-
-
 def test_the_bytes_of_each_payload():
     per_element = {
         name: (d.param_bytes, d.grad_bytes, d.optim_state_bytes(4096) / 4096)
@@ -112,44 +98,10 @@ def test_bad_chunk_sizes_come_with_one_that_works(bad):
     Config(chunk_numel=int(re.search(r"try (\d+)", str(refusal.value))[1]))
 
 
-@pytest.mark.parametrize(
-    ("option", "bad"),
-    [
-        ("chunk_numel", "4096"),
-        ("chunk_numel", "big"),
-        ("chunk_numel", 4096.0),
-        ("chunk_numel", True),
-        ("initial_loss_scale", 0),
-        ("initial_loss_scale", -1.0),
-        ("initial_loss_scale", 0.5),
-        ("initial_loss_scale", float("nan")),
-        ("initial_loss_scale", float("inf")),
-        ("initial_loss_scale", "dynamic"),
-        ("loss_scale_window", 0),
-        ("loss_scale_window", -1),
-        ("loss_scale_window", 2.5),
-        ("loss_scale_window", "2000"),
-        ("prefetch", "no"),
-        ("prefetch", "false"),
-        ("prefetch", None),
-        ("nvme_path", 5),
-        ("nvme_path", []),
-        ("nvme_path", ["a", 5]),
-    ],
-)
-def test_other_bad_values_are_refused_by_name(option, bad):
-    with pytest.raises(ValueError, match=option) as refusal:
-        Config.make(**{option: bad})
-    assert str(bad) in str(refusal.value)
-
-
-def test_cuda_is_refused_with_what_to_use_instead():
+def test_a_device_that_is_not_there():
     why = r"placement_policy='cuda'.*give backend='cuda'.*'auto', 'cpu' or 'nvme'"
     with pytest.raises(ValueError, match=why):
         Config(placement_policy="cuda")
-
-
-def test_a_backend_that_is_not_there():
     with pytest.raises(ValueError, match=r"backend='cuda' needs a CUDA device.*use 'auto'"):
         Config(backend="cuda")
     assert Config(backend="auto").backend == "cpu"
@@ -164,28 +116,19 @@ def test_the_devices_memory_has_a_default_on_cuda(monkeypatch):
     assert Config(backend="cpu").device_bytes is None
 
 
-def test_nvme_needs_a_directory():
+def test_a_missing_directory(tmp_path):
     with pytest.raises(ValueError, match="needs nvme_path"):
         Config(placement_policy="nvme")
-
-
-def test_a_capacity_without_a_directory_is_not_silently_ignored():
     with pytest.raises(ValueError, match="nvme_capacity.*nvme_path"):
-        Config(nvme_capacity="1GiB")
-
-
-@pytest.mark.parametrize("policy", ["cpu", "auto", "nvme"])
-def test_the_directory_is_checked_at_once(tmp_path, policy):
-    with pytest.raises(StoreError, match="nvme_path does not exist") as refusal:
-        Config(placement_policy=policy, nvme_path=tmp_path / "none")
-    assert refusal.value.errno == errno.ENOENT
-
-
-def test_paths_become_text(tmp_path):
-    assert Config(nvme_path=tmp_path).nvme_path == str(tmp_path)
+        Config(nvme_capacity="1GiB")  # else it would be silently ignored
+    for policy in ("cpu", "auto", "nvme"):
+        with pytest.raises(StoreError, match="nvme_path does not exist") as refusal:
+            Config(placement_policy=policy, nvme_path=tmp_path / "none")
+        assert refusal.value.errno == errno.ENOENT
 
 
 def test_several_directories(tmp_path):
+    assert Config(nvme_path=tmp_path).nvme_path == str(tmp_path)
     first, second = tmp_path / "a", tmp_path / "b"
     first.mkdir()
     second.mkdir()
@@ -200,13 +143,6 @@ def test_several_directories(tmp_path):
     # They share a filesystem, whose space is there once.
     alone, both = Config(nvme_path=first).disk_bytes(), Config(nvme_path=paths).disk_bytes()
     assert both < 1.5 * alone
-
-
-def test_directories_from_json(tmp_path):
-    (tmp_path / "a").mkdir()
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps({"nvme_path": [str(tmp_path), str(tmp_path / "a")]}))
-    assert Config.make(file).nvme_paths == (str(tmp_path), str(tmp_path / "a"))
 
 
 def test_a_directory_given_twice_is_refused(tmp_path):
@@ -235,8 +171,10 @@ class TestMake:
 
     def test_from_a_json_file(self, tmp_path):
         path = tmp_path / "config.json"
-        path.write_text('{"tensor_placement_policy": "cpu", "host_memory": "1g"}')
-        assert Config.make(path) == Config(placement_policy="cpu", host_memory=1 << 30)
+        given = {"tensor_placement_policy": "cpu", "host_memory": "1g"}
+        path.write_text(json.dumps({**given, "nvme_path": [str(tmp_path)]}))
+        wanted = Config(placement_policy="cpu", host_memory=1 << 30, nvme_path=tmp_path)
+        assert Config.make(path) == wanted
         assert Config.make(str(path), host_memory=5).host_memory == 5
 
     @pytest.mark.parametrize("content", [None, "", "{", "[]", "3", "null"])
@@ -273,15 +211,11 @@ class TestMake:
         assert Config.make({"tensor_placement_policy": "cpu"}) == wanted
         assert Config.make(Config(), tensor_placement_policy="cpu") == wanted
 
-    @pytest.mark.parametrize(
-        ("in_mapping", "keyword"),
-        [
-            ("placement_policy", "tensor_placement_policy"),
-            ("tensor_placement_policy", "placement_policy"),
-        ],
-    )
-    def test_keywords_win_under_either_name(self, in_mapping, keyword):
-        assert Config.make({in_mapping: "cpu"}, **{keyword: "auto"}).placement_policy == "auto"
+    def test_keywords_win_under_either_name(self):
+        names = ["placement_policy", "tensor_placement_policy"]
+        for in_mapping, keyword in (names, names[::-1]):
+            made = Config.make({in_mapping: "cpu"}, **{keyword: "auto"})
+            assert made.placement_policy == "auto"
 
     @pytest.mark.parametrize("policies", [("cpu", "auto"), ("auto", "cpu")])
     def test_both_names_at_once_are_refused_where_they_differ(self, policies):
