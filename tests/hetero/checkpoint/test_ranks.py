@@ -12,6 +12,7 @@ import pytest
 import hetero
 from hetero.checkpoint.folder import is_checkpoint
 from tests.support.ranks import checkpointing
+from tests.support.ranks.checkpointing import COUNTS
 from tests.support.ranks.processes import RankPool
 from tests.support.training.loops import same
 
@@ -23,8 +24,7 @@ Ranks = Callable[[int], RankPool]
 def saved(tmp_path_factory: pytest.TempPathFactory, ranks_of: Ranks) -> tuple[Path, dict[int, Any]]:
     """A checkpoint of each number of ranks, and what its ranks had."""
     path = tmp_path_factory.mktemp("saved")
-    counts = checkpointing.OPTIONS
-    return path, {n: ranks_of(n).run(checkpointing.save, str(path)) for n in counts}
+    return path, {n: ranks_of(n).run(checkpointing.save, str(path)) for n in COUNTS}
 
 
 @pytest.mark.parametrize(
@@ -35,9 +35,8 @@ def test_any_number_of_ranks_loads_any_other(
 ) -> None:
     """With as many as then, training goes on with the same bits, each rank's random numbers too."""
     path, before = saved
-    counts = list(checkpointing.OPTIONS)
-    found = ranks_of(ranks).run(checkpointing.load, str(path), counts)
-    for count in counts:
+    found = ranks_of(ranks).run(checkpointing.load, str(path), COUNTS)
+    for count in COUNTS:
         for rank, mine in enumerate(found):
             assert mine[count]["ranks"] == count
             assert same(mine[count]["stored"], before[count][0]["stored"])
@@ -46,14 +45,15 @@ def test_any_number_of_ranks_loads_any_other(
                 assert same(mine[count]["then"], before[count][rank]["then"])
 
 
-def test_a_rank_that_cannot_write_fails_all(ranks2: RankPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dcp", [False, True])
+def test_a_rank_that_cannot_write_fails_all(dcp: bool, ranks2: RankPool, tmp_path: Path) -> None:
     """What was there before stays, and training goes on."""
-    told = ranks2.run(checkpointing.save_while_one_fails, str(tmp_path))
-    assert told[1].startswith("StoreError: ")
-    assert told[0].startswith("StoreError: rank 1 could not save")
-    assert "no room" in told[0]
-    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
-    assert is_checkpoint(tmp_path / "saved")
+    first, second = ranks2.run(checkpointing.save_while_one_fails, str(tmp_path), dcp)
+    assert second[0].startswith("StoreError: ")
+    assert first[0].startswith("StoreError: rank 1 could not save")
+    assert "no room" in first[0]
+    assert first[1] == second[1] == ([] if dcp else ["saved"])
+    assert (tmp_path / "saved" / (".metadata" if dcp else "manifest.json")).is_file()
 
 
 def test_all_are_told_of_a_save_of_which_one_was_not(ranks2: RankPool, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import hetero
 from hetero.checkpoint.data_writer import DataWriter
+from hetero.checkpoint.dcp.write import DcpWrite
 from hetero.checkpoint.safetensors_header import read
 from tests.support.ranks.rank_training import BASE
 from tests.support.training.small_net import Net
@@ -28,6 +29,7 @@ OPTIONS: dict[int, dict[str, Any]] = {
     4: {"placement_policy": "nvme", "host_memory": "2MiB", "zero_stage": 1},
 }
 MESHES = {4: (2, 2)}
+COUNTS = (2, 3, 4)  # of ranks whose checkpoints and commits others load
 
 
 class RankNet(Net):
@@ -111,23 +113,32 @@ def load(rank: int, world: int, path: str, saved_by: list[int]) -> dict[int, Any
     return found
 
 
-def save_while_one_fails(rank: int, world: int, path: str) -> str:
-    """Rank 1 cannot write its file; what each rank meets."""
+def save_while_one_fails(rank: int, world: int, path: str, dcp: bool) -> tuple[str, list[str]]:
+    """Rank 1 cannot write its file, of hetero's format beside an earlier one; what each rank meets,
+    and what is left. Then all go on, and save."""
     model, optimizer = build(rank, world, path, 0, OPTIONS[2])
     steps(rank, model, optimizer, range(1))
-    hetero.save(Path(path) / "saved", model, optimizer)
+    save, owner, call = hetero.save, DataWriter, "finish"
+    if dcp:
+        save, owner, call = hetero.save_dcp, DcpWrite, "write"
+    else:
+        save(Path(path) / "saved", model, optimizer)
     full = hetero.StoreError(28, "no room", "disk")
     told = ""
     with ExitStack() as patches:
         if rank == 1:
-            patches.enter_context(patch.object(DataWriter, "finish", side_effect=full))
+            patches.enter_context(patch.object(owner, call, side_effect=full))
         try:
-            hetero.save(Path(path) / "saved", model, optimizer)
+            save(Path(path) / "saved", model, optimizer)
         except (hetero.HeteroError, OSError) as error:
             told = f"{type(error).__name__}: {error}"
+    torch.distributed.barrier()
+    left = sorted(each.name for each in Path(path).iterdir())
+    torch.distributed.barrier()
     steps(rank, model, optimizer, range(1, 2))
+    save(Path(path) / "saved", model, optimizer)
     optimizer.engine.close()
-    return told
+    return told, left
 
 
 def save_after_one_was_told(rank: int, world: int, path: str) -> list[str]:

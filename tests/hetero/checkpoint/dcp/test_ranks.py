@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor
 
 import hetero
 from hetero.checkpoint.dcp.metadata import read_metadata
-from hetero.checkpoint.dcp.write import DcpWrite
 from tests.support.ranks.checkpointing import OPTIONS, RankNet, build, steps
 from tests.support.ranks.processes import RankPool, run_ranks
 
@@ -110,30 +109,6 @@ def fsdp_load(rank: int, world: int, path: str, names: list[str]) -> dict[str, A
     return found
 
 
-def save_while_one_fails(rank: int, world: int, path: str) -> tuple[str, list[str]]:
-    """Rank 1 cannot write; what each rank meets, and what is left."""
-    model, optimizer = build(rank, world, path, 0, OPTIONS[2])
-    write = DcpWrite.write
-    if rank == 1:
-
-        def full(*_: Any) -> bytes:
-            raise hetero.StoreError(28, "no room", "disk")
-
-        DcpWrite.write = full  # type: ignore[method-assign]
-    told = ""
-    try:
-        hetero.save_dcp(Path(path) / "saved", model, optimizer)
-    except (hetero.HeteroError, OSError) as error:
-        told = f"{type(error).__name__}: {error}"
-    DcpWrite.write = write  # type: ignore[method-assign]
-    torch.distributed.barrier()
-    left = sorted(each.name for each in Path(path).iterdir())
-    torch.distributed.barrier()
-    hetero.save_dcp(Path(path) / "saved", model, optimizer)
-    optimizer.engine.close()
-    return told, left
-
-
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
 COUNTS = [1, 2, 4]
@@ -174,7 +149,7 @@ def test_any_number_of_ranks_loads_any_other(
             assert same(found, wanted), name
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.extra), 3])
 def test_fsdp2_loads_what_ranks_save(ranks: int, saved: tuple[Path, dict[str, list[Any]]]) -> None:
     path, before = saved
     names = [name for name in before if name != "fsdp-2"]
@@ -184,26 +159,14 @@ def test_fsdp2_loads_what_ranks_save(ranks: int, saved: tuple[Path, dict[str, li
             assert found["lr"] == 0.01
 
 
-@pytest.mark.parametrize("ranks", [2])
-def test_each_rank_writes_its_own_shards(
-    ranks: int, saved: tuple[Path, dict[str, list[Any]]]
-) -> None:
+def test_each_rank_writes_its_own_shards(saved: tuple[Path, dict[str, list[Any]]]) -> None:
     """Of every element one rank, and none writes what would be another's."""
     path, before = saved
-    metadata = read_metadata(path / f"hetero-{ranks}")
-    numels = dict.fromkeys(range(ranks), 0)
+    metadata = read_metadata(path / "hetero-2")
+    numels = {0: 0, 1: 0}
     for key, boxes in metadata.boxes.items():
         if key.startswith("model.") and key != "model.count":
             for box, place in boxes:
                 numels[int(place.relative_path.split("_")[2])] += box.numel
-    assert list(numels.values()) == [int(rank["own"]) for rank in before[f"hetero-{ranks}"]]
+    assert list(numels.values()) == [int(rank["own"]) for rank in before["hetero-2"]]
     assert min(numels.values()) > 0
-
-
-def test_a_rank_that_cannot_write_fails_all(ranks2: RankPool, tmp_path: Path) -> None:
-    """Nothing is left, and the next save is made."""
-    told = ranks2.run(save_while_one_fails, str(tmp_path))
-    assert told[1][0].startswith("StoreError: ")
-    assert told[0][0].startswith("StoreError: rank 1 could not save")
-    assert [left for _, left in told] == [[], []]
-    assert (tmp_path / "saved" / ".metadata").is_file()
