@@ -8,17 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    Trainer,
-    TrainingArguments,
-)
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 import hetero
+from tests.support.late import late
 from tests.support.training.small_net import Net, loss_of
 
+hf = late("transformers")  # of which the Trainer imports more than all else
 POLICIES = ["cpu", "nvme"]
 
 
@@ -47,8 +43,8 @@ def folder(tmp_path: Path) -> str:
     return str(tmp_path / "model")
 
 
-def trainer(model: nn.Module, path: Path, optimizer: Any, steps: int) -> Trainer:
-    arguments = TrainingArguments(
+def trainer(model: nn.Module, path: Path, optimizer: Any, steps: int) -> Any:
+    arguments = hf.TrainingArguments(
         output_dir=str(path / "out"),
         max_steps=steps,
         save_steps=3,
@@ -63,7 +59,7 @@ def trainer(model: nn.Module, path: Path, optimizer: Any, steps: int) -> Trainer
         seed=1,
     )
     options = {"lr": 1e-2, "betas": (0.9, 0.95)}
-    return Trainer(
+    return hf.Trainer(
         model,
         arguments,
         train_dataset=Sentences(),
