@@ -81,6 +81,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Workers of pytest-xdist report to their controller, which alone records."""
     if hasattr(config, "workerinput"):
         gc.disable()  # until all is collected: what imports make is no garbage
+        sys.executable = config.workerinput["python"]
         multiprocessing.set_executable(config.workerinput["quick_python"])
         return
     if config.getoption("--record-seconds"):
@@ -88,15 +89,19 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("numprocesses", None):
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # as above, of all that is forked
         started = ExitStack()
-        config.stash[QUICK_PYTHON] = started.enter_context(quick.quick_python())
+        program = started.enter_context(quick.quick_python())
         config.add_cleanup(started.close)
+        config.stash[QUICK_PYTHON] = program
+        # Workers are forks of one process, which imports for all of them.
+        config.option.tx = [f"{spec}//python={program}" for spec in config.option.tx]
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """A worker of pytest-xdist starts its server of ranks by this one's quick Python."""
+    """A worker of pytest-xdist starts its server of ranks by this one's quick Python, by which it
+    was started itself; what tests start is a true one."""
     program = node.config.stash.get(QUICK_PYTHON, sys.executable)
-    node.workerinput["quick_python"] = str(program)
+    node.workerinput.update(python=sys.executable, quick_python=str(program))
 
 
 def axes(case: pytest.Item) -> dict[str, tuple[object, ...]]:

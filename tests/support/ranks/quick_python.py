@@ -6,8 +6,8 @@ to fork the server of processes.py, and hands over its arguments, environment, f
 signals and the exit status are passed on. What measures memory, or how Python starts or ends, needs
 a true one.
 
-Of several workers of pytest-xdist each one's server of processes.py is such a process, too, forked
-from one that the controller has, so that one process alone imports everything.
+Workers of pytest-xdist are such processes, too, and so are their servers of processes.py: forks of
+one that the controller has, which alone imports everything.
 """
 
 from __future__ import annotations
