@@ -77,13 +77,3 @@ def test_words() -> None:
         for hit in re.finditer(rf"\b(?:{word})", text, re.IGNORECASE)
     ]
     assert not found, "\n".join(found)
-
-
-def test_what_is_found() -> None:
-    text = "# Whether\n\nOne. What is\n\n| `a` | Of it |\n\n- Those\n\n"
-    text += "```text\nIf\n```\n\n(*When* x)\n"
-    found = set(beginnings_of(text))
-    assert found >= {*BEGINNINGS, "One", "When"}
-    assert "If" not in found
-    assert beginnings_of("In words, what\nWhat").count("What") == 0
-    assert words_of("one [two](three.md) `four` <!-- five --> |") == ["one", "[two]", "`four`"]

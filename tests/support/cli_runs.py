@@ -13,7 +13,9 @@ import pytest
 
 from hetero.reporting.run_record import RunRecord
 
-Refuses = Callable[..., None]  # of the fixture of this name
+# Of the fixtures of these names.
+Prints = Callable[..., str]
+Refuses = Callable[..., None]
 
 
 def words_of(*given: str | list[str]) -> list[str]:

@@ -14,14 +14,13 @@ import hetero
 from bench.harness import program
 from hetero.cli import bench as command
 from hetero.cli.main import main
-from tests.support.cli_runs import Refuses
+from tests.support.cli_runs import Prints, Refuses
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def test_it_lists_every_program_with_a_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+def test_it_lists_every_program_with_a_line(prints: Prints) -> None:
+    lines = prints("bench").splitlines()
     listed = {line.split()[0]: line.split(maxsplit=1)[1] for line in lines}
     made = re.compile(r'(?:Program|program_parser|\nNAME = )\(?\s*"bench\.([\w.]+)"')
     texts = [path.read_text() for path in (ROOT / "bench").rglob("*.py")]

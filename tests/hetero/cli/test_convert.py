@@ -295,9 +295,7 @@ def test_what_is_there_is_not_replaced(two: Path, refuses: Refuses) -> None:
     (two / "there").mkdir()
     (two / "file").write_text("text")
     for name in ("there", "file", "own"):
-        refuses(
-            "is there already", "convert", str(two / "a.safetensors"), str(two / name), "--to hf"
-        )
+        refuses("is there already", f"convert {two}/a.safetensors {two}/{name} --to hf")
     assert list((two / "there").iterdir()) == []
 
 
@@ -307,27 +305,23 @@ def test_a_damaged_source_leaves_nothing(two: Path, refuses: Refuses) -> None:
     content[-4096] ^= 1
     file.write_bytes(content)
     for to in ("hf", "dcp", "hetero"):
-        refuses("are damaged", "convert", str(two / "own"), str(two / "new"), "--to", to)
+        refuses("are damaged", f"convert {two}/own {two}/new --to {to}")
         assert not (two / "new").exists()
 
 
-def test_a_full_disk_leaves_nothing(
+def test_what_cannot_be_written_leaves_nothing(
     two: Path, monkeypatch: pytest.MonkeyPatch, refuses: Refuses
 ) -> None:
+    """Because of options, and of a full disk."""
+
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "fsync", full)
-    refuses("No space left", "convert", str(two / "own"), str(two / "new"), "--to hf")
-    assert not (two / "new").exists()
-
-
-def test_wrong_options(two: Path, refuses: Refuses) -> None:
-    source = str(two / "own")
-    for options, told in [
-        (["--to", "dcp", "--config", source], "config goes with to='hf'"),
-        (["--to", "hf", "--config", str(two)], "config.json is no file"),
-    ]:
-        refuses(told, "convert", source, str(two / "new"), options)
+    new = f"convert {two}/own {two}/new"
+    refuses("config goes with to='hf'", new, f"--to dcp --config {two}/own")
+    refuses("config.json is no file", new, f"--to hf --config {two}")
     with pytest.raises(ValueError, match="must be one of hetero, hf, dcp"):
-        formats.convert(source, two / "new", "gguf")
+        formats.convert(two / "own", two / "new", "gguf")
+    monkeypatch.setattr(os, "fsync", full)
+    refuses("No space left", new, "--to hf")
+    assert not (two / "new").exists()

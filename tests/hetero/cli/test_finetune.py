@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import sys
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from hetero.cli.main import main
 from hetero.cli.observers import LineObserver
 from hetero.job.optimization import ADAM_BETAS
 from hetero.reporting.run_record import RunRecord, StepPoint
-from tests.support.cli_runs import Refuses, run_all
+from tests.support.cli_runs import Refuses, run_all, touch, words_of
 from tests.support.ecosystem.tiny_models import gpt2_folder
 from tests.support.ecosystem.tiny_tokenizer import CHAT_TEMPLATE, VOCAB_SIZE, model_folder
 from tests.support.late import late
@@ -28,8 +29,8 @@ pytestmark = pytest.mark.skipif(find_spec("trl") is None, reason="pip install 'h
 hf, trl, data = map(late, ("transformers", "trl", "hetero.cli.finetune.data"))
 
 LR, SEQ_LEN = 1e-2, 64
-COMMON = ["--seq-len", f"{SEQ_LEN}", "--learning-rate", f"{LR}", "--warmup-steps", "1"]
-COMMON += ["--dtype", "fp32", "--log-every", "1"]
+COMMON = f"--seq-len {SEQ_LEN} --learning-rate {LR} --warmup-steps 1 --dtype fp32 --log-every 1"
+Tune = Callable[..., None]
 ALPACA = [
     {"instruction": f"What is {n}?", "input": "" if n % 2 else "In words.", "output": "It is. " * n}
     for n in range(1, 9)
@@ -43,15 +44,25 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def arguments(tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def command(tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """Of a run on instructions, in an empty working folder; it draws nothing, to be quick."""
-    monkeypatch.setattr("hetero.reporting.charts.draw_picture", lambda *given: None)
+    monkeypatch.setattr("hetero.reporting.charts.draw_picture", touch)
     monkeypatch.setattr("hetero.reporting.page.write_page", write_points)
     shutil.copytree(tiny, tmp_path / "model")
     (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, ALPACA)))
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
-    return ["finetune", "--model", "../model", "--data", "../data.jsonl", *COMMON]
+    return f"finetune --model ../model --data ../data.jsonl {COMMON}"
+
+
+@pytest.fixture
+def tune(command: str) -> Callable[..., None]:
+    """Makes such a run with more options, which must succeed."""
+
+    def run(*options: str) -> None:
+        assert main(words_of(command, *options)) == 0
+
+    return run
 
 
 def write_points(record: RunRecord, path: Path) -> None:
@@ -73,11 +84,9 @@ def close(one: Any, other: Any) -> None:
 
 
 @pytest.mark.parametrize("packing", [False, True])
-def test_a_whole_model_against_plain_trl(packing: bool, arguments: list[str]) -> None:
-    options = ["--batch-size", "2", "--grad-accum", "2", "--epochs", "2", "--run-dir", "run"]
-    options += ["--chat-template", "default", "--policy", "nvme"]
-    options += ["--packing"] if packing else []
-    assert main([*arguments, *options, "--output", "out"]) == 0
+def test_a_whole_model_against_plain_trl(packing: bool, tune: Tune) -> None:
+    options = "--batch-size 2 --grad-accum 2 --epochs 2 --chat-template default --policy nvme"
+    tune(options, "--packing" if packing else "", "--run-dir run --output out")
     tokenizer = hf.AutoTokenizer.from_pretrained("../model")
     tokenizer.chat_template = data.DEFAULT_TEMPLATE
     model = hf.AutoModelForCausalLM.from_pretrained("../model").train()
@@ -110,12 +119,12 @@ def test_a_whole_model_against_plain_trl(packing: bool, arguments: list[str]) ->
     assert hf.AutoTokenizer.from_pretrained("out").chat_template == data.DEFAULT_TEMPLATE
 
 
-def test_an_adapter_merged_by_us_and_by_peft(arguments: list[str]) -> None:
+def test_an_adapter_merged_by_us_and_by_peft(tune: Tune) -> None:
     from peft import PeftModel
 
-    options = [*arguments, "--lora-rank", "4", "--max-steps", "3", "--packing", "--dtype", "bf16"]
-    assert main([*options, "--output", "adapter", "--run-dir", "a"]) == 0
-    assert main([*options, "--output", "merged", "--run-dir", "m", "--merge"]) == 0
+    options = "--lora-rank 4 --max-steps 3 --packing --dtype bf16"
+    tune(options, "--output adapter --run-dir a")
+    tune(options, "--output merged --run-dir m --merge")
     assert logged("a") == logged("m")
     assert logged("a")[-1] < logged("a")[0]
     # From any folder: transformers would look for a name that is no folder on the network.
@@ -132,34 +141,33 @@ def test_an_adapter_merged_by_us_and_by_peft(arguments: list[str]) -> None:
     assert hf.AutoTokenizer.from_pretrained("merged").chat_template == CHAT_TEMPLATE
 
 
-def test_a_resumed_run_has_the_same_bits(arguments: list[str], refuses: Refuses) -> None:
+def test_a_resumed_run_has_the_same_bits(command: str, tune: Tune, refuses: Refuses) -> None:
     """With dropout in the adapter, in bf16, from the middle of an epoch; exported once more. It
     goes back in a folder of its own."""
-    options = [*arguments, "--lora-rank", "4", "--lora-dropout", "0.1", "--dtype", "bf16"]
-    options += ["--max-steps", "4", "--batch-size", "3", "--save-steps", "1"]
-    options += ["--save-total-limit", "9", "--output", "out"]
-    assert main([*options, "--run-dir", "run"]) == 0
+    options = "--lora-rank 4 --lora-dropout 0.1 --dtype bf16 --max-steps 4 --batch-size 3"
+    options += " --save-steps 1 --save-total-limit 9 --output out"
+    tune(options, "--run-dir run")
     whole, file = logged("run"), Path("out/adapter_model.safetensors")
     weights = file.read_bytes()
     shutil.rmtree("run/checkpoints/checkpoint-4")
     Path("run/checkpoints/checkpoint-3/trainer_state.json").unlink()  # as after a crash
     file.write_bytes(b"")
-    assert main([*options, "--run-dir", "run"]) == 2
-    assert main([*options, "--run-dir", "run", "--resume", "--policy", "cpu"]) == 0
+    refuses("--output out is not empty", command, options, "--run-dir new")
+    tune(options, "--run-dir run --resume --policy cpu")
     assert logged("run") == whole
     assert file.read_bytes() == weights
     summary = json.loads(Path("run/summary.json").read_text())
     assert summary["notes"][-1] == "resumed after step 2 from run/checkpoints/checkpoint-2"
     numbers = [[step, loss] for step, loss in enumerate(whole, start=1)]
     assert json.loads(Path("run/report.html").read_text()) == numbers[2:]
-    back = [*options, "--resume", "run/checkpoints/checkpoint-2"]
-    refuses("is not the last checkpoint of its run", back)
-    assert main([*back, "--run-dir", "branch"]) == 0
+    back = "--resume run/checkpoints/checkpoint-2"
+    refuses("is not the last checkpoint of its run", command, options, back)
+    tune(options, back, "--run-dir branch")
     assert logged("branch") == whole[2:]
 
 
 def test_a_result_replaces_one_of_another_kind(
-    arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    command: str, tune: Tune, refuses: Refuses, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An adapter in the folder of a whole model would be loaded instead of it. A result that cannot
     be written replaces nothing."""
@@ -167,60 +175,54 @@ def test_a_result_replaces_one_of_another_kind(
     def fail(model: Any) -> None:
         raise OSError("the disk is full")
 
-    options = [*arguments, "--lora-rank", "4", "--save-every", "1", "--run-dir", "run"]
-    assert main([*options, "--max-steps", "1", "--output", "out"]) == 0
+    options = "--lora-rank 4 --save-every 1 --run-dir run --output out"
+    tune(options, "--max-steps 1")
     Path("out/notes.safetensors").touch()
-    options += ["--output", "out", "--resume"]
-    assert main([*options, "--max-steps", "2", "--merge"]) == 0
+    options += " --resume"
+    tune(options, "--max-steps 2 --merge")
     assert not list(Path("out").glob("adapter_*"))
-    assert main([*arguments, "--max-steps", "2", "--output", "plain", "--run-dir", "p"]) == 0
+    tune("--max-steps 1 --output plain --run-dir p")
     found = {path.name for path in Path("out").iterdir()}
     wanted = {path.name for path in Path("plain").iterdir()}
     assert found == wanted | {"notes.safetensors", "README.md"}
     assert not hasattr(hf.AutoModelForCausalLM.from_pretrained("out"), "peft_config")
     with monkeypatch.context() as context:
         context.setattr("hetero.cli.finetune.run.adapter_state", fail)
-        assert main([*options, "--max-steps", "3"]) == 1
-    assert "hetero finetune: error: the disk is full" in capsys.readouterr().err
+        said = "hetero finetune: error: the disk is full"
+        refuses(said, command, options, "--max-steps 3", code=1)
     assert {path.name for path in Path("out").iterdir()} == found
-    assert main([*options, "--max-steps", "4"]) == 0
+    tune(options, "--max-steps 4")
     assert Path("out/adapter_model.safetensors").exists()
     assert not Path("out/config.json").exists()
     assert not Path("out/model.safetensors").exists()
 
 
-def test_a_run_goes_on_with_steps_of_the_same_size(arguments: list[str], refuses: Refuses) -> None:
-    options = [*arguments, "--output", "out", "--run-dir", "run", "--save-every", "1"]
-    assert main([*options, "--batch-size", "4", "--max-steps", "1"]) == 0
-    options += ["--resume", "--epochs", "2"]
-    refuses(
-        "has 4 as sequences_per_step, and now it is 2; give --data, --seq-len and --seed as they",
-        options,
-        "--batch-size 2",
-    )
-    refuses("has 0 as seed, and now it is 3", options, "--batch-size 4 --seed 3")
-    assert main([*options, "--batch-size", "2", "--accumulate", "2"]) == 0
+def test_a_run_goes_on_with_steps_of_the_same_size(
+    command: str, tune: Tune, refuses: Refuses
+) -> None:
+    options = "--output out --run-dir run --save-every 1"
+    tune(options, "--batch-size 4 --max-steps 1")
+    more = f"{options} --resume --epochs 2"
+    said = "has 4 as sequences_per_step, and now it is 2; give --data, --seq-len and --seed as they"
+    refuses(said, command, more, "--batch-size 2")
+    refuses("has 0 as seed, and now it is 3", command, more, "--batch-size 4 --seed 3")
+    tune(more, "--batch-size 2 --accumulate 2")
     assert len(logged("run")) == 4
-    refuses(
-        "has all 4 steps; to go on from it ask for more than --epochs 2", options, "--batch-size 4"
-    )
-    options[options.index("--resume") + 1 : -1] = []
-    refuses(
-        "--resume none is no checkpoint, and has none in it",
-        options[:-1],
-        "--resume none --batch-size 4 --epochs 3",
-    )
+    said = "has all 4 steps; to go on from it ask for more than --epochs 2"
+    refuses(said, command, more, "--batch-size 4")
+    said = "--resume none is no checkpoint, and has none in it"
+    refuses(said, command, options, "--resume none --batch-size 4 --epochs 3")
 
 
-def test_texts_are_learned_whole(arguments: list[str]) -> None:
+def test_texts_are_learned_whole(tune: Tune) -> None:
     """The result keeps the model's setting of a cache."""
     files = [Path("../model") / name for name in ("config.json", "generation_config.json")]
     own = json.loads(files[0].read_text())
     files[0].write_text(json.dumps({**own, "use_cache": False}))
     files[1].unlink()
     Path("text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 40)
-    options = [*arguments, "--data", "text.txt", "--max-steps", "4", "--run-dir", "run"]
-    assert main([*options, "--output", "out", "--gradient-checkpointing"]) == 0
+    options = "--data text.txt --max-steps 4 --gradient-checkpointing"
+    tune(options, "--run-dir run --output out")
     found = logged("run")
     assert found[-1] < found[0] - 0.5
     model = hf.AutoModelForCausalLM.from_pretrained("out")
@@ -228,86 +230,84 @@ def test_texts_are_learned_whole(arguments: list[str]) -> None:
     assert model.generation_config.use_cache is False
 
 
-def test_a_tiled_loss(arguments: list[str]) -> None:
+def test_a_tiled_loss(tune: Tune) -> None:
     """The same losses, of batches and of evaluations."""
-    options = [*arguments, "--lora-rank", "4", "--max-steps", "2", "--grad-accum", "2"]
-    options += ["--batch-size", "2", "--eval-data", "../data.jsonl"]
-    assert main([*options, "--output", "whole", "--run-dir", "w", "--no-tiled-loss"]) == 0
-    assert main([*options, "--output", "tiled", "--run-dir", "t", "--tiled-loss"]) == 0
+    options = "--lora-rank 4 --max-steps 2 --grad-accum 2 --batch-size 2 --eval-data ../data.jsonl"
+    tune(options, "--output whole --run-dir w --no-tiled-loss")
+    tune(options, "--output tiled --run-dir t --tiled-loss")
     for name in ("loss", "eval_loss", "tokens"):
         assert logged("t", name) == pytest.approx(logged("w", name), rel=1e-5)
 
 
-def test_packed_records_see_themselves_alone(arguments: list[str]) -> None:
+def test_packed_records_see_themselves_alone(tune: Tune) -> None:
     """The loss of the first step is that of the same records, padded; with a window, too."""
     config = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "sliding_window": 12}
     torch.manual_seed(0)
     model = hf.MistralForCausalLM(hf.MistralConfig(vocab_size=VOCAB_SIZE, **config, **heads))
     model.save_pretrained("../model")
-    options = [*arguments, "--max-steps", "1", "--batch-size", "8"]
-    assert main([*options, "--output", "padded", "--run-dir", "p"]) == 0
-    assert main([*options, "--output", "packed", "--run-dir", "q", "--packing"]) == 0
+    options = "--max-steps 1 --batch-size 8"
+    tune(options, "--output padded --run-dir p")
+    tune(options, "--output packed --run-dir q --packing")
     assert logged("q") == pytest.approx(logged("p"), rel=1e-5)
 
 
-def test_the_best_of_evaluations_is_written(arguments: list[str]) -> None:
+def test_the_best_of_evaluations_is_written(tune: Tune) -> None:
     """The learning rate makes a run worse, which ends early."""
-    options = [*arguments, "--eval-data", "../data.jsonl", "--eval-steps", "1", "--lr", "3"]
-    options += ["--early-stopping-patience", "2", "--epochs", "9", "--report-to", "tensorboard"]
-    assert main([*options, "--output", "out", "--run-dir", "run"]) == 0
+    evaluated = "--eval-data ../data.jsonl"
+    options = "--eval-steps 1 --lr 3 --early-stopping-patience 2 --epochs 9"
+    tune(evaluated, options, "--report-to tensorboard --output out --run-dir run")
     found = logged("run", "eval_loss")
     best = found.index(min(found))
     assert len(found) == best + 3
     assert list(Path("run").rglob("events.out.tfevents.*"))
     summary = json.loads(Path("run/summary.json").read_text())
     assert min(loss for _, loss in summary["eval_losses"]) == found[best]
-    options = [*arguments, "--eval-data", "../data.jsonl", "--model", "out", "--output", "again"]
-    assert main([*options, "--lr", "0", "--run-dir", "again-run"]) == 0
+    tune(evaluated, "--model out --output again --lr 0 --max-steps 1 --run-dir again-run")
     assert logged("again-run", "eval_loss")[0] == pytest.approx(found[best], rel=1e-5)
 
 
 @pytest.mark.usefixtures("nothing_left")
-def test_sigterm_saves_and_ends(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sigterm_saves_and_ends(command: str, tune: Tune, monkeypatch: pytest.MonkeyPatch) -> None:
     def end(observer: LineObserver, metrics: StepPoint) -> None:
         if metrics.last == 2:
             os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(LineObserver, "step", end)
     before = signal.getsignal(signal.SIGTERM)
-    options = [*arguments, "--output", "out", "--run-dir", "run", "--save-every", "9999"]
-    assert main([*options, "--epochs", "9999"]) == 143
+    options = "--output out --run-dir run --save-every 9999"
+    assert main(words_of(command, options, "--epochs 9999")) == 143
     assert signal.getsignal(signal.SIGTERM) is before
     assert len(logged("run")) == 3  # the step under way is made
     assert not list(Path("out").iterdir())
-    assert main([*options, "--max-steps", "4", "--resume"]) == 0
+    tune(options, "--max-steps 4 --resume")
     assert len(logged("run")) == 4
     assert hf.AutoModelForCausalLM.from_pretrained("out")
 
 
 @pytest.mark.usefixtures("nothing_left")
-def test_a_loss_that_is_no_number_ends_the_run(arguments: list[str], refuses: Refuses) -> None:
+def test_a_loss_that_is_no_number_ends_the_run(command: str, refuses: Refuses) -> None:
     before = signal.getsignal(signal.SIGTERM)
-    options = [*arguments, "--output", "out", "--run-dir", "run", "--save-every", "1"]
-    options += ["--learning-rate", "1e15"]
-    refuses("the loss became nan in step", options, "--epochs 9", code=1)
+    options = "--output out --run-dir run --save-every 1 --learning-rate 1e15 --epochs 9"
+    refuses("the loss became nan in step", command, options, code=1)
     assert json.loads(Path("run/summary.json").read_text())["status"] == "failed"
     assert signal.getsignal(signal.SIGTERM) is before
     assert not list(Path("out").iterdir())
 
 
-def test_two_ranks_are_one_with_two_micro_batches(arguments: list[str]) -> None:
+def test_two_ranks_are_one_with_two_micro_batches(command: str, tune: Tune) -> None:
     """An adapter that is merged; and they go on where one has ended."""
-    common = [*arguments, "--save-every", "9", "--policy", "nvme", "--lora-rank", "4", "--merge"]
-    alone = [*common, "--grad-accum", "2", "--output", "one.out", "--run-dir", "one"]
-    assert main([*alone, "--max-steps", "2"]) == 0
+    common = "--save-every 9 --policy nvme --lora-rank 4 --merge"
+    alone = f"{common} --grad-accum 2 --output one.out --run-dir one"
+    tune(alone, "--max-steps 2")
     shutil.copytree("one", "more")
-    two = [*common, "--output", "two.out", "--run-dir", "two", "--max-steps", "2"]
-    more = [*common, "--output", "more.out", "--run-dir", "more", "--max-steps", "3", "--resume"]
-    run_ranks(2, run_all, str(Path.cwd()), [two, more], timeout_s=300)
+    two = f"{common} --output two.out --run-dir two --max-steps 2"
+    more = f"{common} --output more.out --run-dir more --max-steps 3 --resume"
+    runs = [words_of(command, two), words_of(command, more)]
+    run_ranks(2, run_all, str(Path.cwd()), runs, timeout_s=300)
     assert logged("two") == pytest.approx(logged("one"), rel=1e-4)
     close(*(hf.AutoModelForCausalLM.from_pretrained(f"{name}.out") for name in ("one", "two")))
-    assert main([*alone, "--max-steps", "3", "--resume"]) == 0
+    tune(alone, "--max-steps 3 --resume")
     assert logged("more") == pytest.approx(logged("one"), rel=1e-4)
 
 
@@ -341,28 +341,21 @@ def test_two_ranks_are_one_with_two_micro_batches(arguments: list[str]) -> None:
     ],
 )
 def test_what_cannot_work_is_said_before_training(
-    options: list[str], said: str, arguments: list[str], refuses: Refuses
+    options: list[str], said: str, command: str, refuses: Refuses
 ) -> None:
     Path("bad.jsonl").write_text(f'{json.dumps(ALPACA[0])}\n{{"instruction": "Q"}}\n')
     if "gpt2" in options:
         gpt2_folder(Path("gpt2"))
     Path("full").mkdir()
     Path("full/file").touch()
-    refuses(said, arguments, "--output out", options)
+    refuses(said, command, "--output out", options)
     assert not Path("runs").exists()
 
 
-def test_a_reporter_that_is_not_installed(
-    arguments: list[str], refuses: Refuses, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_missing(command: str, refuses: Refuses, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reporter that is not installed, and options."""
     monkeypatch.setitem(sys.modules, "wandb", None)
-    refuses(
-        "--report-to wandb: it is not installed; pip install wandb",
-        arguments,
-        "--output out --report-to tensorboard,wandb",
-    )
-
-
-def test_what_is_missing(arguments: list[str], refuses: Refuses) -> None:
+    said = "--report-to wandb: it is not installed; pip install wandb"
+    refuses(said, command, "--output out --report-to tensorboard,wandb")
     refuses("--model is missing", "finetune")
     refuses("--data is missing", "finetune --model ../model")

@@ -10,7 +10,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from hetero.cli.main import main
-from tests.support.cli_runs import Refuses, draw_nothing
+from tests.support.cli_runs import Prints, Refuses, draw_nothing
 
 
 @pytest.fixture(scope="module")
@@ -41,27 +41,20 @@ def make_run() -> None:
     assert main([*trained, "--run-dir", "runs/one"]) == 0
 
 
-def test_what_a_run_has_learned(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_run_has_learned(run: Path, prints: Prints) -> None:
     """From the newest run, a run folder and its model folder, as far as it has positions."""
-    printed = []
-    for folder in ([], ["runs/one"], ["runs/one/model"]):
-        capsys.readouterr()
-        words = ["--prompt", "the quick", "--tokens", "60", "--temperature", "0"]
-        assert main(["generate", *folder, *words]) == 0
-        printed.append(capsys.readouterr().out)
+    words = ["--prompt", "the quick", "--tokens", "60", "--temperature", "0"]
+    folders = ("", "runs/one", "runs/one/model")
+    printed = [prints("generate", folder, words) for folder in folders]
     assert printed[0].startswith("the quick brown fox jumps over")
     assert len(printed[0]) == 32 + 1 + 1  # of all positions a token follows
     assert printed[0] == printed[1] == printed[2]
 
 
-def test_draws_are_those_of_the_seed(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def printed(*arguments: str) -> str:
-        capsys.readouterr()
-        assert main(["generate", "--temperature", "2", "--tokens", "40", *arguments]) == 0
-        return capsys.readouterr().out
-
-    assert printed("--seed", "1") == printed("--seed", "1") != printed("--seed", "2")
-    assert printed("--top-k", "1") == printed("--top-k", "1", "--seed", "5")
+def test_draws_are_those_of_the_seed(run: Path, prints: Prints) -> None:
+    drawn = "generate --temperature 2 --tokens 12 --seed"
+    assert prints(drawn, "1") == prints(drawn, "1") != prints(drawn, "2")
+    assert prints(drawn, "0 --top-k 1") == prints(drawn, "5 --top-k 1")
 
 
 def test_a_run_that_keeps_no_model(run: Path, refuses: Refuses) -> None:
@@ -72,44 +65,40 @@ def test_a_run_that_keeps_no_model(run: Path, refuses: Refuses) -> None:
     refuses("neither a model folder", "generate", str(newest))
 
 
-class TestFolders:
-    """Models of random weights, whose bytes are no text: printed ones are compared."""
+# Models of random weights, whose bytes are no text: printed ones are compared.
 
-    @pytest.fixture
-    def model(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> GPT2LMHeadModel:
-        monkeypatch.chdir(tmp_path)
-        torch.manual_seed(0)
-        config = GPT2Config(n_layer=2, n_embd=32, n_head=2, n_positions=64, vocab_size=256)
-        config.eos_token_id = None
-        return GPT2LMHeadModel(config).eval()
 
-    def printed(self, model: GPT2LMHeadModel, capsys: pytest.CaptureFixture[str]) -> str:
-        model.save_pretrained("model")
-        given = ["--prompt", "a", "--tokens", "20", "--temperature", "0"]
-        capsys.readouterr()
-        assert main(["generate", "model", *given]) == 0
-        return capsys.readouterr().out
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> GPT2LMHeadModel:
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    config = GPT2Config(n_layer=2, n_embd=32, n_head=2, n_positions=64, vocab_size=256)
+    config.eos_token_id = None
+    return GPT2LMHeadModel(config).eval()
 
-    def test_tokens_are_those_of_transformers(
-        self, model: GPT2LMHeadModel, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        right = model.generate(torch.tensor([[97]]), max_new_tokens=20, do_sample=False)
-        text = bytes(right[0].tolist()).decode(errors="replace")
-        assert self.printed(model, capsys) == f"{text}\n"
 
-    def test_text_ends_where_the_model_says(
-        self, model: GPT2LMHeadModel, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        # So that each token is shown as soon as it is there.
-        with torch.no_grad():
-            model.lm_head.weight[128:] = 0.0
-        right = model.generate(torch.tensor([[97]]), max_new_tokens=20, do_sample=False)
-        made = right[0].tolist()
-        assert max(made) < 128
-        for ends in (made[5], [made[5], 300]):
-            model.generation_config.eos_token_id = ends
-            expected = bytes([97, *made[1 : made.index(made[5], 1)]]).decode()
-            assert self.printed(model, capsys) == f"{expected}\n"
+def generated(model: GPT2LMHeadModel, prints: Prints) -> tuple[list[int], str]:
+    """Tokens that transformers makes, and what is printed of the model's folder."""
+    right = model.generate(torch.tensor([[97]]), max_new_tokens=20, do_sample=False)
+    model.save_pretrained("model")
+    return right[0].tolist(), prints("generate model --prompt a --tokens 20 --temperature 0")
+
+
+def test_tokens_are_those_of_transformers(model: GPT2LMHeadModel, prints: Prints) -> None:
+    right, printed = generated(model, prints)
+    assert printed == f"{bytes(right).decode(errors='replace')}\n"
+
+
+def test_text_ends_where_the_model_says(model: GPT2LMHeadModel, prints: Prints) -> None:
+    # So that each token is shown as soon as it is there.
+    with torch.no_grad():
+        model.lm_head.weight[128:] = 0.0
+    made, _ = generated(model, prints)
+    assert max(made) < 128
+    for ends in (made[5], [made[5], 300]):
+        model.generation_config.eos_token_id = ends
+        expected = bytes([97, *made[1 : made.index(made[5], 1)]]).decode()
+        assert generated(model, prints)[1] == f"{expected}\n"
 
 
 @pytest.mark.parametrize(

@@ -139,14 +139,6 @@ def test_what_was_not_foreseen_is_one_line_too(
     assert "in fail" in err
 
 
-def test_errors_of_the_system_have_no_numbers(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "--data", __file__, "--nvme-path", "/no/such"]) == 2
-    assert capsys.readouterr().err == (
-        "hetero train: error: nvme_path does not exist; make it first (mkdir -p /no/such):"
-        " '/no/such'\n"
-    )
-
-
 def test_a_profile_that_cannot_be_saved_is_not_measured(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,10 @@ import hetero
 from hetero.checkpoint.safetensors_header import read
 from hetero.cli.checkpoints import by_module
 from hetero.cli.main import main
-from tests.support.cli_runs import Refuses, draw_nothing
+from tests.support.cli_runs import Prints, Refuses, draw_nothing
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
+Inspect = Callable[..., dict[str, Any]]
 
 
 class Model(nn.Module):
@@ -70,16 +72,21 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def inspect(capsys: pytest.CaptureFixture[str], path: object, *options: str) -> dict[str, Any]:
-    assert main(["inspect", str(path), "--json", *options]) == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return found
+@pytest.fixture
+def inspect(prints: Prints) -> Inspect:
+    """What `hetero inspect --json` says of a path."""
+
+    def read(path: object, options: str = "") -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(prints("inspect --json", str(path), options))
+        return found
+
+    return read
 
 
-def test_a_hetero_checkpoint(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_hetero_checkpoint(saved: Path, inspect: Inspect) -> None:
     """By its own path, and as the latest one in its folder."""
-    found = inspect(capsys, saved.parent)
-    assert found == inspect(capsys, saved)
+    found = inspect(saved.parent)
+    assert found == inspect(saved)
     assert (found["step"], found["ranks"], found["kind"]) == (1, 1, "hetero checkpoint")
     shapes = {name: (each["shape"], each["dtype"]) for name, each in found["params"].items()}
     expected = {n: (list(p.shape), "float32") for n, p in Model().named_parameters()}
@@ -96,10 +103,9 @@ def test_a_hetero_checkpoint(saved: Path, capsys: pytest.CaptureFixture[str]) ->
     assert found["files"] == {p.name: p.stat().st_size for p in saved.glob("*.safetensors")}
 
 
-def test_its_page_is_short(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_its_page_is_short(saved: Path, prints: Prints) -> None:
     """Layers are one row, whatever their number."""
-    assert main(["inspect", str(saved)]) == 0
-    out = capsys.readouterr().out
+    out = prints("inspect", str(saved))
     numel = sum(p.numel() for p in Model().parameters())
     assert f"41 tensors, {numel:,} elements, float32" in out
     assert "embed.weight = head.weight" in out
@@ -118,18 +124,21 @@ def test_many_names_are_few_rows() -> None:
     assert list(by_module(deep)) == ["m0.*", "m1.*", "m2.*"]
 
 
-def test_verify_reads_every_byte(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_reads_every_byte(saved: Path, inspect: Inspect, prints: Prints) -> None:
     path = next(saved.glob("*.safetensors"))
     entries = read(path).entries.values()
     nbytes = sum(e.end - e.begin for e in entries if not e.name.startswith("padding@"))
-    verified = inspect(capsys, saved, "--verify")["verified"]
+    verified = inspect(saved, "--verify")["verified"]
     assert verified == {"verified_bytes": nbytes, "pieces": verified["pieces"], "damaged": []}
-    assert main(["inspect", str(saved), "--verify"]) == 0
-    assert f"verified: {nbytes} bytes" in capsys.readouterr().out
+    assert f"verified: {nbytes} bytes" in prints("inspect --verify", str(saved))
 
 
 def test_verify_names_all_that_is_damaged(
-    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], refuses: Refuses
+    saved: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    refuses: Refuses,
+    prints: Prints,
 ) -> None:
     copy = tmp_path / "copy"
     copy.mkdir()
@@ -142,8 +151,7 @@ def test_verify_names_all_that_is_damaged(
     for name in hurt:
         content[header.data_offset + header.entries[name].begin] ^= 1
     path.write_bytes(content)
-    assert main(["inspect", str(copy)]) == 0
-    capsys.readouterr()
+    prints("inspect", str(copy))
     assert main(["inspect", str(copy), "--verify"]) == 1
     told = capsys.readouterr().err.splitlines()
     assert len(told) == 2
@@ -155,31 +163,31 @@ def test_verify_names_all_that_is_damaged(
 
 
 def test_a_folder_and_a_file_of_hugging_faces(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], refuses: Refuses
+    tmp_path: Path, refuses: Refuses, inspect: Inspect
 ) -> None:
     tensors = {"a.0.w": torch.ones(2, 3), "a.1.w": torch.ones(4, dtype=torch.bfloat16)}
     save_file(tensors | {"n": torch.arange(2)}, tmp_path / "model.safetensors")
-    found = inspect(capsys, tmp_path)
+    found = inspect(tmp_path)
     assert found["kind"] == "Hugging Face folder"
     assert {n: (p["shape"], p["dtype"]) for n, p in found["params"].items()} == {
         "a.0.w": ([2, 3], "float32"),
         "a.1.w": ([4], "bfloat16"),
     }
     assert found["buffers"] == {"n": {"shape": [2], "dtype": "int64"}}
-    file = inspect(capsys, tmp_path / "model.safetensors")
+    file = inspect(tmp_path / "model.safetensors")
     assert file["kind"] == "safetensors file"
     assert file["params"] == found["params"]
     refuses("has no checksums", "inspect", str(tmp_path), "--verify")
 
 
-def test_a_dcp_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dcp_checkpoint(tmp_path: Path, inspect: Inspect) -> None:
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.125)
     model(torch.arange(8)).square().mean().backward()
     optimizer.step()
     params, state = get_state_dict(model, optimizer)
     dcp.save({"model": params, "optim": state, "seed": 7}, checkpoint_id=tmp_path / "dcp")
-    found = inspect(capsys, tmp_path / "dcp")
+    found = inspect(tmp_path / "dcp")
     assert "DCP" in found["kind"]
     assert found["step"] == 1
     assert set(found["params"]) | set(found["buffers"]) == set(model.state_dict())
@@ -188,7 +196,7 @@ def test_a_dcp_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_a_universal_checkpoint_of_deepspeeds(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], refuses: Refuses
+    tmp_path: Path, refuses: Refuses, inspect: Inspect
 ) -> None:
     for name in ("b.weight", "a.10.weight", "a.9.weight"):
         folder = tmp_path / "step7" / "zero" / name
@@ -196,7 +204,7 @@ def test_a_universal_checkpoint_of_deepspeeds(
         for file in ("fp32", "exp_avg", "exp_avg_sq"):
             torch.save({"param": torch.ones(3, 2), "cat_dim": 0}, folder / f"{file}.pt")
         torch.save(torch.tensor(7.0), folder / "step.pt")
-    found = inspect(capsys, tmp_path / "step7")
+    found = inspect(tmp_path / "step7")
     assert found["kind"] == "DeepSpeed universal checkpoint"
     assert found["step"] == 7
     assert list(found["params"]) == ["a.9.weight", "a.10.weight", "b.weight"]
@@ -222,7 +230,7 @@ def test_nothing_of_a_pickle_is_run(tmp_path: Path, refuses: Refuses) -> None:
     assert not (tmp_path / "ran").exists()
 
 
-def test_what_is_no_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_checkpoint(tmp_path: Path, refuses: Refuses) -> None:
     incomplete = tmp_path / ".step-9.incomplete"
     incomplete.mkdir()
     (incomplete / "rank-0000-of-0001.safetensors").write_bytes(struct.pack("<Q", 3))
@@ -234,24 +242,20 @@ def test_what_is_no_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str
         tmp_path: "is no checkpoint: it has no manifest.json (hetero)",
         tmp_path / "some.txt": "is a file, and no .safetensors",
     }.items():
-        assert main(["inspect", str(path)]) == 2
-        err = capsys.readouterr().err
-        assert err.startswith("hetero inspect: error: ")
-        assert told in err
+        refuses("hetero inspect: error: ", "inspect", str(path))
+        refuses(told, "inspect", str(path))
 
 
 def test_a_run_without_checkpoints_has_its_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prints: Prints
 ) -> None:
     """As the tutorial's first run: `inspect` and `convert` take its folder."""
     draw_nothing(monkeypatch)
     monkeypatch.chdir(tmp_path)
     shape = {"n_layer": 1, "n_embd": 16, "n_head": 2, "n_positions": 16, "vocab_size": 256}
     Path("small.json").write_text(json.dumps({"model_type": "gpt2", **shape}))
-    short = ["--max-steps", "1", "--seq-len", "8", "--batch-size", "1", "--run-dir", "runs/first"]
-    assert main(["train", "--config", "small.json", "--policy", "cpu", "--json", *short]) == 0
-    capsys.readouterr()
-    assert main(["inspect", "runs/first"]) == 0
-    assert "runs/first/model" in capsys.readouterr().out
-    assert main(["convert", "runs/first", "exported", "--to", "hf", "--dtype", "bf16"]) == 0
+    short = "--max-steps 1 --seq-len 8 --batch-size 1 --run-dir runs/first"
+    prints("train --config small.json --policy cpu --json", short)
+    assert "runs/first/model" in prints("inspect runs/first")
+    prints("convert runs/first exported --to hf --dtype bf16")
     assert Path("exported/model.safetensors").is_file()

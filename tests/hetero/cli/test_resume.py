@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import pytest
 from hetero.cli.main import main
 from hetero.cli.observers import LineObserver
 from hetero.reporting.run_record import StepPoint
-from tests.support.cli_runs import Refuses, draw_nothing, run_all
+from tests.support.cli_runs import Refuses, draw_nothing, run_all, words_of
 from tests.support.ranks.processes import RankPool
 
 MODEL = {
@@ -30,6 +31,7 @@ MODEL = {
     "n_positions": 32,
 }
 STEPS = 5
+Train = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
@@ -40,24 +42,36 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "text").write_bytes(b"the quick brown fox jumps over the lazy dog. " * 50)
     with pytest.MonkeyPatch.context() as patch:
         draw_nothing(patch)
-        assert main([*arguments_in(folder), "--run-dir", str(folder / "whole")]) == 0
+        assert main(words_of(tiny(folder), f"--run-dir {folder}/whole")) == 0
     assert not (folder / "whole" / "checkpoints").exists()
     return folder
 
 
-def arguments_in(folder: Path) -> list[str]:
-    """Of a tiny run."""
-    files = ["--config", str(folder / "model.json"), "--data", str(folder / "text")]
-    short = ["--seq-len", "16", "--batch-size", "2", "--warmup", "1", "--accumulate", "2"]
-    return ["train", *files, *short, "--steps", f"{STEPS}"]
+def tiny(folder: Path) -> str:
+    """A run of the folder's model."""
+    files = f"--config {folder}/model.json --data {folder}/text"
+    return f"train {files} --seq-len 16 --batch-size 2 --warmup 1 --accumulate 2 --steps {STEPS}"
 
 
 @pytest.fixture
-def arguments(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Of a tiny run, with dropout, in an empty working folder."""
+def command(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Of a tiny run; the working folder is an empty one."""
     draw_nothing(monkeypatch)
     monkeypatch.chdir(tmp_path)
-    return arguments_in(prepared)
+    return tiny(prepared)
+
+
+@pytest.fixture
+def train(command: str, capsys: pytest.CaptureFixture[str]) -> Train:
+    """Makes such a run with more options, which must succeed; returns its summary."""
+
+    def run(*options: str) -> dict[str, Any]:
+        capsys.readouterr()
+        assert main(words_of(command, "--json", *options)) == 0
+        found: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return found
+
+    return run
 
 
 def lines(folder: str | Path) -> list[Any]:
@@ -66,102 +80,87 @@ def lines(folder: str | Path) -> list[Any]:
     return [(step["step"], step["loss"], step["grad_norm"], step["lr"]) for step in found]
 
 
-def checkpoints(folder: str | Path) -> list[str]:
-    return sorted(path.name for path in (Path(folder) / "checkpoints").iterdir())
+def checkpoints(folder: str) -> list[int]:
+    """The steps that the run has checkpoints of."""
+    return sorted(int(path.name[-6:]) for path in (Path(folder) / "checkpoints").iterdir())
 
 
-def test_a_run_in_parts_has_the_bits_of_one_run(
-    prepared: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_in_parts_has_the_bits_of_one_run(train: Train, prepared: Path) -> None:
     """The steps after the last checkpoint are made again; with other memory, too."""
-    saving = [*arguments, "--run-dir", "parts", "--save-every", "2"]
-    assert main(saving) == 0
+    saving = "--run-dir parts --save-every 2"
+    train(saving)
     assert lines("parts") == lines(prepared / "whole")
-    assert checkpoints("parts") == ["step-000004", "step-000005"]
+    assert checkpoints("parts") == [4, 5]
     for removed, policy, note in (
         (1, "cpu", "resumed after step 4 from parts/checkpoints/step-000004"),
         (2, "nvme", "--resume found no checkpoint, so the run began anew"),
     ):
-        for name in checkpoints("parts")[-removed:]:
-            shutil.rmtree(Path("parts/checkpoints") / name)
-        capsys.readouterr()
-        assert main([*saving, "--resume", "--json", "--policy", policy]) == 0
-        summary = json.loads(capsys.readouterr().out)
+        for step in checkpoints("parts")[-removed:]:
+            shutil.rmtree(f"parts/checkpoints/step-{step:06}")
+        summary = train(saving, "--resume --policy", policy)
         assert summary["checkpoint"] == "parts/checkpoints/step-000005"
         assert note in summary["notes"]
         assert lines("parts") == lines(prepared / "whole")
 
 
 def test_commits_go_on_with_the_bits_of_one_run(
-    prepared: Path, arguments: list[str], capsys: pytest.CaptureFixture[str], refuses: Refuses
+    command: str, train: Train, prepared: Path, refuses: Refuses
 ) -> None:
     """Without a checkpoint, and with other memory; from a checkpoint that is later."""
-    committing = [*arguments, "--run-dir", "parts", "--commit-every", "2"]
-    assert main(committing) == 0
+    committing = "--run-dir parts --commit-every 2"
+    train(committing)
     assert lines("parts") == lines(prepared / "whole")
     assert not Path("parts/checkpoints").exists()
-    capsys.readouterr()
-    refuses("already holds a run", committing, "--steps 6")
-    refuses("has all 5 steps; to go on from it ask for more", committing, "--resume")
-    more = [*committing, "--steps", "6", "--resume", "--json", "--schedule", "constant"]
-    assert main([*more, "--policy", "nvme", "--save-every", "11"]) == 0
-    summary = json.loads(capsys.readouterr().out)
-    assert "resumed after step 5 from parts/hetero-state" in summary["notes"]
-    assert checkpoints("parts") == ["step-000006"]
+    refuses("already holds a run", command, committing, "--steps 6")
+    refuses("has all 5 steps; to go on from it ask for more", command, committing, "--resume")
+    more = "--steps 6 --resume --schedule constant --policy nvme --save-every 11"
+    assert "resumed after step 5 from parts/hetero-state" in train(committing, more)["notes"]
+    assert checkpoints("parts") == [6]
     assert len(lines("parts")) == 6
     # A new run there would be told whose state it is.
-    new = [*arguments, "--run-dir", "other", "--nvme-path", "parts"]
-    refuses("has the state of a run that made 6 steps; --resume goes on", new, "--commit-every 1")
+    new = "--run-dir other --nvme-path parts --commit-every 1"
+    refuses("has the state of a run that made 6 steps; --resume goes on", command, new)
 
 
 def test_a_run_goes_back_in_a_folder_of_its_own(
-    arguments: list[str], capsys: pytest.CaptureFixture[str], refuses: Refuses
+    command: str, train: Train, refuses: Refuses
 ) -> None:
     """To step 2 with other clipping; started again with the same words it goes on from its own."""
-    saving = [*arguments, "--save-every", "2", "--keep", "9", "--schedule", "constant"]
-    committing = [*saving, "--nvme-path", "state", "--commit-every", "1"]
+    saving = "--save-every 2 --keep 9 --schedule constant"
+    committing = f"{saving} --nvme-path state --commit-every 1"
     Path("state").mkdir()
-    assert main([*committing, "--steps", "6", "--run-dir", "first"]) == 0
+    train(committing, "--steps 6 --run-dir first")
     Path("first/checkpoints/step-000006/manifest.json").write_text("{")
-    back = ["--clip", "0.01", "--resume", "first/checkpoints/step-000002", "--steps"]
-    refuses(
-        "is not the last checkpoint of its run, which is first/checkpoints/step-000006",
-        saving,
-        back,
-        "4",
-    )
-    refuses(
-        "state of a run that made 6 steps; --resume goes on", committing, back, "4 --run-dir second"
-    )
-    back += ["4", "--run-dir", "second", "--json"]
+    back = "--clip 0.01 --resume first/checkpoints/step-000002"
+    said = "is not the last checkpoint of its run, which is first/checkpoints/step-000006"
+    refuses(said, command, saving, back, "--steps 4")
+    said = "state of a run that made 6 steps; --resume goes on"
+    refuses(said, command, committing, back, "--steps 4 --run-dir second")
     for steps, note in (
         ("4", "resumed after step 2 from first/checkpoints/step-000002"),
         ("5", "resumed after step 4 from second/checkpoints/step-000004"),
     ):
-        back[back.index("--steps") + 1] = steps
-        assert main([*saving, *back]) == 0
-        assert note in json.loads(capsys.readouterr().out)["notes"]
-    assert checkpoints("first") == ["step-000002", "step-000004", "step-000006"]
-    assert checkpoints("second") == ["step-000004", "step-000005"]
+        assert note in train(saving, back, "--run-dir second --steps", steps)["notes"]
+    assert checkpoints("first") == [2, 4, 6]
+    assert checkpoints("second") == [4, 5]
     assert [line[0] for line in lines("second")] == [3, 4, 5]
     assert lines("second")[1] != lines("first")[3]
 
 
 def test_a_run_does_not_take_the_commits_of_another(
-    arguments: list[str], capsys: pytest.CaptureFixture[str]
+    command: str, train: Train, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Neither later nor earlier ones, which would be overwritten; a folder without steps does."""
-    for name in ("a", "b"):
+    kept = "--schedule constant --commit-every 1 --save-every 2"
+    for name, steps in (("a", "3"), ("b", "2")):
         Path(f"state-{name}").mkdir()
-        kept = [*arguments, "--schedule", "constant", "--commit-every", "1", "--save-every", "2"]
-        steps = {"a": "3", "b": "2"}[name]
-        first = [*kept, "--steps", steps, "--run-dir", name, "--nvme-path", f"state-{name}"]
-        assert main(first) == 0
+        train(kept, f"--run-dir {name} --nvme-path state-{name} --steps {steps}")
+    kept += " --resume"
     for name, other, made in (("a", "b", 2), ("b", "a", 3)):
         before = lines(name)
-        wrong = ["--resume", "--run-dir", name, "--nvme-path", f"state-{other}", "--steps", "4"]
+        wrong = f"--run-dir {name} --nvme-path state-{other} --steps 4"
         capsys.readouterr()
-        assert main([*kept, *wrong]) == 2
+        assert main(words_of(command, kept, wrong)) == 2
         said = capsys.readouterr().err
         folder = Path(other).resolve()
         assert f"state-{other}/hetero-state has the state of the run in {folder}" in said
@@ -170,38 +169,34 @@ def test_a_run_does_not_take_the_commits_of_another(
     # As before, also in a folder that has another name by now, or none of the metrics.
     Path("b").rename("moved")
     for folder, steps in (("moved", 3), ("new", 4), ("new", 5)):
-        right = ["--resume", "--run-dir", folder, "--nvme-path", "state-b", "--steps", str(steps)]
-        assert main([*kept, *right]) == 0
+        train(kept, f"--run-dir {folder} --nvme-path state-b --steps {steps}")
         assert lines(folder)[-1][0] == steps
     # Commits and metrics of earlier versions do not say of which run they are.
     metrics = Path("a/metrics.jsonl")
     metrics.write_text(re.sub('"run_id": "[0-9a-f]{32}", ', "", metrics.read_text()))
-    right = ["--resume", "--run-dir", "a", "--nvme-path", "state-a", "--steps", "4"]
-    assert main([*kept, *right]) == 0
+    train(kept, "--run-dir a --nvme-path state-a --steps 4")
 
 
-def test_what_resume_means(arguments: list[str], refuses: Refuses) -> None:
-    saving = [*arguments, "--save-every", "1", "--keep", "3"]
-    assert main([*saving, "--steps", "3", "--run-dir", "runs/a", "--resume"]) == 0  # from nothing
-    assert checkpoints("runs/a") == ["step-000001", "step-000002", "step-000003"]
-    assert main([*saving, "--steps", "4", "--resume"]) == 0  # the newest run
+def test_what_resume_means(command: str, train: Train, refuses: Refuses) -> None:
+    saving = "--save-every 1 --keep 3"
+    train(saving, "--steps 3 --run-dir runs/a --resume")  # from nothing
+    assert checkpoints("runs/a") == [1, 2, 3]
+    train(saving, "--steps 4 --resume")  # the newest run
     assert len(lines("runs/a")) == 4
-    assert main([*saving, "--steps", "5", "--resume", "runs/a"]) == 0
+    train(saving, "--steps 5 --resume runs/a")
     assert len(lines("runs/a")) == 5
-    path = "runs/a/checkpoints/step-000004"
-    assert main([*saving, "--steps", "5", "--resume", path, "--run-dir", "b"]) == 0
+    train(saving, "--steps 5 --resume runs/a/checkpoints/step-000004 --run-dir b")
     assert lines("b") == lines("runs/a")[4:]
-    refuses(
-        "has all 5 steps; to go on from it ask for more",
-        saving,
-        "--steps 5 --resume runs/a/checkpoints/step-000005",
-    )
-    refuses("--resume nothing is no checkpoint", saving, "--steps 4 --resume nothing")
-    refuses("already holds a run", saving, "--steps 4 --run-dir b")
+    last = "--steps 5 --resume runs/a/checkpoints/step-000005"
+    refuses("has all 5 steps; to go on from it ask for more", command, saving, last)
+    refuses("--resume nothing is no checkpoint", command, saving, "--resume nothing")
+    refuses("already holds a run", command, saving, "--run-dir b")
 
 
 @pytest.mark.usefixtures("nothing_left")
-def test_sigterm_saves_and_ends(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sigterm_saves_and_ends(
+    command: str, train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """After the step that is under way; the run that goes on has the bits of one run."""
 
     def end(observer: LineObserver, point: StepPoint) -> None:
@@ -209,11 +204,11 @@ def test_sigterm_saves_and_ends(arguments: list[str], monkeypatch: pytest.Monkey
             os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(LineObserver, "step", end)
-    saving = [*arguments, "--run-dir", "run", "--save-every", "1000", "--schedule", "constant"]
-    assert main([*saving, "--steps", "100000"]) == 143
-    assert checkpoints("run") == ["step-000002"]
+    saving = "--run-dir run --save-every 1000 --schedule constant"
+    assert main(words_of(command, saving, "--steps 100000")) == 143
+    assert checkpoints("run") == [2]
     assert json.loads(Path("run/summary.json").read_text())["status"] == "terminated"
-    assert main([*saving, "--steps", "4", "--resume"]) == 0
+    train(saving, "--steps 4 --resume")
     assert len(lines("run")) == 4
 
 
@@ -239,30 +234,24 @@ KILLED = """
 
 @pytest.mark.usefixtures("quick_python")
 def test_torchrun_restarts_and_the_run_goes_on(
-    arguments: list[str], tmp_path: Path, ranks2: RankPool
+    command: str, train: Train, tmp_path: Path, ranks2: RankPool
 ) -> None:
     """A rank is killed; all start again from what was kept last. Then one rank alone goes on, from
     the last commit and from the last checkpoint."""
     program = tmp_path / "killed.py"
     program.write_text(textwrap.dedent(KILLED))
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    launch += ["--max-restarts", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
-    more = [*arguments, "--policy", "cpu", "--threads", "1", "--steps", "6", "--run-dir"]
-    keeping = ["--save-every", "3", "--commit-every", "2", "--resume"]
-    ranks2.run(run_all, str(tmp_path), [[*more, "whole"]])
-    subprocess.run(
-        [*launch, str(program), *more, "killed", *keeping],
-        env=environment,
-        check=True,
-        timeout=300,
-    )
+    launch = f"{sys.executable} -m torch.distributed.run --nproc-per-node 2 --max-restarts 1"
+    launch += f" --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:0 {program}"
+    more = f"{command} --policy cpu --threads 1 --steps 6 --run-dir"
+    ranks2.run(run_all, str(tmp_path), [words_of(more, "whole")])
+    keeping = "killed --save-every 3 --commit-every 2 --resume"
+    subprocess.run(words_of(launch, more, keeping), env=environment, check=True, timeout=300)
     assert lines("killed") == lines("whole")
     assert json.loads(Path("killed/summary.json").read_text())["steps"] < 6
-    alone = [*arguments, "--policy", "nvme", "--steps", "7", "--run-dir", "killed", "--resume"]
     found = []
-    for kept in ("--commit-every", "--save-every"):
-        assert main([*alone, kept, "9"]) == 0
+    for kept in ("--commit-every 9", "--save-every 9"):
+        train("--policy nvme --steps 7 --run-dir killed --resume", kept)
         found.append(lines("killed"))
         assert [line[0] for line in found[-1]] == list(range(1, 8))
         assert found[-1][:6] == lines("whole")

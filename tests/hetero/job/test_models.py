@@ -40,8 +40,6 @@ def write(tmp_path: Path, content: Any) -> str:
     ("name", "vocabulary", "params"),
     [
         ("gpt2", 50257, 124_439_808),
-        ("gpt2-medium", 50257, 354_823_168),
-        ("gpt2-xl", None, 1.558e9),
         ("opt-6.7b", None, 6.658e9),
         ("llama-3-8b", None, 8.03e9),
         ("llama-70b", None, 68.977e9),

@@ -181,28 +181,11 @@ def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 FOR_A_SHARE = ("--host-memory", "400KiB", "--chunk-numel", "8192")
 
 
-@pytest.mark.parametrize(
-    ("policy", "stage"),
-    [
-        (("cpu", *FOR_A_SHARE), 3),
-        pytest.param(
-            ("nvme", "--host-memory", "360KiB", "--chunk-numel", "8192"),
-            3,
-            marks=pytest.mark.extra,
-        ),
-        pytest.param(("cpu",), 1, marks=pytest.mark.extra),
-        pytest.param(("auto",), 2, marks=pytest.mark.extra),
-    ],
-    ids=lambda value: value[0] if isinstance(value, tuple) else f"stage-{value}",
-)
 def test_hetero_train_as_two_ranks(
-    options: list[str],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    policy: tuple[str, ...],
-    stage: int,
+    options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    more = ("--policy", *policy, "--run-dir", str(tmp_path / "run"), "--zero-stage", str(stage))
+    """(tests/whole has other placements and stages of several ranks.)"""
+    more = ("--policy", "cpu", *FOR_A_SHARE, "--run-dir", str(tmp_path / "run"))
     more = (*more, "--timeline", str(tmp_path / "steps.json"))
     out, first, second = two_ranks(tmp_path, *options, *more)
     assert out.count("\n") == 1
@@ -215,7 +198,6 @@ def test_hetero_train_as_two_ranks(
     assert result["sent_bytes_per_step"] > 2 * (result["params"] // 2 * 4)
     assert result["received_bytes_per_step"] > 2 * (result["params"] // 2 * 4)
     assert result["gather_wait_s_per_step"] > 0
-    assert (result["bytes_per_step"]["disk_read"] > 0) == (policy[0] == "nvme")
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["tokens"] for line in lines] == [2 * 2 * 8] * 3
     assert json.loads((tmp_path / "run" / "summary.json").read_text()) == result

@@ -84,17 +84,10 @@ def distance(some: str, other: str, cones: str) -> float:
     return float(np.linalg.norm(lab(some, cones) - lab(other, cones)))
 
 
-def test_distances_are_those_of_the_literature() -> None:
-    assert distance("#FFFFFF", "#000000", "all cones") == pytest.approx(100, abs=0.1)
-    # Red and a green of the same lightness are one colour to who has no green cones.
-    far, near = (distance("#D06060", "#8C8C40", c) for c in ("all cones", "no green cones"))
-    assert near < 0.6 * far
-
-
-@pytest.mark.parametrize("cones", SEEN)
 @pytest.mark.parametrize("picture", TOGETHER)
-def test_colours_of_a_picture_can_be_told_apart(picture: str, cones: str) -> None:
-    least = min((distance(a, b, cones), a, b) for a, b in combinations(TOGETHER[picture], 2))
+def test_colours_of_a_picture_can_be_told_apart(picture: str) -> None:
+    pairs = list(combinations(TOGETHER[picture], 2))
+    least = min((distance(a, b, cones), a, b, cones) for a, b in pairs for cones in SEEN)
     assert least[0] >= 20, least
 
 
@@ -106,15 +99,13 @@ def test_hues_mean_one_thing() -> None:
     assert not kinds & set(tiers)
 
 
-@pytest.mark.parametrize(
-    "ground", sorted({colour for some in TOGETHER.values() for colour in some})
-)
-def test_words_have_contrast(ground: str) -> None:
+def test_words_have_contrast() -> None:
     def light(colour: str) -> float:
         return float(TO_XYZ[1] @ linear(colour)) + 0.05
 
-    some, other = light(ground), light(ink_on(ground))
-    assert max(some, other) / min(some, other) >= 4.5
+    for ground in {colour for some in TOGETHER.values() for colour in some}:
+        some, other = light(ground), light(ink_on(ground))
+        assert max(some, other) / min(some, other) >= 4.5, ground
     assert light(GROUND) / light(QUIET) > 4.5
     assert light(GROUND) / light(INK) > 7
 

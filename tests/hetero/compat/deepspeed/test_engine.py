@@ -372,15 +372,6 @@ def test_what_is_not_given_is_as_in_the_release_that_is_followed(
     assert all(bool(m.isfinite().all()) for m in hetero.masters(engine.module.parameters()))
 
 
-def test_masters_begin_rounded() -> None:
-    """As DeepSpeed's, which are made of parameters that are in bf16 already."""
-    engine = engine_of(bf16={"enabled": True})
-    for master, first in zip(
-        hetero.masters(engine.module.parameters()), plain()[0].parameters(), strict=True
-    ):
-        assert torch.equal(master, first.detach().to(engine.dtype).float())
-
-
 def test_the_models_attributes_are_the_engines() -> None:
     engine = engine_of()
     model = engine.module

@@ -47,7 +47,7 @@ def data(seed: int) -> torch.Tensor:
 
 def test_a_graph_trains(nothing_left: None) -> None:
     """The document's test has the other stages."""
-    graph = Training(lambda config: config.enable_zero(True, stage=2))
+    graph = Training(lambda config: config.enable_zero())
     for seed in range(3):
         assert graph(data(seed)).shape == (4, 64)
     assert_same(graph.model, trained([[0], [1], [2]]))
