@@ -137,7 +137,7 @@ class ScaledSteps:
         optimizer: hetero's.
         scale: of the losses; without a policy it is 1 for ever.
         is_scaled: gradients are times the scale.
-        norm: of all gradients before the last clipping; None: none was clipped yet.
+        norm: of all gradients before the last clipping; None: there was none yet.
     """
 
     def __init__(self, optimizer: HybridOptimizer, policy: ScalePolicy | None, call: str) -> None:
@@ -154,9 +154,14 @@ class ScaledSteps:
         self.optimizer.engine.backward(self.scale.scaled(loss), **options)
 
     def clip(self, max_norm: float, norm_type: float = 2.0) -> bool:
-        """Clips the norm of all gradients together; False: they overflow, and are as they were."""
+        """Clips the norm of all gradients together, or with 0 takes it alone; False: they overflow,
+        and are as they were."""
         if not self._unscale():
-            self.norm = float(clip_grad_norm_(self._params(), max_norm, norm_type))
+            params = self._params()
+            if max_norm:
+                self.norm = float(clip_grad_norm_(params, max_norm, norm_type))
+            else:
+                self.norm = self.optimizer.engine.grad_norm(params)
         return not self._overflow
 
     def step(self) -> bool:

@@ -297,8 +297,7 @@ class DeepSpeedEngine(torch.nn.Module):
 
     def _update(self, lr_kwargs: dict[str, Any]) -> None:
         steps, options = self._scaled_steps, self.options
-        if options.gradient_clipping > 0:
-            steps.clip(options.gradient_clipping)
+        steps.clip(options.gradient_clipping)
         self._was_applied = steps.step()
         steps.zero_grad()
         self.global_steps += 1

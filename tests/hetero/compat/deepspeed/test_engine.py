@@ -37,10 +37,11 @@ def micro_batch(engine: Engine, seed: int) -> None:
     engine.step()
 
 
-def test_accumulation_and_clipping() -> None:
-    """The tutorial's test has it of each stage."""
+@pytest.mark.parametrize("clipping", [0.05, 0.0])
+def test_accumulation_and_clipping(clipping: float) -> None:
+    """The tutorial's test has it of each stage. Without clipping there is a norm, too."""
     engine = engine_of(
-        train_batch_size=12, train_micro_batch_size_per_gpu=4, gradient_clipping=0.05
+        train_batch_size=12, train_micro_batch_size_per_gpu=4, gradient_clipping=clipping
     )
     expected, adamw = plain()
     for step in range(3):
@@ -49,7 +50,7 @@ def test_accumulation_and_clipping() -> None:
             micro_batch(engine, 3 * step + micro)
             assert engine.was_step_applied() == (micro == 2)
             (loss_of(expected, 3 * step + micro) / 3).backward()
-        norm = nn.utils.clip_grad_norm_(expected.parameters(), 0.05)
+        norm = nn.utils.clip_grad_norm_(expected.parameters(), clipping or torch.inf)
         assert engine.get_global_grad_norm() == pytest.approx(norm.item(), rel=1e-5)
         adamw.step()
         adamw.zero_grad()
