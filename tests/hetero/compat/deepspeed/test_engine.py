@@ -187,6 +187,8 @@ def test_fp16_trains_as_a_grad_scaler_does() -> None:
 def test_gradients_in_bf16_need_not_be_checked() -> None:
     """As test_what_is_not_given... has it where they are."""
     engine = engine_of(bf16={"enabled": True, "check_grad_overflow": False})
+    masters = hetero.masters(engine.module.parameters())
+    assert all(torch.equal(each, each.bfloat16().float()) for each in masters), "as they begin"
     engine.backward(loss_of(engine) * float("inf"))
     engine.step()
     assert (engine.skipped_steps, engine.was_step_applied()) == (0, True)
