@@ -19,8 +19,6 @@ from hetero.cli.main import main
 from offload import _native
 from offload.disk.directories import mounted_at
 
-pytestmark = pytest.mark.usefixtures("nothing_left")
-
 GIB = 1 << 30
 OK, NOTE, PROBLEM = Level
 FOLDER = Facts(
@@ -214,7 +212,7 @@ def test_the_filesystem_of_a_path(tmp_path: Path) -> None:
     assert mounted_at(Path("/"), tmp_path / "none") == ("unknown", "unknown")
 
 
-def test_facts_of_this_machine(tmp_path: Path) -> None:
+def test_facts_of_this_machine(tmp_path: Path, nothing_left: None) -> None:
     said: list[str] = []
     facts = gather([str(tmp_path), str(tmp_path / "none")], False, said.append)
     assert not said
@@ -261,7 +259,7 @@ def test_what_a_container_hides(tmp_path: Path) -> None:
     assert facts.driver
 
 
-def test_the_disk_is_measured(tmp_path: Path) -> None:
+def test_the_disk_is_measured(tmp_path: Path, nothing_left: None) -> None:
     said: list[str] = []
     (measured,) = gather([str(tmp_path)], True, said.append).folders
     assert said[0] == f"measuring the disk of {tmp_path}"

@@ -86,17 +86,16 @@ def test_every_command_has_help_and_examples() -> None:
         assert parser.format_help().startswith(f"usage: hetero {name}")
 
 
-@pytest.mark.parametrize(("name", "words"), list(examples()), ids=lambda each: str(each))
-def test_an_example_is_understood(
-    name: str, words: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_examples_are_understood(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hetero.cli.parser.with_job_files", lambda parser, given: list(given))
-    if words[0] == "torchrun":
-        words = words[words.index("hetero.cli") :]
-    assert words[1] == name
-    arguments = make_parser().parse_args(words[1:])
-    if name == "bench" and arguments.name is not None:
-        assert arguments.name in bench.programs(bench.benchmarks_folder() / "bench")
+    parser = make_parser()
+    for name, words in examples():
+        if words[0] == "torchrun":
+            words = words[words.index("hetero.cli") :]
+        assert words[1] == name
+        arguments = parser.parse_args(words[1:])
+        if name == "bench" and arguments.name is not None:
+            assert arguments.name in bench.programs(bench.benchmarks_folder() / "bench")
 
 
 def test_an_unknown_command_and_option(capsys: pytest.CaptureFixture[str]) -> None:

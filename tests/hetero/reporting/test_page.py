@@ -50,6 +50,7 @@ def test_the_page_is_whole_and_needs_nothing_from_elsewhere(made: Callable[[], R
     assert len(text) < 400_000
     assert len(page.ids) == len(set(page.ids)), "names are unique"
     assert page.references, "charts use their own parts"
+    assert "A step takes" in page.text["run"], "texts of charts are text"
     assert all(reference.startswith("#") for reference in page.references)
     assert {reference[1:] for reference in page.references} <= set(page.ids)
     assert set(re.findall(r"url\(([^)]?)", text)) <= {"#"}
