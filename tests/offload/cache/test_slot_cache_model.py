@@ -49,6 +49,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.rig.close()
 
     def before_write(self, chunk: int) -> None:
+        assert self.rig.is_dirty(chunk), "written although the file has its bytes"
         self.on_file[chunk] = self.now[chunk]
         self.unwritten.discard(chunk)
 
@@ -66,7 +67,9 @@ class CacheMachine(RuleBasedStateMachine):
     @contextlib.contextmanager
     def asked(self, chunk: int | None = None):
         """Lets injected faults surface, each once, and BudgetError where there is no room."""
-        no_room = chunk is not None and not self.cache.holds(chunk) and not self.has_room(chunk)
+        is_held = chunk is None or self.cache.holds(chunk)
+        no_room = not is_held and not self.has_room(chunk)
+        reads = self.rig.reads.count(chunk)
         try:
             yield
         except _native.NativeIoError as error:
@@ -75,6 +78,7 @@ class CacheMachine(RuleBasedStateMachine):
             assert no_room, "there was a window that nothing pins"
         else:
             assert not no_room, "found room where there is none"
+            assert not is_held or self.rig.reads.count(chunk) == reads, "read although it is held"
 
     def surfaced(self, failure: _native.NativeIoError) -> None:
         assert failure.errno == errno.EIO
@@ -126,8 +130,10 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(chunk=chunks, keep=st.booleans())
     def make(self, chunk, keep):
+        reads = self.rig.reads.count(chunk)
         with self.asked(chunk):
             self.cache.create(chunk)
+            assert self.rig.reads.count(chunk) == reads
             pin = self.rig.tensor(chunk)
             # Settled by create(), so that this cannot fail between the bytes and their mark.
             self.cache.dirty(chunk)

@@ -77,6 +77,7 @@ def test_a_device_that_fails_says_why(rig: Rig) -> None:
     assert bool((rig.kept(0) == 5).all())
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("add", [False, True])
 @pytest.mark.parametrize(
     "function",

@@ -21,6 +21,7 @@ from offload.memory.tiers import Account, Tier
 
 PAGE = 4096
 BUFFER = 2 * PAGE
+WAYS = ("to_file", "from_file", "to_ram", "from_ram")
 
 
 class Rig:
@@ -55,18 +56,18 @@ def randoms(nbytes: int) -> torch.Tensor:
     return torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
 
 
-@pytest.mark.parametrize("pages", [1, 2, 3, 4, 5, 6, 7, 32])
-def test_bytes_go_out_and_come_back(rig: Rig, pages: int) -> None:
-    device = randoms(pages * PAGE)
-    ram, back, again = (torch.zeros_like(device) for _ in range(3))
-    rig.home_copier.to_ram(device, ram)
-    assert torch.equal(ram, device)
-    rig.home_copier.from_ram(ram, back)
-    assert torch.equal(back, device)
-    rig.home_copier.to_file(device, rig.offset + PAGE)
-    rig.home_copier.from_file(rig.offset + PAGE, again)
-    assert torch.equal(again, device)
-    assert rig.backend.d2h_bytes == rig.backend.h2d_bytes == 2 * len(device)
+def test_bytes_go_out_and_come_back(rig: Rig) -> None:
+    for pages in (1, 2, 3, 6, 7, 32):
+        device, before = randoms(pages * PAGE), rig.backend.d2h_bytes
+        ram, back, again = (torch.zeros_like(device) for _ in range(3))
+        rig.home_copier.to_ram(device, ram)
+        assert torch.equal(ram, device)
+        rig.home_copier.from_ram(ram, back)
+        assert torch.equal(back, device)
+        rig.home_copier.to_file(device, rig.offset + PAGE)
+        rig.home_copier.from_file(rig.offset + PAGE, again)
+        assert torch.equal(again, device)
+        assert rig.backend.d2h_bytes == rig.backend.h2d_bytes == before + 2 * len(device)
 
 
 def test_ram_need_not_be_whole_pages(rig: Rig) -> None:
@@ -77,29 +78,23 @@ def test_ram_need_not_be_whole_pages(rig: Rig) -> None:
     rig.home_copier.from_ram(randoms(0), torch.zeros(0, dtype=torch.uint8))
 
 
-@pytest.mark.covering(2)
-@pytest.mark.parametrize("nth", [0, 1, 2, 5])
-@pytest.mark.parametrize("way", ["to_file", "from_file", "to_ram", "from_ram"])
-@pytest.mark.parametrize("side", ["link", "file"])
-def test_a_failure_is_told_and_nothing_is_under_way(
-    rig: Rig, way: str, side: str, nth: int
-) -> None:
-    if side == "file" and way.endswith("ram"):
-        return
+@pytest.mark.parametrize(
+    ("way", "side"),
+    [*((way, "link") for way in WAYS), *((way, "file") for way in WAYS if "file" in way)],
+)
+def test_a_failure_is_told_and_nothing_is_under_way(rig: Rig, way: str, side: str) -> None:
     device, other = randoms(12 * PAGE), torch.zeros(12 * PAGE, dtype=torch.uint8)
-    ends = {
-        "to_file": (device, rig.offset),
-        "from_file": (rig.offset, other),
-        "to_ram": (device, other),
-        "from_ram": (device, other),
-    }[way]
-    if side == "link":
-        getattr(rig.backend, "d2h" if way.startswith("to") else "h2d").inject(nth)
-    else:
-        rig.engine.inject("write" if way.startswith("to") else "read", nth, errno.EIO)
-    with pytest.raises(OSError, match=r"failed|Input/output"):
+    of_file = {"to_file": (device, rig.offset), "from_file": (rig.offset, other)}
+    ends = of_file.get(way, (device, other))
+    is_out, buffers = way.startswith("to"), rig.buffers.view(0, BUFFERS, torch.uint8)
+    for nth in (0, 1, 2, 5):
+        if side == "link":
+            (rig.backend.d2h if is_out else rig.backend.h2d).inject(nth)
+        else:
+            rig.engine.inject("write" if is_out else "read", nth, errno.EIO)
+        with pytest.raises(OSError, match=r"failed|Input/output"):
+            getattr(rig.home_copier, way)(*ends)
+        assert rig.engine.stats["in_flight"] == 0
+        buffers.fill_(7)  # nobody writes to it any more
+        assert (buffers == 7).all()
         getattr(rig.home_copier, way)(*ends)
-    assert rig.engine.stats["in_flight"] == 0
-    rig.buffers.view(0, BUFFERS, torch.uint8).fill_(7)  # nobody writes to it any more
-    assert (rig.buffers.view(0, BUFFERS, torch.uint8) == 7).all()
-    getattr(rig.home_copier, way)(*ends)
