@@ -11,7 +11,6 @@ from offload import _native
 from tests.support.native.io_tools import (
     MIB,
     Memory,
-    Pipe,
     add_file,
     error_of,
     needs_uring,
@@ -47,9 +46,9 @@ def update(numel=1000):
     return kind.bytes_moved(numel)
 
 
-def test_an_operation_of_the_engine_is_one_interval(kind, tmp_path):
+def test_an_operation_of_the_engine_is_one_interval(make_engine, tmp_path):
     """Of what it moved, where it failed."""
-    engine = _native.IoEngine(kind, queue_depth=1, block_bytes=4096)
+    engine = make_engine(queue_depth=1, block_bytes=4096)
     memory, sizes = Memory(MIB), [4096, 65536, 12288]
     file = add_file(engine, tmp_path, MIB)
 
@@ -62,7 +61,6 @@ def test_an_operation_of_the_engine_is_one_interval(kind, tmp_path):
         assert error_of(engine.read(file, memory.address, 5 * 4096, 0)).errno == errno.EIO
 
     _, _, lanes, dropped = record(run)
-    engine.close()
     assert dropped == 0
     assert lanes.keys() == {"nvme_read", "nvme_write"}
     assert sorted(i[2] for i in lanes["nvme_write"]) == sorted(sizes)
@@ -76,9 +74,8 @@ def test_an_update_is_one_interval():
 
 
 @needs_uring
-def test_what_began_before_counts_from_the_beginning_on():
-    engine, memory = _native.IoEngine("io_uring", block_bytes=4096), Memory(2 * 4096)
-    pipe = Pipe(engine)
+def test_what_began_before_counts_from_the_beginning_on(piped):
+    (engine, pipe), memory = piped(8), Memory(2 * 4096)
     op = engine.read(pipe.file, memory.address, 2 * 4096, 0)
     pipe.feed_first(engine)
 
@@ -87,8 +84,6 @@ def test_what_began_before_counts_from_the_beginning_on():
         op.wait()
 
     begin, _, lanes, _ = record(run)
-    pipe.close()
-    engine.close()
     assert [i[0] for i in lanes["nvme_read"]] == [begin]
 
 

@@ -10,7 +10,6 @@ from offload import _native
 from tests.support.native.io_tools import (
     BLOCK,
     Memory,
-    Pipe,
     add_file,
     error_of,
     needs_uring,
@@ -19,19 +18,9 @@ from tests.support.native.io_tools import (
 
 
 @pytest.fixture
-def pipes():
-    """An io_uring engine with two blocks in flight, and a pipe."""
-    engine = _native.IoEngine("io_uring", queue_depth=2, block_bytes=4096)
-    pipe = Pipe(engine)
-    yield engine, pipe
-    pipe.close()
-    engine.close()
-
-
-@pytest.fixture
-def busy(kind, tmp_path):
+def busy(make_engine, tmp_path):
     """An engine whose queue is full for half a second of a transfer that does not move."""
-    engine = _native.IoEngine(kind, queue_depth=1, block_bytes=4096)
+    engine = make_engine(queue_depth=1, block_bytes=4096)
     memory = Memory(4096)
     file = add_file(engine, tmp_path, 4096)
     stall(engine, 500)
@@ -39,7 +28,6 @@ def busy(kind, tmp_path):
     yield engine
     assert not running.done()
     running.cancel()
-    engine.close()
 
 
 def outcome(op) -> int:
@@ -66,8 +54,8 @@ def test_what_is_queued_goes_at_once(busy, tmp_path):
 
 
 @needs_uring
-def test_what_is_in_flight_is_waited_for_and_counted(pipes):
-    engine, pipe = pipes
+def test_what_is_in_flight_is_waited_for_and_counted(piped):
+    engine, pipe = piped(2)
     memory = Memory(8 * 4096)
     memory.bytes.fill_(7)
     op = engine.read(pipe.file, memory.address, 8 * 4096, 0)
@@ -88,8 +76,8 @@ def test_what_is_in_flight_is_waited_for_and_counted(pipes):
 
 
 @needs_uring
-def test_a_short_transfer_in_flight_is_not_continued(pipes):
-    engine, pipe = pipes
+def test_a_short_transfer_in_flight_is_not_continued(piped):
+    engine, pipe = piped(2)
     memory = Memory(2 * 4096)
     op = engine.read(pipe.file, memory.address, 2 * 4096, 0)
     pipe.feed_first(engine)

@@ -12,7 +12,6 @@ from offload import _native
 from tests.support.native.io_tools import (
     BLOCK,
     Memory,
-    Pipe,
     add_file,
     error_of,
     needs_uring,
@@ -91,19 +90,20 @@ def test_first_of_several_errors_is_reported_once_all_blocks_are_back(engine, tm
     assert engine.stats == settled
 
 
-def test_what_passes_within_thirty_seconds_is_no_error(kind, tmp_path):
+def test_what_passes_within_thirty_seconds_is_no_error(make_engine, tmp_path):
     """As where a path fails over, which takes longer than a second."""
-    engine = _native.IoEngine(kind, queue_depth=8, block_bytes=4096)
+    engine = make_engine()
     memory = Memory(4096)
     file = add_file(engine, tmp_path, 4096)
     engine.inject("read", 0, error=errno.ENOMEM, count=1_200)  # a millisecond or more each
     engine.read(file, memory.address, 4096, 0).wait()
     assert engine.stats["retries"] == 1_200
-    engine.close()
 
 
-def test_transfers_that_stall_together_are_given_up_together_and_hold_no_other(kind, tmp_path):
-    engine = _native.IoEngine(kind, queue_depth=40, block_bytes=4096, patience_s=1.0)
+def test_transfers_that_stall_together_are_given_up_together_and_hold_no_other(
+    make_engine, tmp_path
+):
+    engine = make_engine(queue_depth=40, block_bytes=4096, patience_s=1.0)
     memory = Memory(33 * 4096)
     file = add_file(engine, tmp_path, 2 * 4096)
     engine.inject("read", 0, error=errno.EAGAIN, count=1_000_000)
@@ -116,7 +116,6 @@ def test_transfers_that_stall_together_are_given_up_together_and_hold_no_other(k
         assert error_of(op).errno == errno.EAGAIN
     # No measurement: a second for all of them, where one after the other would take 32.
     assert time.monotonic() - begin < 12
-    engine.close()
 
 
 @pytest.mark.covering(2)
@@ -214,9 +213,8 @@ def test_bad_address(engine, tmp_path):
 
 
 @needs_uring
-def test_an_operation_that_does_not_move_does_not_hold_up_others(tmp_path):
-    engine = _native.IoEngine("io_uring", queue_depth=4, block_bytes=4096)
-    pipe = Pipe(engine)
+def test_an_operation_that_does_not_move_does_not_hold_up_others(piped, tmp_path):
+    engine, pipe = piped(4)
     memory = Memory(64 * 4096)
     stuck = engine.read(pipe.file, memory.address, 3 * 4096, 0)
     file = add_file(engine, tmp_path, 64 * 4096)
@@ -225,15 +223,12 @@ def test_an_operation_that_does_not_move_does_not_hold_up_others(tmp_path):
     assert engine.stats["in_flight"] == 3
     pipe.feed(3 * 4096)
     stuck.wait()
-    pipe.close()
-    engine.close()
 
 
 @needs_uring
-def test_the_queue_stays_full_from_one_operation_to_the_next():
+def test_the_queue_stays_full_from_one_operation_to_the_next(piped):
     """Every completion is followed by the next block in order of submission, whoever's it is."""
-    engine = _native.IoEngine("io_uring", queue_depth=4, block_bytes=4096)
-    pipe = Pipe(engine)
+    engine, pipe = piped(4)
     memory = Memory(12 * 4096)
     # Three blocks each: no operation ends where the queue does.
     ops = [engine.read(pipe.file, memory.address + i * 3 * 4096, 3 * 4096, 0) for i in range(4)]
@@ -246,5 +241,3 @@ def test_the_queue_stays_full_from_one_operation_to_the_next():
         assert sum(op.done() for op in ops) <= fed // 3
     for op in ops:
         op.wait()
-    pipe.close()
-    engine.close()

@@ -15,7 +15,6 @@ from tests.support.native.io_tools import (
     BLOCK,
     MIB,
     Memory,
-    Pipe,
     add_file,
     needs_uring,
     run_script,
@@ -84,11 +83,10 @@ def test_unregister_waits_and_lets_go(engine, tmp_path):
 
 
 @needs_uring
-def test_unregister_does_not_wait_for_transfers_of_other_memory(tmp_path):
-    engine = _native.IoEngine("io_uring", queue_depth=2, block_bytes=BLOCK)
+def test_unregister_does_not_wait_for_transfers_of_other_memory(piped, tmp_path):
+    engine, pipe = piped(2)
     memory, other = Memory(8 * BLOCK), Memory(BLOCK)
     file = add_file(engine, tmp_path, 8 * BLOCK)
-    pipe = Pipe(engine)
     engine.register(memory.arena)
     ops = [engine.read(pipe.file, other.address, 4096, 0)]
     ops.append(engine.read(file, memory.address, 8 * BLOCK, 0))
@@ -99,8 +97,6 @@ def test_unregister_does_not_wait_for_transfers_of_other_memory(tmp_path):
     assert [op.done() for op in ops] == [False, True]
     pipe.feed(4096)
     ops[0].wait()
-    pipe.close()
-    engine.close()
 
 
 @needs_uring

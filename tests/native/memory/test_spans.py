@@ -10,7 +10,6 @@ from offload import _native
 from tests.support.native.io_tools import (
     BLOCK,
     Memory,
-    Pipe,
     add_file,
     error_of,
     hold,
@@ -43,8 +42,8 @@ def test_a_transfer_counts_in_the_slots_that_it_uses(engine, slots, tmp_path):
     assert slots.transfers.in_use() == []
 
 
-def test_the_count_falls_when_the_transfer_is_done(kind, slots, tmp_path):
-    engine = _native.IoEngine(kind, queue_depth=1, block_bytes=BLOCK)
+def test_the_count_falls_when_the_transfer_is_done(make_engine, slots, tmp_path):
+    engine = make_engine(queue_depth=1)
     file = add_file(engine, tmp_path, 8 * SLOT)
     hold(engine)  # so that the others wait
     running = engine.read(file, slots.address, 4096, 0)
@@ -59,7 +58,6 @@ def test_the_count_falls_when_the_transfer_is_done(kind, slots, tmp_path):
         running.wait()
     del again
     assert slots.transfers.in_use() == []
-    engine.close()
 
 
 def test_a_refused_transfer_counts_nothing(engine, slots, tmp_path):
@@ -74,20 +72,18 @@ def test_a_refused_transfer_counts_nothing(engine, slots, tmp_path):
     assert slots.transfers.in_use() == []
 
 
-def test_a_lost_handle_ends_its_transfer(kind, slots, tmp_path):
-    engine = _native.IoEngine(kind, queue_depth=1, block_bytes=BLOCK)
+def test_a_lost_handle_ends_its_transfer(make_engine, slots, tmp_path):
+    engine = make_engine(queue_depth=1)
     file = add_file(engine, tmp_path, 8 * SLOT)
     hold(engine)
     engine.read(file, slots.address, 4 * SLOT, 0)  # lost at once
     assert slots.transfers.in_use() == []
     assert engine.stats["in_flight"] == 0
-    engine.close()
 
 
 @needs_uring
-def test_a_lost_handle_waits_without_the_gil(slots):
-    engine = _native.IoEngine("io_uring", queue_depth=2, block_bytes=4096)
-    pipe = Pipe(engine)
+def test_a_lost_handle_waits_without_the_gil(piped, slots):
+    engine, pipe = piped(2)
     held = [engine.read(pipe.file, slots.address, 4 * 4096, 0)]
     pipe.feed_first(engine)
 
@@ -100,12 +96,10 @@ def test_a_lost_handle_waits_without_the_gil(slots):
         held.clear()  # waits for the feeder, who needs the GIL
         feeder.result()
     assert slots.transfers.in_use() == []
-    pipe.close()
-    engine.close()
 
 
-def test_memory_outlives_an_arena_that_is_transferred(kind, tmp_path):
-    engine = _native.IoEngine(kind, queue_depth=1, block_bytes=BLOCK)
+def test_memory_outlives_an_arena_that_is_transferred(make_engine, tmp_path):
+    engine = make_engine(queue_depth=1)
     file = add_file(engine, tmp_path, SLOT)
     memory = Memory(SLOT)
     counts, address = memory.arena.transfers, memory.address
@@ -119,7 +113,6 @@ def test_memory_outlives_an_arena_that_is_transferred(kind, tmp_path):
     assert counts[0] == 0
     with pytest.raises(ValueError, match="in no arena"):
         engine.read(file, address, SLOT, 0)
-    engine.close()
 
 
 def test_memory_of_others_is_an_arena_too(engine, tmp_path):

@@ -17,7 +17,7 @@ def committed(filed: Filed) -> list[bytes]:
 
 
 @pytest.mark.covering(2)
-@pytest.mark.parametrize("buffers", [1, 2, 6])
+@pytest.mark.parametrize("buffers", [1, 6])
 @pytest.mark.parametrize("steps_before", [0, 2])
 @pytest.mark.parametrize(
     ("param_in_file", "leaves"),

@@ -13,7 +13,6 @@ from tests.support.native.step_tiles import (
     LIMIT_S,
     SEGMENTS,
     TILE,
-    Filed,
     FileTiles,
     Tiles,
     hypers,
@@ -45,44 +44,9 @@ def within(call: Callable[[], object]) -> None:
         raise errors[0]
 
 
-def refuses_everything(filed: Filed, error: type[Exception], match: str | None = None) -> None:
-    for call in (
-        filed.pipeline.wait_updated,
-        filed.pipeline.wait_written,
-        filed.pipeline.flush,
-        filed.pipeline.forget,
-        lambda: filed.pipeline.submit(filed.tasks([0]), hypers(9)),
-    ):
-        with pytest.raises(error, match=match):
-            within(call)
-
-
-@pytest.mark.covering(2)
-@pytest.mark.parametrize("buffers", [1, 3])
-@pytest.mark.parametrize("nth", [0, 4])
-def test_an_update_that_throws_changes_nothing_of_its_tile_and_stops_the_rest(
-    file_tiles: FileTiles, buffers: int, nth: int
-) -> None:
-    tiles = Tiles(5, "bf16", "bf16")
-    filed = file_tiles(tiles, buffers)
-    filed.pipeline.inject(nth)
-    filed.pipeline.submit(filed.tasks(range(5)), hypers(1))
-    with pytest.raises(RuntimeError, match=f"the update of tile {nth} was made to fail"):
-        within(filed.pipeline.wait_updated)
-    refuses_everything(filed, RuntimeError, "made to fail")
-    assert filed.pipeline.stats["tasks"] == nth
-    within(filed.pipeline.close)
-    assert pipeline_threads() == []
-    untouched = [param.tobytes() for param in tiles.params]
-    train_in_ram(tiles, steps=1)
-    for key, param in enumerate(filed.params):
-        wanted = tiles.params[key].tobytes() if key < nth else untouched[key]
-        assert param.tobytes() == wanted
-
-
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("op", ["read", "write"])
-@pytest.mark.parametrize("nth", range(0, 50, 7))
+@pytest.mark.parametrize("nth", [0, 7, 28, 49])
 def test_any_failed_block_ends_in_a_typed_error(
     file_tiles: FileTiles, tmp_path: Path, op: str, nth: int
 ) -> None:
@@ -98,21 +62,17 @@ def test_any_failed_block_ends_in_a_typed_error(
     assert caught.value.errno == errno.EIO
     assert caught.value.op == op
     assert caught.value.filename == str(tmp_path / "file")
-    refuses_everything(filed, _native.NativeIoError)
+    for call in (
+        filed.pipeline.wait_updated,
+        filed.pipeline.wait_written,
+        filed.pipeline.flush,
+        filed.pipeline.forget,
+        lambda: filed.pipeline.submit(filed.tasks([0]), hypers(9)),
+    ):
+        with pytest.raises(_native.NativeIoError):
+            within(call)
     within(filed.pipeline.close)
     assert pipeline_threads() == []
-
-
-def test_an_optimizer_state_written_late_fails_at_the_flush(file_tiles: FileTiles) -> None:
-    tiles = Tiles(2, "bf16", "bf16")
-    filed = file_tiles(tiles, buffers=2)
-    filed.pipeline.submit(filed.tasks([0, 1]), hypers(1))
-    filed.pipeline.wait_written()
-    assert filed.engine.stats["written_bytes"] == 0
-    filed.engine.inject("write", 0, error=errno.ENOSPC)
-    with pytest.raises(_native.NativeIoError, match="free"):
-        within(filed.pipeline.flush)
-    refuses_everything(filed, _native.NativeIoError)
 
 
 def test_an_engine_closed_too_early_fails_the_wait(file_tiles: FileTiles) -> None:

@@ -109,8 +109,10 @@ def test_an_update_that_fails_ends_after_those_before_it(nth: int) -> None:
     pipeline = pipeline_in_ram()
     pipeline.inject(nth)
     pipeline.submit(tiles.tasks_in_ram(range(COUNT)), hypers(1))
-    with pytest.raises(RuntimeError, match=f"the update of tile {nth} was made to fail"):
-        pipeline.wait_updated()
+    again = tiles.tasks_in_ram([0])
+    for call in (pipeline.wait_updated, pipeline.flush, lambda: pipeline.submit(again, hypers(2))):
+        with pytest.raises(RuntimeError, match=f"the update of tile {nth} was made to fail"):
+            call()
     assert pipeline.stats["tasks"] == nth
     pipeline.close()
     train_one_by_one(wanted, list(range(nth)), 1)
