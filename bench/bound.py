@@ -65,7 +65,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     add_job_options(parser, model=None, steps=3, policy="nvme")
     add_options(
         parser.add_argument_group("benchmark"),
-        ("--models", list_of(str), "gpt2-medium,gpt2-1.3b", "without --model and --config"),
+        ("--models", list_of(str), "gpt2-medium,gpt2-1.3b", "without --model"),
         ("--clipped", list_of(_percentage), "0,10,50,100", "per cent of steps that are clipped"),
         ("--rounds", whole(), "3", "of --max-steps steps in a row, after one of warm-up"),
         ("--io-size", byte_size, "1GiB", "of the file on which the disk alone is measured"),
@@ -105,9 +105,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _models(arguments: argparse.Namespace) -> Iterator[TrainOptions]:
-    models = arguments.models
-    if arguments.model is not None or arguments.config is not None:
-        models = [arguments.model or TrainOptions.model]
+    models = arguments.models if arguments.model is None else [arguments.model]
     for model in models:
         options = job_options(arguments, model=model)
         if options.host_memory is None:

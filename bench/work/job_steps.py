@@ -39,8 +39,7 @@ def add_job_options(parser: argparse.ArgumentParser, **defaults: object) -> None
 def job_options(arguments: argparse.Namespace, **changed: Any) -> TrainOptions:
     """What was parsed, but for what is `changed`; a model by name has its published vocabulary."""
     values = {**vars(arguments), **changed}
-    chosen = values["model"], values["config"], values["vocab_size"]
-    values["vocab_size"] = wanted_vocab_size(*chosen)
+    values["vocab_size"] = wanted_vocab_size(values["model"], values["vocab_size"])
     return TrainOptions.from_namespace(argparse.Namespace(**values))
 
 

@@ -53,12 +53,6 @@ def _folders(help: str) -> Option:
     return _option("--nvme-path", action="append", metavar="DIR", help=help)
 
 
-def _of_0_1(flag: str, dest: str, **about: Any) -> Option:
-    """A flag of hetero 0.1 for an option that has another one now."""
-    hidden = {"help": argparse.SUPPRESS, "default": argparse.SUPPRESS}
-    return _option(flag, dest=dest, **hidden, **about)
-
-
 _TRAIN = Command(
     "train",
     "hetero.cli.train.run",
@@ -183,7 +177,6 @@ _PLAN = Command(
             "on several; --machine list says which there are",
         ),
     ),
-    (_of_0_1("--checkpointing", "gradient_checkpointing", action="store_true"),),
     training=PlanOptions,
     synopsis="[OPTION ...]",
 )
@@ -197,7 +190,7 @@ _PROFILE = Command(
     (
         ("hetero profile", "without disks"),
         ("hetero profile --nvme-path .", "with the disk of this folder"),
-        ("hetero profile --threads 4 --output machine.json", "for hetero plan --profile"),
+        ("hetero profile --threads 4 --output machine.json", "for hetero plan --machine"),
     ),
     (
         _folders(
@@ -294,7 +287,6 @@ _CONVERT = Command(
             help="of parameters (default: as they are stored; masters are fp32); with --to hetero,"
             " of those that are not trained",
         ),
-        _of_0_1("--config", "config"),
         _option(
             "--model-config",
             dest="config",

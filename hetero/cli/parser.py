@@ -159,10 +159,6 @@ def _options_in(
     path = given / "config.json" if given.is_dir() else given
     content = _read(path)
     flags = parser._option_string_actions
-    if isinstance(content.get("model_type"), str) and "--model" in flags:
-        # A model's configuration, which --config was in 0.1.
-        yield flags["--model"], [f"--model={given}"]
-        return
     command = parser.prog.rpartition(" ")[2]
     if content.pop("command", command) != command and command != "plan":  # which plans any
         raise ValueError(f"{path} is not of {parser.prog}; give the file to the command it names")

@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
         print("\n".join(listing()))
         return EXIT_OK
     given = PlanOptions.from_namespace(arguments)
-    vocab_size = wanted_vocab_size(given.model, given.config, given.vocab_size)
+    vocab_size = wanted_vocab_size(given.model, given.vocab_size)
     options = replace(given, vocab_size=vocab_size)
     # Under --json nothing else may reach stdout, whatever a library prints.
     with contextlib.redirect_stdout(sys.stderr):

@@ -81,12 +81,12 @@ SHAPES: dict[str, Shape] = {
 MODEL_NAMES = tuple(SHAPES)
 
 
-def wanted_vocab_size(model: str, config: str | None, given: int | None) -> int | None:
+def wanted_vocab_size(model: str, given: int | None) -> int | None:
     """What was given, else as published for a model by name; the configuration of another says.
 
     Raises ValueError for an unknown name.
     """
-    if config_path(model, config) is not None or given is not None:
+    if config_path(model) is not None or given is not None:
         return given
     vocab_size: int = _shape(model)[1]["vocab_size"]
     return vocab_size

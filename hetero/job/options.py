@@ -36,10 +36,8 @@ OVERLAPS = tuple(overlap.value for overlap in OverlapUpdates)
 _FORMATS = ("auto", "alpaca", "sharegpt", "messages", "text")
 _OF_STATE = f"for model state (default: {DEFAULT_SHARE:.0%}% of what there is)"
 
-# Options whose flag is the Trainer's of Hugging Face. Their own names are flags, too, that the help
-# does not show: they were the only ones in 0.1, and go with 0.2.
+# Options whose flag is the Trainer's of Hugging Face.
 _FLAGS = {
-    "config": "--model-config",
     "steps": "--max-steps",
     "accumulate": "--grad-accum",
     "clip": "--max-grad-norm",
@@ -107,8 +105,6 @@ class TrainOptions:
         " language model of Hugging Face, or its folder. Weights start at random",
         DEFAULT_MODEL,
     )
-    # Another flag for the path of --model; it was the only one in 0.1, and goes with 0.2.
-    config: str | None = option(argparse.SUPPRESS, metavar="FILE")
     vocab_size: int | None = option(
         "vocabulary of a built-in shape, at least 256 (default: 256, one token per byte value)"
     )
@@ -346,7 +342,7 @@ class TrainOptions:
     @property
     def config_path(self) -> Path | None:
         """The configuration of the model; None: --model is the name of a built-in shape."""
-        return config_path(self.model, self.config)
+        return config_path(self.model)
 
     @property
     def overlap(self) -> OverlapUpdates:
@@ -381,7 +377,7 @@ class FinetuneOptions(TrainOptions):
     """The options of `hetero finetune`; raises ValueError for values that make no sense."""
 
     # The folder and the epochs say the first three, TRL does without the rest.
-    LEFT_OUT = "config vocab_size steps save_model commit_every timeline"
+    LEFT_OUT = "vocab_size steps save_model commit_every timeline"
 
     model: str = option(
         "folder of a causal language model with its tokenizer, as save_pretrained() writes it", ""
@@ -475,7 +471,7 @@ class PlanOptions(TrainOptions):
         metavar="BYTES",
     )
     nvme_path: tuple[str, ...] = option(
-        "folder on NVMe, once per disk; with --profile it need not exist (default: none)",
+        "folder on NVMe, once per disk; with --machine it need not exist (default: none)",
         (),
         metavar="DIR",
     )
@@ -506,11 +502,10 @@ class PlanOptions(TrainOptions):
     )
 
 
-def config_path(model: str, config: str | None) -> Path | None:
-    """The configuration that `config` or else `model` is the path of, or the folder of; None if
-    `model` is a name."""
-    path = Path(model if config is None else config)
-    if config is None and not (os.sep in model or path.suffix == ".json" or path.is_dir()):
+def config_path(model: str) -> Path | None:
+    """The configuration that `model` is the path of, or the folder of; None if it is a name."""
+    path = Path(model)
+    if not (os.sep in model or path.suffix == ".json" or path.is_dir()):
         return None
     return path / "config.json" if path.is_dir() else path
 
@@ -547,18 +542,12 @@ def add_train_arguments(
                 # argparse appends to a list, or to a new one in place of None.
                 arguments |= {"action": "append", "default": list(default) or None}
             # Options whose default is computed explain it in words.
-            if default not in (None, (), "") and text != argparse.SUPPRESS:
+            if default not in (None, (), ""):
                 text += " (default: %(default)s)"
-        names = [flag(each.name)]
-        if each.name == "config" and "--config" not in parser._option_string_actions:
-            names.append("--config")  # of a benchmark, which takes no job file
-        added = groups[title].add_argument(*names, dest=each.name, **arguments)
+        added = groups[title].add_argument(flag(each.name), dest=each.name, **arguments)
         added.help = text  # here, because argparse adds to that of a switch
         added.advanced = about["advanced"]  # type: ignore[attr-defined]
-        others = [f"--{each.name}"] if each.name in _FLAGS and each.name != "config" else []
         if each.name in _TRAINER_FLAGS:
-            others.append(_TRAINER_FLAGS[each.name])
-        if others:
             hidden: dict[str, Any] = dict.fromkeys(("help", "default"), argparse.SUPPRESS)
-            hidden["type"] = added.type
-            groups[title].add_argument(*others, dest=each.name, **hidden)
+            hidden |= {"dest": each.name, "type": added.type}
+            groups[title].add_argument(_TRAINER_FLAGS[each.name], **hidden)

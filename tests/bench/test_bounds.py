@@ -53,7 +53,7 @@ def test_compute_is_in_the_dtype_that_is_asked_for(
     config.write_text(json.dumps({**SMALLEST_MODEL, "n_layer": 4, "n_embd": 64}))
     (tmp_path / "text").write_bytes(bytes(range(256)))
     data = str(tmp_path / "text")
-    options = TrainOptions(config=str(config), data=data, seq_len=8, accumulate=2)
+    options = TrainOptions(model=str(config), data=data, seq_len=8, accumulate=2)
     for dtypes in (BF16, Dtypes("fp32", "fp32")):
         alone = ComputeAlone(options, dtypes)
         assert {p.dtype for p in alone.model.parameters()} == {dtypes.torch_compute}

@@ -187,13 +187,14 @@ def check_activations(result: dict[str, Any], _: Place) -> None:
 
 
 Check = Callable[[dict[str, Any], Place], None]
-GPT = "--config MODEL --seq-len 16 --rounds 1 --io-size 32MiB"
-SAVES = f"{GPT} --steps 1 --path NVME"
-BOUND = f"{GPT} --steps 2 --data TEXT --host-memory 1200KiB --dtype bf16 --nvme-path NVME"
+GPT = "--model MODEL --seq-len 16 --rounds 1 --io-size 32MiB"
+SAVES = f"{GPT} --max-steps 1 --path NVME"
+BOUND = f"{GPT} --max-steps 2 --data TEXT --host-memory 1200KiB --dtype bf16 --nvme-path NVME"
 IO = "--path NVME --size 32MiB --rounds 1"
-TRAIN = "--config TINY --data TEXT --steps 3 --seq-len 8 --batch-size 2 --threads 1 --run-dir RUN"
+SMALL = "--max-steps 3 --seq-len 8 --batch-size 2 --threads 1"
+TRAIN = f"--model TINY --data TEXT {SMALL} --run-dir RUN"
 ADAM = "--numel 4096 --rounds 1 --threads 1"
-PREDICT = "--config MODEL --data TEXT --seq-len 16 --nvme-path NVME --profile PROFILE"
+PREDICT = "--model MODEL --data TEXT --seq-len 16 --nvme-path NVME --profile PROFILE"
 ACTIVATIONS = "--model 2,64,2 --path NVME --steps 1"
 LARGEST = "--vocabulary 256 --path NVME"
 extra, slow = pytest.mark.extra, pytest.mark.slow
@@ -228,7 +229,7 @@ extra, slow = pytest.mark.extra, pytest.mark.slow
         ),
         (
             "predict",
-            f"{PREDICT} --steps 4 --rounds 2 --overlap-updates none",
+            f"{PREDICT} --max-steps 4 --rounds 2 --overlap-updates none",
             check_predict,
             "nvme, 40% in RAM|auto, 1% in RAM: left out: |within 15%:|error: mean",
         ),
@@ -305,11 +306,11 @@ def test_a_small_run(
         ("train", f"{TRAIN} --ranks 2 --peers torch", "--peers torch cannot be 2 ranks; name ddp"),
         ("train", f"{TRAIN} --peers ddp", "--peers ddp cannot be 1 ranks; name torch"),
         ("checkpoint", f"{SAVES} --path /none", "--path /none is not a directory"),
-        ("checkpoint", f"{SAVES} --config /none.json", "configuration /none.json"),
+        ("checkpoint", f"{SAVES} --model /none.json", "configuration /none.json"),
         ("checkpoint", f"{SAVES} --host-memory 4KiB", "host_memory"),
         ("bound", f"{BOUND} --clipped 101", "--clipped: must be percentages"),
         ("bound", f"{BOUND} --timeline FILE", "leave out --backend cuda and --timeline"),
-        ("predict", f"{PREDICT} --steps 2", "--max-steps must be 3 or more"),
+        ("predict", f"{PREDICT} --max-steps 2", "--max-steps must be 3 or more"),
         ("largest", "--contenders torsh", "--contenders: unknown name 'torsh'"),
         ("largest", "--of sentence", "--of: invalid choice: 'sentence'"),
         ("largest", "--of batch --shape 24,63,16", "a width of 63 is no multiple of 16 heads"),

@@ -29,8 +29,8 @@ def inputs(tmp_path: Path) -> list[str]:
     (tmp_path / "model.json").write_text(json.dumps(SMALLEST_MODEL))
     (tmp_path / "text").write_bytes(bytes(range(256)) * 4)
     return [
-        *("--config", str(tmp_path / "model.json"), "--data", str(tmp_path / "text")),
-        *("--steps", "3", "--seq-len", "8", "--batch-size", "2", "--threads", "1"),
+        *("--model", str(tmp_path / "model.json"), "--data", str(tmp_path / "text")),
+        *("--max-steps", "3", "--seq-len", "8", "--batch-size", "2", "--threads", "1"),
         *("--run-dir", str(tmp_path / "run")),
     ]
 

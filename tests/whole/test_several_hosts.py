@@ -157,7 +157,7 @@ def hetero_train(
     where = {"nvme_path": (str(tmp_path / "nvme"),), "run_dir": str(tmp_path / "runs" / "a")}
     small: dict[str, Any] = {"seq_len": 16, "batch_size": 1, "threads": 1, "host_memory": "4MiB"}
     chosen = {"steps": 4, "dtype": "fp32", "policy": "nvme", "json": True, **small, **where}
-    job = TrainOptions(config=str(config), **{**chosen, **options}).as_dict()
+    job = TrainOptions(model=str(config), **{**chosen, **options}).as_dict()
     (tmp_path / "job.json").write_text(json.dumps(job))
     command = [sys.executable, "-m", "hetero.cli", "train", f"--config={tmp_path}/job.json"]
     command = command if hosts is None else hosts.spread(command, ranks)

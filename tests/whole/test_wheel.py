@@ -24,7 +24,7 @@ from tests.support.native.native_build import ROOT, find_tool, succeed
 pytestmark = [pytest.mark.extra]
 
 MODEL = {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 256}
-SHORT = ("--steps", "2", "--seq-len", "16", "--batch-size", "2", "--policy", "nvme")
+SHORT = ("--max-steps", "2", "--seq-len", "16", "--batch-size", "2", "--policy", "nvme")
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +115,7 @@ def test_version(installed: Installed) -> None:
 
 
 def test_it_trains_on_disk(installed: Installed) -> None:
-    given = ("--config", "model.json", "--data", "text", "--nvme-path", ".", "--json")
+    given = ("--model", "model.json", "--data", "text", "--nvme-path", ".", "--json")
     summary = json.loads(installed.run("hetero", "train", *given, *SHORT))
     assert summary["steps"] == 2
     assert summary["engine"] == ("io_uring" if _uring_works() else "threads")

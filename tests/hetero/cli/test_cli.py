@@ -46,7 +46,7 @@ def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixtu
     (tmp_path / "in" / "text").write_bytes(b"the quick brown fox jumps over the lazy dog. " * 50)
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
-    given = "train --config ../in/model.json --data ../in/text --steps 3 --seq-len 16"
+    given = "train --model ../in/model.json --data ../in/text --max-steps 3 --seq-len 16"
 
     def run(*arguments: str | list[str]) -> int:
         try:
@@ -135,7 +135,7 @@ def test_the_summary_of_a_long_run_is_short(
 
 def test_the_last_two_steps_as_a_trace(summary_of: Summary) -> None:
     memory = "--host-memory 800KiB --chunk-numel 8192"  # optimizer states on disk
-    summary = summary_of(memory, "--run-dir run --timeline run/steps.json --accumulate 2")
+    summary = summary_of(memory, "--run-dir run --timeline run/steps.json --grad-accum 2")
     assert summary["timeline"] == "run/steps.json"
     assert summary_in("run") == summary
     trace = json.loads(Path("run/steps.json").read_text())["traceEvents"]
@@ -150,7 +150,7 @@ def test_the_last_two_steps_as_a_trace(summary_of: Summary) -> None:
 
 def test_a_run_of_one_step_has_a_timeline_of_one(summary_of: Summary) -> None:
     """And without clipping no norm."""
-    summary = summary_of("--policy cpu --steps 1 --clip 0 --timeline steps.json")
+    summary = summary_of("--policy cpu --max-steps 1 --max-grad-norm 0 --timeline steps.json")
     trace = json.loads(Path("steps.json").read_text())["traceEvents"]
     assert [event["name"] for event in trace].count("forward") == 1
     assert summary["grad_norms"] == [None]
@@ -289,7 +289,7 @@ def test_refusals_leave_no_open_file(train: Run) -> None:
 def test_diverged_loss_stops_with_advice_and_keeps_what_there_is(
     train: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code = train("--json --run-dir run --lr 1e30 --clip 0 --dtype fp32")
+    code = train("--json --run-dir run --lr 1e30 --max-grad-norm 0 --dtype fp32")
     out, err = capsys.readouterr()
     assert code == 1
     assert out == ""

@@ -133,7 +133,8 @@ def test_to_hugging_faces(
     """from_pretrained() reads it, tied names and all; masters are rounded to the dtype."""
     gpt(0).config.save_pretrained(tmp_path / "config")
     options = [] if dtype is None else ["--dtype", dtype]
-    convert(saved / "hetero", tmp_path / "hf", "hf", "--config", str(tmp_path / "config"), *options)
+    given = ("--model-config", str(tmp_path / "config"), *options)
+    convert(saved / "hetero", tmp_path / "hf", "hf", *given)
     torch_dtype = torch.float32 if dtype is None else torch.bfloat16
     model, info = GPT2LMHeadModel.from_pretrained(
         tmp_path / "hf", dtype=torch_dtype, output_loading_info=True
@@ -318,8 +319,8 @@ def test_what_cannot_be_written_leaves_nothing(
         raise OSError(28, "No space left on device")
 
     new = f"convert {two}/own {two}/new"
-    refuses("config goes with to='hf'", new, f"--to dcp --config {two}/own")
-    refuses("config.json is no file", new, f"--to hf --config {two}")
+    refuses("config goes with to='hf'", new, f"--to dcp --model-config {two}/own")
+    refuses("config.json is no file", new, f"--to hf --model-config {two}")
     with pytest.raises(ValueError, match="must be one of hetero, hf, dcp"):
         formats.convert(two / "own", two / "new", "gguf")
     monkeypatch.setattr(os, "fsync", full)

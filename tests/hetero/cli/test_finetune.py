@@ -206,7 +206,7 @@ def test_a_run_goes_on_with_steps_of_the_same_size(
     said = "has 4 as sequences_per_step, and now it is 2; give --data, --seq-len and --seed as they"
     refuses(said, command, more, "--batch-size 2")
     refuses("has 0 as seed, and now it is 3", command, more, "--batch-size 4 --seed 3")
-    tune(more, "--batch-size 2 --accumulate 2")
+    tune(more, "--batch-size 2 --grad-accum 2")
     assert len(logged("run")) == 4
     said = "has all 4 steps; to go on from it ask for more than --epochs 2"
     refuses(said, command, more, "--batch-size 4")

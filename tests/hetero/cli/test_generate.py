@@ -36,7 +36,7 @@ def make_run() -> None:
     model = {"model_type": "gpt2", "n_layer": 1, "n_embd": 64, "n_head": 2, "vocab_size": 256}
     Path("model.json").write_text(json.dumps({**model, "n_positions": 32}))
     Path("text").write_text("the quick brown fox jumps over the lazy dog. " * 40)
-    trained = ["train", "--config", "model.json", "--data", "text", "--steps", "60"]
+    trained = ["train", "--model", "model.json", "--data", "text", "--max-steps", "60"]
     trained += ["--seq-len", "32", "--batch-size", "8", "--lr", "1e-2", "--warmup", "2"]
     assert main([*trained, "--run-dir", "runs/one"]) == 0
 
@@ -58,8 +58,8 @@ def test_draws_are_those_of_the_seed(run: Path, prints: Prints) -> None:
 
 
 def test_a_run_that_keeps_no_model(run: Path, refuses: Refuses) -> None:
-    short = ["--seq-len", "8", "--batch-size", "1", "--steps", "1", "--no-save-model"]
-    assert main(["train", "--config", "model.json", "--data", "text", *short]) == 0
+    short = ["--seq-len", "8", "--batch-size", "1", "--max-steps", "1", "--no-save-model"]
+    assert main(["train", "--model", "model.json", "--data", "text", *short]) == 0
     newest = max(path for path in Path("runs").iterdir() if path.name != "one")
     assert not (newest / "model").exists()
     refuses("neither a model folder", "generate", str(newest))

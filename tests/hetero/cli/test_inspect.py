@@ -255,7 +255,7 @@ def test_a_run_without_checkpoints_has_its_weights(
     shape = {"n_layer": 1, "n_embd": 16, "n_head": 2, "n_positions": 16, "vocab_size": 256}
     Path("small.json").write_text(json.dumps({"model_type": "gpt2", **shape}))
     short = "--max-steps 1 --seq-len 8 --batch-size 1 --run-dir runs/first"
-    prints("train --config small.json --policy cpu --json", short)
+    prints("train --model small.json --policy cpu --json", short)
     assert "runs/first/model" in prints("inspect runs/first")
     prints("convert runs/first exported --to hf --dtype bf16")
     assert Path("exported/model.safetensors").is_file()

@@ -131,12 +131,9 @@ def test_yaml_needs_its_package_and_json_does_not(
     assert message in refused(capsys, "--config", "job.yaml")
 
 
-def test_the_configuration_of_a_model_is_still_taken(here: Path) -> None:
-    """--config was for that in 0.1."""
+def test_the_configuration_of_a_model(here: Path) -> None:
     Path("config.json").write_text('{"model_type": "gpt2", "n_layer": 2}')
-    assert parsed("--config", "config.json").model == "config.json"
-    assert parsed("--config", ".").config_path == Path("config.json")
-    assert parsed("--model-config", "config.json").config_path == Path("config.json")
+    assert parsed("--model", ".").config_path == Path("config.json")
     assert parsed("--model", "config.json").config_path == Path("config.json")
     assert parsed("--model", "gpt2").config_path is None
 
@@ -213,8 +210,7 @@ def test_advanced_options_are_shown_on_request(capsys: pytest.CaptureFixture[str
             assert name in texts["--help-all"]
     assert "--help-all" in texts["--help"]
     assert texts["--help"].count("\n  --") <= 39
-    for hidden in ("--steps ", "--accumulate ", "--clip ", "--model-config"):
-        assert hidden not in texts["--help-all"]
+    assert "--learning-rate" not in texts["--help-all"]  # which is understood, as the Trainer's
 
 
 @pytest.mark.parametrize("command", ["train", "finetune", "plan"])
@@ -223,6 +219,6 @@ def test_one_flag_has_one_name(command: str) -> None:
     flags = parser.choices[command]._option_string_actions
     shown = {flag for flag, action in flags.items() if action.help != argparse.SUPPRESS}
     assert {"--grad-accum", "--config", "--help-all"} <= shown
-    assert not {"--steps", "--accumulate", "--clip", "--checkpointing", "--model-config"} & shown
+    assert "--gradient-accumulation-steps" in flags.keys() - shown
     assert "--gradient-checkpointing" in shown or command == "finetune"
     assert {"--max-steps", "--max-grad-norm"} <= shown or command == "plan"

@@ -58,9 +58,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def plan(*arguments: str, profile: str | None = "cpu.json") -> int:
     """Arguments are as words_of() takes them."""
-    given = "" if profile is None else f"--profile {profile}"
+    given = "" if profile is None else f"--machine {profile}"
     try:
-        return main(words_of("plan --config model.json", SHORT, given, *arguments))
+        return main(words_of("plan --model model.json", SHORT, given, *arguments))
     except SystemExit as end:  # of what the parser itself refuses
         return int(end.code or 0)
 
@@ -82,7 +82,7 @@ def planned(capsys: pytest.CaptureFixture[str]) -> Planned:
 def test_a_plan_needs_neither_the_model_nor_the_directory(planned: Planned) -> None:
     found = planned("--host-memory", "1MiB", "--nvme-path", "/nowhere/at/all")
     assert found["params"] == count_parameters(
-        model_config(TrainOptions(config="model.json", seq_len=16))
+        model_config(TrainOptions(model="model.json", seq_len=16))
     )
     assert found["budget_bytes"]["disk"] == int((1 << 40) * 0.95)
     assert sum(found["bytes"]["host"].values()) <= 1 << 20
@@ -118,7 +118,7 @@ def test_what_is_planned_without_a_device_is_what_the_runtime_takes(
             nvme_path=str(here) if nvme else None,
         )
         with torch.device("meta"):
-            model = build_model(model_config(TrainOptions(config="model.json", seq_len=16)))
+            model = build_model(model_config(TrainOptions(model="model.json", seq_len=16)))
         try:
             arrange(model, config, config.dtypes, host, config.disk_bytes())
         except hetero.BudgetError:
@@ -166,7 +166,7 @@ def test_the_profile_of_this_machine_is_the_default(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--model", "lama-7b"), "--config"),
+        (("--model", "lama-7b"), "--model"),
         (("--policy", "nvme"), "--policy nvme needs --nvme-path"),
         (("--policy", "cuda"), "no device with memory of its own"),
         (("--device-memory", "1GiB"), "--device-memory: on the machine"),
@@ -181,15 +181,15 @@ def test_the_profile_of_this_machine_is_the_default(
         (("--seq-len", "1"), "--seq-len must be at least 2"),
         (("--zero-stage", "4"), "zero_stage must be one of"),
         (("--dtype", "fp8"), "argument --dtype: invalid choice: 'fp8'"),
-        (("--profile", "8xh20"), "did you mean '8xh200-node'"),
-        (("--profile", "model.json"), "model.json"),
+        (("--machine", "8xh20"), "did you mean '8xh200-node'"),
+        (("--machine", "model.json"), "model.json"),
     ],
 )
 def test_bad_input_is_one_line(
     capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
 ) -> None:
     if arguments[0] == "--model":
-        assert main(["plan", "--profile", "cpu.json", *arguments]) == 2
+        assert main(["plan", "--machine", "cpu.json", *arguments]) == 2
         message = "unknown model 'lama-7b'; did you mean llama-7b"
     else:
         assert plan(*arguments) == 2
@@ -279,7 +279,7 @@ def test_what_does_not_fit_is_said_and_not_left_out() -> None:
 
 @pytest.mark.parametrize("name", ["8xh100-node", "laptop"])
 def test_a_kind_of_machine_needs_no_file(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    given = ("--config", "model.json", "--seq-len", "32", "--machine", name, "--json")
+    given = ("--model", "model.json", "--seq-len", "32", "--machine", name, "--json")
     assert main(["plan", *given, "--nvme-path", "/nowhere"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["profile"] == name
@@ -290,7 +290,7 @@ GPU_MACHINE = ("--machine", "rtx4090-nvme", "--nvme-path", "/nowhere")
 
 
 def on_gpu(*arguments: str) -> int:
-    small = ("--config", "model.json", "--batch-size", "8")
+    small = ("--model", "model.json", "--batch-size", "8")
     return main(["plan", *small, *GPU_MACHINE, *arguments])
 
 
@@ -306,7 +306,7 @@ def test_activations_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
     assert any(line.startswith("Activations (estimated") for line in lines)
     (begin,) = (number for number, line in enumerate(lines) if line.startswith("does not fit: "))
     assert "--gradient-checkpointing" in " ".join(lines[begin:])
-    assert on_gpu("--seq-len", str(1 << 19), "--checkpointing") == 0  # its name in 0.1
+    assert on_gpu("--seq-len", str(1 << 19), "--gradient-checkpointing") == 0
     assert "does not fit" not in capsys.readouterr().out
 
 
@@ -371,7 +371,7 @@ def test_a_narrow_terminal_has_all_figures(
 ) -> None:
     arguments = "--machine cpu.json --host-memory 1MiB --nvme-path /nowhere --what-if"
     for command in (
-        f"plan --config model.json {SHORT} {arguments}",
+        f"plan --model model.json {SHORT} {arguments}",
         "plan --machine list",
         "bench",
     ):

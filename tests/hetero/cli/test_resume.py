@@ -49,8 +49,9 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def tiny(folder: Path) -> str:
     """A run of the folder's model."""
-    files = f"--config {folder}/model.json --data {folder}/text"
-    return f"train {files} --seq-len 16 --batch-size 2 --warmup 1 --accumulate 2 --steps {STEPS}"
+    files = f"--model {folder}/model.json --data {folder}/text"
+    batch = "--seq-len 16 --batch-size 2 --grad-accum 2"
+    return f"train {files} {batch} --warmup 1 --max-steps {STEPS}"
 
 
 @pytest.fixture
@@ -111,9 +112,9 @@ def test_commits_go_on_with_the_bits_of_one_run(
     train(committing)
     assert lines("parts") == lines(prepared / "whole")
     assert not Path("parts/checkpoints").exists()
-    refuses("already holds a run", command, committing, "--steps 6")
+    refuses("already holds a run", command, committing, "--max-steps 6")
     refuses("has all 5 steps; to go on from it ask for more", command, committing, "--resume")
-    more = "--steps 6 --resume --schedule constant --policy nvme --save-every 11"
+    more = "--max-steps 6 --resume --schedule constant --policy nvme --save-every 11"
     assert "resumed after step 5 from parts/hetero-state" in train(committing, more)["notes"]
     assert checkpoints("parts") == [6]
     assert len(lines("parts")) == 6
@@ -129,18 +130,18 @@ def test_a_run_goes_back_in_a_folder_of_its_own(
     saving = "--save-every 2 --keep 9 --schedule constant"
     committing = f"{saving} --nvme-path state --commit-every 1"
     Path("state").mkdir()
-    train(committing, "--steps 6 --run-dir first")
+    train(committing, "--max-steps 6 --run-dir first")
     Path("first/checkpoints/step-000006/manifest.json").write_text("{")
-    back = "--clip 0.01 --resume first/checkpoints/step-000002"
+    back = "--max-grad-norm 0.01 --resume first/checkpoints/step-000002"
     said = "is not the last checkpoint of its run, which is first/checkpoints/step-000006"
-    refuses(said, command, saving, back, "--steps 4")
+    refuses(said, command, saving, back, "--max-steps 4")
     said = "state of a run that made 6 steps; --resume goes on"
-    refuses(said, command, committing, back, "--steps 4 --run-dir second")
+    refuses(said, command, committing, back, "--max-steps 4 --run-dir second")
     for steps, note in (
         ("4", "resumed after step 2 from first/checkpoints/step-000002"),
         ("5", "resumed after step 4 from second/checkpoints/step-000004"),
     ):
-        assert note in train(saving, back, "--run-dir second --steps", steps)["notes"]
+        assert note in train(saving, back, "--run-dir second --max-steps", steps)["notes"]
     assert checkpoints("first") == [2, 4, 6]
     assert checkpoints("second") == [4, 5]
     assert [line[0] for line in lines("second")] == [3, 4, 5]
@@ -154,11 +155,11 @@ def test_a_run_does_not_take_the_commits_of_another(
     kept = "--schedule constant --commit-every 1 --save-every 2"
     for name, steps in (("a", "3"), ("b", "2")):
         Path(f"state-{name}").mkdir()
-        train(kept, f"--run-dir {name} --nvme-path state-{name} --steps {steps}")
+        train(kept, f"--run-dir {name} --nvme-path state-{name} --max-steps {steps}")
     kept += " --resume"
     for name, other, made in (("a", "b", 2), ("b", "a", 3)):
         before = lines(name)
-        wrong = f"--run-dir {name} --nvme-path state-{other} --steps 4"
+        wrong = f"--run-dir {name} --nvme-path state-{other} --max-steps 4"
         capsys.readouterr()
         assert main(words_of(command, kept, wrong)) == 2
         said = capsys.readouterr().err
@@ -169,25 +170,25 @@ def test_a_run_does_not_take_the_commits_of_another(
     # As before, also in a folder that has another name by now, or none of the metrics.
     Path("b").rename("moved")
     for folder, steps in (("moved", 3), ("new", 4), ("new", 5)):
-        train(kept, f"--run-dir {folder} --nvme-path state-b --steps {steps}")
+        train(kept, f"--run-dir {folder} --nvme-path state-b --max-steps {steps}")
         assert lines(folder)[-1][0] == steps
     # Commits and metrics of earlier versions do not say of which run they are.
     metrics = Path("a/metrics.jsonl")
     metrics.write_text(re.sub('"run_id": "[0-9a-f]{32}", ', "", metrics.read_text()))
-    train(kept, "--run-dir a --nvme-path state-a --steps 4")
+    train(kept, "--run-dir a --nvme-path state-a --max-steps 4")
 
 
 def test_what_resume_means(command: str, train: Train, refuses: Refuses) -> None:
     saving = "--save-every 1 --keep 3"
-    train(saving, "--steps 3 --run-dir runs/a --resume")  # from nothing
+    train(saving, "--max-steps 3 --run-dir runs/a --resume")  # from nothing
     assert checkpoints("runs/a") == [1, 2, 3]
-    train(saving, "--steps 4 --resume")  # the newest run
+    train(saving, "--max-steps 4 --resume")  # the newest run
     assert len(lines("runs/a")) == 4
-    train(saving, "--steps 5 --resume runs/a")
+    train(saving, "--max-steps 5 --resume runs/a")
     assert len(lines("runs/a")) == 5
-    train(saving, "--steps 5 --resume runs/a/checkpoints/step-000004 --run-dir b")
+    train(saving, "--max-steps 5 --resume runs/a/checkpoints/step-000004 --run-dir b")
     assert lines("b") == lines("runs/a")[4:]
-    last = "--steps 5 --resume runs/a/checkpoints/step-000005"
+    last = "--max-steps 5 --resume runs/a/checkpoints/step-000005"
     refuses("has all 5 steps; to go on from it ask for more", command, saving, last)
     refuses("--resume nothing is no checkpoint", command, saving, "--resume nothing")
     refuses("already holds a run", command, saving, "--run-dir b")
@@ -205,10 +206,10 @@ def test_sigterm_saves_and_ends(
 
     monkeypatch.setattr(LineObserver, "step", end)
     saving = "--run-dir run --save-every 1000 --schedule constant"
-    assert main(words_of(command, saving, "--steps 100000")) == 143
+    assert main(words_of(command, saving, "--max-steps 100000")) == 143
     assert checkpoints("run") == [2]
     assert json.loads(Path("run/summary.json").read_text())["status"] == "terminated"
-    train(saving, "--steps 4 --resume")
+    train(saving, "--max-steps 4 --resume")
     assert len(lines("run")) == 4
 
 
@@ -243,7 +244,7 @@ def test_torchrun_restarts_and_the_run_goes_on(
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
     launch = f"{sys.executable} -m torch.distributed.run --nproc-per-node 2 --max-restarts 1"
     launch += f" --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:0 {program}"
-    more = f"{command} --policy cpu --threads 1 --steps 6 --run-dir"
+    more = f"{command} --policy cpu --threads 1 --max-steps 6 --run-dir"
     ranks2.run(run_all, str(tmp_path), [words_of(more, "whole")])
     keeping = "killed --save-every 3 --commit-every 2 --resume"
     subprocess.run(words_of(launch, more, keeping), env=environment, check=True, timeout=300)
@@ -251,7 +252,7 @@ def test_torchrun_restarts_and_the_run_goes_on(
     assert json.loads(Path("killed/summary.json").read_text())["steps"] < 6
     found = []
     for kept in ("--commit-every 9", "--save-every 9"):
-        train("--policy nvme --steps 7 --run-dir killed --resume", kept)
+        train("--policy nvme --max-steps 7 --run-dir killed --resume", kept)
         found.append(lines("killed"))
         assert [line[0] for line in found[-1]] == list(range(1, 8))
         assert found[-1][:6] == lines("whole")

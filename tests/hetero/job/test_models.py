@@ -46,7 +46,7 @@ def write(tmp_path: Path, content: Any) -> str:
     ],
 )
 def test_published_sizes(name: str, vocabulary: int | None, params: float) -> None:
-    given = TrainOptions(model=name, vocab_size=wanted_vocab_size(name, None, vocabulary))
+    given = TrainOptions(model=name, vocab_size=wanted_vocab_size(name, vocabulary))
     close = 0 if vocabulary else 1e6
     assert count_parameters(model_config(given)) == pytest.approx(params, rel=0, abs=close)
     assert name in MODEL_NAMES
@@ -78,7 +78,7 @@ def test_small_vocabulary_is_refused() -> None:
 
 
 def test_file_of_another_family_keeps_its_vocabulary(tmp_path: Path) -> None:
-    options = TrainOptions(config=write(tmp_path, TINY_LLAMA | {"dtype": "bfloat16"}), seq_len=32)
+    options = TrainOptions(model=write(tmp_path, TINY_LLAMA | {"dtype": "bfloat16"}), seq_len=32)
     config = model_config(options)
     assert model_label(options) == "model"
     assert config.vocab_size == 300
@@ -101,9 +101,9 @@ def test_file_of_another_family_keeps_its_vocabulary(tmp_path: Path) -> None:
 )
 def test_bad_files_are_refused(tmp_path: Path, content: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        model_config(TrainOptions(config=write(tmp_path, content)))
+        model_config(TrainOptions(model=write(tmp_path, content)))
 
 
 def test_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="cannot read the model's configuration"):
-        model_config(TrainOptions(config=str(tmp_path / "none.json")))
+        model_config(TrainOptions(model=str(tmp_path / "none.json")))

@@ -19,7 +19,7 @@ def parse(*arguments: str, defaults: dict[str, object] | None = None) -> TrainOp
 
 def test_defaults_can_be_replaced() -> None:
     assert parse(defaults={"steps": 7}).steps == 7
-    assert parse("--steps", "9", defaults={"steps": 7}).steps == 9
+    assert parse("--max-steps", "9", defaults={"steps": 7}).steps == 9
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_defaults_can_be_replaced() -> None:
         ({"run_dir": ""}, "--run-dir is given as an empty text"),
         ({"nvme_path": ("a", "")}, "--nvme-path is given as an empty text"),
         ({"schedule": "linear"}, "--schedule must be one of cosine, constant"),
-        ({"config": "c.json", "vocab_size": 300}, "--vocab-size is for models by name"),
+        ({"model": "c.json", "vocab_size": 300}, "--vocab-size is for models by name"),
     ],
 )
 def test_nonsense_is_refused(values: dict[str, Any], message: str) -> None:

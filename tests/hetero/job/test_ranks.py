@@ -170,8 +170,8 @@ def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     (tmp_path / "text").write_bytes(bytes(range(256)) * 4)
     return [
         *("-c", UNDRAWN, "train", "--json", "--dtype", "fp32"),
-        *("--config", str(tmp_path / "model.json"), "--data", str(tmp_path / "text")),
-        *("--steps", "3", "--seq-len", "8", "--batch-size", "2", "--threads", "1"),
+        *("--model", str(tmp_path / "model.json"), "--data", str(tmp_path / "text")),
+        *("--max-steps", "3", "--seq-len", "8", "--batch-size", "2", "--threads", "1"),
         # Rates from the first step on, so that later losses depend on the updates.
         *("--lr", "0.01", "--warmup", "0", "--schedule", "constant"),
     ]
@@ -205,7 +205,7 @@ def test_hetero_train_as_two_ranks(
     trace = json.loads((tmp_path / "steps.json").read_text())["traceEvents"]
     assert [event["name"] for event in trace].count("forward") == 2  # steps, of the first rank
     capsys.readouterr()
-    other = ("--policy", "cpu", "--run-dir", str(tmp_path / "alone"), "--accumulate", "2")
+    other = ("--policy", "cpu", "--run-dir", str(tmp_path / "alone"), "--grad-accum", "2")
     assert main([*options[2:], *other]) == 0
     # The same batches, in another grouping.
     alone = json.loads(capsys.readouterr().out)

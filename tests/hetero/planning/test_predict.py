@@ -64,7 +64,16 @@ class TestTrain:
 
         def run(*arguments: str) -> int:
             # In bf16 also on a machine whose default it is not: other bytes move in fp32.
-            given = ("--config", "model.json", "--data", "text", "--steps", "3", "--dtype", "bf16")
+            given = (
+                "--model",
+                "model.json",
+                "--data",
+                "text",
+                "--max-steps",
+                "3",
+                "--dtype",
+                "bf16",
+            )
             return main(["train", *given, "--seq-len", "16", "--warmup", "1", *arguments])
 
         return run
@@ -111,7 +120,7 @@ class TestTrain:
         self, train, capsys: pytest.CaptureFixture[str]
     ) -> None:
         given = ("--policy", "nvme", "--host-memory", "600KiB", "--chunk-numel", "8192")
-        assert train("--json", "--steps", "5", "--overlap-updates", "none", *given) == 0
+        assert train("--json", "--max-steps", "5", "--overlap-updates", "none", *given) == 0
         summary = json.loads(capsys.readouterr().out)
         predicted = summary["predicted"]
         assert predicted["measured_computing"]
@@ -121,6 +130,6 @@ class TestTrain:
     def test_a_run_of_one_step_says_nothing(
         self, train, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        assert train("--json", "--steps", "1") == 0
+        assert train("--json", "--max-steps", "1") == 0
         summary = json.loads(capsys.readouterr().out)
         assert summary["predicted"] is summary["measured_over_predicted"] is None
