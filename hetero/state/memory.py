@@ -349,8 +349,7 @@ class Homes:
         if home.flat is None:
             arena = self._arena(chunk)
             arena.commit_all()
-            with torch.inference_mode(False):  # which may be on where an update is waited for
-                home.flat = arena.view(0, arena.slots, self._dtype, pinned=True)
+            home.flat = arena.view(0, arena.slots, self._dtype, pinned=True)
         return home.flat
 
     def resident(self, chunk: Chunk) -> torch.Tensor | None:

@@ -113,12 +113,16 @@ class HostArena:
         return offset // self.slot_bytes if 0 <= offset < self.slots * self.slot_bytes else None
 
     def view(self, slot: int, run: int, dtype: torch.dtype, pinned: bool = False) -> torch.Tensor:
-        """A flat tensor over slots [slot, slot + run); `pinned`: it is a pin of `slot`."""
+        """A flat tensor over slots [slot, slot + run); `pinned`: it is a pin of `slot`.
+
+        It may be written to outside of torch.inference_mode(), too, wherever this is called.
+        """
         assert self._memory is not None, _NO_MEMORY
         capsule = self._memory.export(
             slot * self.slot_bytes, run * self.slot_bytes, self.pins if pinned else None, slot
         )
-        return torch.from_dlpack(capsule).view(dtype)  # type: ignore[attr-defined]
+        with torch.inference_mode(False):
+            return torch.from_dlpack(capsule).view(dtype)  # type: ignore[attr-defined]
 
     def share(self, view: torch.Tensor) -> None:
         """The caller uses a pinned view that was made for another one, too."""

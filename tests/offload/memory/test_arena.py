@@ -31,6 +31,15 @@ def test_views_past_the_ends_are_refused(arena):
             arena.view(slot, run, torch.uint8)
 
 
+def test_a_view_from_inference_mode_is_written_outside_of_it(arena):
+    """Memory that an evaluation has begun to read into may be complete in the next forward."""
+    with torch.inference_mode():
+        view = arena.view(0, 1, torch.float32)
+        part = view[2:4]
+    part.fill_(3)
+    assert view[:5].tolist() == [0, 0, 3, 3, 0]
+
+
 def test_a_refused_commit_charges_nothing(arena, ledger):
     ledger.charge(Tier.HOST, Account.PARAM, 4 * SLOT)
     arena.commit(0)
