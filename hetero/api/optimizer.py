@@ -385,15 +385,23 @@ class HybridOptimizer(torch.optim.Optimizer):
                     f"param group {index} of the state has {len(group['params'])} parameters, and "
                     f"this optimizer's has {len(own['params'])}"
                 )
-            options = in_own_options(group, own)
-            if missing := [name for name in self._option_names if name not in options]:
-                raise ValueError(
-                    f"param group {index} of the state is not {type(self).__name__}'s: it lacks "
-                    f"{', '.join(missing)}"
-                )
-            self.check_options(options, f"in param group {index} of the state ")
-            fitting.append(options)
+            fitting.append(self.group_options(group, own, f"param group {index} of the state"))
         return fitting
+
+    def group_options(
+        self, group: Mapping[str, Any], own: Mapping[str, Any], name: str
+    ) -> dict[str, Any]:
+        """The options of a stored param group, `name`, for this optimizer's `own`, as options_of().
+
+        Raises ValueError unless they are of this optimizer's rule, and in range.
+        """
+        options = in_own_options(group, own)
+        if missing := [each for each in self._option_names if each not in options]:
+            raise ValueError(
+                f"{name} is not {type(self).__name__}'s: it lacks {', '.join(missing)}"
+            )
+        self.check_options(options, f"in {name} ")
+        return options
 
 
 class KeptState(defaultdict[Any, Any]):

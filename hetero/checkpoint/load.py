@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from hetero.api.loaded_state import in_own_options
 from hetero.api.optimizer import HybridOptimizer
 from hetero.api.whole_state import Piece, by_chunk, fill_parts, parts_by_tile
 from hetero.checkpoint.data_writer import Range
@@ -240,9 +239,9 @@ class _Loading:
                 raise CheckpointError(
                     f"param group {index} of the checkpoint is no group's options"
                 )
-            options = in_own_options(options, own)
-            where = f"in param group {index} of the checkpoint "
-            optimizer.check_options({**own, **options}, where)
+            if options:  # (DeepSpeed's universal format has none; all of the optimizer's stay)
+                name = f"param group {index} of the checkpoint"
+                options = optimizer.group_options(options, own, name)
             found.append(options)
         return found
 

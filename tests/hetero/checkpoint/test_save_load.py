@@ -54,6 +54,24 @@ def test_every_rule_and_dtype_goes_on(
     first(optimizer).engine.close()
 
 
+def test_another_rule_with_states_of_the_same_name_is_refused(tmp_path: Path) -> None:
+    """Both keep a momentum_buffer, of other scales."""
+
+    def build(rule: type[hetero.HybridOptimizer]) -> tuple[nn.Module, hetero.HybridOptimizer]:
+        model = nn.Linear(8, 8, bias=False)
+        return hetero.initialize(model, rule(model.parameters()), placement_policy="cpu")  # type: ignore
+
+    model, optimizer = build(hetero.HybridSGD)
+    hetero.save(tmp_path / "saved", model, optimizer)
+    hetero.save_dcp(tmp_path / "dcp", model, optimizer)
+    optimizer.engine.close()
+    model, optimizer = build(hetero.HybridMuon)
+    for load, name in ((hetero.load, "saved"), (hetero.load_dcp, "dcp")):
+        with pytest.raises(ValueError, match=r"group 0 of the checkpoint is not HybridMuon's: it"):
+            load(tmp_path / name, model, optimizer)
+    optimizer.engine.close()
+
+
 @pytest.mark.usefixtures("fake_cuda")
 def test_every_placement_goes_on_from_another_one(tmp_path: Path) -> None:
     """By turns, a step each: a checkpoint knows of no placement."""
