@@ -26,7 +26,7 @@ from hetero.ranks.waiting import wait_for_job
 from hetero.runtime import step as steps
 from hetero.setup import initialize as setup
 from tests.support.ranks.rank_training import Experts, Layers, inputs
-from tests.support.ranks.scripts import SOON_S, Ended, Place, Script, ScriptServer
+from tests.support.ranks.scripts import SOON_S, Ended, Place, ScriptServer
 from tests.support.waiting import until
 
 OPTIONS = {
@@ -259,23 +259,17 @@ def end_while_connecting(rank: int, place: Place, number: int, how: str) -> None
     make(dtype="bf16", keep_fp32=["layers.0.*"])  # two chunk groups, with connections of their own
 
 
-def fail_before_start_outside(rank: int, place: Place) -> None:
-    """As fail_before_start(), for a model from outside and an option that is wrong on rank 1."""
-    join()
-    model = Experts(2)
-    options = OPTIONS | ({"chunk_numel": -1} if rank == 1 else {})
-    hetero.initialize(model, hetero.HybridAdam(model.parameters()), options)
-
-
 def succeed_after_a_failure(rank: int, place: Place) -> None:
-    """A rank fails before it met the others, then a construction fails on all; then all goes on."""
+    """An option is wrong on rank 1 alone, for a model from outside; then all goes on."""
     join()
     model = Experts(2)
     for options in (OPTIONS | ({"chunk_numel": -1} if rank == 1 else {}), OPTIONS):
         try:
             hetero.initialize(model, hetero.HybridAdam(model.parameters()), options)
-        except (hetero.PeerError, ValueError):
-            place.say(f"refused-{rank}")
+        except (hetero.PeerError, ValueError) as error:
+            kind = hetero.PeerError if rank == 0 else ValueError
+            if isinstance(error, kind) and "chunk_numel" in str(error):
+                place.say(f"refused-{rank}")
     model.inner(inputs(rank, 0)).square().mean().backward()
 
 
@@ -323,6 +317,16 @@ def train_for_ever(rank: int, place: Place) -> None:
         place.say(f"training-{rank}")
 
 
+def end_with_a_built_model(rank: int, place: Place, how: str) -> None:
+    """A program of one process, whose model is refused or that does nothing more with it."""
+    options = {"placement_policy": "nvme", "nvme_path": str(place.folder), "host_memory": 70000}
+    with hetero.ZeroInitContext(options):
+        model = torch.nn.Sequential(*[torch.nn.Linear(128, 128) for _ in range(8)])
+    optimizer = hetero.HybridAdam(model.parameters())
+    if how == "refused":
+        hetero.initialize(model, optimizer)
+
+
 def end_without_close(rank: int, place: Place, status: int) -> None:
     """Rank 1 ends by SystemExit after a step, without close(); rank 0 goes on."""
     join()
@@ -334,7 +338,6 @@ def end_without_close(rank: int, place: Place, status: int) -> None:
         optimizer.step()
 
 
-PLACES = ["construction", "forward", "backward", "step", "close"]
 INTERRUPTED = -signal.SIGINT  # by which Python ends a program that Ctrl-C ended
 
 
@@ -356,67 +359,54 @@ def check_told(ended: Ended, *texts: str) -> None:
         assert text in last_line(ended), ended.errors
 
 
-def at_place(server: ScriptServer, where: str, catches: bool = False) -> Script:
-    """Rank 0 waits for rank 1, which holds."""
+# What Ctrl-C ends or the program catches, which then closes its engine alone: each place with each
+# rank, and each place in which a rank can catch it with both ends.
+INTERRUPTS = [
+    ("construction", 0, False),
+    ("construction", 1, False),
+    ("forward", 0, True),
+    ("forward", 1, False),
+    ("backward", 0, False),
+    ("backward", 1, True),
+    ("step", 0, True),
+    ("step", 1, False),
+    ("close", 0, False),
+    ("close", 1, False),
+]
+OTHER_INTERRUPTS = [
+    pytest.param(where, rank, not catches, marks=pytest.mark.extra)
+    for where, rank, catches in INTERRUPTS[2:8]
+]
+
+
+@pytest.mark.parametrize(("where", "rank", "catches"), INTERRUPTS + OTHER_INTERRUPTS)
+def test_an_interrupt(server: ScriptServer, where: str, rank: int, catches: bool) -> None:
+    """Of rank 0, which waits at the place, or of rank 1, which is waited for."""
     script = server.run(2, wait_at, where, catches)
     script.heard("waiting")
     script.heard("holding")
-    return script
-
-
-@pytest.mark.parametrize("where", PLACES)
-class TestInterrupt:
-    def test_of_the_rank_that_waits(self, server: ScriptServer, where: str) -> None:
-        script = at_place(server, where)
-        script.interrupt(0)
-        ended = script.end(0)
-        assert ended.status == INTERRUPTED, ended
-        assert last_line(ended) == "KeyboardInterrupt"
+    script.interrupt(rank)
+    # A gather goes on when who waits for it is interrupted, and a rank answers the other one until
+    # that ends or closes, too; a mean does not go on.
+    answers = where == "forward" and catches
+    if rank == 0 and not answers:
+        script.end(0)
+    if rank == 0 or answers:
         script.open("go")
-        other = script.end(1)
-        if where == "close" and other.status == 0:
-            return  # it had nothing more to do with rank 0
-        check_told(other, "rank 0", "KeyboardInterrupt")
-
-    def test_of_the_rank_that_is_waited_for(self, server: ScriptServer, where: str) -> None:
-        script = at_place(server, where)
-        script.interrupt(1)
-        ended, other = script.end(1), script.end(0)
-        assert ended.status == INTERRUPTED, ended
-        assert last_line(ended) == "KeyboardInterrupt"
-        if where == "close":
-            assert other.status == 0, other
-        elif where == "construction":
-            check_told(other, "rank 1 is gone")  # it never came to hetero
-        else:
-            check_told(other, "rank 1", "KeyboardInterrupt")
-
-
-@pytest.mark.parametrize("where", ["forward", "backward", "step"])
-class TestInterruptThatIsCaught:
-    """A rank that catches Ctrl-C and closes its engine alone."""
-
-    def test_by_the_rank_that_waits(self, server: ScriptServer, where: str) -> None:
-        script = at_place(server, where, catches=True)
-        script.interrupt(0)
-        if where == "forward":
-            # A gather goes on when who waits for it is interrupted, and the rank answers the other
-            # one until that ends; a mean does not go on.
-            script.open("go")
-            check_told(script.end(1), "rank 0", "closed its engine")
-            assert script.end(0) == Ended(0, "")
-            return
-        assert script.end(0) == Ended(0, "")
-        script.open("go")
-        check_told(script.end(1), "rank 0", "KeyboardInterrupt")
-
-    def test_by_the_rank_that_is_waited_for(self, server: ScriptServer, where: str) -> None:
-        script = at_place(server, where, catches=True)
-        script.interrupt(1)
-        if where == "forward":
-            script.open("go")  # it answers until the other rank closes too
-        check_told(script.end(0), "rank 1", "closed its engine")
-        assert script.end(1) == Ended(0, "")
+    other, ended = script.end(1 - rank), script.end(rank)
+    if catches:
+        assert ended == Ended(0, "")
+        goes_on = rank == 1 or answers
+        check_told(other, f"rank {rank}", "closed its engine" if goes_on else "KeyboardInterrupt")
+        return
+    assert ended.status == INTERRUPTED, ended
+    assert last_line(ended) == "KeyboardInterrupt"
+    if where == "close" and (rank == 1 or other.status == 0):
+        assert other.status == 0, other  # it had nothing more to do with the rank
+    elif where == "construction" and rank == 1:
+        check_told(other, "rank 1 is gone")  # it never came to hetero
+    else:
+        check_told(other, f"rank {rank}", "KeyboardInterrupt")
 
 
 class TestBeforeStart:
@@ -425,19 +415,14 @@ class TestBeforeStart:
         [
             ("die in the block", 3, "rank 1 is gone"),
             ("directory", 1, "no such directory"),
-            ("block", 1, "the bad rank's own error"),
             ("optimizer", 1, "not SGD"),
+            pytest.param("block", 1, "the bad rank's own error", marks=pytest.mark.extra),
         ],
     )
     def test_others_are_told(self, server: ScriptServer, how: str, status: int, told: str) -> None:
         script = server.run(2, fail_before_start, how)
         assert script.end(1).status == status, script.errors(1)
         check_told(script.end(0), "rank 1", told)
-
-    def test_of_an_option_that_is_wrong_on_one_rank(self, server: ScriptServer) -> None:
-        script = server.run(2, fail_before_start_outside)
-        assert "ValueError" in last_line(script.end(1))
-        check_told(script.end(0), "rank 1", "chunk_numel")
 
     def test_all_can_try_again(self, server: ScriptServer) -> None:
         script = server.run(2, succeed_after_a_failure)
@@ -485,9 +470,18 @@ class TestWhileConnecting:
 
 
 def test_a_rank_that_leaves_early_without_close(server: ScriptServer) -> None:
-    script = server.run(2, end_without_close, 7)
+    script = server.run(2, end_without_close, 7, whole=True)
     check_told(script.end(0), "rank 1", "its program ended")
     assert script.end(1) == Ended(7, "")
+
+
+@pytest.mark.parametrize("how", ["refused", pytest.param("left", marks=pytest.mark.extra)])
+def test_a_program_without_an_engine_ends_without_a_word(server: ScriptServer, how: str) -> None:
+    ended = server.run(1, end_with_a_built_model, how).end(0)
+    assert ended.status == (how == "refused"), ended
+    assert "Exception ignored" not in ended.errors
+    assert "TypeError" not in ended.errors
+    assert ("smallest that works" in last_line(ended)) == (how == "refused")
 
 
 @pytest.mark.parametrize(
@@ -496,7 +490,7 @@ def test_a_rank_that_leaves_early_without_close(server: ScriptServer) -> None:
 def test_ranks_that_differ_end_by_exceptions(server: ScriptServer, times: int) -> None:
     """(Threads that waited in gloo while the interpreter ended ended the process by SIGABRT.)"""
     for _ in range(times):
-        script = server.run(2, differ)
+        script = server.run(2, differ, whole=True)
         for rank in range(2):
             ended = script.end(rank)
             assert ended.status == 1, ended

@@ -1,12 +1,13 @@
-"""A model that was built in the context, and is used, saved or left without initialize()."""
+"""A model that was built in the context, and is used or saved without initialize().
+
+tests/hetero/ranks/test_ending.py has programs that end with one.
+"""
 
 from __future__ import annotations
 
 import copy
 import io
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -61,27 +62,3 @@ def test_a_copy_is_a_plain_model(
     optimizer = hetero.HybridAdam(found.parameters())
     hetero.initialize(found, optimizer, placement_policy="cpu")
     optimizer.engine.close()
-
-
-ENDS = """
-import sys, torch, hetero
-with hetero.ZeroInitContext(placement_policy="nvme", nvme_path=sys.argv[1], host_memory=70000):
-    model = torch.nn.Sequential(*[torch.nn.Linear(128, 128) for _ in range(8)])
-optimizer = hetero.HybridAdam(model.parameters())
-if sys.argv[2] == "refused":
-    hetero.initialize(model, optimizer)
-"""
-
-
-@pytest.mark.parametrize("how", ["refused", pytest.param("left", marks=pytest.mark.extra)])
-def test_the_program_ends_without_a_word_of_its_own(how: str, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", ENDS, str(tmp_path), how],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == (how == "refused")
-    assert "Exception ignored" not in done.stderr
-    assert "TypeError" not in done.stderr
-    assert ("smallest that works" in done.stderr) == (how == "refused")

@@ -2,10 +2,15 @@
 
 (The ranks of processes.py outlive their calls, so they cannot show how a rank ends.) One server
 imports everything and forks the ranks of each run, which saves the seconds that imports take.
+
+An end takes three times as long as the rest of a rank, most of it in destructors of torch's
+libraries. So ranks leave these out, and the modules of other packages, unless a test wants all.
 """
 
 from __future__ import annotations
 
+import atexit
+import ctypes
 import gc
 import json
 import os
@@ -26,6 +31,7 @@ from tests.support.waiting import PATIENCE_S
 
 # Far less than the rank_timeout_s that such tests give, far more than an end takes.
 SOON_S = PATIENCE_S
+_LIBRARIES = ("torch", "transformers", "numpy", "sympy", "functorch", "networkx", "mpmath")
 
 
 @dataclass(frozen=True)
@@ -127,11 +133,14 @@ class ScriptServer:
         self._server.communicate()
         self._folder.cleanup()
 
-    def run(self, world: int, function: Callable[..., object], *args: Any) -> Script:
+    def run(
+        self, world: int, function: Callable[..., object], *args: Any, whole: bool = False
+    ) -> Script:
         """Starts function(rank, place, *args) as the whole program of each of `world` ranks.
 
         `args` are what JSON can say. The environment is torchrun's; there is no process group yet,
-        but a store for one (`init_method` in the environment's HETERO_TEST_STORE).
+        but a store for one (`init_method` in the environment's HETERO_TEST_STORE). With `whole`
+        libraries have their ends, too.
         """
         if self._running is not None:
             self._running.kill()
@@ -141,7 +150,7 @@ class ScriptServer:
         name = [function.__module__, function.__name__]
         assert self._server.stdin is not None
         assert self._server.stdout is not None
-        self._server.stdin.write(json.dumps([str(folder), world, name, args]) + "\n")
+        self._server.stdin.write(json.dumps([str(folder), world, name, args, whole]) + "\n")
         self._server.stdin.flush()
         processes = json.loads(self._server.stdout.readline())
         self._running = Script(folder, processes)
@@ -151,13 +160,15 @@ class ScriptServer:
 def _serve() -> None:
     """Forks the ranks of each run that a line of stdin describes, and notes how they end."""
     for line in sys.stdin:
-        folder, world, (module, name), args = json.loads(line)
+        folder, world, (module, name), args, whole = json.loads(line)
         function = getattr(import_module(module), name)
         processes = []
         for rank in range(world):
             process = os.fork()
             if process == 0:
                 _become_rank(Path(folder), rank, world)
+                if whole:
+                    atexit.unregister(_leave_libraries)
                 function(rank, Place(Path(folder)), *args)
                 return  # the end of a script
             processes.append(process)
@@ -184,7 +195,18 @@ def _become_rank(folder: Path, rank: int, world: int) -> None:
     os.dup2(os.open(folder / f"errors-{rank}", os.O_WRONLY | os.O_CREAT), 2)
 
 
+def _leave_libraries() -> None:
+    """After all other functions of atexit: takes out what the interpreter and exit() would end."""
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] in _LIBRARIES:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(module))
+            del sys.modules[name]
+    of_c = ctypes.CDLL(None)
+    of_c.on_exit(ctypes.cast(of_c._exit, ctypes.c_void_p), None)  # (before those of libraries)
+
+
 if __name__ == "__main__":
+    atexit.register(_leave_libraries)  # first, so that it is called last
     for module in ("support.ranks.imported", "hetero.ranks.test_ending"):
         import_module(f"tests.{module}")
     gc.collect()
