@@ -6,11 +6,12 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from torch import nn
 
 import hetero
-from offload.memory.process_memory import resident_bytes
-from tests.support.python_process import run_python
+from offload.memory.process_memory import peak_resident_bytes, resident_bytes
+from tests.support.ranks.processes import run_forked
 
 
 def smallest(error: pytest.ExceptionInfo[BaseException]) -> int:
@@ -102,28 +103,21 @@ def test_the_smallest_that_works_does_with_activations_that_have_a_share(
     place(numbers[-1])
 
 
-BUILD = """
-import sys
-import torch, hetero
-from torch import nn
-from offload.memory.process_memory import peak_resident_bytes, resident_bytes
-
-hetero.save_dcp  # imports all of hetero and what it needs, which takes some 40 MiB
-limit = resident_bytes() + (100 << 20)
-options = {"placement_policy": "nvme", "nvme_path": sys.argv[1], "process_memory": limit}
-kept = []
-with hetero.ZeroInitContext(**options):
-    model = nn.Sequential()
-    for _ in range(20):
-        model.append(nn.Linear(1024, 1024, bias=False))
-        kept.append(torch.ones(3 << 20, dtype=torch.uint8))
-print(peak_resident_bytes() - limit)
-"""
+def build_with_buffers(nvme_path: str) -> int:
+    """Bytes by which this process has passed its limit."""
+    limit = resident_bytes() + (50 << 20)
+    kept = []
+    with hetero.ZeroInitContext(placement_policy="nvme", nvme_path=nvme_path, process_memory=limit):
+        model = nn.Sequential()
+        for _ in range(10):
+            model.append(nn.Linear(1024, 1024, bias=False))
+            kept.append(torch.ones(3 << 20, dtype=torch.uint8))
+    return peak_resident_bytes() - limit
 
 
 def test_what_modules_hold_beside_parameters_is_made_room_for(tmp_path: Path) -> None:
-    """60 MiB of buffers, say, beside 80 MiB of parameters, of which a part goes to disk."""
-    assert int(run_python("-c", BUILD, str(tmp_path))) <= 0
+    """30 MiB of buffers, say, beside 40 MiB of parameters, of which a part goes to disk."""
+    assert run_forked(build_with_buffers, str(tmp_path)) <= 0
 
 
 def test_a_limit_that_was_passed_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
