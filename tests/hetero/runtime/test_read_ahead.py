@@ -6,14 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 import hetero
 from hetero.overlap import STREAMING_BUFFERS
 from tests.support.training.loops import same
 from tests.support.training.overlap_net import (
-    PLACES,
     Net,
     build,
     loss_of,
@@ -110,18 +108,6 @@ def test_what_is_read_need_not_be_used(tmp_path: Path) -> None:
             do(model, optimizer, saved)
             one_step(model, optimizer, 10 * number + 3)
         results.append(result(model, optimizer))
-    assert same(*results)
-
-
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("overlap", ["none", "backward"])
-def test_same_bits_with_and_without(tmp_path: Path, place: str, overlap: str) -> None:
-    results = []
-    for prefetch in (False, True):
-        model, optimizer = build(Net, tmp_path, place, overlap, prefetch=prefetch)
-        results.append([torch.tensor([one_step(model, optimizer, s) for s in range(3)])])
-        results[-1] += result(model, optimizer)
     assert same(*results)
 
 

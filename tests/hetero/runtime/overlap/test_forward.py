@@ -133,6 +133,7 @@ def test_step_inside_gathered(tmp_path: Path) -> None:
     optimizer.engine.close()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("overlap", ["forward", "auto"])
 @pytest.mark.parametrize("host_memory", [None, "800KiB"])
 def test_forward_waits_for_what_it_uses_alone(

@@ -133,7 +133,7 @@ def two_graphs(hooked: bool = False, parts: bool = False) -> Loop:
     return loop
 
 
-BOTH = ("backward", "both")
+BOTH = ("both",)
 case("disk", *PLACES, overlaps=BOTH, name="two graphs")(two_graphs())
 case("emulated", *PLACES, overlaps=BOTH, name="two graphs, hooked")(two_graphs(hooked=True))
 case("optim_states", *PLACES, overlaps=BOTH, name="two graphs, parts")(two_graphs(parts=True))
@@ -201,27 +201,24 @@ case("optim_states", "disk", make=untied, name="failed, stepped")(an_exception_i
 @case("disk", "optim_states", "emulated", overlaps=("auto", "both"))
 def shares_of_clipped_steps(model: nn.Module, optimizer: Any, overlap: str) -> Seen:
     """None, some and all are clipped; "auto" stops to guess when it has been wrong too often."""
-    clips = [1e6] * 4 + [1e6, 1e-2] * 4 + [1e-2] * 8 + [1e6] * 8
+    clips = [1e6] * 2 + [1e-2, 1e6] + [1e-2] * 4 + [1e6] * 5
     begun, counts = Begun(optimizer), []
     for step in backwards(model, optimizer, len(clips)):
         counts.append(begun.now)
         nn.utils.clip_grad_norm_(model.parameters(), clips[step])
     assert counts[0] == 0
     if overlap == "auto":
-        assert all(counts[1:8])
-        assert counts[17:21] == [0] * 4
-        assert all(counts[25:])
+        assert all(counts[1:7])
+        assert counts[7:11] == [0] * 4
+        assert all(counts[11:])
     elif overlap != "none":
         assert all(counts[1:])
     return []
 
 
-EVERY_OVERLAP = ("auto", "both", "backward", "forward")
-
-
-@case("disk", *PLACES, overlaps=EVERY_OVERLAP, dtype="fp16", initial_loss_scale=2.0**20)
+@case("disk", *PLACES, overlaps=("auto", "both"), dtype="fp16", initial_loss_scale=2.0**20)
 def the_loss_scale_of_fp16(model: nn.Module, optimizer: Any, overlap: str) -> Seen:
-    for step in range(10):
+    for step in range(6):
         optimizer.backward(loss_of(model, step))
         optimizer.step()
         optimizer.zero_grad()
