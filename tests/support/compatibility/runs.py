@@ -17,6 +17,7 @@ from offload.memory.tiers import Tier
 from tests.support.compatibility.touch import Case, Touch, Use
 from tests.support.compatibility.touches import SECTIONS
 from tests.support.ranks.processes import RankPool
+from tests.support.training.small_net import assert_nothing_is_used
 
 SAME = "same"
 WRONG = "wrong"  # in no cell: what a test fails with
@@ -90,7 +91,8 @@ def _compared(touch: Touch, case: Case, plain: Case) -> str:
     different = difference(found, wanted, closeness)
     if different or not touch.goes_on:
         return f"{WRONG}: {different}" if different else SAME
-    del found
+    del found, wanted
+    assert_nothing_is_used(case.optimizer)
     errors = [_tried(lambda each: each.train(7), each)[1] for each in (case, plain)]
     if any(errors):
         cell = _errors_compared(*errors)

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 import hetero
 from tests.support.training.small_net import (
@@ -42,33 +41,13 @@ def assign(model: Net) -> None:
         param.data = noisy(param)
 
 
-def swap(model: Net) -> None:
-    first, last = model.first.weight.data.clone(), model.last.weight.data.clone()
-    model.first.weight.data.copy_(last)
-    model.last.weight.data = first
-
-
-def initialise(model: Net) -> None:
-    torch.manual_seed(7)
-    nn.init.normal_(model.first.weight)
-    nn.init.kaiming_uniform_(model.last.weight)
-    nn.init.constant_(model.last.bias, 0.25)
-    nn.init.orthogonal_(model.first.weight)
-    nn.init.trunc_normal_(model.last.weight)
-    model.unused.reset_parameters()
-
-
 WRITES: dict[str, Callable[[Net], object]] = {
     "clamp_": lambda m: [without_grad(p.clamp_, -0.05, 0.05) for p in m.parameters()],
     "clamp_ of data": lambda m: [p.data.clamp_(-0.05, 0.05) for p in m.parameters()],
     "clamp_ of detach": lambda m: [p.detach().clamp_(-0.05, 0.05) for p in m.parameters()],
-    "lerp_": lambda m: without_grad(m.last.weight.lerp_, m.first.weight, 0.5),
     "copy_": lambda m: [without_grad(p.copy_, noisy(p)) for p in m.parameters()],
     "zero_ of data": lambda m: [p.data.zero_() for p in m.parameters()],
     "data =": assign,
-    "pairs of lists": lambda m: m.last.weight.data.__setitem__(([1, 2], [3, 4]), 2.0),
-    "swap": swap,
-    "init": initialise,
     "add_ of a view": lambda m: m.last.weight.data.view(-1)[5:9].add_(3.0),
     "in gathered()": lambda m: in_gathered(m),
 }
