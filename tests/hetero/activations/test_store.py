@@ -282,16 +282,6 @@ class TestChanges:
 class TestEnds:
     """What no graph needs is free at once."""
 
-    def test_the_file_is_used_again(self, tmp_path: Path) -> None:
-        with open_store(tmp_path) as rig:
-            sizes = set()
-            for _ in range(4):
-                saved = save(rig, 40)
-                rig.wait_written()
-                saved.clear()
-                sizes.add(rig.used(Tier.DISK))
-            assert len(sizes) == 1
-
     def test_the_garbage_collector_may_come_at_any_time(self, tmp_path: Path) -> None:
         with open_store(tmp_path) as rig:
             circle: list = save(rig, 40)

@@ -112,7 +112,7 @@ def test_the_smallest_budgets_are_true_to_the_byte(placed_plan):
     host, device = smallest_budgets_of(spec.within(ample)).values()
     place(spec.within(replace(ample, host=host)))
     if host:
-        with pytest.raises(PlacementError):
+        with pytest.raises(PlacementError, match=rf"the smallest that works is .*\({host} bytes\)"):
             place(spec.within(replace(ample, host=host - 1)))
     if device:
         with pytest.raises(PlacementError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -83,13 +82,6 @@ def test_an_agreement_grows_with_the_logarithm_of_the_ranks() -> None:
     assert Network(nodes=1, node_bytes_per_s=1.0).agreement_s() == 0.0
 
 
-@given(networks, sizes)
-def test_one_rank_sends_nothing(network: Network, nbytes: float) -> None:
-    alone = replace(network, local_ranks=1, nodes=1)
-    for cost in (alone.all_gather(nbytes), alone.all_to_all(nbytes)):
-        assert (cost.seconds, cost.bytes_sent) == (0.0, 0.0)
-
-
 @given(networks, sizes, st.integers(1, 3))
 def test_more_nodes_slower_links_and_more_bytes_take_no_less(
     network: Network, nbytes: float, more: int
@@ -107,14 +99,6 @@ def test_more_nodes_slower_links_and_more_bytes_take_no_less(
         if network.nodes > 1 and network.rank_bytes_per_s >= network.node_bytes_per_s * 16:
             several = replace(network, nodes=more * network.nodes)
             assert collective(several, nbytes).seconds >= seconds
-
-
-@given(networks, sizes)
-def test_what_is_sent_does_not_depend_on_the_links(network: Network, nbytes: float) -> None:
-    fast = replace(network, rank_bytes_per_s=math.inf, node_bytes_per_s=math.inf)
-    for collective in (Network.all_gather, Network.all_to_all):
-        assert collective(network, nbytes).bytes_sent == collective(fast, nbytes).bytes_sent
-        assert collective(fast, nbytes).transfer_s == 0.0
 
 
 def test_the_network_of_a_profile_is_as_much_as_it_says() -> None:

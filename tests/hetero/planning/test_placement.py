@@ -160,21 +160,6 @@ def refusal_of(problem) -> BudgetError | None:
     return None
 
 
-@given(problems(), st.sampled_from([0, AMPLE]))
-def test_the_smallest_host_memory_quoted_is_true_to_the_byte(problem, disk):
-    layout, d, policy, budgets, min_gathered = problem
-    if not disk and policy == "nvme":
-        return  # no RAM makes up for a disk that is not there
-    budgets = replace(budgets, disk=disk, gathered=None)
-    refusal = refusal_of((layout, d, policy, budgets, min_gathered))
-    if refusal is not None:
-        nbytes = smallest_in(refusal)
-        assert nbytes > budgets.host
-        placed(layout, d, policy, replace(budgets, host=nbytes), min_gathered)
-        with pytest.raises(BudgetError):
-            placed(layout, d, policy, replace(budgets, host=nbytes - 1), min_gathered)
-
-
 @given(problems(), st.floats(0, 1))
 def test_with_little_disk_the_two_numbers_quoted_work_together(problem, share):
     layout, d, policy, budgets, min_gathered = problem

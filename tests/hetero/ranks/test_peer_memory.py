@@ -260,8 +260,9 @@ def pool(ranks_of: Callable[[int], RankPool]) -> RankPool:
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({"zero_stage": stage, "dtype": dtype}, id=f"stage {stage}, {dtype}")
-        for stage, dtype in ((1, "fp32"), (2, "bf16"), (3, "bf16"))
+        pytest.param({"zero_stage": 1, "dtype": "fp32"}, id="stage 1, fp32"),
+        pytest.param({"zero_stage": 2, "dtype": "bf16"}, id="stage 2", marks=pytest.mark.extra),
+        pytest.param({"zero_stage": 3, "dtype": "bf16"}, id="stage 3, bf16"),
     ],
 )
 def test_the_same_bits_with_and_without(pool: RankPool, options: dict[str, Any]) -> None:

@@ -85,7 +85,7 @@ def test_evaluation_is_no_part_of_a_step(tmp_path: Path) -> None:
         optimizer.step()
         optimizer.zero_grad()
         with torch.no_grad():
-            for tokens in batches(5):
+            for tokens in batches(3):
                 model(input_ids=tokens)
     made = engine.watch.tracer.latest
     assert made is not None

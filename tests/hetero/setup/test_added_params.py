@@ -272,26 +272,31 @@ def test_ranks_that_add_other_parameters(ranks2: RankPool, frozen: bool, fewer: 
         assert re.search(r"1 chunk groups: .*differ between ranks: number \d .*extra\.[ab]", error)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.extra)])
 def test_unfreezing_inside_no_sync(ranks2: RankPool, stage: int) -> None:
     first, second = ranks2.run(inside_no_sync, stage)
     assert all(map(torch.equal, first, second))
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.extra), 3])
 def test_a_rank_that_is_done_sends_what_others_need_for_their_backward(
     ranks2: RankPool, stage: int
 ) -> None:
     ranks2.run(other_modules_of_what_came_later, stage)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.extra)])
 def test_unfreezing_between_micro_batches_of_ranks(ranks2: RankPool, stage: int) -> None:
     ranks2.run(unfrozen_between_micro_batches, stage)
 
 
 @pytest.mark.parametrize(
-    ("stage", "how"), [(3, "directory"), (3, "chunk"), (2, "chunk"), (1, "chunk")]
+    ("stage", "how"),
+    [
+        (3, "directory"),
+        (1, "chunk"),
+        *(pytest.param(stage, "chunk", marks=pytest.mark.extra) for stage in (2, 3)),
+    ],
 )
 def test_what_one_rank_cannot_take_in_none_does(
     ranks2: RankPool, stage: int, how: str, tmp_path: Path
@@ -425,6 +430,7 @@ class Tied(nn.Module):
         return self.head(torch.tanh(self.middle(self.embedding(x))))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("policy", ["cpu", "nvme"])
 @pytest.mark.parametrize("keep", [(), ("head.weight",)])
 def test_unfreezing_a_tied_weight_between_micro_batches(

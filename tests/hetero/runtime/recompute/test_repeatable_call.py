@@ -338,7 +338,7 @@ def test_one_block_that_is_not_like_the_rest() -> None:
 
 
 @pytest.mark.parametrize("recompute", ["all", "auto"])
-@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
 @example(kinds=["layerdrop", "mask", "attribute"], steps=4)
 @given(
     kinds=st.lists(st.sampled_from([*PUT_BACK, *CHANGED, *REFUSED]), min_size=2, max_size=4),

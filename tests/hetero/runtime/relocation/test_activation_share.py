@@ -76,7 +76,7 @@ def test_what_cannot_be_had_is_not_tried_again_and_again(
     trained.step(2)
     tried.clear()
     for _ in range(3):
-        trained.step(16384)
+        trained.step(4096)
     assert 0 < len(tried) <= 2
     trained.engine.close()
 

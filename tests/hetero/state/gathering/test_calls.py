@@ -12,7 +12,7 @@ from hetero.ranks.peers import Channel
 from tests.support.gathering.fake_world import Counts, fake_world
 
 WIDTH = 1024
-CHUNKS = 6
+CHUNKS = 3
 LAYERS = 2 * CHUNKS  # 512 shards of whole pages take two
 CHUNK_BYTES = 2 * WIDTH * WIDTH * 2
 
@@ -48,7 +48,7 @@ def calls_of_a_step(ranks: int, stage: int, micro_batches: int) -> tuple[Counts,
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_calls_and_bytes_are_the_same_for_any_number_of_ranks(stage: int) -> None:
     """No message goes from rank to rank, and bytes are what an all-gather and a mean need."""
-    found = {ranks: calls_of_a_step(ranks, stage, 2) for ranks in (2, 64, 512)}
+    found = {ranks: calls_of_a_step(ranks, stage, 2) for ranks in (2, 512)}
     means = CHUNKS * (1 if stage == 1 else 2)  # stage 1 adds up micro-batches
     # They meet with their shards; where some are not in RAM, also before they open them.
     meetings, pieces = 1 + int(stage < 3), -(-CHUNK_BYTES // _PIECE_BYTES)

@@ -140,7 +140,7 @@ def test_shards_on_nvme(ranks2: RankPool, tmp_path: Path) -> None:
     check(ranks2, options, [0], 0.003)
 
 
-@pytest.mark.parametrize("quits", [[0, 3], [1, 2, 3]])
+@pytest.mark.parametrize("quits", [[0, 3], pytest.param([1, 2, 3], marks=pytest.mark.extra)])
 def test_four_ranks(ranks4: RankPool, quits: list[int]) -> None:
     check(ranks4, {"zero_stage": 3}, quits, 0.003)
 
@@ -155,7 +155,7 @@ def test_an_error_of_the_program_inside_forward(ranks2: RankPool) -> None:
             assert not failed
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.extra), 3])
 def test_devices_that_gather_by_themselves(ranks2: RankPool, stage: int) -> None:
     """What comes through RAM can be read; the link to the device is an emulated one."""
     options = {"backend": "emulated", "device_memory": "600KiB", "link_gbps": 1.0}

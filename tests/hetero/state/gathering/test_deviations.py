@@ -39,7 +39,10 @@ def test_masters_are_those_of_ranks_that_gather_nothing(ranks2: RankPool, how: s
         assert any(any(reads) for _, reads in found)
 
 
-@pytest.mark.parametrize("how", ["in turns", "forward alone", "looks at weights"])
+@pytest.mark.parametrize(
+    "how",
+    ["in turns", "forward alone", pytest.param("looks at weights", marks=pytest.mark.extra)],
+)
 def test_gathers_that_pass_through_little_ram_to_a_device(ranks2: RankPool, how: str) -> None:
     """Some wait for room in RAM, while others are made that a rank does not keep."""
     whole = with_whole_homes(ranks2, how)
