@@ -73,13 +73,6 @@ def test_every_parameter_has_one_place_of_its_own(params, slot_numel):
     assert 0 <= layout.waste < 1
 
 
-def test_exact_fits_waste_nothing():
-    assert pack(specs([SLOT] * 3), SLOT).waste == 0
-    assert pack(specs([SLOT // 2] * 4), SLOT).waste == 0
-    assert pack(specs([2 * SLOT]), SLOT).chunks[0].slots == 2
-    assert pack(specs([2 * SLOT + 1]), SLOT).chunks[0].slots == 3
-
-
 def test_empty_parameters_take_no_room():
     layout = pack(specs([0, SLOT, 0]), SLOT)
     assert [c.used_numel for c in layout.chunks] == [SLOT]

@@ -67,7 +67,11 @@ def test_nvme_traffic_is_each_streamed_record_once_each_way(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     ("policy", "dtype", "chunk_numel"),
-    [("cpu", "bf16", 20480), ("nvme", "fp32", None), ("auto", "bf16", None)],
+    [
+        ("cpu", "bf16", 20480),
+        ("nvme", "fp32", None),
+        pytest.param("auto", "bf16", None, marks=pytest.mark.extra),
+    ],
 )
 def test_the_smallest_budget_named_is_the_smallest_that_works(
     policy: str, dtype: str, chunk_numel: int | None, tmp_path: Path

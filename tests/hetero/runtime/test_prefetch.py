@@ -25,7 +25,7 @@ from offload.memory.operation import Operation
 from tests.support.ranks.processes import RankPool
 from tests.support.ranks.rank_training import inputs, make
 
-STEPS = 6
+STEPS = 5
 
 
 @dataclass

@@ -14,7 +14,7 @@ import hetero
 from offload.memory.tiers import Tier
 
 WIDTH = 64
-STEPS = 4
+STEPS = 3
 
 PLACES: dict[str, dict[str, Any]] = {
     "ram": {"placement_policy": "cpu"},

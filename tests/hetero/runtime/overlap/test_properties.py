@@ -527,7 +527,7 @@ LATE_MEAN = (
 )
 
 
-@settings(max_examples=6)
+@settings(max_examples=4)
 @example(CLEARED)
 @example(LATE_MEAN)
 @given(training=trainings())

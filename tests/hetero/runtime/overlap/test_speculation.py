@@ -147,7 +147,7 @@ def test_what_a_loop_does_between(
     def loop(model: nn.Module, optimizer: Any, overlap: str) -> Seen:
         begun, seen = Begun(optimizer), []
         for step in backwards(model, optimizer):
-            if step == 2:
+            if step == 1:
                 assert (begun.now > 0) == (overlap == "both")
                 seen += done((model, optimizer))
         return seen
@@ -159,7 +159,7 @@ def test_a_param_group_is_added_between(tmp_path: Path) -> None:
     def loop(model: Any, optimizer: Any, overlap: str) -> Seen:
         begun = Begun(optimizer)
         for step in backwards(model, optimizer):
-            if step == 2:
+            if step == 1:
                 assert (begun.now > 0) == (overlap == "both")
                 model.blocks.append(nn.Linear(WIDTH, WIDTH))
                 optimizer.add_param_group({"params": list(model.blocks[-1].parameters())})
