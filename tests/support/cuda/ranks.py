@@ -205,11 +205,12 @@ def train_and_load(
 
     step(0)
     hetero.save(path, model, optimizer)
-    for _ in range(2):
+    for is_loaded in (False, True):
+        if is_loaded:
+            step(2)
+            hetero.load(path, model, optimizer)
         step(1)
         found.append(hetero.masters(model.parameters()))
-        step(2)
-        hetero.load(path, model, optimizer)
     optimizer.engine.close()
     return found
 
