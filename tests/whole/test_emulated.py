@@ -347,7 +347,7 @@ RANK_PLACES: dict[str, dict[str, Any]] = {
     [
         (3, "cpu", "bf16", 1, {}),
         pytest.param(3, "nvme", "fp32", 3, {}, marks=pytest.mark.extra),
-        (2, "nvme", "bf16", 1, {}),
+        pytest.param(2, "nvme", "bf16", 1, {}, marks=pytest.mark.extra),
         (1, "cpu", "fp32", 3, {}),
         pytest.param(3, "cpu", "fp16", 3, {"prefetch": False}, marks=pytest.mark.extra),
         pytest.param(1, "nvme", "bf16", 1, {}, marks=pytest.mark.extra),
@@ -364,10 +364,10 @@ def test_two_ranks(
     more: dict[str, Any],
 ) -> None:
     common = {"zero_stage": stage, "dtype": dtype, "initial_loss_scale": 256.0}
-    expected = ranks2.run(rank_training.train, common, 3, accumulate)
+    expected = ranks2.run(rank_training.train, common, 2, accumulate)
     options = emulated(tmp_path, {**RANK_PLACES[place], **more}, **common)
     options |= {"device_memory": "600KiB", "chunk_numel": 16384}
-    found = ranks2.run(rank_training.train, options, 3, accumulate)
+    found = ranks2.run(rank_training.train, options, 2, accumulate)
     for mine, theirs in zip(found, expected, strict=True):
         assert mine["losses"] == theirs["losses"]
         assert mine["norms"] == theirs["norms"]

@@ -18,7 +18,7 @@ from tests.support.training.plain_adam import OPTIONS
 from tests.zoo.case import Where, vectors
 from tests.zoo.handwritten import Block
 
-STEPS = 3
+STEPS = 2
 PARTS = 2  # of a step's data: micro-batches of one rank, or ranks
 
 

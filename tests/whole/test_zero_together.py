@@ -21,6 +21,7 @@ class TestConstruction:
         torch.manual_seed(0)
         return [p.detach() for p in tiny_gpt2().parameters()]
 
+    @pytest.mark.covering(1)
     @pytest.mark.parametrize("host_memory", ["64MiB", "1504KiB"])
     @pytest.mark.parametrize("seed_by_rank", [False, True])
     def test_values_are_those_of_plain_construction(
@@ -102,6 +103,7 @@ def test_one_rank_alone_reads_and_generates(ranks2: RankPool, tmp_path: Path, st
     optimizer.engine.close()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("modifier", [0, 1])
 def test_one_ranks_change_is_everybodys(ranks2: RankPool, stage: int, modifier: int) -> None:

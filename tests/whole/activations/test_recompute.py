@@ -55,12 +55,12 @@ def reference(accumulate: int = 1, dropout: float = 0.0) -> Run:
         functools.partial(gpt2, dropout), placement_policy="cpu", chunk_numel=4096
     )
     torch.manual_seed(1)
-    return train(model, optimizer, batches(6), accumulate, clip=1.0)
+    return train(model, optimizer, batches(4), accumulate, clip=1.0)
 
 
 def trained(model: Any, optimizer: Any, accumulate: int = 1) -> Run:
     torch.manual_seed(1)
-    return train(model, optimizer, batches(6), accumulate, clip=1.0)
+    return train(model, optimizer, batches(4), accumulate, clip=1.0)
 
 
 @pytest.mark.parametrize(

@@ -259,11 +259,11 @@ def signals() -> Iterator[Callable[[float], None]]:
 def test_signals_at_any_time(
     settings: Settings, signals: Callable[[float], None], tmp_path: Path
 ) -> None:
-    """20 for each policy, from another thread."""
+    """10 for each policy, from another thread."""
     training = Training(settings, tmp_path)
     training.go_on()
     generator = random.Random(0)
-    for _ in range(20):
+    for _ in range(10):
         try:
             signals(generator.uniform(0, 0.02))
             while True:
