@@ -74,6 +74,23 @@ def in_own_options(group: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str
     return ours | {name: value for name, value in group.items() if name not in dropped}
 
 
+def group_options(
+    group: Mapping[str, Any],
+    own: Mapping[str, Any],
+    wanted: Sequence[str],
+    name: str,
+    optimizer_name: str,
+) -> dict[str, Any]:
+    """in_own_options() of a param group, called `name`, of an optimizer that has these options.
+
+    Raises ValueError if it lacks some that are `wanted`, because another rule's optimizer had it.
+    """
+    options = in_own_options(group, own)
+    if missing := [each for each in wanted if each not in options]:
+        raise ValueError(f"{name} is not {optimizer_name}'s: it lacks {', '.join(missing)}")
+    return options
+
+
 def is_from_torch(groups: Sequence[Mapping[str, Any]]) -> bool:
     """Whether one of torch's optimizers gave the state with these param groups.
 

@@ -15,6 +15,7 @@ from hetero.api.loaded_state import (
     check_state,
     check_torch_arguments,
     check_torch_options,
+    group_options,
     in_own_options,
     in_own_state,
     is_from_torch,
@@ -172,7 +173,7 @@ class HybridOptimizer(torch.optim.Optimizer):
             raise
 
     @property
-    def _option_names(self) -> list[str]:
+    def option_names(self) -> list[str]:
         """Of its own options; torch's load_state_dict() adds one to the defaults."""
         return sorted(set(self.defaults) - {"differentiable"})
 
@@ -205,7 +206,7 @@ class HybridOptimizer(torch.optim.Optimizer):
             return 1.0 if optimizer is None else optimizer._lr_scale(options, shape)
 
         return OptimizerView(
-            self.dtypes(config), param_groups, hyper_of, lr_scale_of, self._option_names
+            self.dtypes(config), param_groups, hyper_of, lr_scale_of, self.option_names
         )
 
     @property
@@ -385,23 +386,10 @@ class HybridOptimizer(torch.optim.Optimizer):
                     f"param group {index} of the state has {len(group['params'])} parameters, and "
                     f"this optimizer's has {len(own['params'])}"
                 )
-            fitting.append(self.group_options(group, own, f"param group {index} of the state"))
+            name = f"param group {index} of the state"
+            fitting.append(group_options(group, own, self.option_names, name, type(self).__name__))
+            self.check_options(fitting[-1], f"in {name} ")
         return fitting
-
-    def group_options(
-        self, group: Mapping[str, Any], own: Mapping[str, Any], name: str
-    ) -> dict[str, Any]:
-        """The options of a stored param group, `name`, for this optimizer's `own`, as options_of().
-
-        Raises ValueError unless they are of this optimizer's rule, and in range.
-        """
-        options = in_own_options(group, own)
-        if missing := [each for each in self._option_names if each not in options]:
-            raise ValueError(
-                f"{name} is not {type(self).__name__}'s: it lacks {', '.join(missing)}"
-            )
-        self.check_options(options, f"in {name} ")
-        return options
 
 
 class KeptState(defaultdict[Any, Any]):

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from hetero.api.loaded_state import group_options
 from hetero.api.optimizer import HybridOptimizer
 from hetero.api.whole_state import Piece, by_chunk, fill_parts, parts_by_tile
 from hetero.checkpoint.data_writer import Range
@@ -240,8 +241,9 @@ class _Loading:
                     f"param group {index} of the checkpoint is no group's options"
                 )
             if options:  # (DeepSpeed's universal format has none; all of the optimizer's stay)
-                name = f"param group {index} of the checkpoint"
-                options = optimizer.group_options(options, own, name)
+                name, rule = f"param group {index} of the checkpoint", type(optimizer).__name__
+                options = group_options(options, own, optimizer.option_names, name, rule)
+                optimizer.check_options(options, f"in {name} ")
             found.append(options)
         return found
 
