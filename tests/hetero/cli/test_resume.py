@@ -216,8 +216,7 @@ def test_sigterm_saves_and_ends(
 KILLED = """
     import os, signal, sys
     from hetero.job.loop import Checkpoints
-    from hetero.reporting import charts, page
-    from hetero.cli.main import main
+    from tests.support.cli_runs import run_all
 
     after_step = Checkpoints.after_step
 
@@ -228,8 +227,7 @@ KILLED = """
         return after_step(self, step)
 
     Checkpoints.after_step = killed
-    charts.draw_picture = page.write_page = lambda *given: None
-    sys.exit(main(sys.argv[1:]))
+    run_all(int(os.environ["RANK"]), 2, ".", [sys.argv[1:]])
 """
 
 
