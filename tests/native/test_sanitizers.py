@@ -65,14 +65,18 @@ SANITIZERS = {
         # allocator, the child has that lock taken for good, and its own new threads wait for it.
         # What tests of file systems start is Python alone; what others start takes long. The
         # device's kernels that a test compiles are not sanitized; of faults that take their seconds
-        # none is needed; and which numbers a kernel is given, or gives, is nothing to memory: it is
-        # enough that each comes to the end of arrays that are not aligned.
+        # none is needed.
         without="locked_memory_limit or fork or RealMounts or kernel_that_refuses "
-        "or file_system_that_is_full or test_cuda or stall_together or error_that_stays "
-        "or thirty_seconds or test_peer_memory or environment or default_is "
-        "or test_crc32c or order_of_additions or torchs_bits or torchs_rounding or agrees_with "
-        "or unbiased or nearest or every_16_bit or special or finite or oracle_rounds "
-        "or too_small_to_be_normal or becomes_its_code_again or written_alone or rate_zero "
+        "or test_cuda or stall_together or thirty_seconds or test_peer_memory or environment "
+        "or default_is "
+        # Which numbers a kernel is given, or gives, is nothing to memory: it is enough that each
+        # comes to the end of arrays that are not aligned.
+        "or test_crc32c or one_order or torchs_bits or torchs_rounding or agrees_with "
+        "or test_state_rounding or unbiased or nearest or every_16_bit or special or finite "
+        "or oracle_rounds or too_small_to_be_normal or becomes_its_code_again or written_alone "
+        "or rate_zero or unused_rows or small_square or on_a_tie or threads_or_cuts or extremes "
+        # A process under the sanitizer has more maps than others have pages.
+        "or first_touch or whole_pages or one_kernel_buffer or (many_tiles and 40) "
         # Processes that import torch under the sanitizer, and of which another one is enough.
         "or file_size_limit or sparse_tables or (may_die_after_python and another)",
         options={

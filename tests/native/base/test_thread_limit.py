@@ -6,7 +6,6 @@ import os
 
 import pytest
 
-from hetero import cpu_threads
 from offload import _native
 from tests.support.native.io_tools import run_script
 
@@ -84,6 +83,8 @@ def test_the_refusal_names_the_thread_and_the_limit(call: str, thread: str) -> N
 
 
 def test_the_user_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hetero import cpu_threads
+
     _native.set_threads(2)
     assert cpu_threads.lacking_threads() == []
     monkeypatch.setattr(_native, "start_threads", lambda: 1)

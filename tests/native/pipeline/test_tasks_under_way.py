@@ -17,6 +17,7 @@ from tests.support.native.step_tiles import (
 from tests.support.waiting import until
 
 COUNT = 40
+STEPS = 10
 
 
 @pytest.fixture(autouse=True)
@@ -63,7 +64,7 @@ def test_tasks_of_one_tile_come_one_after_the_other() -> None:
     order = [0] * 5 + [1, 0, 1, 1, 2, 0, 3, 2, 2, 0]
     tiles, wanted = Tiles(4, "bf16", "bf16"), Tiles(4, "bf16", "bf16")
     pipeline = pipeline_in_ram()
-    steps = 30
+    steps = 10
     for step in range(1, steps + 1):
         pipeline.submit(tiles.tasks_in_ram(order), hypers(step))
     pipeline.wait_updated()
@@ -121,17 +122,17 @@ def test_an_update_that_fails_ends_after_those_before_it(nth: int) -> None:
 
 def test_close_ends_what_is_under_way_and_begins_no_more() -> None:
     pause = random.Random(0)
-    for _ in range(8):
+    for _ in range(4):
         tiles, wanted = Tiles(COUNT, "bf16", "bf16"), Tiles(COUNT, "bf16", "bf16")
         pipeline = pipeline_in_ram()
-        for step in range(1, 21):
+        for step in range(1, STEPS + 1):
             pipeline.submit(tiles.tasks_in_ram(range(COUNT)), hypers(step))
-        most = pause.randrange(20 * COUNT)
+        most = pause.randrange(STEPS * COUNT)
         until(lambda pipeline=pipeline, most=most: pipeline.stats["tasks"] >= most)
         pipeline.close()
         made = pipeline.stats["tasks"]
-        if made < 20 * COUNT:
-            with pytest.raises(RuntimeError, match=rf"closed before {20 * COUNT - made} submitted"):
+        if (left := STEPS * COUNT - made) > 0:
+            with pytest.raises(RuntimeError, match=rf"closed before {left} submitted"):
                 pipeline.wait_updated()
         steps, rest = divmod(made, COUNT)
         train_in_ram(wanted, steps)

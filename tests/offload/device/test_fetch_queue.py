@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from offload import _native
@@ -329,7 +329,6 @@ def test_a_closed_backend_is_an_error(rig):
     assert r.staged() == 0
 
 
-@settings(max_examples=20)
 @given(data=st.data())
 def test_any_sequence_of_uses(data):
     """Uses, pins, prefetches, drops and faults in any order: the bytes are right or it raises."""
