@@ -134,10 +134,7 @@ class TestSpace:
         self, scratch, directories, monkeypatch
     ):
         scratch.reserve(3 * MIB)
-        self.separate(monkeypatch)
-        monkeypatch.setattr(
-            store, "free_bytes", lambda d: MIB if d == directories[2] else 100 * MIB
-        )
+        self.separate(monkeypatch, directories, 100, 100, 1)
         with pytest.raises(StoreError) as refusal:
             scratch.reserve(30 * MIB)
         assert refusal.value.errno == errno.ENOSPC
@@ -154,9 +151,7 @@ class TestSpace:
         assert any("share a filesystem" in note for note in scratch.notes)
 
     def test_a_full_directory_is_not_used_and_said(self, directories, ledger, monkeypatch):
-        self.separate(monkeypatch)
-        room = dict(zip(directories, (0, 100 * MIB, 100 * MIB), strict=True))
-        monkeypatch.setattr(store, "free_bytes", room.__getitem__)
+        self.separate(monkeypatch, directories, 0, 100, 100)
         before = descriptors()
         scratch = ScratchFile(directories, ledger, Account.OPTIM_STATE)
         scratch.deal(40 * MIB)
@@ -167,8 +162,10 @@ class TestSpace:
         scratch.close()
 
     @staticmethod
-    def separate(monkeypatch) -> None:
-        """Every directory on a filesystem of its own."""
+    def separate(monkeypatch, directories, *free_mib: int) -> None:
+        """Every directory is on a filesystem of its own, which has so many MiB left."""
+        room = {name: mib * MIB for name, mib in zip(directories, free_mib, strict=True)}
+        monkeypatch.setattr(store, "free_bytes", room.__getitem__)
         monkeypatch.setattr(store, "filesystem_of", hash)
 
 
