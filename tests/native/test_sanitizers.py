@@ -76,7 +76,7 @@ SANITIZERS = {
         "or oracle_rounds or too_small_to_be_normal or becomes_its_code_again or written_alone "
         "or rate_zero or unused_rows or small_square or on_a_tie or threads_or_cuts or extremes "
         # A process under the sanitizer has more maps than others have pages.
-        "or first_touch or whole_pages or one_kernel_buffer or (many_tiles and 40) "
+        "or first_touch or whole_pages or one_kernel_buffer "
         # Processes that import torch under the sanitizer, and of which another one is enough.
         "or file_size_limit or sparse_tables or (may_die_after_python and another)",
         options={

@@ -23,6 +23,7 @@ from tests.support.own_process import descriptors
 from tests.support.waiting import until
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("op", ["read", "write"])
 @pytest.mark.parametrize("nth", [0, 4])
 def test_error_at_each_block(engine, tmp_path, op, nth):

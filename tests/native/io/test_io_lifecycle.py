@@ -151,6 +151,7 @@ def test_interpreter_exit_with_transfers_in_flight(kind, tmp_path):
 
 
 @needs_uring
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("setup", ["defer", "coop", "plain"])
 @pytest.mark.parametrize("registered", [False, True])
 def test_every_setup_of_the_ring(tmp_path, monkeypatch, setup, registered):

@@ -58,6 +58,7 @@ def test_what_is_no_map_is_refused(weights, unit):
         _native.StripeMap(weights, unit)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("weights", [[1, 1], [3, 1], [1, 2, 5]])
 def test_blocks_are_cut_between_members_only(engine, tmp_path, weights):
     # Units of a quarter block: neighbours of one member are one transfer, as far as a block goes.
@@ -79,6 +80,7 @@ def test_blocks_are_cut_between_members_only(engine, tmp_path, weights):
     striped.close()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("op", ["read", "write"])
 def test_an_error_names_the_member_and_the_offset_in_it(engine, tmp_path, op):
     size = 8 * 4096

@@ -91,6 +91,7 @@ def test_an_engine_closed_too_early_fails_the_wait(file_tiles: FileTiles) -> Non
     assert pipeline_threads() == []
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("fault", ["read", "write", "update"])
 def test_a_pipeline_that_fails_leaves_another_on_the_engine_and_its_tiles_alone(
     file_tiles: FileTiles, kind: str, fault: str

@@ -44,6 +44,7 @@ def params(tiles: Tiles) -> list[bytes]:
     return [param.tobytes() for param in tiles.params]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("buffers", [2, COUNT])
 def test_many_tiles_in_the_file(file_tiles: FileTiles, buffers: int) -> None:
     tiles = Tiles(COUNT, "bf16", "bf16")
