@@ -81,10 +81,13 @@ def test_what_tensors_view_is_not_given_again() -> None:
 
 def test_shrinking_gives_back_what_is_free_from_the_end() -> None:
     pool, ledger = make(16, room=16)
-    runs = [pool.take(4) for _ in range(4)]
-    for run in runs[1:]:
-        assert run is not None
-        pool.give_back(run)
+    runs = [Run(4 * number, 4) for number in range(4)]
+    assert [pool.take(4) for _ in range(4)] == runs
+    for number in (1, 3):
+        pool.give_back(runs[number])
+    assert pool.shrink(14 * SLOT)
+    assert charged(ledger) == 14
+    pool.give_back(runs[2])
     assert pool.shrink(6 * SLOT)
     assert charged(ledger) == 6
     assert not pool.shrink(SLOT)
