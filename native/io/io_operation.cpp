@@ -15,7 +15,7 @@ std::string describe(const Failure& failure) {
   if (error == EBADMSG) {
     return "the page at offset " + std::to_string(offset) + " of " + *path + what +
            " is not what was written there: its checksum is another one, so a disk, or what is on "
-           "the way to it, has changed it";
+           "the way to it, has changed it, unless that write failed";
   }
   std::string text = kind == IoKind::read ? "read of " : "write of ";
   text += std::to_string(wanted_bytes) + " bytes at offset " + std::to_string(offset) + " of " +

@@ -196,3 +196,13 @@ def test_a_table_that_is_reserved_keeps_what_it_has(checked):
     checked.flip(20 * PAGE)
     with pytest.raises(_native.NativeIoError):
         checked.read(20, 1)
+
+
+def test_a_page_that_was_written_in_vain_is_not_blamed_on_the_disk_alone(checked):
+    """The checksum is that of what was to be there."""
+    checked.engine.inject("write", 0, error=errno.EIO)
+    with pytest.raises(_native.NativeIoError, match="write of"):
+        checked.write(0, 1)
+    os.pwrite(checked.fds[0], bytes(PAGE), 0)  # what a disk that fails has left
+    with pytest.raises(_native.NativeIoError, match="has changed it, unless that write failed"):
+        checked.read(0, 1)
