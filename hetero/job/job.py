@@ -20,6 +20,7 @@ from hetero.job.options import TrainOptions
 from hetero.job.ranks import ALONE, Ranks
 from hetero.job.run_folder import RunFolder
 from hetero.planning.group_plans import Arrangement, arrange
+from hetero.planning.placement import PlacementError
 from hetero.reporting.recorder import Recorder, facts_of
 from hetero.reporting.run_record import RunFacts
 from offload import _native
@@ -131,9 +132,16 @@ def build_in_budgets(
     config = memory_config(options, folder, usual_state_bytes(numel, trained), ranks)
     if options.gradient_checkpointing and config.activation_limit is not None:
         config = replace(config, recompute="all")
-    # A budget that cannot work is refused with the one that can, before anything is built.
+    # A budget that cannot work is refused with the one that can, before anything is built; a
+    # default, which knows of no large embedding and of no ranks' buffers, becomes that one.
     bytes_of = config.host_bytes(), config.disk_bytes(), config.device_bytes
-    arrange_shape(shape, options, config, ranks, *bytes_of)
+    try:
+        arrange_shape(shape, options, config, ranks, *bytes_of)
+    except PlacementError as refusal:
+        if options.host_memory is not None or config.host_memory is None:
+            raise
+        config = replace(config, host_memory=max(bytes_of[0], refusal.smallest_host_bytes))
+        arrange_shape(shape, options, config, ranks, config.host_bytes(), *bytes_of[1:])
     torch.manual_seed(options.seed)
     with hetero.ZeroInitContext(config, mesh=_mesh(options, ranks)):
         model: Any = source.build()

@@ -122,7 +122,8 @@ class TrainOptions:
     )
     host_memory: str | None = option(
         "RAM budget for model state, of each rank, like 600MiB (default: 80 %% of what is free;"
-        " with --policy nvme a third of 16 bytes per parameter of the rank, but at least 256MiB)",
+        " with --policy nvme a third of 16 bytes per parameter of the rank, but at least 256MiB and"
+        " what works)",
         metavar="BYTES",
     )
     device_memory: str | None = option(

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from hetero.cli.main import main
-from hetero.job import loop
+from hetero.job import job, loop
 from hetero.job.job import choose_for_memory
 from hetero.job.options import TrainOptions
 from hetero.job.ranks import ALONE
@@ -272,6 +272,16 @@ def test_bad_input_is_one_line_and_leaves_nothing(
     assert message in err
     assert err.count("\n") == 1
     assert list(Path().iterdir()) == []
+
+
+def test_a_default_that_is_too_small_becomes_what_works(
+    train: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A large embedding, or buffers of ranks, may take more than a third of the state."""
+    monkeypatch.setattr(job, "LEAST_DEFAULT_HOST_BYTES", 4096)
+    monkeypatch.setattr(job, "usual_state_bytes", lambda *_: 0)
+    assert train("--policy nvme --run-dir run --no-save-model") == 0
+    assert 64 << 10 < summary_in("run")["budget_bytes"]["host"] < 4 << 20
 
 
 def test_refusals_leave_no_open_file(train: Run) -> None:
