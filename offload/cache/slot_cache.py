@@ -569,8 +569,9 @@ class SlotCache:
         return BudgetError(
             f"no room for {self._name_of(chunk)}: it needs {run} consecutive slots of "
             f"{format_bytes(slot_bytes)}, and {pinned} of {self._arena.slots} are held by tensors "
-            f"still in use; raise {budget} by {format_bytes(run * slot_bytes)} or hold fewer "
-            f"parameters at once (gathered(), activation checkpointing regions)"
+            f"still in use; raise {budget} by at least {format_bytes(run * slot_bytes)}, or hold "
+            f"fewer parameters at once (gathered(), activation checkpointing regions; the graph of "
+            f"a backward with create_graph=True holds all that it has used)"
         )
 
     def get(self, chunk: int) -> None:

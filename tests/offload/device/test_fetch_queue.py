@@ -248,7 +248,7 @@ def test_who_opens_a_chunk_waits_for_another_thread_s_block(rig):
 def test_no_room_on_the_device_names_its_budget(rig):
     r = rig(1, 1, [1, 1])
     held = r.use(0)
-    with pytest.raises(BudgetError, match="raise device_memory by 8"):
+    with pytest.raises(BudgetError, match="raise device_memory by at least 8"):
         r.use(1)
     del held
     r.use(1)
