@@ -47,7 +47,7 @@ def bytes_of(folder: Path) -> float:
 
 def train_options(model: str, tmp_path: Path, **more: Any) -> TrainOptions:
     return TrainOptions(
-        config=model, data=str(tmp_path / "text"), seq_len=16, batch_size=1, clip=0.0, **more
+        model=model, data=str(tmp_path / "text"), seq_len=16, batch_size=1, clip=0.0, **more
     )
 
 

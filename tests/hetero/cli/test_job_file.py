@@ -182,7 +182,7 @@ def _values(option: dataclasses.Field[object]) -> st.SearchStrategy[object]:
 
 
 OPTIONS = {option.name: option for option in dataclasses.fields(TrainOptions)}
-UNLIKE = ("config", "model", "vocab_size", "recompute")  # which exclude each other
+UNLIKE = ("model", "vocab_size", "recompute")  # which exclude each other
 
 
 @given(st.data())
