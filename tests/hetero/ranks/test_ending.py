@@ -26,7 +26,7 @@ from hetero.ranks.waiting import wait_for_job
 from hetero.runtime import step as steps
 from hetero.setup import initialize as setup
 from tests.support.ranks.rank_training import Experts, Layers, inputs
-from tests.support.ranks.scripts import SOON_S, Ended, Place, ScriptServer
+from tests.support.ranks.scripts import INTERRUPTED, SOON_S, Ended, Place, Scripts
 from tests.support.waiting import until
 
 OPTIONS = {
@@ -338,12 +338,9 @@ def end_without_close(rank: int, place: Place, status: int) -> None:
         optimizer.step()
 
 
-INTERRUPTED = -signal.SIGINT  # by which Python ends a program that Ctrl-C ended
-
-
 @pytest.fixture(scope="module")
-def server() -> Iterator[ScriptServer]:
-    with ScriptServer() as made:
+def server() -> Iterator[Scripts]:
+    with Scripts() as made:
         yield made
 
 
@@ -380,7 +377,7 @@ OTHER_INTERRUPTS = [
 
 
 @pytest.mark.parametrize(("where", "rank", "catches"), INTERRUPTS + OTHER_INTERRUPTS)
-def test_an_interrupt(server: ScriptServer, where: str, rank: int, catches: bool) -> None:
+def test_an_interrupt(server: Scripts, where: str, rank: int, catches: bool) -> None:
     """Of rank 0, which waits at the place, or of rank 1, which is waited for."""
     script = server.run(2, wait_at, where, catches)
     script.heard("waiting")
@@ -419,18 +416,18 @@ class TestBeforeStart:
             pytest.param("block", 1, "the bad rank's own error", marks=pytest.mark.extra),
         ],
     )
-    def test_others_are_told(self, server: ScriptServer, how: str, status: int, told: str) -> None:
+    def test_others_are_told(self, server: Scripts, how: str, status: int, told: str) -> None:
         script = server.run(2, fail_before_start, how)
         assert script.end(1).status == status, script.errors(1)
         check_told(script.end(0), "rank 1", told)
 
-    def test_all_can_try_again(self, server: ScriptServer) -> None:
+    def test_all_can_try_again(self, server: Scripts) -> None:
         script = server.run(2, succeed_after_a_failure)
         for rank in range(2):
             script.heard(f"refused-{rank}")
             assert script.end(rank) == Ended(0, "")
 
-    def test_all_can_try_again_after_one_has_failed(self, server: ScriptServer) -> None:
+    def test_all_can_try_again_after_one_has_failed(self, server: Scripts) -> None:
         script = server.run(2, succeed_after_one_rank_failed)
         for rank in range(2):
             assert script.end(rank) == Ended(0, "")
@@ -447,18 +444,18 @@ class TestWhileConnecting:
             (1, "killed"),  # the second chunk group's
         ],
     )
-    def test_of_a_rank_that_is_killed(self, server: ScriptServer, number: int, how: str) -> None:
+    def test_of_a_rank_that_is_killed(self, server: Scripts, number: int, how: str) -> None:
         script = server.run(2, end_while_connecting, number, how)
         assert script.end(1).status == -signal.SIGKILL
         check_told(script.end(0), "rank 1 is gone")
 
-    def test_of_a_rank_that_fails(self, server: ScriptServer) -> None:
+    def test_of_a_rank_that_fails(self, server: Scripts) -> None:
         script = server.run(2, end_while_connecting, 0, "fails")
         assert script.end(1).status == 1
         check_told(script.end(0), "rank 1", "the bad rank's own error")
 
     @pytest.mark.parametrize("rank", [0, 1])
-    def test_of_a_rank_that_is_interrupted(self, server: ScriptServer, rank: int) -> None:
+    def test_of_a_rank_that_is_interrupted(self, server: Scripts, rank: int) -> None:
         script = server.run(2, end_while_connecting, 0, "interrupted")
         for each in range(2):
             script.heard(f"rank {each} connects 0")
@@ -469,14 +466,14 @@ class TestWhileConnecting:
             check_told(script.end(0), "rank 1", "KeyboardInterrupt")
 
 
-def test_a_rank_that_leaves_early_without_close(server: ScriptServer) -> None:
+def test_a_rank_that_leaves_early_without_close(server: Scripts) -> None:
     script = server.run(2, end_without_close, 7, whole=True)
     check_told(script.end(0), "rank 1", "its program ended")
     assert script.end(1) == Ended(7, "")
 
 
 @pytest.mark.parametrize("how", ["refused", pytest.param("left", marks=pytest.mark.extra)])
-def test_a_program_without_an_engine_ends_without_a_word(server: ScriptServer, how: str) -> None:
+def test_a_program_without_an_engine_ends_without_a_word(server: Scripts, how: str) -> None:
     ended = server.run(1, end_with_a_built_model, how).end(0)
     assert ended.status == (how == "refused"), ended
     assert "Exception ignored" not in ended.errors
@@ -487,7 +484,7 @@ def test_a_program_without_an_engine_ends_without_a_word(server: ScriptServer, h
 @pytest.mark.parametrize(
     "times", [pytest.param(1), pytest.param(30, marks=[pytest.mark.extra, pytest.mark.slow])]
 )
-def test_ranks_that_differ_end_by_exceptions(server: ScriptServer, times: int) -> None:
+def test_ranks_that_differ_end_by_exceptions(server: Scripts, times: int) -> None:
     """(Threads that waited in gloo while the interpreter ended ended the process by SIGABRT.)"""
     for _ in range(times):
         script = server.run(2, differ, whole=True)
@@ -501,7 +498,7 @@ def test_ranks_that_differ_end_by_exceptions(server: ScriptServer, times: int) -
 @pytest.mark.slow
 @pytest.mark.extra
 @pytest.mark.parametrize("seed", range(20))
-def test_interrupts_at_any_time(server: ScriptServer, seed: int) -> None:
+def test_interrupts_at_any_time(server: Scripts, seed: int) -> None:
     chance = random.Random(seed)
     script = server.run(2, train_for_ever)
     for rank in range(2):
