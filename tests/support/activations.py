@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-import hetero
 from hetero.activations.limits import ActivationLimits
 from hetero.activations.store import (
     ActivationStore,
@@ -23,7 +22,7 @@ from hetero.config import Config
 from offload.device.backend import Backend, CpuBackend
 from offload.memory.ledger import Ledger
 from offload.memory.tiers import Account, Tier
-from tests.support.ranks.rank_training import inputs, make
+from tests.support.ranks.rank_training import finish, inputs, make
 
 KIB = 1 << 10
 GENEROUS = 1 << 30
@@ -136,7 +135,5 @@ def steps_of_rank(
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
         optimizer.zero_grad()
-    found += hetero.masters(model.parameters())
     written = optimizer.engine.traffic.activations_written
-    optimizer.engine.close()
-    return found, written
+    return found + finish(model, optimizer), written

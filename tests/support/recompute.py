@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hetero
 from hetero.runtime.recompute.recompute import Forward
+from tests.support.ranks.rank_training import finish
 from tests.support.training.loops import build
 
 
@@ -93,6 +94,4 @@ def recomputing_steps(
             deviations.append(gathers.uses.progress.deviations)
         optimizer.step()
         optimizer.zero_grad()
-    found += hetero.masters(model.parameters())
-    optimizer.engine.close()
-    return found, again, deviations
+    return found + finish(model, optimizer), again, deviations

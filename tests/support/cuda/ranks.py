@@ -20,7 +20,7 @@ from offload.memory.tiers import Tier
 from tests.support.cuda.fake_nccl import FakeNccl
 from tests.support.cuda.watch import Watch
 from tests.support.native.fake_cuda import FakeRuntime
-from tests.support.ranks.rank_training import inputs, make
+from tests.support.ranks.rank_training import finish, inputs, make, train_step
 
 STEPS = 2
 
@@ -156,9 +156,7 @@ def without_other(rank: int, world: int, how: str, where: str, more: dict[str, A
         if rank == 1:
             patches.enter_context(patch.object(FakeNccl, where, lost))
         model, optimizer = make("layers", options, **mesh)
-        model(inputs(rank, 0, 128)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train_step(model, optimizer, inputs(rank, 0, 128))
         begins[0] = True
         told = ""
         try:
@@ -183,9 +181,7 @@ def train_experts(rank: int, world: int, options: dict[str, Any]) -> list[torch.
         hetero.clip_grad_norm_(model.parameters(), 1e-2 if step % 2 else 9.0)
         optimizer.step()
         optimizer.zero_grad()
-    masters = hetero.masters(model.parameters())
-    optimizer.engine.close()
-    return masters
+    return finish(model, optimizer)
 
 
 def train_and_load(
@@ -197,19 +193,13 @@ def train_and_load(
     model, optimizer = make("layers", where | options)
     found = []
 
-    def step(seed: int) -> None:
-        model(inputs(rank, seed, 128)).square().mean().backward()
-        hetero.clip_grad_norm_(model.parameters(), 1e-2)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    step(0)
+    train_step(model, optimizer, inputs(rank, 0, 128), clip=1e-2)
     hetero.save(path, model, optimizer)
     for is_loaded in (False, True):
         if is_loaded:
-            step(2)
+            train_step(model, optimizer, inputs(rank, 2, 128), clip=1e-2)
             hetero.load(path, model, optimizer)
-        step(1)
+        train_step(model, optimizer, inputs(rank, 1, 128), clip=1e-2)
         found.append(hetero.masters(model.parameters()))
     optimizer.engine.close()
     return found
@@ -226,16 +216,11 @@ def train_while_budgets_move(
         budgets = budgets[::-1]
     where: dict[str, Any] = {"chunk_numel": 16384, "rank_timeout_s": 60.0}
     model, optimizer = make("layers", where | options)
-    for step, budget in enumerate(budgets):
+    for number, budget in enumerate(budgets):
         if options["backend"] == "cuda":
             optimizer.engine.set_budget(device_memory=budget)
-        model(inputs(rank, step, 128)).square().mean().backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-2 if step % 2 else 9.0)
-        optimizer.step()
-        optimizer.zero_grad()
-    masters = hetero.masters(model.parameters())
-    optimizer.engine.close()
-    return masters
+        train_step(model, optimizer, inputs(rank, number, 128), clip=1e-2 if number % 2 else 9.0)
+    return finish(model, optimizer)
 
 
 def homes_after_a_move(
@@ -262,13 +247,7 @@ def train_on_gpu(
     given = {"backend": "cuda", "chunk_numel": 16384, "rank_timeout_s": 60.0, "dtype": "bf16"}
     model, optimizer = make("layers", given | options, **replicas_mesh(world, replicas))
     found = []
-    for step in range(STEPS):
-        loss = model(inputs(rank, step, 128).cuda()).square().mean()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3 if step % 2 else 9.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(loss.detach().cpu())
-    found += hetero.masters(model.parameters())
-    optimizer.engine.close()
-    return found
+    for number in range(STEPS):
+        x = inputs(rank, number, 128).cuda()
+        found.append(train_step(model, optimizer, x, clip=1e-3 if number % 2 else 9.0).cpu())
+    return found + finish(model, optimizer)

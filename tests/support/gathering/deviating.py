@@ -15,7 +15,7 @@ import hetero
 from hetero.state.chunk_updates import OwnShards
 from hetero.state.gathering import all_gather
 from hetero.state.gathering.all_gather import Gathering
-from tests.support.ranks.rank_training import inputs, make
+from tests.support.ranks.rank_training import finish, inputs, make, train_step
 
 OPTIONS: dict[str, Any] = {"chunk_numel": 16384, "rank_timeout_s": 30.0}
 STEPS = 4
@@ -65,9 +65,7 @@ def train(
             optimizer.zero_grad()
             reads.append(len(found))
             found.clear()
-    masters = hetero.masters(model.parameters())
-    optimizer.engine.close()
-    return masters, reads
+    return finish(model, optimizer), reads
 
 
 def unreadable_shard(
@@ -84,21 +82,18 @@ def unreadable_shard(
 
     errors: list[str] = []
     with patch.object(OwnShards, "open", open_or_fail):
-        for step in range(STEPS):
-            failing[0] = rank == 1 and step == 2
+        for number in range(STEPS):
+            failing[0] = rank == 1 and number == 2
+            x = inputs(rank, number, 128)
             try:
-                model(inputs(rank, step, 128)).square().mean().backward()
+                train_step(model, optimizer, x)
             except (OSError, hetero.PeerError) as error:
                 errors.append(f"{type(error).__name__}: {error}")
                 failing[0] = False
                 optimizer.zero_grad()
                 dist.barrier()  # so that all have met it
-                model(inputs(rank, step, 128)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    masters = hetero.masters(model.parameters())
-    optimizer.engine.close()
-    return errors, masters
+                train_step(model, optimizer, x)
+    return errors, finish(model, optimizer)
 
 
 def other_gathers(rank: int, world: int) -> str:

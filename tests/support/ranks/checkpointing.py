@@ -17,7 +17,7 @@ import hetero
 from hetero.checkpoint.data_writer import DataWriter
 from hetero.checkpoint.dcp.write import DcpWrite
 from hetero.checkpoint.safetensors_header import read
-from tests.support.ranks.rank_training import BASE
+from tests.support.ranks.rank_training import BASE, told
 from tests.support.training.small_net import Net
 from tests.support.waiting import until
 
@@ -124,21 +124,17 @@ def save_while_one_fails(rank: int, world: int, path: str, dcp: bool) -> tuple[s
     else:
         save(Path(path) / "saved", model, optimizer)
     full = hetero.StoreError(28, "no room", "disk")
-    told = ""
     with ExitStack() as patches:
         if rank == 1:
             patches.enter_context(patch.object(owner, call, side_effect=full))
-        try:
-            save(Path(path) / "saved", model, optimizer)
-        except (hetero.HeteroError, OSError) as error:
-            told = f"{type(error).__name__}: {error}"
+        found = told(lambda: save(Path(path) / "saved", model, optimizer))
     torch.distributed.barrier()
     left = sorted(each.name for each in Path(path).iterdir())
     torch.distributed.barrier()
     steps(rank, model, optimizer, range(1, 2))
     save(Path(path) / "saved", model, optimizer)
     optimizer.engine.close()
-    return told, left
+    return found, left
 
 
 def save_after_one_was_told(rank: int, world: int, path: str) -> list[str]:
@@ -154,15 +150,9 @@ def save_after_one_was_told(rank: int, world: int, path: str) -> list[str]:
     if rank == 0:
         with suppress(hetero.StoreError):
             made.wait()
-    told = []
-    for _ in range(2):
-        try:
-            hetero.save(Path(path) / "saved", model, optimizer)
-            told.append("")
-        except (hetero.HeteroError, OSError) as error:
-            told.append(f"{type(error).__name__}: {error}")
+    found = [told(lambda: hetero.save(Path(path) / "saved", model, optimizer)) for _ in range(2)]
     optimizer.engine.close()
-    return told
+    return found
 
 
 def load_what_one_cannot_read(rank: int, world: int, path: str) -> list[Any]:
@@ -180,19 +170,14 @@ def load_what_one_cannot_read(rank: int, world: int, path: str) -> list[Any]:
         content[header.data_offset + entry.begin] ^= 1
         file.write_bytes(content)
     torch.distributed.barrier()
-    told = []
-    for use in (
-        lambda: hetero.load(Path(path) / "bad", model, optimizer),
-        lambda: steps(rank, model, optimizer, range(1)),
-    ):
-        try:
-            use()
-        except (hetero.HeteroError, OSError) as error:
-            told.append(f"{type(error).__name__}: {error}")
+    found: list[Any] = [
+        told(lambda: hetero.load(Path(path) / "bad", model, optimizer)),
+        told(lambda: steps(rank, model, optimizer, range(1))),
+    ]
     hetero.load(Path(path) / "good", model, optimizer)
-    told.append(all(map(torch.equal, whole(model, optimizer), stored)))
+    found.append(all(map(torch.equal, whole(model, optimizer), stored)))
     optimizer.engine.close()
-    return told
+    return found
 
 
 def die_in_save(rank: int, world: int, path: str) -> str:
@@ -202,23 +187,16 @@ def die_in_save(rank: int, world: int, path: str) -> str:
     hetero.save(Path(path) / "saved", model, optimizer)
     if rank == 1:
         DataWriter.finish = lambda self: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore
-    try:
-        hetero.save(Path(path) / "saved", model, optimizer)
-    except hetero.HeteroError as error:
-        return f"{type(error).__name__}: {error}"
-    return "saved"
+    return told(lambda: hetero.save(Path(path) / "saved", model, optimizer))
 
 
 def save_alone(rank: int, world: int, path: str) -> str:
     """The error of the first rank, whose save the other one does not make."""
     model, optimizer = build(rank, world, path, 0, {**OPTIONS[2], "rank_timeout_s": 3.0})
-    told, found = Path(path) / "told", ""
+    mark, found = Path(path) / "told", ""
     if rank == 0:
-        try:
-            hetero.save(Path(path) / "saved", model, optimizer)
-        except hetero.PeerError as error:
-            found = str(error)
-        told.touch()
-    until(told.exists)
+        found = told(lambda: hetero.save(Path(path) / "saved", model, optimizer))
+        mark.touch()
+    until(mark.exists)
     optimizer.engine.close()
     return found

@@ -12,7 +12,6 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import hetero
 from hetero.ranks.process_groups import init_default_group
+from tests.support.ranks.rank_training import told
 
 OPTIONS: dict[str, Any] = {"dtype": "fp32", "placement_policy": "cpu", "rank_timeout_s": 60.0}
 
@@ -49,14 +49,6 @@ def _train(
         optimizer.zero_grad()
         losses.append(loss.item().hex())
     return losses
-
-
-def _error(call: Callable[[], object]) -> str:
-    try:
-        call()
-    except hetero.HeteroError as error:
-        return f"{type(error).__name__}: {error}"
-    return "none"
 
 
 def plain() -> dict[str, Any]:
@@ -90,8 +82,7 @@ def until_lost(folder: str) -> str:
             _train(model, optimizer, step, step + 1)
             Path(folder, f"{rank}-{step}").touch()
 
-    told = _error(train)
-    Path(folder, f"until_lost-{rank}.json").write_text(json.dumps(told))
+    Path(folder, f"until_lost-{rank}.json").write_text(json.dumps(told(train)))
     os._exit(0)  # the group of the ranks cannot end
 
 
@@ -132,23 +123,23 @@ def checkpoints(shared: str, own: str) -> dict[str, Any]:
 
     save = lambda: hetero.save(f"{own}/a", model, optimizer)  # noqa: E731
     load = lambda: hetero.load(f"{own}/a", model, optimizer)  # noqa: E731
-    found["saved to separate ones"] = _error(save)
+    found["saved to separate ones"] = told(save)
     Path(own, ".a.incomplete").mkdir(exist_ok=True)  # as a crash would leave it
-    found["saved beside leftovers"] = _error(save)
+    found["saved beside leftovers"] = told(save)
     if rank == 0:
         shutil.copytree(shared, f"{own}/a")
     optimizer.engine.world.meet("copying")
-    found["loaded where one sees it"] = _error(load)
+    found["loaded where one sees it"] = told(load)
     if rank == 1:
         shutil.copytree(shared, f"{own}/a")
         Path(own, "a", "rank-0000-of-0002.safetensors").unlink()
     optimizer.engine.world.meet("copying")
-    found["loaded where one sees its own file"] = _error(load)
+    found["loaded where one sees its own file"] = told(load)
     if rank == 1:
         shutil.rmtree(f"{own}/a")
         shutil.copytree(shared, f"{own}/a")
     optimizer.engine.world.meet("copying")
-    found["loaded copies"] = [_error(load), _train(model, optimizer, 2, 4)]
+    found["loaded copies"] = [told(load), _train(model, optimizer, 2, 4)]
     optimizer.engine.close()
     return found
 

@@ -8,29 +8,24 @@ from unittest.mock import patch
 
 import torch
 
-import hetero
 from hetero.chunk_groups.update_tasks import UpdateTasks
 from hetero.chunks.layout import Chunk
 from hetero.runtime.update_schedule import UpdateSchedule
-from tests.support.ranks.rank_training import inputs, make
+from tests.support.ranks.rank_training import finish, inputs, make, train_step
 
 
 def opposite_orders(rank: int, world: int, options: dict[str, Any]) -> list[torch.Tensor]:
     """After each step one rank uses the layers from the first on, the other from the last on."""
     model, optimizer = make("layers", {"chunk_numel": 16384, "rank_timeout_s": 20.0} | options)
     found: list[torch.Tensor] = []
-    for step in range(3):
-        model(inputs(rank, step, 128)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        x = inputs(0, step, 128)
+    for number in range(3):
+        train_step(model, optimizer, inputs(rank, number, 128))
+        x = inputs(0, number, 128)
         numbers = list(range(len(model.layers)))
         with torch.no_grad():
             used = {i: model.layers[i](x) for i in (numbers if rank == 0 else numbers[::-1])}
         found += [used[i] for i in numbers]
-    found += hetero.masters(model.parameters())
-    optimizer.engine.close()
-    return found
+    return found + finish(model, optimizer)
 
 
 def clipped_steps(
@@ -49,9 +44,7 @@ def clipped_steps(
         torch.nn.utils.clip_grad_norm_(model.parameters(), abs(clip))
         optimizer.step()
         optimizer.zero_grad()
-    masters = hetero.masters(model.parameters())
-    optimizer.engine.close()
-    return early, masters
+    return early, finish(model, optimizer)
 
 
 def read_while_submitting(
@@ -88,9 +81,7 @@ def read_while_submitting(
                 thread.join()
             optimizer.step()
             optimizer.zero_grad()
-    masters = hetero.masters(model.parameters())
-    optimizer.engine.close()
-    return saw, masters
+    return saw, finish(model, optimizer)
 
 
 def asked_before_the_update(
@@ -130,9 +121,7 @@ def asked_before_the_update(
     ):
         optimizer.step()
         seen = [layer.weight.detach().clone() for layer in model.layers]
-    masters = hetero.masters(model.parameters())
-    optimizer.engine.close()
-    return seen, masters
+    return seen, finish(model, optimizer)
 
 
 def failed_update(rank: int, world: int, options: dict[str, Any]) -> str:

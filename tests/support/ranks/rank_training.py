@@ -8,6 +8,7 @@ import gc
 import os
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -73,6 +74,35 @@ def inputs(rank: int, step: int, width: int = 64) -> torch.Tensor:
     return torch.randn(4, width, generator=generator)
 
 
+def train_step(
+    model: nn.Module, optimizer: hetero.HybridAdam, *given: Any, clip: float | None = None
+) -> torch.Tensor:
+    """A step on the mean square of what the model makes of `given`, which is returned."""
+    loss = model(*given).square().mean()
+    loss.backward()
+    if clip is not None:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def told(use: Callable[[], object]) -> str:
+    """The class and the text of the error that `use` raises; nothing if it raises none."""
+    try:
+        use()
+    except (hetero.HeteroError, OSError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def finish(model: nn.Module, optimizer: hetero.HybridAdam) -> list[torch.Tensor]:
+    """The masters of a training that ends."""
+    masters = hetero.masters(model.parameters())
+    optimizer.engine.close()
+    return masters
+
+
 def train(
     rank: int,
     world: int,
@@ -126,11 +156,9 @@ def train_with_default_device(
             hetero.clip_grad_norm_(model.parameters(), 1e-3)
             optimizer.step()
             optimizer.zero_grad()
-        found = hetero.masters(list(model.parameters()))
-        optimizer.engine.close()
+        return finish(model, optimizer)
     finally:
         torch.set_default_device(None)
-    return found
 
 
 def traffic(rank: int, world: int, options: dict[str, Any]) -> dict[str, Any]:
@@ -146,12 +174,9 @@ def traffic(rank: int, world: int, options: dict[str, Any]) -> dict[str, Any]:
         dist.barrier()
         return found
 
-    for step in range(4):
+    for number in range(4):
         before = quiet_traffic()
-        loss = model(inputs(rank, step, 128).requires_grad_()).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train_step(model, optimizer, inputs(rank, number, 128).requires_grad_())
         after = quiet_traffic()
         counts.append((after.sent - before.sent, after.received - before.received))
     capacity = engine.layout.slot_count * engine.layout.slot_numel
@@ -229,9 +254,7 @@ def outside(rank: int, world: int, options: dict[str, Any]) -> list[torch.Tensor
     model.register_buffer("seen", torch.full((3,), float(rank)))
     optimizer = hetero.HybridAdam(model.parameters())
     model, optimizer = hetero.initialize(model, optimizer, BASE | options)
-    found = [*hetero.masters(list(model.parameters())), model.seen.clone()]
-    optimizer.engine.close()
-    return found
+    return [*finish(model, optimizer), model.seen.clone()]
 
 
 def one_sided(rank: int, world: int, options: dict[str, Any]) -> dict[str, Any]:
@@ -255,9 +278,7 @@ def one_sided(rank: int, world: int, options: dict[str, Any]) -> dict[str, Any]:
     dist.barrier()
     # And each for another number of tokens.
     found["many"] = model.generate(tokens[:, :4], max_new_tokens=3 + 4 * rank, do_sample=False)
-    found["masters"] = hetero.masters(list(model.parameters()))
-    optimizer.engine.close()
-    return found
+    return found | {"masters": finish(model, optimizer)}
 
 
 def load(rank: int, world: int, options: dict[str, Any], state: Any, optimizer_state: Any) -> Any:
@@ -268,9 +289,7 @@ def load(rank: int, world: int, options: dict[str, Any], state: Any, optimizer_s
     tokens = batches(world)[0]
     model(input_ids=tokens, labels=tokens).loss.backward()
     optimizer.step()
-    found = hetero.masters(list(model.parameters()))
-    optimizer.engine.close()
-    return found
+    return finish(model, optimizer)
 
 
 def modified(rank: int, world: int, options: dict[str, Any], modifier: int) -> Any:
@@ -296,25 +315,18 @@ def two_models(rank: int, world: int, options: dict[str, Any]) -> Any:
         third = Experts(1)
         third_optimizer = hetero.HybridAdam(third.parameters(), lr=1e-2)
         hetero.initialize(third, third_optimizer, BASE | options, process_group=pair)
-    for step in range(2):
-        x = inputs(rank, step)
+    for number in range(2):
+        x = inputs(rank, number)
         made = first(x, 0)
         (second(made, 1).square().mean() + made.mean()).backward()
         first_optimizer.step()
         second_optimizer.step()
-        for optimizer in (first_optimizer, second_optimizer):
-            optimizer.zero_grad()
+        first_optimizer.zero_grad()
+        second_optimizer.zero_grad()
         if third is not None:
-            third(x, 0).square().mean().backward()
-            third_optimizer.step()
-            third_optimizer.zero_grad()
-    models = [m for m in (first, second, third) if m is not None]
-    found = [hetero.masters(list(m.parameters())) for m in models]
-    first_optimizer.engine.close()
-    second_optimizer.engine.close()
-    if third is not None:
-        third_optimizer.engine.close()
-    return found
+            train_step(third, third_optimizer, x, 0)
+    found = [finish(first, first_optimizer), finish(second, second_optimizer)]
+    return found if third is None else [*found, finish(third, third_optimizer)]
 
 
 HANG_TIMEOUT_S = 10.0  # after which the others give up a rank that hangs
@@ -391,8 +403,8 @@ def failing(rank: int, world: int, options: dict[str, Any], how: str, where: str
 
 def different(rank: int, world: int, options: dict[str, Any], what: str) -> str:
     """The error for ranks that do not do the same."""
-    dist.barrier()  # however long a rank took to start
-    try:
+
+    def call() -> None:
         if what == "model":
             torch.manual_seed(0)
             model: nn.Module = Experts(2 + rank)
@@ -411,9 +423,9 @@ def different(rank: int, world: int, options: dict[str, Any], what: str) -> str:
             model, optimizer = make("experts", options)
             if rank == 0:
                 model.load_state_dict(model.state_dict())
-    except hetero.HeteroError as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
+
+    dist.barrier()  # however long a rank took to start
+    return told(call)
 
 
 def refused_step(rank: int, world: int, options: dict[str, Any]) -> list[torch.Tensor]:
@@ -429,9 +441,7 @@ def refused_step(rank: int, world: int, options: dict[str, Any]) -> list[torch.T
         model(inputs(rank, step), 0)
         optimizer.step()
         optimizer.zero_grad()
-    found = hetero.masters(list(model.parameters()))
-    optimizer.engine.close()
-    return found
+    return finish(model, optimizer)
 
 
 def tight_use_order(rank: int, world: int, options: dict[str, Any]) -> dict[str, Any]:
@@ -447,17 +457,10 @@ def tight_use_order(rank: int, world: int, options: dict[str, Any]) -> dict[str,
     smallest = smallest_host_memory(lambda: build(1 << 20))
     model, optimizer = build(smallest)
     model.layers = nn.ModuleList(reversed(model.layers))
-    for step in range(3):
-        model(inputs(rank, step, 128)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    found = {
-        "masters": hetero.masters(list(model.parameters())),
-        "peak": optimizer.engine.ledger.peak_bytes["host"],
-        "smallest": smallest,
-    }
-    optimizer.engine.close()
-    return found
+    for number in range(3):
+        train_step(model, optimizer, inputs(rank, number, 128))
+    peak = optimizer.engine.ledger.peak_bytes["host"]
+    return {"masters": finish(model, optimizer), "peak": peak, "smallest": smallest}
 
 
 def unequal(rank: int, world: int, options: dict[str, Any]) -> list[torch.Tensor]:
@@ -469,9 +472,7 @@ def unequal(rank: int, world: int, options: dict[str, Any]) -> list[torch.Tensor
         hetero.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    found = hetero.masters(list(model.parameters()))
-    optimizer.engine.close()
-    return found
+    return finish(model, optimizer)
 
 
 def zeroing(rank: int, world: int, options: dict[str, Any]) -> list[list[torch.Tensor | None]]:
@@ -507,6 +508,4 @@ def at_smallest(
     smallest = smallest_host_memory(lambda: build(4 * max(numels)))
     model, optimizer = build(smallest)
     peak = optimizer.engine.ledger.peak_bytes["host"]
-    found = smallest, peak, hetero.masters(list(model.parameters()))
-    optimizer.engine.close()
-    return found
+    return smallest, peak, finish(model, optimizer)

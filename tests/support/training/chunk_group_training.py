@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import hetero
-from tests.support.ranks.rank_training import Experts
+from tests.support.ranks.rank_training import Experts, finish
 from tests.support.training.plain_adam import OPTIONS, PlainAdam
 
 STEPS = 5
@@ -198,7 +198,6 @@ def uneven(rank: int, world: int, options: dict[str, Any]) -> list[torch.Tensor]
         **{"placement_policy": "cpu", "keep_fp32": ["experts.0.*"], "rank_timeout_s": 60.0}
         | options,
     )
-    engine = optimizer.engine
     norms = []
     for step in range(STEPS):
         expert = (rank + step) % 4
@@ -209,6 +208,4 @@ def uneven(rank: int, world: int, options: dict[str, Any]) -> list[torch.Tensor]
         norms.append(hetero.clip_grad_norm_(model.parameters(), 0.1))
         optimizer.step()
         optimizer.zero_grad()
-    found = [torch.stack(norms), *hetero.masters(model.parameters())]
-    engine.close()
-    return found
+    return [torch.stack(norms), *finish(model, optimizer)]
