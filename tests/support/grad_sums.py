@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from unittest.mock import patch
 
 import hetero.state.grads
 from hetero.runtime.engine import Engine
@@ -33,15 +34,11 @@ def known_sum(engine: Engine, managed: ManagedParam) -> float:
 def counted_passes() -> Iterator[list[int]]:
     """Inside the block the elements of each separate pass over a gradient are listed."""
     passes: list[int] = []
-    module = hetero.state.grads
-    original = module.sum_of_squares
+    original = hetero.state.grads.sum_of_squares
 
     def counting(dtype: object, address: int, numel: int) -> float:
         passes.append(numel)
         return original(dtype, address, numel)  # type: ignore[arg-type]
 
-    module.sum_of_squares = counting  # type: ignore[assignment]
-    try:
+    with patch.object(hetero.state.grads, "sum_of_squares", counting):
         yield passes
-    finally:
-        module.sum_of_squares = original

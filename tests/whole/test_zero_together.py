@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.support.ranks import rank_training
-from tests.support.ranks.processes import RankPool, run_ranks_to_the_end
+from tests.support.ranks.processes import RankPool
 from tests.support.training.loops import build, same, tiny_gpt2
 
 TIGHT = {"placement_policy": "nvme", "host_memory": "900KiB", "chunk_numel": 16384}
@@ -165,7 +165,8 @@ ALWAYS = (("die", "backward", 3),)
 class TestFailure:
     def check(self, how: str, where: str, options: dict[str, Any], path: Path, world: int) -> None:
         chosen = TIGHT | {"nvme_path": str(path)} if options["zero_stage"] == 3 else {}
-        outcomes = run_ranks_to_the_end(world, rank_training.failing, chosen | options, how, where)
+        with RankPool(world) as ranks:
+            outcomes = ranks.run_to_the_end(rank_training.failing, chosen | options, how, where)
         *others, bad = outcomes
         if how == "die":
             assert bad.failure == "died with exit code 7"

@@ -19,7 +19,8 @@ import hetero
 from hetero import TiledEmbedding, TiledHead
 from hetero.tiling.heads import DeferredLogits
 from tests.support.tiling.live_bytes import LiveBytes
-from tests.support.tiling.tiled_models import TOKENS, joined, qwen2_plain, step, wide_gpt2
+from tests.support.tiling.tiled_models import TOKENS, joined, qwen2_plain, step
+from tests.support.training.loops import tiny_gpt2
 from tests.zoo import pretrained
 
 MODELS: dict[str, Callable[[], Any]] = {
@@ -209,7 +210,7 @@ WEIGHT_BYTES = VOCABULARY * WIDTH * 2  # in bf16
 
 def wide() -> nn.Module:
     """A model that is nothing but its head, for its memory: 8,000 tokens would be less."""
-    model = wide_gpt2(VOCABULARY, WIDTH, 1, LENGTH)
+    model = tiny_gpt2(WIDTH, 1, LENGTH, VOCABULARY)
     # RAM that is left goes to the first parameters: to one that nobody uses.
     children = dict(model._modules)
     model._modules.clear()

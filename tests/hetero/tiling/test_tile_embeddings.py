@@ -12,7 +12,8 @@ from torch import nn
 
 import hetero
 from tests.support.tiling.live_bytes import LiveBytes
-from tests.support.tiling.tiled_models import TOKENS, joined, step, wide_gpt2
+from tests.support.tiling.tiled_models import TOKENS, joined, step
+from tests.support.training.loops import tiny_gpt2
 from tests.zoo import pretrained
 
 pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
@@ -81,7 +82,7 @@ VOCABULARY, WIDTH, LENGTH = 4000, 64, 32
 
 def wide() -> Any:
     """1 MB in fp32, and blocks' matrices of 64 KiB."""
-    return wide_gpt2(VOCABULARY, WIDTH, 2, LENGTH)
+    return tiny_gpt2(WIDTH, 2, LENGTH, VOCABULARY)
 
 
 def trained(

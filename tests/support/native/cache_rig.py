@@ -1,6 +1,5 @@
 """A cache over a real file, for its tests."""
 
-import errno
 import tempfile
 from collections.abc import Callable
 
@@ -13,7 +12,6 @@ from offload.memory.arena import HostArena
 from offload.memory.ledger import Ledger
 from offload.memory.tiers import Account, Tier
 from tests.support.native.scratch_files import read_from, write_to
-from tests.support.waiting import until
 
 SLOT = 8192
 PAGE = 4096
@@ -88,16 +86,6 @@ class Rig:
     def use(self, chunk: int) -> torch.Tensor:
         self.order.note(chunk)
         return self.got(chunk)
-
-    def fail_prefetch(self, chunk: int) -> None:
-        """A prefetch that has failed, unseen. Were its read still queued, what drops it would
-        cancel it, and the error would hit the next read instead."""
-        errors = self.engine.stats["errors"]
-        self.order.note(chunk)
-        self.order.end_step()
-        self.engine.inject("read", 0, error=errno.EIO)
-        self.cache.prefetch(1)
-        until(lambda: self.engine.stats["errors"] > errors, "the prefetch did not fail")
 
     def held(self) -> set[int]:
         return {chunk for chunk in self.extents if self.cache.holds(chunk)}

@@ -81,32 +81,15 @@ def counts() -> Counts:
 # What a device's module has by custom
 
 
-def init() -> None:
-    pass
+def _nothing(device: Any = None) -> None:
+    """There is nothing to do."""
 
 
-def is_available() -> bool:
-    return True
-
-
-def is_initialized() -> bool:
-    return True
-
-
-def _is_in_bad_fork() -> bool:
-    return False
-
-
-def device_count() -> int:
-    return 1
-
-
-def current_device() -> int:
-    return 0
-
-
-def synchronize(device: Any = None) -> None:
-    pass
+init = synchronize = empty_cache = _nothing
+is_available = is_initialized = lambda: True
+_is_in_bad_fork = is_current_stream_capturing = lambda: False
+device_count = lambda: 1  # noqa: E731
+current_device = lambda: 0  # noqa: E731
 
 
 def get_amp_supported_dtype() -> list[torch.dtype]:
@@ -145,10 +128,6 @@ def Event(blocking: bool) -> torch.Event:
     return torch.Event(NAME)
 
 
-def is_current_stream_capturing() -> bool:
-    return False
-
-
 def mem_get_info(device: Any = None) -> tuple[int, int]:
     return TOTAL - counts().allocated, TOTAL
 
@@ -166,10 +145,6 @@ def max_memory_reserved(device: Any = None) -> int:
 
 def reset_peak_memory_stats(device: Any = None) -> None:
     torch.ops.hetero_test.reset_peak()
-
-
-def empty_cache() -> None:
-    pass
 
 
 # The same device for hetero

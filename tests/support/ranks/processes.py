@@ -26,7 +26,6 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -106,17 +105,6 @@ class Outcome:
     failure: str | None = None
 
 
-def run_ranks_to_the_end(
-    world: int, function: Callable[..., Any], *args: Any, timeout_s: float = _TIMEOUT_S
-) -> list[Outcome]:
-    """As run_ranks(), but a rank's failure is an outcome, and the others go on until their own.
-
-    Raises RankFailure for ranks that still run after `timeout_s`.
-    """
-    with RankPool(world) as pool:
-        return pool.run_to_the_end(function, *args, timeout_s=timeout_s)
-
-
 class Processes:
     """Ranks that have been started, the first ones; pools of several sizes may share them."""
 
@@ -171,12 +159,7 @@ class RankPool:
     def __enter__(self) -> RankPool:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def run(
@@ -189,7 +172,10 @@ class RankPool:
     def run_to_the_end(
         self, function: Callable[..., Any], *args: Any, timeout_s: float = _TIMEOUT_S
     ) -> list[Outcome]:
-        """One call, as run_ranks_to_the_end() describes it."""
+        """One call, of which a rank's failure is an outcome, and the others go on until their own.
+
+        Raises RankFailure for ranks that still run after `timeout_s`.
+        """
         outcomes = self._outcomes(function, args, timeout_s, None)
         if any(outcome.failure is not None for outcome in outcomes):
             self.close()

@@ -40,14 +40,6 @@ def qwen2_plain() -> nn.Module:
     return hf.Qwen2ForCausalLM(config)
 
 
-def wide_gpt2(vocabulary: int, width: int, layers: int, positions: int) -> hf.GPT2LMHeadModel:
-    """A model that is hardly more than its embedding, without dropout."""
-    dropouts = dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), 0.0)
-    sizes = {"n_embd": width, "n_layer": layers, "n_head": 2, "n_positions": positions}
-    ids = {"bos_token_id": 0, "eos_token_id": 0}
-    return hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=vocabulary, **sizes, **dropouts, **ids))
-
-
 def qwen2() -> nn.Module:
     model = qwen2_plain()
     tile_heads(model, tile_tokens=24)

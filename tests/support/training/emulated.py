@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,6 @@ PLACES: dict[str, dict[str, Any]] = {
     "auto-all-on-device": {"placement_policy": "auto", "device_memory": LARGE},
     "all-on-device": {"placement_policy": "cuda", "device_memory": LARGE},
 }
-REFERENCES: dict[Any, Run] = {}
 
 
 def emulated(path: Path, settings: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -44,13 +44,11 @@ def trained(model: torch.nn.Module, optimizer: hetero.HybridAdam, accumulate: in
     return train(model, optimizer, data(accumulate), accumulate, clip=1.0)
 
 
+@cache
 def reference(dtype: str, accumulate: int = 1) -> Run:
     """The same training in RAM."""
-    key = dtype, accumulate
-    if key not in REFERENCES:
-        built = build(placement_policy="cpu", dtype=dtype, initial_loss_scale=256.0)
-        REFERENCES[key] = trained(*built, accumulate)
-    return REFERENCES[key]
+    built = build(placement_policy="cpu", dtype=dtype, initial_loss_scale=256.0)
+    return trained(*built, accumulate)
 
 
 def assert_same_bits(

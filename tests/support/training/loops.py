@@ -28,8 +28,10 @@ SMALLEST_MODEL = {
 }
 
 
-def tiny_gpt2(n_embd: int = 64, n_layer: int = 3) -> GPT2LMHeadModel:
-    """A GPT-2 of about 0.2 M parameters, tied, without dropout."""
+def tiny_gpt2(
+    n_embd: int = 64, n_layer: int = 3, n_positions: int = 32, vocab_size: int = VOCABULARY
+) -> GPT2LMHeadModel:
+    """A GPT-2, of about 0.2 M parameters unless another size is given, tied, without dropout."""
     from transformers import GPT2Config, GPT2LMHeadModel  # tests of a GPU do without
 
     return GPT2LMHeadModel(
@@ -37,8 +39,8 @@ def tiny_gpt2(n_embd: int = 64, n_layer: int = 3) -> GPT2LMHeadModel:
             n_embd=n_embd,
             n_layer=n_layer,
             n_head=2,
-            n_positions=32,
-            vocab_size=VOCABULARY,
+            n_positions=n_positions,
+            vocab_size=vocab_size,
             bos_token_id=0,
             eos_token_id=0,
             resid_pdrop=0.0,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -83,17 +83,12 @@ def start(path: Path | None, rule: str = "adamw", accumulate: int = 1, **options
     return Training(*hetero.initialize(model, optimizer), accumulate)
 
 
-REFERENCES: dict[Any, list[torch.Tensor]] = {}
-
-
+@cache
 def reference(rule: str = "adamw", accumulate: int = 1, **options: Any) -> list[torch.Tensor]:
     """The same training in RAM."""
-    key = rule, accumulate, *options.items()
-    if key not in REFERENCES:
-        plain: dict[str, Any] = {"backend": "cpu", "placement_policy": "cpu"}
-        plain |= {"device_memory": None, **options}
-        REFERENCES[key] = start(None, rule, accumulate, **plain).finish()
-    return REFERENCES[key]
+    plain: dict[str, Any] = {"backend": "cpu", "placement_policy": "cpu"}
+    plain |= {"device_memory": None, **options}
+    return start(None, rule, accumulate, **plain).finish()
 
 
 def check_budgets(engine: hetero.Engine) -> None:

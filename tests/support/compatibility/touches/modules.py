@@ -11,9 +11,10 @@ from torch.nn.utils import parametrizations, parametrize, prune
 
 from tests.support.compatibility.touch import Case, Net, Section, ballast, changed
 from tests.support.late import late
+from tests.support.training.loops import tiny_gpt2
 
 MODULES = Section("Modules")
-peft, transformers = late("peft"), late("transformers")
+peft = late("peft")
 
 
 def convert(name: str, how: Callable[[nn.Module], object]) -> None:
@@ -191,20 +192,8 @@ class Language(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        config = transformers.GPT2Config(
-            vocab_size=101,
-            bos_token_id=0,
-            eos_token_id=0,
-            n_embd=32,
-            n_layer=1,
-            n_head=2,
-            n_positions=16,
-            attn_pdrop=0.0,
-            embd_pdrop=0.0,
-            resid_pdrop=0.0,
-        )
         self.ballast = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(8))
-        self.lm = transformers.GPT2LMHeadModel(config)
+        self.lm = tiny_gpt2(32, 1, n_positions=16, vocab_size=101)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         tokens = (x[:, :16].abs() * 30).long().clamp(max=100)
