@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
 from tests.zoo.case import WIDTH, Case, Where, ballasted, mean_square, tokens, vectors
@@ -268,64 +267,6 @@ class Attention(nn.Module):
         return self.cross(x, x, x, need_weights=False)[0]
 
 
-class Parametrized(nn.Module):
-    """Weights that are computed from parameters whenever they are read."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.normed = parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))
-        self.spectral = parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))
-        self.symmetric = nn.Linear(WIDTH, WIDTH)
-        parametrize.register_parametrization(self.symmetric, "weight", Symmetric())
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = torch.tanh(self.spectral(self.normed(x)))
-        with parametrize.cached():
-            return self.symmetric(x) + x @ self.symmetric.weight
-
-
-class Symmetric(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.triu() + x.triu(1).transpose(-1, -2)
-
-
-class OldWeightNorm(nn.Module):
-    """The older hooks: the weight is an attribute that a pre-forward hook sets."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.normed = nn.utils.weight_norm(nn.Linear(WIDTH, WIDTH))
-        self.block = Block()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.normed(self.block(x))
-
-
-class Square(torch.autograd.Function):
-    """A user's own backward, over saved parameters."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        return (x @ weight) ** 2
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        x, weight = ctx.saved_tensors
-        inner = 2 * (x @ weight) * grad
-        return inner @ weight.t(), x.flatten(0, -2).t() @ inner.flatten(0, -2)
-
-
-class OwnFunction(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 6)
-        self.block = Block()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return Square.apply(self.block(x), self.weight)
-
-
 class Checkpointed(nn.Module):
     """Blocks computed again in backward, with dropout, nested if `nested`."""
 
@@ -353,24 +294,6 @@ class Checkpointed(nn.Module):
         for first in (0, 2):
             x = checkpoint(pair(first), x, use_reentrant=self.reentrant)
         return x
-
-
-class Penalty(nn.Module):
-    """A penalty on the gradient by the input: a gradient of a gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(WIDTH, 300), nn.Tanh(), nn.Linear(300, 1))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.net(x)
-
-
-def penalty_loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    x = x.requires_grad_()
-    y = model(x)
-    (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-    return y.float().mean() + (slope.float().norm(dim=-1) - 1).square().mean()
 
 
 class Outside(nn.Module):
@@ -461,9 +384,6 @@ _CASES = [
     Case("embeddings", Embeddings, tokens, mean_square),
     Case("recurrent", Recurrent, vectors, mean_square),
     Case("attention", Attention, vectors, mean_square),
-    Case("parametrized", Parametrized, vectors, mean_square, dtypes=("fp32",)),
-    Case("old-weight-norm", OldWeightNorm, vectors, mean_square),
-    Case("own-function", OwnFunction, vectors, mean_square),
     Case("checkpoint", lambda: Checkpointed(False), vectors, mean_square),
     Case("checkpoint-reentrant", lambda: Checkpointed(True), vectors, mean_square),
     Case("checkpoint-nested", lambda: Checkpointed(False, True), vectors, mean_square),
@@ -473,7 +393,6 @@ _CASES = [
         vectors,
         mean_square,
     ),
-    Case("gradient-penalty", Penalty, vectors, penalty_loss),
     Case("other-methods", Outside, vectors, outside_loss),
     Case("functional", Functional, vectors, mean_square),
     Case("in-place", InPlace, vectors, mean_square),

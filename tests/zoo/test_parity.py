@@ -28,7 +28,6 @@ from tests.zoo.runs import (
 POLICIES = ("nvme", "cpu", "auto")
 pytestmark = [
     pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning"),
-    pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning"),
     pytest.mark.filterwarnings("ignore:.*checkpointing.*is deprecated:FutureWarning:transformers"),
 ]
 

@@ -33,8 +33,7 @@ ALWAYS = {
 # that initialize() asks for, buckets run out.
 OUT_OF_ORDER = {
     *("bare", "checkpoint", "checkpoint-nested", "embeddings", "large", "llama"),
-    *("mamba", "mixtral", "odd", "old-weight-norm", "opt", "own-function", "parametrized"),
-    *("recurrent", "returned-bias", "structured", "t5", "vit"),
+    *("mamba", "mixtral", "odd", "opt", "recurrent", "returned-bias", "structured", "t5", "vit"),
 }
 # Tested in the least RAM by tests of their own; one gathered copy is too few for `functional`.
 NOT_IN_LEAST_MEMORY = OUT_OF_ORDER | {"routed", "functional"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -67,29 +66,18 @@ def test_embeddings_that_renormalise_their_weight_in_forward(build: Build) -> No
     optimizer.engine.close()
 
 
-def test_integer_parameters_in_the_optimizer(build: Build) -> None:
-    model, optimizer = build(WithIndices)
+@pytest.mark.parametrize("trained", [True, False], ids=["outside", "in-the-optimizer"])
+def test_integer_parameters(build: Build, trained: bool) -> None:
+    model, optimizer = build(WithIndices, trained=trained)
     model(vectors(Where(0))).sum().backward()
+    hetero.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
+    assert len(hetero.masters(model.parameters())) == len(list(model.parameters()))
     optimizer.engine.close()
-
-
-def test_integer_parameters_outside_the_optimizer(build: Build) -> None:
-    model, optimizer = build(WithIndices, trained=True)
-    try:
-        model(vectors(Where(0))).sum().backward()
-        hetero.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        assert len(hetero.masters(model.parameters())) == len(list(model.parameters()))
-    finally:
-        optimizer.engine.close()
-        gc.collect()
 
 
 def test_batch_normalisation_in_bf16(build: Build) -> None:
     model, optimizer = build(Normed, dtype="bf16")
-    try:
-        model(images(Where(0))).sum().backward()
-        optimizer.step()
-    finally:
-        optimizer.engine.close()
+    model(images(Where(0))).sum().backward()
+    optimizer.step()
+    optimizer.engine.close()
