@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.autograd.graph import save_on_cpu
 
 import hetero
 from hetero.activations.store import ActivationStore
@@ -128,18 +126,6 @@ def test_placement_leaves_the_share_out(tmp_path: Path) -> None:
         )
 
 
-def test_without_nvme(tmp_path: Path) -> None:
-    model, optimizer = build(placement_policy="cpu", activation_memory="300KiB")
-    tokens = batches(1)[0]
-    with pytest.raises(BudgetError, match="activation_memory, 300.0 KiB .*give nvme_path"):
-        model(input_ids=tokens, labels=tokens)
-    gc.collect()
-    assert len(store_of(optimizer.engine)) == 0
-    with torch.no_grad():
-        model(input_ids=tokens)
-    optimizer.engine.close()
-
-
 def test_the_block_has_the_loss_too(tmp_path: Path) -> None:
     losses = []
     for in_block in (False, True):
@@ -172,22 +158,6 @@ def test_the_block_needs_the_option(tmp_path: Path) -> None:
     model, optimizer = build(placement_policy="cpu")
     with pytest.raises(ValueError, match="activation_memory"), hetero.offload_activations(model):
         pass
-    optimizer.engine.close()
-
-
-def test_save_on_cpu_around_the_forward(tmp_path: Path) -> None:
-    """Its hooks have what is no view of a parameter, as the user wants it."""
-    model, optimizer = made(tmp_path, {"placement_policy": "nvme", "host_memory": "2MiB"})
-    run = Run()
-    for tokens in batches(4):
-        with save_on_cpu():
-            loss = model(input_ids=tokens, labels=tokens).loss
-        optimizer.backward(loss)
-        run.losses.append(loss.item())
-        hetero.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-    assert run.losses == reference().losses
     optimizer.engine.close()
 
 

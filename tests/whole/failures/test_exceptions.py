@@ -107,7 +107,7 @@ def test_fp16_overflow_skips_the_step(tmp_path: Path) -> None:
         placement_policy="nvme",
         dtype="fp16",
         nvme_path=str(tmp_path),
-        initial_loss_scale=2.0**40,
+        initial_loss_scale=2.0**28,
         loss_scale_window=2,
     )
     before = hetero.masters(model.parameters())
@@ -119,8 +119,8 @@ def test_fp16_overflow_skips_the_step(tmp_path: Path) -> None:
         optimizer.zero_grad()
         if scale.good_steps == 0:
             assert all(map(torch.equal, hetero.masters(model.parameters()), before))
-    assert scale.skipped_steps > 10
-    assert scale.value == 2.0 ** (40 - scale.skipped_steps)
+    assert scale.skipped_steps > 2
+    assert scale.value == 2.0 ** (28 - scale.skipped_steps)
     assert not all(map(torch.equal, hetero.masters(model.parameters()), before))
     states = optimizer.state_dict()["state"]
     assert {state["step"].item() for state in states.values()} == {1.0}
