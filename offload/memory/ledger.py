@@ -72,10 +72,10 @@ class Ledger:
         """From now on `tier` has `nbytes`. Raises BudgetError, with nothing changed, if more are in
         use."""
         with self._lock:
-            if self._in_use[tier] > nbytes:
+            if (excess := self._in_use[tier] - nbytes) > 0:
                 raise BudgetError(
-                    f"the {tier.value} budget cannot become {format_bytes(nbytes)}: "
-                    f"{format_bytes(self._in_use[tier])} are in use"
+                    f"the {tier.value} budget cannot become {format_bytes(nbytes)}: {excess} bytes "
+                    f"more are in use"
                 )
             self._budgets[tier] = nbytes
             largest = self._largest_budgets[tier]

@@ -216,7 +216,7 @@ class Counter:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.count = state["count"]
         if self.count % 2:
-            raise RuntimeError("odd")
+            raise KeyError("odd")
 
 
 @pytest.mark.parametrize("durable", [False, True])
@@ -237,7 +237,7 @@ def test_an_object_that_refuses_its_state_changes_nothing(durable: bool, tmp_pat
     before, drawn = whole(model, optimizer), torch.get_rng_state()
     extra = {"first": Counter(4), "second": Counter(6)}
     with pytest.raises(
-        hetero.CheckpointError, match=r"extra\['second'\], a Counter, does not take"
+        hetero.CheckpointError, match=r"extra\['second'\], a Counter, does not take .*KeyError"
     ):
         if durable:
             hetero.resume(model, extra=extra)

@@ -44,7 +44,7 @@ class AnyChanges(RuleBasedStateMachine):
         self.kept: list[torch.Tensor] | None = None
         self.values: dict[str, torch.Tensor] = {}  # of `kept`
         self.made = 0
-        self.looked_at = True
+        self.commit(blocking=True)  # so that the first change may be of what a commit has
 
     def teardown(self) -> None:
         """A start from what a crash would leave now has what was committed last."""

@@ -17,14 +17,12 @@ import torch
 from torch import nn
 
 import hetero
-from hetero.durable import record as format_
 from hetero.durable import state_folder
-from hetero.durable.record import Record, StoredGroup, read_record
+from hetero.durable.record import Record, read_record
 from offload._native import NativeIoError
 from offload.memory.tiers import StateKind
-from tests.support.checkpoint.small_trainings import PLACES, build, steps, whole
+from tests.support.checkpoint.small_trainings import PLACES, build, steps
 from tests.support.children import child_that_waits
-from tests.support.training.loops import same
 from tests.support.training.small_net import Net
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -147,41 +145,10 @@ def test_a_data_file_that_was_cut_off_or_is_missing(state: Path) -> None:
     assert goes_on(state.parent) is not None
 
 
-def test_a_commit_that_was_cut_off_gives_way_to_the_one_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """As a crash leaves it: the first copy is half written. stderr and resume() say so."""
-    options = {**OPTIONS, "commit_every": 0}
-    model, optimizer = build(options, tmp_path)
-    for seed in range(3):
-        steps(model, optimizer, range(seed, seed + 1))
-        hetero.commit(model, blocking=True)
-    wanted = whole(model, optimizer)
-    steps(model, optimizer, range(3, 4))
-
-    def crash(record: Record, checksums: Callable[[StoredGroup], Any], descriptor: int) -> None:
-        os.pwrite(descriptor, bytes(100), 4096)
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr(format_, "write", crash)
-    with pytest.raises(hetero.StoreError):
-        hetero.commit(model, blocking=True)
-    monkeypatch.undo()
-    optimizer.engine.close()
-    model, optimizer = build(options, tmp_path, seed=7)
-    last = hetero.resume(model)
-    assert last is not None
-    assert last.step == 3
-    assert same(whole(model, optimizer), wanted)
-    (note,) = last.notes
-    assert "commit-0" in note
-    assert f"hetero: {note}" in capsys.readouterr().err
-    optimizer.engine.close()
-
-
-def test_damage_of_one_file_costs_nothing(state: Path) -> None:
+def test_damage_of_one_file_costs_nothing(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of either copy of the record and of what says which set it is; after the first commit of a
-    start, too. (test_state_folder.py has all kinds of damage, and that of both copies.)"""
+    start, too. (test_state_folder.py has all kinds of damage, and that of both copies;
+    test_power_loss.py has records that are half written.)"""
     assert goes_on(state.parent) is not None
     for path in [path for path in sorted(state.iterdir()) if path.suffix != ".data"]:
         if path.name == "lock":
@@ -195,6 +162,7 @@ def test_damage_of_one_file_costs_nothing(state: Path) -> None:
         assert found is not None
         assert found.step == 3
         assert path.name in " ".join(found.notes)
+        assert f"hetero: {found.notes[0]}" in capsys.readouterr().err
         shutil.rmtree(copy)
 
 

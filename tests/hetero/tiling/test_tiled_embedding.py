@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-import hetero
 from hetero import TiledEmbedding
 
 ROWS, WIDTH = 300, 24
@@ -87,19 +85,3 @@ def test_from_a_frozen_embedding() -> None:
     assert not tiled.training
     assert not any(param.requires_grad for param in tiled.parameters())
     assert torch.equal(tiled.weight, plain.weight)
-
-
-def test_from_an_embedding_that_is_larger_than_the_budget(tmp_path: Path) -> None:
-    """9.6 MiB of fp32, which are never in memory together, in a budget of 4.5 MiB."""
-    rows, width = 40_000, 63
-    torch.manual_seed(0)
-    plain = nn.Embedding(rows, width)
-    torch.manual_seed(0)
-    with hetero.ZeroInitContext(
-        placement_policy="nvme", nvme_path=str(tmp_path), host_memory="4608KiB", dtype="fp32"
-    ) as context:
-        tiled = TiledEmbedding(nn.Embedding(rows, width), 1024)
-    assert context.construction.ledger.peak_bytes["host"] <= 4608 << 10
-    model, optimizer = hetero.initialize(tiled, hetero.HybridAdam(tiled.parameters()))
-    assert torch.equal(torch.cat(hetero.masters(model.parameters())), plain.weight)
-    optimizer.engine.close()

@@ -77,7 +77,7 @@ class TestRoom:
         with pytest.raises(BudgetError) as refusal:
             r.got(3)
         message = str(refusal.value)
-        for fact in ("chunk 3", "2 consecutive slots of 8.0 KiB", "2 of 3", "by 16.0 KiB"):
+        for fact in ("chunk 3", "2 consecutive slots of 8.0 KiB", "2 of 3", "by at least 16.0 KiB"):
             assert fact in message
         pins.clear()
         assert torch.equal(r.got(3), pattern(r.extents[3].nbytes, 3))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn import utils
 
 from tests.support.training.small_net import (
     EMULATED,
@@ -20,12 +21,27 @@ from tests.support.training.small_net import (
     managed,
     plain,
     train,
+    without_grad,
 )
 
 pytestmark = [
     pytest.mark.usefixtures("nothing_left"),
     pytest.mark.parametrize("settings", [*SETTINGS, EMULATED]),
 ]
+
+
+def test_reads_of_more_than_there_is_room_for(settings: Settings, tmp_path: Path) -> None:
+    """Of what does not fit in slots together copies are made, one after the other."""
+    model, optimizer = managed(settings, tmp_path)
+    expected, _ = plain()
+    for read in (
+        lambda net: without_grad(utils.parameters_to_vector, net.parameters()),
+        lambda net: torch.cat([net.first.weight, net.last.weight] * 3).detach(),
+        lambda net: type(net.last.weight)(net.last.weight.data.clone()).detach(),
+    ):
+        torch.testing.assert_close(read(model), read(expected), rtol=1e-5, atol=1e-6)
+        assert_nothing_is_used(optimizer)
+    optimizer.engine.close()
 
 
 def test_a_parameter_that_changed_after_its_use_is_stale(
