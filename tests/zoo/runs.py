@@ -18,7 +18,9 @@ from tests.support.training.plain_adam import OPTIONS, PlainAdam
 from tests.support.training.smallest import smallest_host_memory
 from tests.zoo.case import Case, Where
 
-STEPS = 2  # of which the first one records in which order chunks are used
+# The first one records in which order chunks are used, the second one has updates that begin in
+# backward, and the third one sees what they made.
+STEPS = 3
 SLOT_NUMEL = 4096
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
