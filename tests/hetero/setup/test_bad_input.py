@@ -83,6 +83,23 @@ def test_unmanaged_parameters() -> None:
         hetero.clip_grad_norm_(linear.parameters(), 1.0)
 
 
+def test_use_after_close(tmp_path: Path) -> None:
+    """A second close() does nothing. (The page of touches has the uses of parameters.)"""
+    model, optimizer = build(placement_policy="nvme", nvme_path=str(tmp_path), host_memory="400KiB")
+    optimizer.engine.close()
+    optimizer.engine.close()
+    tokens = batches(1)[0]
+    with pytest.raises(hetero.ClosedError, match="closed"):
+        model(input_ids=tokens)
+    with pytest.raises(hetero.ClosedError):
+        model.transformer(input_ids=tokens)
+    with pytest.raises(hetero.ClosedError):
+        optimizer.step()
+    with pytest.raises(hetero.ClosedError), hetero.gathered(model.parameters()):
+        pass
+    assert set(optimizer.engine.ledger.in_use_bytes.values()) == {0}
+
+
 def test_refused_budget_leaves_a_model_that_can_be_tried_again() -> None:
     torch.manual_seed(0)
     model = tiny_gpt2()
