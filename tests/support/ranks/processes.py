@@ -21,7 +21,6 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess
@@ -71,10 +70,36 @@ def run_ranks(
 def run_forked(function: Callable[..., Any], *args: Any, timeout_s: float = _TIMEOUT_S) -> Any:
     """function(*args) on a process that has imported much, and done nothing: no rank.
 
-    Raises what the function raises, and TimeoutError.
+    Raises what the function raises, RuntimeError if the process ends without a word, and
+    TimeoutError. (An executor's queues have semaphores, which outlive a worker that is ended.)
     """
-    with ProcessPoolExecutor(1, mp_context=_context()) as pool:
-        return pool.submit(function, *args).result(timeout_s)
+    ours, theirs = _context().Pipe(duplex=False)
+    process = forked(_tell, theirs, function, args)
+    theirs.close()
+    try:
+        if not ours.poll(timeout_s):
+            raise TimeoutError(f"{function.__name__}() took more than {timeout_s:g} s")
+        found, failure, stack = pickle.loads(ours.recv_bytes())
+    except EOFError:
+        process.join()
+        status = process.exitcode
+        raise RuntimeError(f"the process of {function.__name__}() ended: {status}") from None
+    finally:
+        process.kill()
+        process.join()
+        ours.close()
+    if failure is not None:
+        raise failure from RuntimeError(f"in the process:\n{stack}")
+    return found
+
+
+def _tell(connection: Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    """Sends what the function returns, or what it raises with its stack."""
+    try:
+        told = pickle.dumps((function(*args), None, ""))
+    except BaseException as error:
+        told = pickle.dumps((None, error, traceback.format_exc()))
+    connection.send_bytes(told)
 
 
 def forked(function: Callable[..., Any], *args: Any) -> ForkServerProcess:
