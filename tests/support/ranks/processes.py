@@ -104,9 +104,19 @@ def _tell(connection: Connection, function: Callable[..., Any], args: tuple[Any,
 
 def forked(function: Callable[..., Any], *args: Any) -> ForkServerProcess:
     """Such a process that has begun with function(*args)."""
-    process = _context().Process(target=function, args=args)
+    process = _context().Process(target=_begin, args=(function, *args))
     process.start()
     return process
+
+
+def _begin(function: Callable[..., Any], *args: Any) -> None:
+    """function(*args) in a new process, whose own ones are started as Python does.
+
+    As this one was started, locks between processes would have names, which outlive a process that
+    is killed: tqdm makes one for each bar.
+    """
+    multiprocessing.set_start_method(None, force=True)
+    function(*args)
 
 
 def _context() -> ForkServerContext:
@@ -146,7 +156,8 @@ class Processes:
         for rank in range(len(self._ranks), count):
             ours, theirs = context.Pipe()
             stacks = self._folder / f"stacks-{rank}"
-            process = context.Process(target=_serve, args=(rank, theirs, stacks), daemon=True)
+            given = (_serve, rank, theirs, stacks)
+            process = context.Process(target=_begin, args=given, daemon=True)
             process.start()
             # Only the child has its end now, so that its death is an end of file here.
             theirs.close()

@@ -17,7 +17,6 @@ import contextlib
 import fcntl
 import gc
 import json
-import multiprocessing
 import os
 import runpy
 import signal
@@ -120,7 +119,6 @@ def _become(files: list[Any], given: bytes) -> None:
     os.chdir(folder)
     sys.executable = program
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    multiprocessing.set_start_method(None, force=True)  # that of Python, not of this process
     gc.freeze()
     while arguments[0].startswith("-") and arguments[0] not in ("-c", "-m"):
         del arguments[0]  # of how Python starts
