@@ -7,7 +7,7 @@
 //
 // States in 8 bits have no bit to spare. There (Carrier::remainder) w with remainder 0x8000 has
 // carry 0: of the two such w that round to p the one below p, on a tie that goes up, is moved away
-// from zero by one unit in its last place (without_tie()). So the carry is 1 where the remainder is
+// from zero by one unit in its last place. So the carry is 1 where the remainder is
 // above 0x8000, and p is the rounding of w as ever.
 //
 // Whoever writes p alone, as user code does through `param.data`, keeps remainder and carry: w is
@@ -24,40 +24,44 @@
 
 namespace hetero {
 
-template <class V>
+template <class V, Carrier carrier>
 struct SplitMaster {
+  static constexpr bool in_remainder = carrier == Carrier::remainder;
+
   typename V::U param, remainder, carry;  // in the low bits of each lane
 
   static SplitMaster of(typename V::F master) {
-    const auto bits = V::if_nan(master, V::set_bits(0x7fc00000), V::bits(master));
+    auto bits = V::if_nan(master, V::set_bits(0x7fc00000), V::bits(master));
+    if constexpr (in_remainder) bits = (bits & 0x1ffffU) == kTieUp ? bits + 1U : bits;
     const auto upper = bits >> 16;
     const auto param = rounded(bits, upper);
     return {param, bits, param - upper};  // (storing takes the low half of `bits`)
   }
 
-  // The master itself, or the next one where it is a tie that rounds up.
-  static typename V::F without_tie(typename V::F master) {
-    const auto bits = V::bits(master);
-    const auto tie = (bits & 0x1ffffU) == 0x18000U ? V::set_bits(1) : V::set_bits(0);
-    return V::from_bits(bits + tie);
-  }
-
-  // Of a master that without_tie() gave.
-  static typename V::U carry_of(typename V::U remainder) { return (0x7fffU + remainder) >> 16; }
-
+  // `carry` is not used if the remainder says it.
   static typename V::F join(typename V::U param, typename V::U remainder, typename V::U carry) {
-    const auto upper = param - carry;
-    const auto bits = (upper << 16) | remainder;
     const auto alone = param << 16;
-    const auto is_rounding = rounded(bits, upper) == param;
+    const auto upper = param - carry;
+    auto bits = (upper << 16) | remainder;
+    auto is_rounding = rounded(bits, upper) == param;
+    if constexpr (in_remainder) {
+      const auto above = alone | remainder;
+      bits = remainder > 0x8000U ? above - 0x10000U : above;
+      is_rounding = (bits & 0x1ffffU) != kTieUp;
+    }
     return V::from_bits(V::if_nan(V::from_bits(bits), alone, is_rounding ? bits : alone));
   }
 
  private:
+  using Words = typename V::U;
+
   // The upper half of a number that is no NaN, rounded to nearest even. It is `upper` before that.
-  static typename V::U rounded(typename V::U bits, typename V::U upper) {
+  static Words rounded(Words bits, Words upper) {
+    if constexpr (in_remainder) return (bits + 0x7fffU) >> 16;  // no tie rounds up
     return (bits + (0x7fffU + (upper & 1U))) >> 16;
   }
+
+  static constexpr std::uint32_t kTieUp = 0x18000;  // the 17 low bits of a tie that rounds up
 };
 
 // Bytes per element of the array that has the carry; 0 if there is none.
@@ -70,9 +74,7 @@ void split_block(const char* source, const SplitArrays& at, std::size_t numel) {
   for_vectors<V, 4, 2, 2, kCarrierBytes<state_dtype, carrier>>(
       numel,
       [](const char* from, char* param, char* remainder, char* carried) {
-        auto master = V::load(from);
-        if constexpr (carrier == Carrier::remainder) master = SplitMaster<V>::without_tie(master);
-        const auto split = SplitMaster<V>::of(master);
+        const auto split = SplitMaster<V, carrier>::of(V::load(from));
         V::store_u16(param, split.param);
         V::store_u16(remainder, split.remainder);
         if constexpr (carrier != Carrier::remainder) {
@@ -88,13 +90,13 @@ void join_block(const SplitArrays& at, char* target, std::size_t numel) {
   for_vectors<V, 2, 2, kCarrierBytes<state_dtype, carrier>, 4>(
       numel,
       [](char* param, char* remainder, char* carried, char* to) {
-        const auto low = V::load_u16(remainder);
-        auto carry = SplitMaster<V>::carry_of(low);
+        auto carry = V::set_bits(0);
         if constexpr (carrier != Carrier::remainder) {
           using State = StateCodec<V, state_dtype, carrier>;
           carry = State::carry(State::load(carried));
         }
-        V::store(to, SplitMaster<V>::join(V::load_u16(param), low, carry));
+        const auto low = V::load_u16(remainder);
+        V::store(to, SplitMaster<V, carrier>::join(V::load_u16(param), low, carry));
       },
       at.param, at.remainder, at.carrier, target);
 }

@@ -171,18 +171,19 @@ struct StateBlock {
     const F shifted = ratio < smallest_normal ? ratio + smallest_normal : ratio;
     U code = ((V::bits(shifted) + random) >> dropped) - normal_offset;
     code = ratio < smallest_normal ? code - first_normal : code;
-    if constexpr (!is_signed) {
-      const U above_zero = code > by.smallest ? code : V::set_bits(by.smallest);
-      code = kept > 0.0F ? above_zero : code;
+    if constexpr (is_signed) {
+      const U with_sign = code | ((V::bits(kept) >> 24) & 0x80U);
+      code = code != 0U ? with_sign : code;
+    } else {
+      const U bits = V::bits(kept);
+      const U least = bits > by.smallest ? V::set_bits(by.smallest) : bits;  // 0 of 0
+      code = code > least ? code : least;
     }
     if (by.has_others) [[unlikely]] {
       const U bits = magnitude(kept);
-      code = bits >= infinite ? V::set_bits(nan_code - 1) : code;
+      const U sign = is_signed ? (V::bits(kept) >> 24) & 0x80U : V::set_bits(0);
+      code = bits >= infinite ? (nan_code - 1) | sign : code;
       code = bits > 0x7f800000U ? V::set_bits(nan_code) : code;
-    }
-    if constexpr (is_signed) {
-      const U with_sign = code | ((V::bits(kept) >> 24) & 0x80U);
-      code = code != 0U && code != nan_code ? with_sign : code;
     }
     V::store_u8(codes, code);
   }

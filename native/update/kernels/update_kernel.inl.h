@@ -32,18 +32,17 @@ template <class V, UpdateKind kind>
 [[gnu::always_inline]] inline void update_param(const UpdateArrays& at,
                                                 const UpdateConstants& constants,
                                                 typename V::F* states, typename V::U& carry) {
-  constexpr bool in_remainder = kind.carrier(kind.states() - 1) == Carrier::remainder;
+  using Split = SplitMaster<V, kind.carrier(kind.states() - 1)>;
   const auto g = load_as_fp32<V, kind.grad_dtype>(at.grad);
   if constexpr (kind.rule == Rule::muon_momentum) {
     const auto direction = muon_direction<V>(constants, g, states[0]);
-    V::store_u16(at.param, SplitMaster<V>::of(direction).param);  // the master stays as it is
+    using Plain = SplitMaster<V, Carrier::none>;
+    V::store_u16(at.param, Plain::of(direction).param);  // the master stays as it is
   } else if constexpr (kind.dtype == Dtype::bf16) {
     const auto remainder = V::load_u16(at.master);
-    if constexpr (in_remainder) carry = SplitMaster<V>::carry_of(remainder);
-    auto w = SplitMaster<V>::join(V::load_u16(at.param), remainder, carry);
+    auto w = Split::join(V::load_u16(at.param), remainder, carry);
     apply_rule<V, kind.rule>(constants, g, w, states);
-    if constexpr (in_remainder) w = SplitMaster<V>::without_tie(w);
-    const auto split = SplitMaster<V>::of(w);
+    const auto split = Split::of(w);
     V::store_u16(at.param, split.param);
     V::store_u16(at.master, split.remainder);
     carry = split.carry;

@@ -17,7 +17,7 @@ void store_rounded(char* target, typename V::F value) {
   if constexpr (dtype == Dtype::fp32) {
     V::store(target, value);
   } else if constexpr (dtype == Dtype::bf16) {
-    V::store_u16(target, SplitMaster<V>::of(value).param);
+    V::store_u16(target, SplitMaster<V, Carrier::none>::of(value).param);
   } else {
     V::store_f16(target, value);
   }
