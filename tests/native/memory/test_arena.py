@@ -231,7 +231,7 @@ tensor = api.PyCapsule_GetPointer(capsule, b"dltensor")
 builtins.name = b"used_dltensor"  # kept: the capsule has the pointer alone
 api.PyCapsule_SetName(capsule, builtins.name)
 deleter = ctypes.c_void_p.from_address(tensor + 56).value
-libc.__cxa_atexit(deleter, tensor, None)
+libc.__cxa_atexit(deleter, tensor, tensor)  # (ThreadSanitizer drops it if there is no library)
 del arena, capsule
 print("to the end", flush=True)
 """
