@@ -38,6 +38,13 @@ class InUseError(HeteroError):
     """Something that would have to move is in use; it may be free later."""
 
 
+class FileGrewError(BudgetError):
+    """The file became longer for a move, and RAM has no room for the checksums of what was added.
+
+    Nothing has moved. The file stays as long, so a placement that knows of it has that room.
+    """
+
+
 @dataclass(eq=False)
 class Move:
     """One kind of state of one chunk gets a home on another tier.
@@ -118,6 +125,7 @@ class Migration:
                     if move.of is not Tier.DISK:
                         self._drop_views(move)
                 self._allocate_ram()
+                self._reserve_copies()
                 self._write_out(ops)
                 self._copy_to_ram()
                 self._copy_to_device()
@@ -218,6 +226,14 @@ class Migration:
                     ) from None
                 move.copied = True
 
+    def _reserve_copies(self) -> None:
+        """Allocates what commits need of the file for homes that come to memory: a commit that
+        found no room would end the training. Raises BudgetError."""
+        versions = self._chunk_group.updates.versions
+        if versions.is_durable:
+            coming = {(m.chunk, m.state_kind) for m in self._moves if m.of is Tier.DISK}
+            versions.reserve_copies(coming)
+
     def _write_out(self, ops: list[IoOp]) -> None:
         """Writes what leaves memory to the file; appends the writes under way to `ops`."""
         out = [m for m in self._moves if m.of is not Tier.DISK and m.to is not Tier.DEVICE]
@@ -276,7 +292,8 @@ class Migration:
         chunk_group = self._chunk_group
         for move in self._moves:
             if move.written is not None:
-                self._give_back(move, move.written)
+                size = self._memory.extent_size(move.state_kind, move.chunk)
+                self._file.reuse([(move.written.offset, size.space_bytes)])  # no commit has it
                 move.written = None
             move.homes.free_second(move.chunk)
             move.copied = False
@@ -489,7 +506,10 @@ class Relocation:
             for chunk_group, made in zip(self.chunk_groups, placements, strict=True)
             if not same(chunk_group.placement, made)
         ]
-        self._prepare(migrations)
+        held_bytes = self.shared.ledger.used(Tier.HOST, Account.UNMANAGED)
+        if self.shared.activations is not None:
+            held_bytes += self.shared.activations.host_bytes
+        self._prepare(migrations, spare_bytes - held_bytes)
         failure: BaseException | None = None
         moved: Routes = Counter()
         for migration in migrations:
@@ -510,15 +530,22 @@ class Relocation:
         self._params.begin_gathers()
         return moved
 
-    def _prepare(self, migrations: Sequence[Migration]) -> None:
-        """All migrations of all ranks, or none."""
+    def _prepare(self, migrations: Sequence[Migration], free_bytes: int) -> None:
+        """All migrations of all ranks, or none; `free_bytes` of RAM are left by their plans."""
         begun: list[Migration] = []
         failure: Exception | None = None
+        before = self._checksum_bytes()
         try:
             try:
                 for migration in migrations:
                     migration.prepare()
                     begun.append(migration)
+                more = self._checksum_bytes() - before
+                if more > free_bytes:
+                    raise FileGrewError(
+                        f"checksums of a file that grows while homes move take {more} bytes of "
+                        f"RAM, and {free_bytes} are left"
+                    )
             except Exception as error:
                 failure = error
             self._together(failure)
@@ -527,11 +554,15 @@ class Relocation:
                 migration.abandon()
             raise
 
+    def _checksum_bytes(self) -> int:
+        """RAM of the checksums of all files."""
+        return sum(group.memory.scratch_space.checksum_bytes for group in self.chunk_groups)
+
     def _together(self, failure: BaseException | None) -> None:
         """Returns when no rank has met a failure; raises as ProcessGroups.all_or_none()."""
         if self.world.everyone is not None:
             self._params.finish_transfers("moving homes")
-        self.world.all_or_none(failure, "move homes", (InUseError,))
+        self.world.all_or_none(failure, "move homes", (InUseError, FileGrewError))
 
 
 def same(one: Placement, other: Placement) -> bool:
@@ -934,15 +965,20 @@ class BudgetMoves:
         wanted = {t: self._agree(nbytes, min, "a budget") for t, nbytes in wanted.items()}
         keeps = self._keeps_optim_states or Tier.HOST in wanted
         budgets = replace(self._budgets(wanted), keep_optim_states=keeps)
-        try:
-            placements = self._place(budgets)
-        except PlacementError as refusal:
-            policy = self._shared.config.placement_policy
-            raise BudgetError(cannot_become(wanted, budgets, policy, refusal)) from None
-        if self._share is not None:
-            self._share.note_refused(0)
         words = [f"{t.value}_memory={format_bytes(nbytes)}" for t, nbytes in wanted.items()]
-        self._go_over(placements, wanted, f"set_budget({', '.join(words)})")
+        has_moved = False
+        while not has_moved:
+            try:
+                placements = self._place(budgets)
+            except PlacementError as refusal:
+                policy = self._shared.config.placement_policy
+                raise BudgetError(cannot_become(wanted, budgets, policy, refusal)) from None
+            if self._share is not None:
+                self._share.note_refused(0)
+            # Each time the file is longer, until it has room for any placement.
+            with contextlib.suppress(FileGrewError):
+                self._go_over(placements, wanted, f"set_budget({', '.join(words)})")
+                has_moved = True
         self._keeps_optim_states = keeps
         # The user has decided: it is lowered if it must be, and not raised.
         for tier, limit in self.limits.items():

@@ -37,7 +37,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -351,7 +351,7 @@ class ChunkVersions:
         self.snapshots = Snapshots()
         self.is_durable = self._file.is_durable
         if self.is_durable:
-            self._reserve_copies()
+            self.reserve_copies()
             self._reserve_all()
 
     def can_leave(self, chunk: Chunk) -> bool:
@@ -426,7 +426,13 @@ class ChunkVersions:
 
     def free_all(self) -> None:
         """Gives all spare extents back to the file, for homes that are about to move; no
-        speculative update is under way."""
+        speculative update is under way.
+
+        A durable state keeps its: what it frees is of no use before the next commit, and the update
+        after the move needs them.
+        """
+        if self.is_durable:
+            return
         for state in self._chunks:
             self._free(state)
         self._is_full = False
@@ -559,8 +565,9 @@ class ChunkVersions:
                 self.swap(state)
                 state.versions.leaves_commit = False
 
-    def _reserve_copies(self) -> None:
-        """Allocates extents for what has its home in memory, and frees those of what has left it.
+    def reserve_copies(self, coming: Collection[tuple[Chunk, StateKind]] = ()) -> None:
+        """Allocates extents for what has its home in memory, or is `coming` there; frees those of
+        what has left it.
 
         Raises BudgetError, with nothing allocated, if there is no room for them.
         """
@@ -569,7 +576,7 @@ class ChunkVersions:
             chunk, versions = state.chunk, state.versions
             in_file = self.in_file(chunk)
             for kind in self._kinds(chunk):
-                if kind in in_file:
+                if kind in in_file and (chunk, kind) not in coming:
                     versions.copied.discard(kind)
                     for offset in versions.copies.pop(kind, ()):
                         self._file.free(offset, self._nbytes(chunk, kind))
@@ -593,7 +600,7 @@ class ChunkVersions:
 
         Raises BudgetError if there is no room for the copies of homes that have moved.
         """
-        self._reserve_copies()
+        self.reserve_copies()
         found = []
         for state in self._chunks:
             chunk, versions = state.chunk, state.versions

@@ -56,6 +56,7 @@ void IoOp::ask_free_bytes() {
 void IoOp::verify() {
   if (failure_) return;  // it was cancelled
   const auto page = PageChecksums::first_difference(address, expected);
+  memory.release();
   if (!page) return;
   failure_.emplace(Failure{kind, path_, offset + *page * PageChecksums::kPageBytes,
                            PageChecksums::kPageBytes, PageChecksums::kPageBytes, EBADMSG,
@@ -82,7 +83,7 @@ void IoOp::settle() {
         Failure{kind, path_, offset, nbytes, moved, ECANCELED, Failure::kUnknown, name_});
   }
   if (failed_member_ == nullptr) file.reset();
-  memory.release();
+  if (failure_ || expected.empty()) memory.release();
   Completion::settle();
 }
 

@@ -85,7 +85,7 @@ class IoOp : public Completion {
   const std::size_t nbytes;
   const std::uint64_t offset;
   const std::uint64_t serial;
-  Span memory;                                  // let go when settled
+  Span memory;  // let go when settled; what is to be compared, when it was, or with the operation
   PageChecksums::Checksums expected;            // of the pages that are read, if they are known
   std::size_t launched = 0;                     // bytes handed to blocks so far
   std::size_t moved = 0;                        // bytes transferred by blocks that are back

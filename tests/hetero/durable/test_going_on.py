@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import threading
 from pathlib import Path
@@ -255,3 +256,39 @@ def test_checksums_of_pages_are_in_the_budget(
     assert charged > 0 or options != DURABLE
     engine.close()
     assert engine.ledger.used(Tier.HOST, Account.FILE) == 0
+
+
+@pytest.mark.parametrize("place", ["cpu", "disk", "waiting"])
+def test_the_smallest_budget_suffices_for_moves_and_what_follows(
+    place: str, tmp_path: Path
+) -> None:
+    """The file grows while homes move, as what the last commit has is not free before the next one;
+    its checksums are in the budget, too. A refusal has moved nothing, and what it names suffices
+    when the file is long enough."""
+    settings = {**PLACES[place], **DURABLE, "commit_every": 0}
+    small = {**settings, "host_memory": "40KiB"}
+    least = smallest_host_memory(lambda: build(small, tmp_path))
+    model, optimizer = build({**settings, "host_memory": least}, tmp_path)
+    engine = optimizer.engine
+    made = 0
+    for budget in [least, least + (20 << 10), least, least + (20 << 10), 1 << 20, least, 1] * 2:
+        before, placed = engine.ledger.budget_bytes, engine.placement
+        for _ in range(3):
+            try:
+                engine.set_budget(budget)
+            except hetero.BudgetError as refusal:
+                assert (engine.ledger.budget_bytes, engine.placement) == (before, placed)
+                budget = int(re.findall(r"(\d+) bytes\), under", str(refusal))[0])
+            else:
+                break
+        assert engine.ledger.budget_bytes["host"] == budget
+        assert engine.ledger.in_use_bytes["host"] <= engine.ledger.budget_bytes["host"]
+        steps(model, optimizer, range(made, made + 1))
+        made += 1
+        if made % 3 == 0:
+            hetero.commit(model, blocking=True)
+            steps(model, optimizer, range(made, made + 1))
+            made += 1
+        if made == 7:
+            assert same(whole(model, optimizer), states()[made])
+    engine.close()

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from offload import _native
 from tests.support.native.io_tools import BLOCK, KINDS, Memory, Striped
+from tests.support.waiting import until
 
 PAGE = 4096
 
@@ -62,6 +63,24 @@ def test_a_flipped_bit_is_an_error_that_says_where(checked, tmp_path):
         assert caught.value.filename == f"{tmp_path}/member0"
     checked.flip(15 * PAGE + 4095, 7)
     assert torch.equal(checked.read(0, 64), checked.memory.bytes)  # the engine works on
+
+
+def test_memory_is_kept_until_it_was_compared(checked):
+    """A read that is done is compared by who waits for it: the arena may be closed by then."""
+    checked.write(0, 64)
+    arena = _native.Arena(64 * PAGE)
+    transfers = arena.transfers
+    reads = [checked.engine.read(checked.file, arena.address, 64 * PAGE, 0) for _ in range(3)]
+    del arena
+    until(lambda: all(read.done() for read in reads))
+    assert transfers[0] == 3
+    reads[0].wait()
+    reads[0].wait()
+    assert transfers[0] == 2
+    checked.flip(9 * PAGE)  # too late for this one
+    reads[1].wait()
+    del reads[2]  # nobody wants to know
+    assert transfers[0] == 0
 
 
 def test_a_page_that_is_written_again_is_known_again(checked):
