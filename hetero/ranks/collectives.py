@@ -199,7 +199,7 @@ class GatheredParts:
                 self.rows[:, begin : begin + pieces.shape[1]].copy_(pieces)
 
 
-_TITLE_BYTES = 160  # of the text that says what a call is
+_TITLE_BYTES = 512  # of the text that says what a call is
 _TELL_S = 1.0  # after which a rank tells the others in what it waits for them
 _END_S = 5.0  # for an operation whose connections are broken off to end
 
@@ -323,14 +323,16 @@ class Collectives(Requests):
         key = int.from_bytes(blake2b(title.encode(), digest_size=7).digest(), "little")
         if self._are_same(torch.tensor([key], device="cpu"), what):
             return
-        mine = padded(title, _TITLE_BYTES)
+        # With the key, because what is cut off may be all that differs.
+        mine = padded(f"{key} {title}", _TITLE_BYTES)
         titles = mine.new_empty(self.size, _TITLE_BYTES)
         self._all_gather(titles, mine, what)
         for peer in self.others:
             if not torch.equal(titles[peer], mine):
+                theirs, ours = (text_in(each).partition(" ")[2] for each in (titles[peer], mine))
                 raise HeteroError(
-                    f"{self.name(peer)} is at {text_in(titles[peer])} while {self.name(self.rank)} "
-                    f"is at {text_in(mine)}; all ranks must make the same calls"
+                    f"{self.name(peer)} is at {theirs} while {self.name(self.rank)} is at {ours}; "
+                    f"all ranks must make the same calls"
                 )
 
     def are_same(self, numbers: torch.Tensor, what: str) -> bool:
