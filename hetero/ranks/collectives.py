@@ -400,25 +400,30 @@ class Collectives(Requests):
             as_bytes(tensor).copy_(content)
 
     def exchange(
-        self, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor], what: str
+        self,
+        sends: Sequence[Sequence[torch.Tensor]],
+        receives: Sequence[Sequence[torch.Tensor]],
+        what: str,
     ) -> None:
-        """Sends each member a tensor of its own, and receives one from each.
+        """Sends each member tensors of its own, and receives some from each.
 
         Args:
-            sends: by member, what it gets; of any length, also none.
-            receives: by member, where its tensor goes, flat. Also this rank's own.
+            sends: by member, what it gets; of any number and length, also none.
+            receives: by member, where its tensors go, flat. Also this rank's own.
             what: names the call in errors.
 
         Raises PeerError, and HeteroError if a member sends another length than is received.
         """
         self.announce(what, 0)
-        outgoing = torch.cat([as_bytes(part.contiguous()).cpu() for part in sends])
-        lengths = torch.tensor([part.nbytes for part in sends], device="cpu")
+        nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
+        parts = [as_bytes(part.contiguous()).cpu() for some in sends for part in some]
+        outgoing = torch.cat([nothing, *parts])
+        lengths = torch.tensor([sum(part.nbytes for part in some) for some in sends], device="cpu")
         coming = torch.empty_like(lengths)
         self.begin(
             Channel.CALLS, what, lambda g: g.alltoall_base(coming, lengths, [], []), coming, lengths
         ).wait()
-        expected = [part.nbytes for part in receives]
+        expected = [sum(into.nbytes for into in some) for some in receives]
         if coming.tolist() != expected:
             peer = next(p for p in range(self.size) if int(coming[p]) != expected[p])
             raise HeteroError(
@@ -434,6 +439,8 @@ class Collectives(Requests):
             incoming,
             outgoing,
         ).wait()
-        for part, into in zip(incoming.split(expected), receives, strict=True):
+        wanted = [into for some in receives for into in some]
+        sizes = [into.nbytes for into in wanted]
+        for part, into in zip(incoming.split(sizes), wanted, strict=True):
             if into.numel():
                 as_bytes(into).copy_(part)
