@@ -189,7 +189,9 @@ def grads(params: Parameters) -> list[torch.Tensor | None]:
     if not listed:
         return []
     engine = engine_of(listed)
-    found = {id(m.param): engine.steps.grad_factors.read(m) for m in engine.with_grads(listed)}
+    members = list(dict.fromkeys(engine.with_grads(listed)))
+    wholes = engine.steps.grad_factors.read(members)
+    found = {id(m.param): whole for m, whole in zip(members, wholes, strict=True)}
     return [found.get(id(p)) for p in listed]
 
 

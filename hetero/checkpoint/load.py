@@ -126,10 +126,10 @@ def load_from(
 
         def compare() -> tuple[_Loading, str]:
             stored = resources.enter_context(open_stored())
-            engine.steps.added_params.take_in_unfrozen()
             model = ModelTensors.of(engine, part)
             return _Loading(stored, engine, model, optimizers, extra, what), stored.digest
 
+        engine.steps.added_params.take_in_unfrozen()  # by all ranks, also if one cannot read
         loading, digest = engine.world.together(whole, compare, SAME_CLASS)
         engine.world.require_equal({"its tensors": digest}, "the folders of a checkpoint")
         return loading.load()

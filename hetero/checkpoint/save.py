@@ -23,7 +23,7 @@ import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 import torch
@@ -247,6 +247,10 @@ def _begin(
 ) -> Save:
     """See save_into()."""
     engine, training, beside = saves.engine, saves.engine.world, saves.world
+    # As load() does, so that the checkpoint fits what it is of. What has no room for its optimizer
+    # state, which no update has made, is saved frozen.
+    with suppress(HeteroError):
+        engine.steps.added_params.take_in_unfrozen()
     everyone = beside.everyone
     is_first = everyone is None or everyone.rank == 0
 

@@ -134,19 +134,14 @@ class MuonDirections:
         parts: Sequence[Sequence[torch.Tensor]],
         lengths: Sequence[Sequence[int]],
         what: str,
-    ) -> list[Sequence[torch.Tensor]]:
+    ) -> list[list[torch.Tensor]]:
         """Sends each rank its `parts`, and returns what each has sent, of these `lengths`."""
-        sends = [_joined(some) for some in parts]
-        receives = [torch.empty(sum(some), dtype=torch.bfloat16, device="cpu") for some in lengths]
-        shard.exchange(sends, receives, what)
-        return [some.split(list(sizes)) for some, sizes in zip(receives, lengths, strict=True)]
-
-
-def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """All of them one after the other, in RAM."""
-    return torch.cat(
-        [torch.empty(0, dtype=torch.bfloat16, device="cpu"), *(part.cpu() for part in parts)]
-    )
+        receives = [
+            [torch.empty(length, dtype=torch.bfloat16, device="cpu") for length in some]
+            for some in lengths
+        ]
+        shard.exchange(parts, receives, what)
+        return receives
 
 
 def newton_schulz(

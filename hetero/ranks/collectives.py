@@ -199,7 +199,7 @@ class GatheredParts:
                 self.rows[:, begin : begin + pieces.shape[1]].copy_(pieces)
 
 
-_TITLE_BYTES = 160  # of the text that says what a call is
+_TITLE_BYTES = 512  # of the text that says what a call is
 _TELL_S = 1.0  # after which a rank tells the others in what it waits for them
 _END_S = 5.0  # for an operation whose connections are broken off to end
 
@@ -323,14 +323,16 @@ class Collectives(Requests):
         key = int.from_bytes(blake2b(title.encode(), digest_size=7).digest(), "little")
         if self._are_same(torch.tensor([key], device="cpu"), what):
             return
-        mine = padded(title, _TITLE_BYTES)
+        # With the key, because what is cut off may be all that differs.
+        mine = padded(f"{key} {title}", _TITLE_BYTES)
         titles = mine.new_empty(self.size, _TITLE_BYTES)
         self._all_gather(titles, mine, what)
         for peer in self.others:
             if not torch.equal(titles[peer], mine):
+                theirs, ours = (text_in(each).partition(" ")[2] for each in (titles[peer], mine))
                 raise HeteroError(
-                    f"{self.name(peer)} is at {text_in(titles[peer])} while {self.name(self.rank)} "
-                    f"is at {text_in(mine)}; all ranks must make the same calls"
+                    f"{self.name(peer)} is at {theirs} while {self.name(self.rank)} is at {ours}; "
+                    f"all ranks must make the same calls"
                 )
 
     def are_same(self, numbers: torch.Tensor, what: str) -> bool:
@@ -398,25 +400,30 @@ class Collectives(Requests):
             as_bytes(tensor).copy_(content)
 
     def exchange(
-        self, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor], what: str
+        self,
+        sends: Sequence[Sequence[torch.Tensor]],
+        receives: Sequence[Sequence[torch.Tensor]],
+        what: str,
     ) -> None:
-        """Sends each member a tensor of its own, and receives one from each.
+        """Sends each member tensors of its own, and receives some from each.
 
         Args:
-            sends: by member, what it gets; of any length, also none.
-            receives: by member, where its tensor goes, flat. Also this rank's own.
+            sends: by member, what it gets; of any number and length, also none.
+            receives: by member, where its tensors go, flat. Also this rank's own.
             what: names the call in errors.
 
         Raises PeerError, and HeteroError if a member sends another length than is received.
         """
         self.announce(what, 0)
-        outgoing = torch.cat([as_bytes(part.contiguous()).cpu() for part in sends])
-        lengths = torch.tensor([part.nbytes for part in sends], device="cpu")
+        nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
+        parts = [as_bytes(part.contiguous()).cpu() for some in sends for part in some]
+        outgoing = torch.cat([nothing, *parts])
+        lengths = torch.tensor([sum(part.nbytes for part in some) for some in sends], device="cpu")
         coming = torch.empty_like(lengths)
         self.begin(
             Channel.CALLS, what, lambda g: g.alltoall_base(coming, lengths, [], []), coming, lengths
         ).wait()
-        expected = [part.nbytes for part in receives]
+        expected = [sum(into.nbytes for into in some) for some in receives]
         if coming.tolist() != expected:
             peer = next(p for p in range(self.size) if int(coming[p]) != expected[p])
             raise HeteroError(
@@ -432,6 +439,8 @@ class Collectives(Requests):
             incoming,
             outgoing,
         ).wait()
-        for part, into in zip(incoming.split(expected), receives, strict=True):
+        wanted = [into for some in receives for into in some]
+        sizes = [into.nbytes for into in wanted]
+        for part, into in zip(incoming.split(sizes), wanted, strict=True):
             if into.numel():
                 as_bytes(into).copy_(part)

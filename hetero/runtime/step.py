@@ -276,6 +276,7 @@ class GradHook:
         self._node = None
 
 
+_READ_NUMEL = 4 << 20  # of gradients that ranks exchange at a time, in memory that nobody counts
 _CLIP_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 Members = Sequence[ManagedParam]
@@ -373,19 +374,33 @@ class GradFactors:
         largest = over_ranks.amax(dim=0).tolist()
         return [one * abs(m.grad_factor) for one, m in zip(largest, members, strict=True)]
 
-    def read(self, managed: ManagedParam) -> torch.Tensor:
-        """A copy of the gradient, as the step will use it: in fp32."""
+    def read(self, members: Members) -> list[torch.Tensor]:
+        """Copies of gradients, as the step will use them: whole, in fp32."""
         self._intake.average()
-        mine = self._grads(managed).read(managed)
+        wholes = (whole for some in _read_together(members) for whole in self._wholes(some))
+        return [
+            whole.view(m.param.shape).to(m.param.device).float().mul_(m.grad_factor)
+            for m, whole in zip(members, wholes, strict=True)
+        ]
+
+    def _wholes(self, members: Members) -> list[torch.Tensor]:
+        """Copies of the gradients that are kept, flat, brought together from all ranks."""
+        mine = [self._grads(m).read(m) for m in members]
         shard = self._shard
-        if shard is not None:
-            layout = self._params.group(managed.chunk).layout
-            whole = torch.empty(managed.numel, dtype=mine.dtype, device="cpu")
-            parts = [whole[managed.in_shard(layout, rank)[1]] for rank in range(shard.size)]
-            shard.exchange([mine] * shard.size, parts, f"reading the gradient of {managed.name}")
-            mine = whole
-        mine = mine.view(managed.param.shape).to(managed.param.device)
-        return mine.float().mul_(managed.grad_factor)
+        if shard is None:
+            return mine
+        wholes = [
+            torch.empty(m.numel, dtype=part.dtype, device="cpu")
+            for m, part in zip(members, mine, strict=True)
+        ]
+        places = [
+            [m.in_shard(self._params.group(m.chunk).layout, rank)[1] for m in members]
+            for rank in range(shard.size)
+        ]
+        parts = [[w[place] for w, place in zip(wholes, some, strict=True)] for some in places]
+        names = ", ".join(m.name for m in members)
+        shard.exchange([mine] * shard.size, parts, f"reading the gradient of {names}")
+        return wholes
 
     def norms(self, members: Members, norm_type: float) -> list[float]:
         """The norm of each gradient; `norm_type` is 2 or inf."""
@@ -496,6 +511,18 @@ class GradFactors:
         """Makes the gradients zero; what comes next is the first of its sum."""
         self._whole_sums.clear()
         self._intake.zero(members)
+
+
+def _read_together(members: Members) -> Iterator[list[ManagedParam]]:
+    """The members in their order, of at most _READ_NUMEL elements together, or one."""
+    some: list[ManagedParam] = []
+    for m in members:
+        if some and sum(each.numel for each in some) + m.numel > _READ_NUMEL:
+            yield some
+            some = []
+        some.append(m)
+    if some:
+        yield some
 
 
 def in_model_order(members: Members) -> list[ManagedParam]:

@@ -518,8 +518,8 @@ class ConstructionParam:
             mine = self._part_in_file() if self._part is None else self._part
         if not shard.are_same(torch.tensor([self.number], device="cpu"), "building the model"):
             raise HeteroError(_NOT_ALIKE)
-        sends = [_common(mine, kept[shard.rank], wanted[rank]) for rank in range(shard.size)]
-        receives = [_common(into, wanted[shard.rank], kept[rank]) for rank in range(shard.size)]
+        sends = [[_common(mine, kept[shard.rank], wanted[rank])] for rank in range(shard.size)]
+        receives = [[_common(into, wanted[shard.rank], kept[rank])] for rank in range(shard.size)]
         shard.exchange(sends, receives, "building the model")
 
     # Where its values are

@@ -33,8 +33,8 @@ class GradOps(Protocol):
     def zero(self, members: Sequence[Any]) -> None:
         """Makes each gradient zero."""
 
-    def read(self, managed: Any) -> torch.Tensor:
-        """A copy of the gradient, whole, fp32."""
+    def read(self, members: Sequence[Any]) -> list[torch.Tensor]:
+        """A copy of each gradient, whole, fp32."""
 
     def replace(self, managed: Any, grad: torch.Tensor) -> None:
         """Keeps `grad`, whole, instead of the gradient."""
@@ -83,7 +83,7 @@ class GradSource:
     def values(self, write: bool) -> Iterator[torch.Tensor]:
         owner = self.owner()
         assert owner.grad_ops is not None
-        values = owner.grad_ops.read(owner).to(self._dtype)
+        values = owner.grad_ops.read([owner])[0].to(self._dtype)
         yield values
         if write:
             owner.grad_ops.replace(owner, values)

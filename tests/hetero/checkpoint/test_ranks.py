@@ -56,6 +56,14 @@ def test_a_rank_that_cannot_write_fails_all(dcp: bool, ranks2: RankPool, tmp_pat
     assert (tmp_path / "saved" / (".metadata" if dcp else "manifest.json")).is_file()
 
 
+def test_unfrozen_parameters_and_a_rank_that_cannot_open(ranks2: RankPool, tmp_path: Path) -> None:
+    """They are taken in by all ranks or by none, before some rank looks for the files."""
+    first, second = ranks2.run(checkpointing.load_after_unfreezing, str(tmp_path))
+    assert first[0].startswith("CheckpointError: rank 1 could not load")
+    assert second[0] == "CheckpointError: it is gone"
+    assert first[1] == second[1] == ""
+
+
 def test_all_are_told_of_a_save_of_which_one_was_not(ranks2: RankPool, tmp_path: Path) -> None:
     """The others wait for it in the next save, which one rank would not begin."""
     first, second = ranks2.run(checkpointing.save_after_one_was_told, str(tmp_path))

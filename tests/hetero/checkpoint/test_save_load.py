@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import hetero
+from hetero.checkpoint.manifest import read_manifest
 from tests.support.checkpoint.small_trainings import (
     PLACES,
     RULES_AND_DTYPES,
@@ -22,7 +23,8 @@ from tests.support.checkpoint.small_trainings import (
     whole,
 )
 from tests.support.training.loops import same
-from tests.support.training.small_net import SETTINGS, Settings
+from tests.support.training.small_net import SETTINGS, Net, Settings
+from tests.support.training.smallest import smallest_host_memory
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -303,4 +305,35 @@ def test_what_cannot_be_saved_is_named(tmp_path: Path) -> None:
     with pytest.raises(hetero.HeteroError, match="not a part of it or a wrapper"):
         hetero.save(tmp_path / "saved", nn.Sequential(model), optimizer)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["other"]
+    optimizer.engine.close()
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+def test_what_was_just_unfrozen(has_room: bool, tmp_path: Path) -> None:
+    """It is saved as load() wants it, trained; without room for its state as it is, frozen."""
+
+    def build(host_memory: int) -> tuple[nn.Module, Any]:
+        torch.manual_seed(0)
+        model = Net()
+        model.first.weight.requires_grad_(False)
+        optimizer = hetero.HybridAdam(model.parameters(), lr=1e-3)
+        options = {**PLACES["cpu"], "host_memory": host_memory, "chunk_numel": 4096}
+        return hetero.initialize(model, optimizer, options)
+
+    model, optimizer = build(1 << 20 if has_room else smallest_host_memory(lambda: build(1 << 16)))
+    steps(model, optimizer, range(1))
+    model.first.weight.requires_grad_(True)
+    stored = hetero.masters(model.parameters())
+    hetero.save(tmp_path / "saved", model, optimizer)
+    if has_room:
+        steps(model, optimizer, range(1, 3))
+        wanted = whole(model, optimizer)
+        hetero.load(tmp_path / "saved", model, optimizer)
+        assert same(hetero.masters(model.parameters()), stored)
+        steps(model, optimizer, range(1, 3))
+        assert same(whole(model, optimizer), wanted)
+    else:
+        with pytest.raises(hetero.BudgetError):
+            steps(model, optimizer, range(1, 2))
+    assert read_manifest(tmp_path / "saved").params["first.weight"].trained == has_room
     optimizer.engine.close()

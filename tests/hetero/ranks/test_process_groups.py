@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from hetero.ranks.process_groups import ProcessGroups, error_that_ends_this_rank
 from tests.support.ranks.processes import RankPool
+from tests.support.ranks.rank_training import told
 
 
 class TestErrorThatEndsThisRank:
@@ -50,3 +51,15 @@ def name_after_the_default_group(rank: int, world: int) -> str:
 
 def test_ranks_keep_their_names_when_the_default_group_is_gone(ranks2: RankPool) -> None:
     assert ranks2.run(name_after_the_default_group) == ["rank 0", "rank 1"]
+
+
+def meet_at_ends_of_long_names(rank: int, world: int) -> str:
+    groups = ProcessGroups(60.0)
+    found = told(lambda: groups.meet(f"load {'folder/' * 100}{rank}"))
+    groups.close()
+    return found
+
+
+def test_calls_with_long_names_that_differ_at_their_ends_are_told(ranks2: RankPool) -> None:
+    for rank, found in enumerate(ranks2.run(meet_at_ends_of_long_names)):
+        assert found.startswith(f"HeteroError: rank {1 - rank} is at load folder/folder/")

@@ -1,15 +1,20 @@
-"""Ranks that are about to make different updates are told, and nothing is changed."""
+"""Ranks that are about to make different updates are told, and nothing is changed; they read
+gradients together."""
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
 import hetero
+from hetero.ranks.collectives import Collectives
+from hetero.runtime import step
 from tests.support.ranks.processes import RankPool
 from tests.support.ranks.rank_training import BASE, Experts, inputs, make
 
@@ -165,3 +170,36 @@ def test_a_grad_scaler_unscales_what_other_ranks_alone_have(ranks2: RankPool) ->
         assert scale == 64.0
         assert all(map(torch.equal, values, others))
     assert [scale for scale, _ in ranks2.run(one_step, 64.0, math.inf)] == [32.0, 32.0]
+
+
+def read_grads(rank: int, world: int) -> tuple[list[int], bool]:
+    """Collectives by which one gradient is read, all, and all in several exchanges; whether each
+    time they are those that the placeholders have."""
+    model, optimizer = make("experts", {})
+    model(inputs(rank, 0), rank).square().mean().backward()
+    hetero.clip_grad_norm_(model.parameters(), 1e-2)
+    expected = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    assert sum(grad is None for grad in expected) == 4  # of experts that no rank has used
+
+    def read(params: Iterable[torch.Tensor]) -> tuple[int, list[torch.Tensor | None]]:
+        begin = Collectives.begin
+        with patch.object(Collectives, "begin", autospec=True, side_effect=begin) as begun:
+            grads = hetero.grads(params)
+        return begun.call_count, grads
+
+    counts = [read(model.inner.weight)[0]]
+    same = True
+    for numel in (step._READ_NUMEL, 1):
+        with patch.object(step, "_READ_NUMEL", numel):
+            count, found = read(model.parameters())
+        counts.append(count)
+        for grad, other in zip(found, expected, strict=True):
+            same = same and (grad is other is None or torch.equal(grad, other))
+    optimizer.engine.close()
+    return counts, same
+
+
+def test_gradients_are_read_in_one_exchange(ranks2: RankPool) -> None:
+    for (one, every, several), same in ranks2.run(read_grads):
+        assert one == every < several == every + 3 * 5  # six have gradients
+        assert same

@@ -180,6 +180,35 @@ def load_what_one_cannot_read(rank: int, world: int, path: str) -> list[Any]:
     return found
 
 
+def load_after_unfreezing(rank: int, world: int, path: str) -> list[str]:
+    """Saves, and loads into another model, of which rank 1 alone does not find the folder at first:
+    what each rank meets in both."""
+    folder = Path(path) / "saved"
+
+    def build_and_unfreeze() -> tuple[nn.Module, hetero.HybridAdam]:
+        model = RankNet()
+        model.first.weight.requires_grad_(False)
+        optimizer = hetero.HybridAdam(model.parameters(), lr=1e-2)
+        hetero.initialize(model, optimizer, {**BASE, **OPTIONS[3]})
+        model.first.weight.requires_grad_(True)
+        return model, optimizer
+
+    model, optimizer = build_and_unfreeze()
+    hetero.save(folder, model, optimizer)
+    optimizer.engine.close()
+    other, other_optimizer = build_and_unfreeze()
+    found = []
+    with ExitStack() as patches:
+        if rank == 1:
+            gone = hetero.CheckpointError("it is gone")
+            name = "hetero.checkpoint.load.find_checkpoint"
+            patches.enter_context(patch(name, side_effect=gone))
+        found.append(told(lambda: hetero.load(folder, other, other_optimizer)))
+    found.append(told(lambda: hetero.load(folder, other, other_optimizer)))
+    other_optimizer.engine.close()
+    return found
+
+
 def die_in_save(rank: int, world: int, path: str) -> str:
     """Rank 1 is killed while it saves; what the others meet."""
     model, optimizer = build(rank, world, path, 0, {**OPTIONS[2], "rank_timeout_s": 20.0})
