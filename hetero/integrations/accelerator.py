@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,14 @@ import torch
 import hetero.api.access as access
 from hetero.api.optimizer import HybridOptimizer
 from hetero.checkpoint.load import load
+from hetero.checkpoint.rank_data import random_stays
 from hetero.checkpoint.save import save
 from offload.errors import HeteroError
 
 # In a folder of the library's, where hetero's checkpoint is.
 CHECKPOINT_NAME = "hetero"
+# The library's hooks, of register_save_state_pre_hook() and register_load_state_pre_hook().
+_BEFORE_SAVE, _BEFORE_LOAD = "_save_model_state_pre_hook", "_load_model_state_pre_hook"
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
@@ -33,6 +36,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     from a folder named `hetero` in the library's, in pieces, instead of whole state dicts in RAM.
     Schedulers, loaders, random numbers and registered objects are the library's business still. All
     ranks must call both, load_state() after hetero.initialize() (or the first training forward).
+    Hooks of register_save_state_pre_hook() get the model and its whole state_dict().
 
     Args:
         as accelerate.Accelerator. DeepSpeed, FSDP and Megatron plugins are refused.
@@ -102,10 +106,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """
         input_dir = self._last_folder() if input_dir is None else input_dir
         model, optimizers = self._managed()
-        # First, because the library's random numbers are to stay.
-        load(Path(input_dir) / CHECKPOINT_NAME, model, optimizers)
         with self._without_model_state():
             super().load_state(input_dir, *args, **options)
+        # Last, because a hook may load values that were rounded; the library's random numbers stay.
+        with random_stays():
+            load(Path(input_dir) / CHECKPOINT_NAME, model, optimizers)
 
     def _last_folder(self) -> str:
         """The last folder that the library has named. Raises ValueError if there is none."""
@@ -120,13 +125,28 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     @contextmanager
     def _without_model_state(self) -> Iterator[None]:
-        """Inside the block the library knows of no models and optimizers."""
-        kept: tuple[list[Any], list[Any]] = (self._models, self._optimizers)
+        """Inside the block the library knows of no models and optimizers, but its hooks do."""
+        models = self._models
+        names = ("_models", "_optimizers", _BEFORE_SAVE, _BEFORE_LOAD)
+        kept = {name: getattr(self, name) for name in names}
+
+        def saving(hook: Callable[..., None]) -> Callable[..., None]:
+            def called(_: Any, __: Any, folder: str) -> None:
+                weights = [self.get_state_dict(each, unwrap=False) for each in models]
+                hook([*models], weights, folder)
+
+            return called
+
+        def loading(hook: Callable[..., None]) -> Callable[..., None]:
+            return lambda _, folder: hook([*models], folder)
+
         self._models, self._optimizers = [], []
+        for name, of_models in ((_BEFORE_SAVE, saving), (_BEFORE_LOAD, loading)):
+            setattr(self, name, {key: of_models(hook) for key, hook in kept[name].items()})
         try:
             yield
         finally:
-            self._models, self._optimizers = kept
+            self.__dict__.update(kept)
 
     def _managed(self) -> tuple[torch.nn.Module, list[HybridOptimizer]]:
         """The one model and its optimizers. Raises HeteroError."""

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
+from hetero.api.access import masters
 from hetero.checkpoint.load import load
 from hetero.checkpoint.save import save
 from hetero.integrations.accelerator import CHECKPOINT_NAME
 from hetero.runtime.engine import Engine
 from hetero.setup.initialize import initialize
-from offload.errors import CheckpointError
+from offload.errors import CheckpointError, HeteroError
 
 _REST_NAME = "lightning.ckpt"  # in a checkpoint's folder: all that is no model state
 
@@ -61,6 +62,16 @@ class HeteroStrategy(SingleDeviceStrategy):
         """Yes: there is an engine then."""
         return True
 
+    def setup(self, trainer: Any) -> None:
+        """As the library's. Raises ValueError for a precision that would cast the module."""
+        precision = self.precision_plugin.precision
+        if precision != "32-true" and not precision.endswith("-mixed"):
+            raise ValueError(
+                f"precision={precision!r} casts the module, whose dtype is hetero's; leave it out, "
+                f"and give dtype='bf16' to ZeroInitContext or HeteroStrategy for masters in fp32"
+            )
+        super().setup(trainer)
+
     def model_to_device(self) -> None:
         """Nothing: hetero's backend says where parameters are used."""
 
@@ -105,11 +116,20 @@ class HeteroStrategy(SingleDeviceStrategy):
         return super().load_checkpoint(folder / _REST_NAME, *more, **options)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Loads what hetero has saved. Raises what hetero.load() does."""
+        """Loads what hetero has saved. Raises what hetero.load() does, HeteroError before fit()."""
         assert self._resumed is not None
-        trains = "optimizer_states" in checkpoint and bool(self.optimizers)
-        optimizers = self._plain_optimizers() if trains else None
-        load(self._resumed / CHECKPOINT_NAME, self._module, optimizers)
+        module, trains = self._module, "optimizer_states" in checkpoint and bool(self.optimizers)
+        if not any(hasattr(param, "_hetero_engine") for param in module.parameters()):
+            raise HeteroError(
+                f"only a module that fit() has initialized takes {self._resumed}; for another one "
+                f"write its values by `hetero convert {self._resumed / CHECKPOINT_NAME} FOLDER "
+                f"--to hf`, load these into the module, and give no ckpt_path"
+            )
+        load(self._resumed / CHECKPOINT_NAME, module, self._plain_optimizers() if trains else None)
+        if checkpoint.get("state_dict"):  # by a callback: averages, say, for which it keeps ours
+            if isinstance(checkpoint, dict) and "current_model_state" in checkpoint:
+                checkpoint["current_model_state"] = _exact_state(module)
+            super().load_model_state_dict(checkpoint, strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Nothing: it came with the module's."""
@@ -126,3 +146,10 @@ class HeteroStrategy(SingleDeviceStrategy):
 
     def _plain_optimizers(self) -> list[Any]:
         return [getattr(each, "_optimizer", each) for each in self.optimizers]
+
+
+def _exact_state(module: torch.nn.Module) -> dict[str, Any]:
+    """A copy of the module's state_dict(), with masters in the place of parameters."""
+    state = {name: value.clone() for name, value in module.state_dict().items()}
+    named = dict(module.named_parameters())
+    return {**state, **dict(zip(named, masters(named.values()), strict=True))}

@@ -97,11 +97,14 @@ class HeteroTrainerMixin(_Base):
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """The optimizer of hetero that the arguments name, with the library's param groups."""
-        if self.optimizer is None and self.optimizer_cls_and_kwargs is None:
-            self.optimizer_cls_and_kwargs = _optimizer_of(self.args)
         optimizer = super().create_optimizer(*args, **kwargs)
         plain_optimizer(optimizer)
         return optimizer
+
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[Any, dict[str, Any]]:
+        """What `args` name now: each train() of a Trainer with model_init asks anew."""
+        return _optimizer_of(args)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """As the library's; the first one initializes the model."""

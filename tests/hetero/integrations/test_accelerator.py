@@ -120,6 +120,34 @@ def test_the_last_folder_that_the_library_has_named(tmp_path: Path) -> None:
     optimizer.engine.close()
 
 
+def test_hooks_of_the_state_get_the_model(tmp_path: Path) -> None:
+    """As scripts of diffusers have them: adapters beside the state, read again with it."""
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(2, 2)
+    optimizer = hetero.HybridSGD(model.parameters(), lr=1.0)
+    hetero.initialize(model, optimizer, dtype="bf16", placement_policy="cpu")
+    accelerator.prepare(model, optimizer)
+
+    def before_save(models: list[Any], weights: list[Any], folder: str) -> None:
+        for each in models:
+            assert torch.equal(weights.pop()["bias"], each.bias)
+            torch.save(each.state_dict(), f"{folder}/own.pt")
+
+    def before_load(models: list[Any], folder: str) -> None:
+        while models:
+            models.pop().load_state_dict(torch.load(f"{folder}/own.pt"))
+
+    accelerator.register_save_state_pre_hook(before_save)
+    accelerator.register_load_state_pre_hook(before_load)
+    masters = hetero.masters(model.parameters())
+    accelerator.save_state(str(tmp_path))
+    assert torch.load(tmp_path / "own.pt").keys() == {"weight", "bias"}
+    model.load_state_dict({"weight": torch.zeros(2, 2), "bias": torch.zeros(2)})
+    accelerator.load_state(str(tmp_path))
+    assert all(map(torch.equal, hetero.masters(model.parameters()), masters))
+    optimizer.engine.close()
+
+
 def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = gpt2_folder(tmp_path / "model")
     accelerator = Accelerator(cpu=True)

@@ -103,6 +103,82 @@ def test_a_module_that_was_built_outside(tmp_path: Path) -> None:
         fit(again, tmp_path / "x", HeteroStrategy(), ckpt_path=tmp_path / "model")
 
 
+def test_averages_of_weights_are_what_a_checkpoint_gives(tmp_path: Path) -> None:
+    """A resumed run goes on from both, with masters as they were; a test takes the averages."""
+    if not hasattr(lightning.pytorch.callbacks, "EMAWeightAveraging"):
+        pytest.skip("this Lightning has no averages of weights")
+
+    class Module(lightning.LightningModule):  # type: ignore[misc,name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(4, 4)
+            self.losses: list[float] = []
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.layer(x)
+
+        def training_step(self, batch: Any, index: int) -> torch.Tensor:
+            loss: torch.Tensor = (self(batch[0]) - 1).square().mean()
+            self.losses.append(loss.item())
+            return loss
+
+        test_step = training_step
+
+        def configure_optimizers(self) -> Any:
+            return hetero.HybridSGD(self.parameters(), lr=0.25)
+
+    def ema() -> Any:
+        return lightning.pytorch.callbacks.EMAWeightAveraging(decay=0.5)
+
+    def trainer(epochs: int, *callbacks: Any) -> Any:
+        strategy = HeteroStrategy(placement_policy="cpu", dtype="bf16")
+        return lightning.Trainer(
+            max_epochs=epochs,
+            strategy=strategy,
+            callbacks=list(callbacks),
+            accelerator="cpu",
+            devices=1,
+            logger=False,
+            enable_checkpointing=len(callbacks) > 1,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+
+    def masters(module: Any) -> list[torch.Tensor]:
+        return hetero.masters(module.parameters())
+
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x), batch_size=2)
+    torch.manual_seed(3)
+    modules = [Module() for _ in range(3)]
+    modules[1].load_state_dict(modules[0].state_dict())
+    saving = lightning.pytorch.callbacks.ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
+    cut, whole, resumed = trainer(1, ema()), trainer(2, ema(), saving), trainer(2, ema())
+    cut.fit(modules[0], loader)
+    averages = masters(modules[0])  # with which fit() ends
+    whole.fit(modules[1], loader)
+    resumed.fit(modules[2], loader, ckpt_path=tmp_path / "epoch=0.ckpt")
+    assert modules[2].losses == modules[1].losses[4:]
+    assert all(map(torch.equal, masters(modules[2]), masters(modules[1])))
+    trainer(1).test(modules[2], loader, ckpt_path=tmp_path / "epoch=0.ckpt", verbose=False)
+    for master, average in zip(masters(modules[2]), averages, strict=True):
+        assert torch.equal(master.bfloat16(), average.bfloat16())
+    with pytest.raises(hetero.HeteroError, match="only a module that fit.. has initialized takes"):
+        trainer(1).test(Module(), loader, ckpt_path=tmp_path / "epoch=0.ckpt")
+    for each in (cut, whole, resumed):
+        each.strategy.close()
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "64-true"])
+def test_a_precision_that_casts_the_module_is_refused(precision: str, tmp_path: Path) -> None:
+    module = module_of(gpt2_folder(tmp_path / "model"), hetero.HybridAdam)
+    trainer = lightning.Trainer(
+        strategy=HeteroStrategy(), accelerator="cpu", devices=1, precision=precision, logger=False
+    )
+    with pytest.raises(ValueError, match=f"precision='{precision}' casts the module.*dtype='bf16'"):
+        trainer.fit(module, torch.utils.data.DataLoader(Sentences(), batch_size=4))
+
+
 def test_a_library_without_weights_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before 2.6."""
     from lightning.pytorch.strategies import SingleDeviceStrategy

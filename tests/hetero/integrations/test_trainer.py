@@ -218,6 +218,22 @@ def test_optimizers_by_name(name: str, kind: Any, state_dtype: str, tmp_path: Pa
     model.zero_grad()
 
 
+def test_each_training_asks_the_arguments_anew(tmp_path: Path) -> None:
+    """As a search among learning rates does, with a new model for each."""
+    folder = llama_folder(tmp_path / "model")
+    args = arguments(tmp_path, max_steps=1, eval_strategy="no", load_best_model_at_end=False)
+    run = trainer(None, args, model_init=lambda: managed(folder, "cpu", tmp_path))
+    for rate, optim, kind in (
+        (1e-2, "adamw_torch", hetero.HybridAdam),
+        (0.25, "sgd", hetero.HybridSGD),
+    ):
+        args.learning_rate, args.optim = rate, optim
+        with run:
+            run.train()
+            assert figures(run, "learning_rate") == [rate]
+            assert type(run.optimizer.optimizer) is kind
+
+
 def test_arguments_that_cannot_work(tmp_path: Path) -> None:
     folder = llama_folder(tmp_path / "model")
     plain = AutoModelForCausalLM.from_pretrained(folder)
