@@ -171,8 +171,13 @@ class Config:
 
     def __post_init__(self) -> None:
         check_choice("placement_policy", self.placement_policy, get_args(Policy))
-        if not isinstance(self.debug, DebugOptions):
+        if isinstance(self.debug, Mapping):
             self._set("debug", DebugOptions(**options_by_name(self.debug, DEBUG_NAMES, {})))
+        elif not isinstance(self.debug, DebugOptions):
+            raise ValueError(
+                f"debug must be a DebugOptions of hetero.debug, or a mapping of its names such as "
+                f"{{'prefetch': False}}, not {self.debug!r}"
+            )
         for name in _MEMORY_OPTIONS:
             value = getattr(self, name)
             if name == "device_memory" and value == "auto":
@@ -420,8 +425,9 @@ class Config:
         Args:
             config: a Config, a mapping of options, or the path of a JSON file with an object of
                 options; None: all defaults.
-            **options: single options, which replace those in `config`. tensor_placement_policy is
-                another name of placement_policy, and options of `debug` have names here, too.
+            **options: single options, which replace those in `config`; a mapping for `debug`
+                replaces the options that it names. tensor_placement_policy is another name of
+                placement_policy.
 
         Returns:
             a new, checked Config.
@@ -430,26 +436,38 @@ class Config:
             ValueError: an option is unknown (the message has the nearest names) or wrong.
             StoreError: nvme_path cannot be used.
         """
-        known = option_names()
         values: dict[str, Any] = {}
         if isinstance(config, (str, PathLike)):
             config = options_from_file(config)
         if isinstance(config, Config):
             values = dict(vars(config))
+        elif isinstance(config, Mapping):
+            values = _by_name(config)
         elif config is not None:
-            values = options_by_name(config, known, _ALIASES)
-        values |= options_by_name(options, known, _ALIASES)
-        apart = {name: values.pop(name) for name in DEBUG_NAMES if name in values}
-        if apart:
-            given = values.get("debug", {})
-            before = vars(given) if isinstance(given, DebugOptions) else given
-            values["debug"] = {**before, **apart}
+            raise ValueError(
+                f"options are a mapping, the path of a JSON file, or a Config, not {config!r}"
+            )
+        before = values.get("debug")
+        values |= _by_name(options)
+        if before is not None and isinstance(values["debug"], Mapping):
+            named = vars(before) if isinstance(before, DebugOptions) else before
+            values["debug"] = {**named, **values["debug"]}
         return cls(**values)
 
 
 def option_names() -> list[str]:
     """All options by which Config.make() knows them."""
-    return [field.name for field in dataclasses.fields(Config)] + list(DEBUG_NAMES)
+    return [field.name for field in dataclasses.fields(Config)]
+
+
+def _by_name(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options by their names in Config. Raises ValueError for one that it has not."""
+    for name in options:
+        if name in DEBUG_NAMES:
+            raise ValueError(
+                f"{name} is an option of debug; give debug={{{name!r}: {options[name]!r}}}"
+            )
+    return options_by_name(options, option_names(), _ALIASES)
 
 
 def _paths(value: object) -> list[str | PathLike[str]]:

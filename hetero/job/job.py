@@ -281,12 +281,13 @@ def memory_config(
     ):
         nvme_path = (str(folder.path),)
     same = (
-        *("backend", "link_gbps", "activation_memory", "recompute", "device_memory"),
-        *("nvme_capacity", "allow_ram_filesystem", "dtype", "chunk_numel", "io_engine"),
-        *("prefetch", "overlap_updates", "zero_stage", "process_memory", "verify_reads"),
+        *("backend", "activation_memory", "recompute", "device_memory", "nvme_capacity"),
+        *("dtype", "chunk_numel", "zero_stage", "process_memory", "verify_reads"),
     )
+    debug = ("prefetch", "io_engine", "overlap_updates", "link_gbps", "allow_ram_filesystem")
     return hetero.Config.make(
         **{name: getattr(options, name) for name in same},
+        debug={name: getattr(options, name) for name in debug},
         placement_policy=options.policy,
         host_memory=host_memory,
         nvme_path=nvme_path or None,
