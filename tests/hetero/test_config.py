@@ -55,7 +55,8 @@ REFUSED = [
       for bad in (0, -1.0, 0.5, float("nan"), float("inf"), "dynamic")),
     *(("loss_scale_window", bad, "loss_scale_window") for bad in (0, -1, 2.5, "2000")),
     *(("prefetch", bad, "prefetch") for bad in ("no", "false", None)),
-    *(("nvme_path", bad, "nvme_path") for bad in (5, [], ["a", 5])),
+    *(("nvme_path", bad, "nvme_path") for bad in (5, [], ["a", 5], "", ["a", ""])),
+    ("zero_stage", "3", "zero_stage must be one of 1, 2, 3, not '3'; did you mean 3\\?"),
 ]  # fmt: skip
 
 
