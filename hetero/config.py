@@ -62,83 +62,85 @@ class Config:
 
     Args:
         placement_policy: where state lives between uses. "auto" (default): in RAM as far as
-            host_memory goes, the rest on NVMe, and on the device what its budget has room for.
+            host_memory goes, the rest on NVMe, and on the device as much as its budget holds.
             "cpu": all in RAM; refused if it does not fit. "nvme": optimizer state streams from
-            NVMe in every step, gradients and parameters too as far as RAM does not hold them; use
-            it to keep RAM free for others. "cuda": all on the device, the fastest and the smallest.
-        backend: where compute happens. "cpu" (default): in RAM. "cuda": on torch's current CUDA
-            device. "auto": on a CUDA device if there is one, else in RAM. "emulated": on the CPU,
-            as if it had memory of its own that copies reach in the background, to try out what a
-            device brings. Needs device_memory.
-        host_memory: hard limit of RAM for model state. Default: 80 % of what is available now, of
-            which nothing is used without need. If it is given, what is left of it keeps optimizer
-            state between steps, which saves NVMe traffic. It does not count activations, unless
-            activation_memory is given, and libraries; process_memory does.
+            NVMe in every step, and so do gradients and parameters that do not fit in RAM; use it
+            to keep RAM free for other programs. "cuda": all on the device, the fastest tier and
+            the smallest.
+        backend: the device that computes. "cpu" (default): the CPU, from RAM. "cuda": torch's
+            current CUDA device. "auto": a CUDA device if there is one, else the CPU. "emulated":
+            the CPU, as a device with memory of its own and copies in the background, to try out
+            how a device behaves. Needs device_memory.
+        host_memory: hard limit of RAM for model state. Default: 80 % of the free RAM, of which
+            hetero uses only what it needs. If you give it, the rest of it keeps optimizer state
+            between steps, which saves NVMe traffic. It counts neither libraries nor, without
+            activation_memory, activations; process_memory counts both.
         reserve_memory: bytes of host_memory that stay free for parameters that get optimizer state
             later: unfrozen ones, and those of new param groups. In bf16 with Adam they need about
-            14 bytes per element. Default: none. It is missing for everything else.
-        activation_memory: bytes of host_memory for what autograd saves for backward; the rest goes
-            to nvme_path and comes back ahead of its use. Default: autograd keeps all, uncounted;
-            "auto" with process_memory.
-            "auto": a quarter of host_memory, and what finds no room stays uncounted; with a number
-            that is an error. With a separate device, an eighth of device_memory is for them, too.
-        recompute: which of the model's blocks, alike modules in a ModuleList or Sequential, compute
-            their forward again in backward, so that less has to be kept or brought back. Only where
-            activations have a budget. "auto" (default): as many as it takes for the rest to fit
-            where compute happens; engine.explain() says how many. "none"; "all"; or
-            patterns of modules' names (["*.layers.*"]), from which to choose as "auto" does.
-        device_memory: hard limit of device memory: for parameters while they are used, gradients
-            on their way to RAM, and what has its home there. Needed by "emulated". Default with
-            CUDA: "auto", 70 % of what is free at first, and after two steps all that a step leaves
-            free but a reserve of a 32nd. A limit that was given is lowered too when less than that
-            reserve is free. It does not bound activations, and what torch's allocator has reserved
-            beside. With backend "cpu" it limits gathered parameters inside host_memory.
+            14 bytes per element. Default: none. Other state cannot use these bytes.
+        activation_memory: bytes of host_memory for activations; the rest of them go to nvme_path
+            and come back ahead of their use. Default: all activations stay in memory, uncounted;
+            with process_memory "auto".
+            "auto": a quarter of host_memory; activations that find no room stay uncounted, where a
+            number makes that an error. A separate device has an eighth of device_memory for them.
+        recompute: the blocks of the model (equal modules in a ModuleList or Sequential) that
+            compute their forward again in backward, so that fewer activations are kept. Only where
+            activations have a budget. "auto" (default): as many as needed for the rest to fit in
+            the memory of the device that computes; engine.explain() says how many. "none"; "all";
+            or patterns of module names (["*.layers.*"]), among which it chooses as "auto" does.
+        device_memory: hard limit of device memory: for parameters in use, gradients on their way
+            to RAM, and state whose home is there. Needed by "emulated". Default with CUDA: "auto",
+            70 % of the free memory at first, and after two steps all that a step leaves free but a
+            reserve of a 32nd. A limit that you give is lowered as well when less than that reserve
+            is free. It bounds neither activations nor other memory that torch's allocator has
+            reserved. With backend "cpu" it limits gathered parameters inside host_memory.
         nvme_path: directory on NVMe for scratch files; needed by "nvme", and by "auto" if RAM is
             too small. State is striped evenly over a list of directories, best on disks that are
             equally fast; by their free space if one is too full. The files have no names and end
             with the process. Default: none.
-        nvme_capacity: hard limit of the bytes in all directories together. Default: 95 % of what
-            is free now.
-        dtype: of parameters in forward and backward. "bf16" (default); "fp16", with dynamic loss
-            scaling; "fp32", which doubles their memory and traffic. None: bf16 where the compute
-            device multiplies it in hardware, else fp32. Optimizer updates are in fp32 always.
+        nvme_capacity: hard limit of the bytes in all directories together. Default: 95 % of the
+            free space.
+        dtype: dtype of parameters in forward and backward. "bf16" (default); "fp16", with dynamic
+            loss scaling; "fp32", which doubles their memory and traffic. None: bf16 where the
+            compute device multiplies it in hardware, else fp32. Optimizer updates are in fp32.
         grad_dtype: dtype in which gradients are kept and accumulated. Default: `dtype`. "fp32"
             makes the sum over many micro-batches exact, and doubles the memory of gradients.
         keep_fp32: patterns of names of parameters, as of file names ("*.norm.weight"), that stay
-            fp32 whatever `dtype` is. Default: none but those of batch normalisation. They cost
+            fp32 whatever `dtype` is. Default: only those of batch normalisation. They cost
             twice the memory, and are a chunk group of their own.
         chunk_numel: elements per slot, the unit of placement and of transfers. Default: the size
             that wastes least. Smaller ones fit tighter budgets, larger ones move faster.
-        durable: what step() has made survives a crash, or a loss of power: the state stays in files
-            in the folder "hetero-state" of nvme_path, which this training has for itself, and
-            hetero.initialize() goes on from the last commit there, with any number of ranks,
-            policy, budgets and dtype; hetero.resume() says which. Default: False. True takes the
-            room of all state on NVMe twice, and has steps write what is in RAM there, too.
-        verify_reads: what is read from NVMe is compared with checksums of what was written there,
-            so that a bit that the disk has changed is an error with the chunk's and parameters'
-            names. Default: False, because it takes compute time of each byte; always so with
-            durable=True.
-        commit_every: steps after which a durable state is committed: those since are lost in a
-            crash. Default: 1. More of them write less where state is in RAM. 0: only
-            hetero.commit() does it; for loops with a scheduler, a position in the data, or several
+        durable: keep the state in files, so that it survives a crash or a loss of power. They are
+            in the folder "hetero-state" of nvme_path, which no other training may use.
+            hetero.initialize() continues from the last commit there, with any number of ranks,
+            policy, budgets and dtype; hetero.resume() says which. Default: False. True takes room
+            on NVMe for all state twice, and steps also write the state in RAM there.
+        verify_reads: compare all reads from NVMe with checksums, so that a bit that the disk has
+            changed is an error that names chunk and parameters. Default: False, because it takes
+            compute time for each byte; always on with durable=True.
+        commit_every: steps between commits of a durable state: a crash loses the steps since the
+            last one. Default: 1. A larger number writes less where state is in RAM. 0: only
+            hetero.commit() commits; for loops with a scheduler, a position in the data, or several
             optimizers.
-        zero_stage: what the ranks share out. 1: optimizer state. 2: gradients too. 3 (default):
-            parameters too. A lower stage needs more memory; 1 and 2 gather parameters once, at
-            the end of step(), and not in forward and backward. 1 keeps gradients whole until
-            step(), and averages them once however many micro-batches there are, as no_sync() does.
+        zero_stage: state that the ranks shard. 1: optimizer state. 2: gradients as well. 3
+            (default): parameters as well. A lower stage needs more memory; 1 and 2 gather
+            parameters once, at the end of step(), and not in forward and backward. 1 keeps
+            gradients whole until step(), and averages them once for all micro-batches, as
+            no_sync() does.
         reduce_dtype: dtype in which gradients travel between ranks. Default: grad_dtype. Sums are
-            made in fp32 anyway; "bf16" halves the traffic of fp32.
-        rank_timeout_s: seconds for which a rank waits for another before it gives it up with a
-            PeerError that names it. Default: 600. Raise it if one rank may be that much slower.
+            in fp32 in any case; "bf16" halves the traffic of fp32.
+        rank_timeout_s: seconds that a rank waits for another one until it raises a PeerError that
+            names it. Default: 600. Raise it if one rank may be that much slower.
         process_memory: limit of the whole process (RSS), activations and libraries included, or
-            "auto": what the cgroup or RLIMIT_AS allows. Activations give way to what a step needs
-            otherwise; between steps host_memory is lowered, and state moves to NVMe. Default: no
+            "auto": the limit of the cgroup or of RLIMIT_AS. If a step needs more, fewer activations
+            are kept, host_memory is lowered between steps, and state moves to NVMe. Default: no
             limit.
         initial_loss_scale: first factor of fp16's dynamic loss scaling, from 1 on. Default: 65536.
             None: hetero does not scale the loss, for loops that use torch.amp.GradScaler.
         loss_scale_window: steps without overflow after which the loss scale is doubled. Default:
             2000. Every overflow halves it and skips a step.
-        debug: a DebugOptions of hetero.debug, or a mapping of its names: what no training needs.
+        debug: options that no training needs: a DebugOptions of hetero.debug, or a mapping of its
+            names.
 
     Raises:
         ValueError: an option has a wrong type or value, or does not fit another one.
@@ -171,8 +173,13 @@ class Config:
 
     def __post_init__(self) -> None:
         check_choice("placement_policy", self.placement_policy, get_args(Policy))
-        if not isinstance(self.debug, DebugOptions):
+        if isinstance(self.debug, Mapping):
             self._set("debug", DebugOptions(**options_by_name(self.debug, DEBUG_NAMES, {})))
+        elif not isinstance(self.debug, DebugOptions):
+            raise ValueError(
+                f"debug must be a DebugOptions of hetero.debug, or a mapping of its names such as "
+                f"{{'prefetch': False}}, not {self.debug!r}"
+            )
         for name in _MEMORY_OPTIONS:
             value = getattr(self, name)
             if name == "device_memory" and value == "auto":
@@ -420,8 +427,9 @@ class Config:
         Args:
             config: a Config, a mapping of options, or the path of a JSON file with an object of
                 options; None: all defaults.
-            **options: single options, which replace those in `config`. tensor_placement_policy is
-                another name of placement_policy, and options of `debug` have names here, too.
+            **options: single options, which replace those in `config`; a mapping for `debug`
+                replaces the options that it names. tensor_placement_policy is another name of
+                placement_policy.
 
         Returns:
             a new, checked Config.
@@ -430,32 +438,44 @@ class Config:
             ValueError: an option is unknown (the message has the nearest names) or wrong.
             StoreError: nvme_path cannot be used.
         """
-        known = option_names()
         values: dict[str, Any] = {}
         if isinstance(config, (str, PathLike)):
             config = options_from_file(config)
         if isinstance(config, Config):
             values = dict(vars(config))
+        elif isinstance(config, Mapping):
+            values = _by_name(config)
         elif config is not None:
-            values = options_by_name(config, known, _ALIASES)
-        values |= options_by_name(options, known, _ALIASES)
-        apart = {name: values.pop(name) for name in DEBUG_NAMES if name in values}
-        if apart:
-            given = values.get("debug", {})
-            before = vars(given) if isinstance(given, DebugOptions) else given
-            values["debug"] = {**before, **apart}
+            raise ValueError(
+                f"options are a mapping, the path of a JSON file, or a Config, not {config!r}"
+            )
+        before = values.get("debug")
+        values |= _by_name(options)
+        if before is not None and isinstance(values["debug"], Mapping):
+            named = vars(before) if isinstance(before, DebugOptions) else before
+            values["debug"] = {**named, **values["debug"]}
         return cls(**values)
 
 
 def option_names() -> list[str]:
     """All options by which Config.make() knows them."""
-    return [field.name for field in dataclasses.fields(Config)] + list(DEBUG_NAMES)
+    return [field.name for field in dataclasses.fields(Config)]
+
+
+def _by_name(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options by their names in Config. Raises ValueError for one that it has not."""
+    for name in options:
+        if name in DEBUG_NAMES:
+            raise ValueError(
+                f"{name} is an option of debug; give debug={{{name!r}: {options[name]!r}}}"
+            )
+    return options_by_name(options, option_names(), _ALIASES)
 
 
 def _paths(value: object) -> list[str | PathLike[str]]:
     """One path, or a list or tuple of some, as a list."""
     paths = list(value) if isinstance(value, (list, tuple)) else [value]
-    if not paths or not all(isinstance(path, (str, PathLike)) for path in paths):
+    if not paths or not all(isinstance(path, (str, PathLike)) and path != "" for path in paths):
         raise ValueError(
             f"nvme_path must be a directory's path, or a list of such paths, not {value!r}"
         )

@@ -19,29 +19,29 @@ class DebugOptions:
     """The value of hetero.Config's option `debug`; the defaults are right for training.
 
     Args:
-        prefetch: read what is on NVMe ahead of its use: parameters, and, while backward runs, the
+        prefetch: read state on NVMe ahead of its use: parameters, and, while backward runs, the
             optimizer state that step() needs first. Default: True. False is for measurements.
-        io_engine: what reads and writes scratch files: "io_uring", "threads", or "auto" (default):
-            io_uring where the kernel allows it. Threads are slower and work everywhere.
-        overlap_updates: when parameters are updated, and what waits for it; the same bits in all
-            cases, with clipping, loss scaling and several ranks, too. "auto" (default): a chunk
-            whose optimizer state is on NVMe is updated while backward still runs, as soon as its
-            gradients are final (from the second step on, and where recent steps say what step()
-            will multiply gradients by), and step() returns while updates go on: whatever uses a
-            parameter waits for its chunk alone. optimizer.engine.synchronize() waits for all. An
-            update that step() does not confirm is taken back and made again, and whoever uses a
-            value or changes a gradient before step() has it taken back first. That takes the room
-            of optimizer state on NVMe twice; without so much room chunks are updated in step().
-            "none": in step(), which waits. "forward": step() submits all updates and does not wait.
-            "backward": as early as with "auto", and step() waits. "both": as early, whatever recent
-            steps were like, and step() does not wait.
+        io_engine: the engine that reads and writes scratch files: "io_uring", "threads", or "auto"
+            (default): io_uring where the kernel allows it. Threads are slower and work everywhere.
+        overlap_updates: when parameters are updated, and what waits for it. The result has the same
+            bits in all cases, also with clipping, loss scaling and several ranks. "auto" (default):
+            a chunk whose optimizer state is on NVMe is updated during backward, as soon as its
+            gradients are final (from the second step on, and if recent steps predict the factor
+            by which step() multiplies gradients). step() returns during updates: a use of a
+            parameter waits for its chunk alone, and optimizer.engine.synchronize() waits for all.
+            An update that step() does not confirm is rolled back and redone; a use of a value or
+            a change of a gradient before step() rolls it back first. That needs room on NVMe for
+            optimizer state twice; without it chunks are updated in step(). "none": in step(), which
+            waits. "forward": step() submits all updates and does not wait. "backward": as early as
+            with "auto", and step() waits. "both": as early, whatever recent steps predict, and
+            step() does not wait.
         link_gbps: GB/s of each direction of the emulated device's link; for backend="emulated"
             only. Default: 16, as PCIe 4.0 x8 has.
-        allow_ram_filesystem: nvme_path may be on a filesystem whose files are RAM (tmpfs, as
-            /dev/shm and many a /tmp are), for trials. Default: False, such a path is refused: what
-            goes there frees no RAM, and no budget would count it. True takes nvme_capacity, by
+        allow_ram_filesystem: nvme_path may be on a filesystem whose files are RAM (tmpfs, often
+            /dev/shm and /tmp), for trials. Default: False: such a path is refused, because state
+            there frees no RAM, and no budget would count it. True takes nvme_capacity, by
             default half, from host_memory. Not with process_memory or durable=True.
-        shard_strategy: what a chunk holds, for hetero.compat. "chunk" (default): tensors in the
+        shard_strategy: the tensors of a chunk, for hetero.compat. "chunk" (default): tensors in the
             model's order, packed tightly. "tensor": one tensor. "bucket": the tensors of one
             module. Also an object of TensorShardStrategy or BucketTensorShardStrategy. The last
             two waste the rest of a slot.

@@ -25,9 +25,9 @@ def check_integer(option: str, value: object, at_least: int | None = None) -> No
 def check_choice(option: str, value: object, choices: Sequence[object]) -> None:
     """Raises ValueError, with the nearest ones, if it is none of `choices`."""
     if isinstance(value, bool) or value not in choices:
-        known = [str(choice) for choice in choices]
-        near = difflib.get_close_matches(str(value), known, n=2, cutoff=0.4)
-        hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+        known = {str(choice): choice for choice in choices}
+        near = difflib.get_close_matches(str(value), list(known), n=2, cutoff=0.4)
+        hint = f"; did you mean {' or '.join(repr(known[n]) for n in near)}?" if near else ""
         raise ValueError(f"{option} must be one of {', '.join(known)}, not {value!r}{hint}")
 
 

@@ -28,7 +28,7 @@ class ParamSpec:
     """A parameter as the layout sees it: `index` is its place in model.parameters().
 
     Parameters with the same `group` share a chunk with each other, however large, and with no
-    other parameter. Config.shard_strategy makes groups.
+    other parameter. DebugOptions.shard_strategy makes groups.
     """
 
     index: int

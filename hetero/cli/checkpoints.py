@@ -59,6 +59,8 @@ def convert(arguments: argparse.Namespace) -> int:
         )
         if is_there
     ]
+    if arguments.to == "hf" and not (Path(target) / "config.json").exists():
+        left_out.append(f"{target} has no config.json, as from_pretrained() needs: --model-config")
     for note in (*stored.notes, *left_out):
         print(f"hetero convert: {note}", file=sys.stderr)
     count = len(manifest.params) + len(manifest.buffers)

@@ -57,18 +57,18 @@ _TRAIN = Command(
     "train",
     "hetero.cli.train.run",
     "train a language model within budgets of RAM and device memory",
-    "Trains a language model on the bytes of a text. Without options: 304M parameters, four minutes"
-    " on two CPU cores, on the source text of Python's standard library. Sizes are bytes, or like"
-    " 600MiB and 4GiB; budgets are never exceeded, and one that is too small is refused with the"
-    " smallest that works. Under torchrun the ranks shard the model state.",
+    "Trains a language model on the bytes of a text. Without options: 304M parameters, four to"
+    " eight minutes on two CPU cores, on the source text of Python's standard library. Sizes are"
+    " bytes, or like 600MiB and 4GiB. Budgets are never exceeded; one that is too small is refused"
+    " with the smallest that works. Under torchrun the ranks shard the model state.",
     (
-        ("hetero train --max-steps 20", "two minutes of the model of 304M parameters"),
+        ("hetero train --max-steps 20", "the model of 304M parameters for two minutes"),
         (
             "hetero train --model gpt2 --vocab-size 50257 --host-memory 600MiB",
             "another shape, within a budget of RAM; the rest of its state is on NVMe",
         ),
         (
-            "hetero train --data README.md --nvme-path /tmp --json",
+            "hetero train --data README.md --nvme-path /mnt/nvme --json",
             "another text, another disk, and a JSON object as the report",
         ),
         (
@@ -109,7 +109,7 @@ _FINETUNE = Command(
         (
             "hetero finetune --model llama --data train.jsonl --eval-data test.jsonl --output"
             " tuned --eval-steps 50 --early-stopping-patience 3",
-            "the model that does best on other records, evaluated every 50 steps",
+            "the model with the lowest loss on other records, evaluated every 50 steps",
         ),
     ),
     training=FinetuneOptions,
@@ -119,10 +119,10 @@ _FINETUNE = Command(
 _GENERATE = Command(
     "generate",
     "hetero.cli.generate.run",
-    "print text that a trained model makes",
-    "Prints a prompt, and what a model goes on with: the one that the newest run of hetero train"
-    " left, or that of a folder. The model is held in memory whole. A folder without a tokenizer"
-    " has bytes as tokens, as hetero train does.",
+    "generate text with a trained model",
+    "Prints a prompt and the text with which a model continues it: the model of the newest run of"
+    " hetero train, or of a folder. The whole model is in memory. Without a tokenizer in the folder"
+    " tokens are bytes, as in hetero train.",
     (
         ("hetero generate", "with the model of the newest run"),
         ("hetero generate runs/first --prompt 'class ' --tokens 400", "with that of a run"),
@@ -136,13 +136,18 @@ _GENERATE = Command(
             help="a run folder of hetero train, or a folder of a Hugging Face causal language model"
             " (default: the newest run in runs)",
         ),
-        _option("--prompt", default="def ", help="text to go on from (default: %(default)r)"),
+        _option("--prompt", default="def ", help="text to continue (default: %(default)r)"),
         _option(
             "--chat",
             action="store_true",
-            help="the prompt is a user's message, to be answered, in the tokenizer's chat template",
+            help="answer the prompt as a message of a user, by the tokenizer's chat template",
         ),
-        _option("--tokens", type=int, default=200, help="so many are made (default: %(default)s)"),
+        _option(
+            "--tokens",
+            type=int,
+            default=200,
+            help="number of tokens to generate (default: %(default)s)",
+        ),
         _option(
             "--temperature",
             type=float,
@@ -153,28 +158,28 @@ _GENERATE = Command(
             "--top-k",
             type=int,
             default=40,
-            help="draw from so many of the most probable tokens; 0: from all (default:"
-            " %(default)s)",
+            help="number of most probable tokens to draw from; 0: all (default: %(default)s)",
         ),
-        _option("--seed", type=int, default=0, help="of the draws (default: %(default)s)"),
+        _option("--seed", type=int, default=0, help="seed of the draws (default: %(default)s)"),
     ),
 )
 
 _PLAN = Command(
     "plan",
     "hetero.cli.plan.run",
-    "say where a model's state would live, and what a step would take",
-    "Places a model's state without building it, and predicts a step by a machine's profile: this"
-    " one's, as `hetero profile` measured it, or another's. Budgets are of one rank.",
+    "predict where a model's state lives, and how long a step takes",
+    "Places a model's state without building the model, and predicts the time of a step from the"
+    " profile of this machine, which `hetero profile` measures, or of another one. Budgets are"
+    " those of one rank.",
     (
-        ("hetero plan", "the model that `hetero train` takes, on this machine"),
+        ("hetero plan", "the default model of `hetero train`, on this machine"),
         (
             "hetero plan --machine rtx4090-nvme --model llama-7b --nvme-path /nvme",
             "on another one; the folder need not exist",
         ),
         (
             "hetero plan --machine 8xh200-node --model llama-70b --ranks 64 --nodes 8",
-            "on several; --machine list says which there are",
+            "on several machines; --machine list lists those that are described",
         ),
     ),
     training=PlanOptions,
@@ -184,9 +189,9 @@ _PLAN = Command(
 _PROFILE = Command(
     "profile",
     "hetero.cli.profile.run",
-    "measure what this machine moves and computes, for plan",
-    "Measures RAM, updates, products of matrices and, in the given folders, NVMe, for some 15"
-    " seconds, and saves the figures. Nothing else should be running.",
+    "measure this machine, for plan",
+    "Measures RAM, optimizer updates, matmuls and, in the given folders, NVMe, for about 15"
+    " seconds, and saves the figures. Nothing else should run meanwhile.",
     (
         ("hetero profile", "without disks"),
         ("hetero profile --nvme-path .", "with the disk of this folder"),
@@ -198,7 +203,7 @@ _PROFILE = Command(
             " (default: none)"
         ),
         _option(
-            "--threads", type=int, metavar="N", help="of updates and products (default: all CPUs)"
+            "--threads", type=int, metavar="N", help="of updates and matmuls (default: all CPUs)"
         ),
         _option("--output", metavar="FILE", help=f"where to save (default: {default_path()})"),
         _switch("--json", "print the profile as a JSON object on stdout"),
@@ -208,10 +213,10 @@ _PROFILE = Command(
 _DOCTOR = Command(
     "doctor",
     "hetero.cli.doctor.run",
-    "check this machine, and say what to do about what is found",
+    "check this machine, and suggest fixes",
     "Checks what hetero needs of this machine: io_uring, locked memory, disks, memory limits, huge"
     " pages, NUMA, GPUs, and what is installed. Each finding is ok, a note (hetero works, but"
-    " slower or with less) or a problem, with what to do about it. The exit code is 1 if there is a"
+    " slower or with less) or a problem, with a fix. The exit code is 1 if there is a"
     " problem.",
     (
         ("hetero doctor", "this machine, and the folder you are in"),
@@ -232,10 +237,10 @@ _INSPECT = Command(
     "inspect",
     "hetero.cli.checkpoints.inspect",
     "show what is in a checkpoint",
-    "Shows what a checkpoint has: steps, parameters, optimizers, files. It may be hetero's, the"
-    " last commit of a durable state, a folder of Hugging Face's or a .safetensors file, one of"
-    " torch.distributed.checkpoint (DCP), or DeepSpeed's universal format. Values are not read, and"
-    " nothing of a file is run.",
+    "Shows what a checkpoint has: steps, parameters, optimizers, files. It may be a checkpoint of"
+    " hetero, the last commit of a durable state, a Hugging Face folder or a .safetensors file, a"
+    " checkpoint of torch.distributed.checkpoint (DCP), or one in DeepSpeed's universal format."
+    " Values are not read, and no code in a file runs.",
     (
         ("hetero inspect runs/first", "the latest checkpoint of a run, or else its weights"),
         ("hetero inspect runs/first/step-100 --verify", "compare all checksums"),
@@ -249,8 +254,8 @@ _INSPECT = Command(
         ),
         _switch(
             "--verify",
-            "read every byte of a hetero checkpoint and compare checksums; exit code 1, and the"
-            " names of what is damaged, if one is another",
+            "read every byte of a hetero checkpoint and compare checksums; damage is listed, and"
+            " the exit code is then 1",
         ),
         _switch("--json", "print a JSON object with all parameters on stdout"),
     ),
@@ -260,21 +265,20 @@ _CONVERT = Command(
     "convert",
     "hetero.cli.checkpoints.convert",
     "write a checkpoint in another format",
-    "Writes a checkpoint in another format, without a model and without holding more than a tensor."
-    " Read are hetero's checkpoints and commits, folders of Hugging Face's and .safetensors files,"
-    " those of torch.distributed.checkpoint (DCP), and DeepSpeed's universal format. Between hetero"
-    " and DCP optimizer states and options go along; to Hugging Face's go parameters and buffers.",
+    "Writes a checkpoint in another format, without a model and with at most one tensor in memory."
+    " It reads all formats that `hetero inspect` reads. Between hetero and DCP it converts"
+    " optimizer state and options as well; to Hugging Face parameters and buffers.",
     (
         (
             "hetero convert runs/first exported --to hf --model-config config.json",
             "for transformers' from_pretrained()",
         ),
         ("hetero convert runs/first resharded --to dcp", "for torch.distributed.checkpoint"),
-        ("hetero convert universal-folder imported --to hetero", "of DeepSpeed's, to go on"),
+        ("hetero convert universal-folder imported --to hetero", "to continue a run of DeepSpeed"),
     ),
     (
         _option("source", help="the checkpoint, as `hetero inspect` takes it"),
-        _option("target", help="the new folder, which must not be there yet"),
+        _option("target", help="the new folder, which must not exist yet"),
         _option(
             "--to",
             required=True,
@@ -284,14 +288,14 @@ _CONVERT = Command(
         _option(
             "--dtype",
             choices=("fp32", "bf16", "fp16"),
-            help="of parameters (default: as they are stored; masters are fp32); with --to hetero,"
-            " of those that are not trained",
+            help="dtype of parameters (default: as stored; masters are fp32); with --to hetero, of"
+            " those that are not trained",
         ),
         _option(
             "--model-config",
             dest="config",
             metavar="PATH",
-            help="with --to hf: a config.json, or a folder that has one, which is copied",
+            help="with --to hf: a config.json to copy, or a folder that has one",
         ),
     ),
 )
@@ -299,18 +303,18 @@ _CONVERT = Command(
 _BENCH = Command(
     "bench",
     "hetero.cli.bench.run",
-    "measure hetero beside this machine's limits and other libraries",
+    "measure hetero, compared with the limits of this machine and other libraries",
     "Runs one of the benchmarks of docs/benchmarks.md; without a name it lists them. Other"
-    " libraries take part as far as they are installed.",
+    " libraries are measured as well if they are installed.",
     (
-        ("hetero bench", "what there is"),
-        ("hetero bench io --path .", "the disk beside fio and others"),
-        ("hetero bench adam --peers torch", "update kernels beside torch's"),
+        ("hetero bench", "the list"),
+        ("hetero bench io --path .", "the disk, compared with fio and others"),
+        ("hetero bench adam --peers torch", "update kernels, compared with torch's"),
         ("hetero bench train --help", "the options of one of them"),
     ),
     (
         _option("name", nargs="?", metavar="NAME", help="one of those listed"),
-        _option("options", nargs=argparse.REMAINDER, metavar="OPTION", help="its own"),
+        _option("options", nargs=argparse.REMAINDER, metavar="OPTION", help="its own options"),
     ),
     synopsis="[NAME [OPTION ...]]",
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -24,6 +25,9 @@ from offload.errors import HeteroError
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit code; argparse exits by itself for unknown options."""
+    for stream in (sys.stdout, sys.stderr):  # a name that their encoding has not ends no run
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     arguments = make_parser().parse_args(argv)
     module, _, function = arguments.run.rpartition(".")
     try:

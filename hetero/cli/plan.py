@@ -197,7 +197,7 @@ class _Planner:
             dtype=options.dtype,
             chunk_numel=options.chunk_numel,
             zero_stage=options.zero_stage,
-            overlap_updates=options.overlap_updates,
+            debug={"overlap_updates": options.overlap_updates},
         )
         # Of model state; less than the machine's budget if the process has a limit.
         self.host_bytes = self._config.host_bytes()

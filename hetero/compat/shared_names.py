@@ -6,13 +6,13 @@ import torch
 
 
 class TensorShardStrategy:
-    """ColossalAI's name for `Config(shard_strategy="tensor")`: one chunk per tensor."""
+    """ColossalAI's name for `debug={'shard_strategy': 'tensor'}`: one chunk per tensor."""
 
     name = "tensor"
 
 
 class BucketTensorShardStrategy:
-    """ColossalAI's name for `Config(shard_strategy="bucket")`: one chunk per module's tensors."""
+    """ColossalAI's name for `debug={'shard_strategy': 'bucket'}`: one per module."""
 
     name = "bucket"
 

@@ -386,8 +386,8 @@ def _state_of(model: torch.nn.Module) -> DurableState:
     state = _states.get(engine_of_model(model))
     if state is None:
         raise HeteroError(
-            "the model's state is not durable, so nothing can be committed; give durable=True to "
-            "hetero.initialize(), or save checkpoints with hetero.save()"
+            "the model's state is not durable, so it has no commits; give durable=True to "
+            "hetero.initialize(), or use checkpoints: hetero.save() and hetero.load()"
         )
     return state
 

@@ -21,9 +21,11 @@ from hetero.job.ranks import ALONE, Ranks
 from hetero.job.run_folder import RunFolder
 from hetero.planning.group_plans import Arrangement, arrange
 from hetero.planning.placement import PlacementError
+from hetero.planning.refusal import process_too_small
 from hetero.reporting.recorder import Recorder, facts_of
 from hetero.reporting.run_record import RunFacts
 from offload import _native
+from offload.memory.process_memory import resident_bytes
 from offload.memory.sizes import format_bytes
 
 # Below this a third of the state of a small model is less than its chunks need to move at all.
@@ -134,13 +136,22 @@ def build_in_budgets(
         config = replace(config, recompute="all")
     # A budget that cannot work is refused with the one that can, before anything is built; a
     # default, which knows of no large embedding and of no ranks' buffers, becomes that one.
-    bytes_of = config.host_bytes(), config.disk_bytes(), config.device_bytes
+    limit, held = config.process_bytes(ranks.local), resident_bytes()
+    host = config.host_bytes(beside_bytes=held)
+    bytes_of = host, config.disk_bytes(), config.device_bytes
     try:
         arrange_shape(shape, options, config, ranks, *bytes_of)
     except PlacementError as refusal:
+        least = refusal.smallest_host_bytes
+        if limit is not None and host < least:
+            is_auto = config.process_memory == "auto"
+            what = "the least placement of the model"
+            why = process_too_small(limit, is_auto, held, host, what, least)
+            if why is not None:
+                raise PlacementError(why, least, refusal.smallest_device_bytes) from None
         if options.host_memory is not None or config.host_memory is None:
             raise
-        config = replace(config, host_memory=max(bytes_of[0], refusal.smallest_host_bytes))
+        config = replace(config, host_memory=max(host, least))
         arrange_shape(shape, options, config, ranks, config.host_bytes(), *bytes_of[1:])
     torch.manual_seed(options.seed)
     with hetero.ZeroInitContext(config, mesh=_mesh(options, ranks)):
@@ -281,12 +292,13 @@ def memory_config(
     ):
         nvme_path = (str(folder.path),)
     same = (
-        *("backend", "link_gbps", "activation_memory", "recompute", "device_memory"),
-        *("nvme_capacity", "allow_ram_filesystem", "dtype", "chunk_numel", "io_engine"),
-        *("prefetch", "overlap_updates", "zero_stage", "process_memory", "verify_reads"),
+        *("backend", "activation_memory", "recompute", "device_memory", "nvme_capacity"),
+        *("dtype", "chunk_numel", "zero_stage", "process_memory", "verify_reads"),
     )
+    debug = ("prefetch", "io_engine", "overlap_updates", "link_gbps", "allow_ram_filesystem")
     return hetero.Config.make(
         **{name: getattr(options, name) for name in same},
+        debug={name: getattr(options, name) for name in debug},
         placement_policy=options.policy,
         host_memory=host_memory,
         nvme_path=nvme_path or None,

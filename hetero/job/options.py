@@ -121,35 +121,34 @@ class TrainOptions:
         type=_device,
     )
     host_memory: str | None = option(
-        "RAM budget for model state, of each rank, like 600MiB (default: 80 %% of what is free;"
+        "RAM budget of each rank for model state, like 600MiB (default: 80 %% of the free RAM;"
         " with --policy nvme a third of 16 bytes per parameter of the rank, but at least 256MiB and"
-        " what works)",
+        " never less than what works)",
         metavar="BYTES",
     )
     device_memory: str | None = option(
-        "device memory budget for model state; leave room for activations (default: 70 %% of what"
-        " is free on a GPU)",
+        "device memory budget for model state; leave room for activations (default on a GPU: 70 %%"
+        " of what is free, and after two steps all that a step leaves free)",
         metavar="BYTES",
     )
     process_memory: str | None = option(
-        "RAM budget of the whole process, like 3GiB: model state gives way to activations and"
-        " whatever else it holds; auto: what cgroups and limits allow (default: no limit)",
+        "RAM budget of the whole process, like 3GiB: model state gets what activations, libraries"
+        " and data leave; auto: the limit of the cgroup or of ulimit (default: no limit)",
         metavar="BYTES",
     )
     activation_memory: str | None = option(
-        "part of the RAM budget for what autograd saves, like 1GiB or auto (a quarter); the rest"
-        " goes to NVMe and comes back (default: autograd keeps all, outside of the budget)",
+        "part of the RAM budget for activations, like 1GiB or auto (a quarter); the rest of them"
+        " goes to NVMe until backward needs it (default: all stay in RAM and are not counted)",
         metavar="BYTES",
     )
     gradient_checkpointing: bool = option(
-        "compute the forward of all layers again in backward, so that only their inputs are kept;"
-        " --process-memory and --activation-memory do that as far as they need it",
+        "recompute all layers in backward, so that only their inputs are kept; --process-memory"
+        " and --activation-memory recompute as many as they have to",
         False,
     )
     recompute: str = option(
-        "which layers compute their forward again in backward, where --activation-memory or"
-        " --process-memory limits what is kept: auto (as many as the rest needs to fit), none or"
-        " all. The same bits in all cases",
+        "layers to recompute in backward, where --activation-memory or --process-memory limits"
+        " activations: auto (until the others fit), none or all. The result has the same bits",
         RECOMPUTE[0],
         choices=RECOMPUTE,
         advanced=True,
@@ -160,11 +159,13 @@ class TrainOptions:
         metavar="DIR",
     )
     nvme_capacity: str | None = option(
-        "budget of the state file (default: no limit)", metavar="BYTES", advanced=True
+        "budget of the state file (default: 95 %% of the free space)",
+        metavar="BYTES",
+        advanced=True,
     )
     allow_ram_filesystem: bool = option(
-        "for trials, --nvme-path may be on a filesystem whose files are RAM, like /dev/shm; the"
-        " file's budget (default: half) is then taken from --host-memory",
+        "for trials: let --nvme-path be on a filesystem whose files are RAM, like /dev/shm; the"
+        " budget of the file (default: half) is then taken from --host-memory",
         False,
         advanced=True,
     )
@@ -180,19 +181,19 @@ class TrainOptions:
         choices=STATE_DTYPES,
     )
     zero_stage: int = option(
-        "what several ranks (started by torchrun) shard: 1 optimizer states; 2 gradients, too;"
-        " 3 parameters, too, which takes least memory and most traffic",
+        "state that several ranks (started by torchrun) shard: 1: optimizer state; 2: gradients as"
+        " well; 3: parameters as well, with the least memory and the most traffic",
         3,
     )
     shard_ranks: int | None = option(
-        "so many neighbouring ranks share the model state, parts of a machine or whole machines,"
-        " and further ones have copies of it (default: all share)",
+        "number of neighbouring ranks that shard the model state among them; each further group of"
+        " as many has a copy (default: all ranks are one group)",
         least=1,
     )
     tiled_loss: bool | None = option(
         "compute the loss from a part of the logits at a time: much less memory with a large"
-        " vocabulary, a third more products in the head, and other last bits (default: where whole"
-        " logits would take a quarter of --process-memory)"
+        " vocabulary, a third more FLOPs in the head, and gradients with other last bits"
+        " (default: where whole logits would take a quarter of --process-memory)"
     )
 
     backend: str = option(
@@ -212,16 +213,15 @@ class TrainOptions:
         advanced=True,
     )
     verify_reads: bool = option(
-        "compare what is read from NVMe with checksums of what was written there; always so with"
-        " --commit-every",
+        "compare all reads from NVMe with checksums; always on with --commit-every",
         False,
         advanced=True,
     )
     overlap_updates: str = option(
-        "what optimizer updates overlap with: none; forward (the next one waits for each module's"
-        " parameters); backward (a chunk is updated when its gradients are complete, and again if"
-        " the step is clipped otherwise than steps before); both; auto (both, while steps are"
-        " clipped alike). The same bits in all cases",
+        "work that optimizer updates overlap with: none; forward (each module of the next forward"
+        " waits for its own parameters); backward (a chunk is updated when its gradients are"
+        " complete, and again if the step is clipped by another factor than the steps before);"
+        " both; auto (both, while the factor stays the same). The result has the same bits",
         OverlapUpdates.AUTO.value,
         choices=OVERLAPS,
         advanced=True,
@@ -258,7 +258,7 @@ class TrainOptions:
     warmup: int = option("steps in which the learning rate rises to its peak", 10)
     schedule: str = option("learning rate after the warm-up", "cosine", choices=SCHEDULES)
     weight_decay: float = option(
-        "of matrices, not of biases and norms; decoupled, but for adagrad and sgd", 0.1
+        "of matrices, not of biases and norms; decoupled, except for adagrad and sgd", 0.1
     )
     clip: float = option("gradient norm to clip to; 0: no clipping", 1.0)
     seed: int = option("of the initial weights and of the data order", 0)
@@ -269,7 +269,7 @@ class TrainOptions:
     )
     save_every: int | None = option(
         "steps between checkpoints, in the folder `checkpoints` of the run folder. The last step is"
-        " saved, too, and SIGTERM saves and ends (default: none)",
+        " saved as well; SIGTERM saves and ends the run (default: none)",
         least=1,
     )
     save_model: bool = option(
@@ -279,27 +279,27 @@ class TrainOptions:
     )
     commit_every: int | None = option(
         "steps between commits: the state stays in files in --nvme-path, and after a crash --resume"
-        " goes on from the last one; costs less than checkpoints that often (default: none)",
+        " continues from the last commit; cheaper than as many checkpoints (default: none)",
         least=1,
         advanced=True,
     )
-    keep: int = option("so many last checkpoints of the run stay", 2, least=1, advanced=True)
+    keep: int = option("number of the latest checkpoints to keep", 2, least=1, advanced=True)
     resume: str | None = option(
-        "go on from a checkpoint, or from the last one in a run folder, with any number of ranks"
-        " and any memory; from an earlier one with a new --run-dir. Without PATH from the last"
-        " checkpoint or commit of --run-dir, or else of the newest run, and from the beginning if"
+        "continue from a checkpoint, or from the last one in a run folder, with any number of ranks"
+        " and any budgets; an earlier one needs a new --run-dir. Without PATH: from the last"
+        " checkpoint or commit of --run-dir, or else of the newest run, or from the beginning if"
         " there is none",
         metavar="PATH",
         nargs="?",
         const="",
     )
     timeline: str | None = option(
-        "also write what computed, waited and moved in the last two steps, which report.html draws,"
-        " as a trace for ui.perfetto.dev, such as steps.trace.json",
+        "also write the last two steps (compute, waits, transfers), which report.html draws, as a"
+        " trace for ui.perfetto.dev, such as steps.trace.json",
         metavar="FILE",
     )
     json: bool = option("print one JSON object on stdout instead of a table", False)
-    live: bool = option("on a terminal show memory beside its budgets, loss and speed", False)
+    live: bool = option("on a terminal show memory and its budgets, loss and speed", False)
     log_every: int = option(
         "steps between lines of progress where there is no terminal", 10, least=1, advanced=True
     )

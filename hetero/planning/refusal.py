@@ -102,17 +102,24 @@ def too_much(tier: Tier, limit: int, needed: int, left: int, refusal: PlacementE
     )
 
 
-def process_too_small(limit: int, is_auto: bool, beside: int, what: str, least: int) -> str:
+def process_too_small(
+    limit: int, is_auto: bool, beside: int, host: int, what: str, least: int
+) -> str | None:
     """What is to be said if a process with `beside` bytes of other things has no room for state.
+
+    None if its limit leaves more than the budget of RAM, which then is too small by itself.
 
     Args:
         limit: of the whole process, in bytes.
         is_auto: it is the system's limit, and not the user's.
         beside: bytes that the process held before it had model state.
+        host: the budget of RAM.
         what: the part of model state that does not fit.
         least: bytes which that part takes.
     """
     left = max(0, int((limit - beside) * FIRST_STATE_SHARE))
+    if host < left:
+        return None
     needed = beside + ceil(least / FIRST_STATE_SHARE)
     smallest = round_up(needed + needed // _MARGIN, 1 << 20)
     name, fix = "process_memory", "raise process_memory"

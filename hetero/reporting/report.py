@@ -68,7 +68,7 @@ class Report:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Writes the page, unless no step was made; what has ended the block is told there."""
+        """Writes the page, or warns if it has no step; an exception of the block is told there."""
         if self._recorder is None:
             return
         recorder, self._recorder = self._recorder, None
@@ -77,6 +77,12 @@ class Report:
             record = recorder.complete()
             if record.points:
                 self._write(record, error)
+            elif error is None:
+                warnings.warn(
+                    f"no report {self.path} was written, because it has no steps: call its step() "
+                    f"after each optimizer step",
+                    stacklevel=2,
+                )
         except Exception as other:
             if error is None:
                 raise

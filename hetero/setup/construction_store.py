@@ -264,14 +264,14 @@ class ConstructionStore:
             what, least = what + beside, least + unmanaged
             model, likely = model + beside, likely + unmanaged if likely else 0
         rest = "the rest of the model may need more"
-        if likely > least:
-            rest = f"{model} takes {format_bytes(likely)} ({likely} bytes), and {rest}"
         why = self.budgets.too_small(*max((what, least), (model, likely), key=itemgetter(1)))
         if why is None:
             why = (
                 f"{error}: {what} takes {format_bytes(least)} ({least} bytes), so host_memory must "
                 f"be at least that"
             )
+            if likely > least:
+                rest = f"{model} takes {format_bytes(likely)} ({likely} bytes), and {rest}"
         return f"{why}; {rest}"
 
     def _likely_bytes(self, new: torch.nn.Parameter | None) -> int:

@@ -363,9 +363,9 @@ def _check(model: torch.nn.Module, optimizers: Sequence[HybridOptimizer]) -> Non
     for optimizer in optimizers:
         if not isinstance(optimizer, HybridOptimizer):
             raise ValueError(
-                f"the optimizer must be hetero.HybridAdam, HybridLion, HybridAdagrad, "
-                f"HybridSGD or HybridMuon, not "
-                f"{type(optimizer).__name__}: the update runs where the state lives"
+                f"the optimizer must be one of hetero's, such as hetero.AdamW(model.parameters()), "
+                f"which update state where it is; not {type(optimizer).__module__}."
+                f"{type(optimizer).__qualname__}"
             )
         if optimizer._engine is not None:
             raise ValueError("this optimizer was initialized already")

@@ -33,12 +33,10 @@ class FirstBudgets:
         self._is_auto = config.process_memory == "auto"
         self._beside_bytes = resident_bytes()
         self._peak_before = peak_resident_bytes()
-        # This rank's own, and what follows from its limit; None: the process has none.
         self._own_bytes = first_bytes = config.host_bytes(world.local_ranks, self._beside_bytes)
-        self._share_bytes: int | None = None
         if self._limit is not None:
-            self._share_bytes = int((self._limit - self._beside_bytes) * FIRST_STATE_SHARE)
-            first_bytes = max(1, min(self._own_bytes, self._share_bytes * 2 // 3))
+            share_bytes = int((self._limit - self._beside_bytes) * FIRST_STATE_SHARE)
+            first_bytes = max(1, min(self._own_bytes, share_bytes * 2 // 3))
         follows = config.activation_memory is None and config.activation_limit == "auto"
         self._limits_activations = bool(world.agree(int(follows), max, "a limit"))
         self.host_bytes = agreed(self._own_bytes)
@@ -71,11 +69,10 @@ class FirstBudgets:
 
         `what` is the part of model state that takes them.
         """
-        if self._limit is None or self._share_bytes is None:
+        if self._limit is None:
             return None
-        if self._own_bytes < self._share_bytes:  # host_memory, or its default, is what limits it
-            return None
-        return process_too_small(self._limit, self._is_auto, self._beside_bytes, what, least)
+        own = self._own_bytes
+        return process_too_small(self._limit, self._is_auto, self._beside_bytes, own, what, least)
 
     def in_its_words(self, refusal: PlacementError) -> PlacementError:
         """A refusal to place the model, in words about process_memory if that is too small."""

@@ -35,8 +35,8 @@ def check_directory(path: str | os.PathLike[str], allow_ram_filesystem: bool = F
         raise StoreError(
             errno.EINVAL,
             f"nvme_path is on a filesystem of type {kind}, whose files are RAM themselves, so what "
-            f"goes there frees none; name a folder on an NVMe disk, or have a training count "
-            f"them as RAM: allow_ram_filesystem=True (--allow-ram-filesystem)",
+            f"goes there frees none; name a folder on an NVMe disk, or for trials count files "
+            f"as RAM: debug={{'allow_ram_filesystem': True}} (--allow-ram-filesystem)",
             directory,
         )
     if not os.access(directory, os.W_OK | os.X_OK):

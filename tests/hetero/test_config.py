@@ -34,6 +34,7 @@ def test_sizes_become_bytes(tmp_path):
     assert config.budget(Tier.DISK) == 3 << 29
 
 
+DEBUG = [field.name for field in dataclasses.fields(DebugOptions)]
 SIZES = ("host_memory", "device_memory", "nvme_capacity")
 DTYPES = ("fp8", "float64", torch.float64, torch.int8, "", 16)
 CHOICE = ("placement_policy must be one of .*auto", "io_engine must be one of .*auto")
@@ -54,14 +55,15 @@ REFUSED = [
       for bad in (0, -1.0, 0.5, float("nan"), float("inf"), "dynamic")),
     *(("loss_scale_window", bad, "loss_scale_window") for bad in (0, -1, 2.5, "2000")),
     *(("prefetch", bad, "prefetch") for bad in ("no", "false", None)),
-    *(("nvme_path", bad, "nvme_path") for bad in (5, [], ["a", 5])),
+    *(("nvme_path", bad, "nvme_path") for bad in (5, [], ["a", 5], "", ["a", ""])),
+    ("zero_stage", "3", "zero_stage must be one of 1, 2, 3, not '3'; did you mean 3\\?"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("option", "bad", "match"), REFUSED)
 def test_bad_values_are_refused_by_name(option, bad, match):
     with pytest.raises(ValueError, match=match) as refusal:
-        Config.make(**{option: bad})
+        Config.make({"debug": {option: bad}} if option in DEBUG else {option: bad})
     assert repr(bad) in str(refusal.value) or str(bad) in str(refusal.value)
 
 
@@ -186,20 +188,35 @@ class TestMake:
             Config.make(path)
 
     def test_keywords_win_over_a_mapping(self):
-        made = Config.make({"host_memory": "1g", "prefetch": False}, host_memory="2g")
-        assert (made.host_memory, made.debugging.prefetch) == (2 << 30, False)
+        made = Config.make({"host_memory": "1g", "verify_reads": True}, host_memory="2g")
+        assert (made.host_memory, made.verify_reads) == (2 << 30, True)
 
     def test_options_for_debugging_are_apart(self):
         wanted = Config(debug=DebugOptions(prefetch=False, io_engine="threads"))
         assert wanted == Config(debug={"prefetch": False, "io_engine": "threads"})
-        assert wanted == Config.make(debug={"prefetch": False}, io_engine="threads")
-        assert wanted == Config.make(Config(debug={"prefetch": False}), io_engine="threads")
         assert Config.make(wanted) == dataclasses.replace(wanted) == wanted
-        assert Config.make(wanted, prefetch=True).debugging == DebugOptions(io_engine="threads")
+        for given in (wanted, {"debug": wanted.debug}, {"debug": vars(wanted.debug)}):
+            made = Config.make(given, debug={"prefetch": True})
+            assert made.debugging == DebugOptions(io_engine="threads")
+            assert Config.make(given, debug=DebugOptions()) == Config()
         with pytest.raises(ValueError, match="unknown option 'prefetsh'; did you mean prefetch"):
             Config(debug={"prefetsh": False})
         with pytest.raises(ValueError, match="io_engine must be one of"):
             Config(debug={"io_engine": "slow"})
+        with pytest.raises(ValueError, match="debug must be .*, not 'prefetch'"):
+            Config(debug="prefetch")
+
+    @pytest.mark.parametrize("name", DEBUG)
+    def test_an_option_for_debugging_has_one_place(self, name):
+        for make in (lambda: Config.make({name: 1}), lambda: Config.make(**{name: 1})):
+            with pytest.raises(
+                ValueError, match=rf"{name} is an option of debug; .*{{'{name}': 1}}"
+            ):
+                make()
+
+    def test_what_is_no_set_of_options_is_refused(self):
+        with pytest.raises(ValueError, match="options are a mapping, .*, not 5"):
+            Config.make(5)
 
     def test_there_are_fewer_options_than_before(self):
         """33 in 0.1; what no training needs is in one of them."""
@@ -231,7 +248,7 @@ class TestMake:
             ("nvme_dir", "nvme_path"),
             ("placement", "placement_policy"),
             ("tensor_policy", "tensor_placement_policy"),
-            ("Prefetch", "prefetch"),
+            ("Verify_reads", "verify_reads"),
         ],
     )
     def test_unknown_options_come_with_the_nearest(self, unknown, nearest):

@@ -42,7 +42,7 @@ def test_gathers_and_updates_are_marked(tmp_path: Path) -> None:
         placement_policy="nvme",
         host_memory="300KiB",
         nvme_path=str(tmp_path),
-        overlap_updates="none",
+        debug={"overlap_updates": "none"},
     )
     assert seen["hetero::gather"] > 2
     assert seen["hetero::update"] == 2

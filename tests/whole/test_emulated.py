@@ -37,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("nothing_left")
 SETTINGS: dict[str, dict[str, Any]] = PLACES | {
     "cpu-all-gathered": {"placement_policy": "cpu", "device_memory": LARGE},
     "nvme-grads-on-disk": {"placement_policy": "nvme", "host_memory": "1400KiB"},
-    "nvme-all-on-disk-threads": PLACES["nvme-all-on-disk"] | {"io_engine": "threads"},
+    "nvme-all-on-disk-threads": PLACES["nvme-all-on-disk"] | {"debug": {"io_engine": "threads"}},
     "auto-three-tiers": {"placement_policy": "auto", "device_memory": "1200KiB"},
     "auto-large-chunks": {
         "placement_policy": "auto",
@@ -99,7 +99,7 @@ def test_bytes_over_the_link_are_those_of_misses_and_gradients(
 
 def test_what_fits_on_the_device_is_fetched_once_a_step(tmp_path: Path) -> None:
     options = emulated(tmp_path, {"placement_policy": "cpu", "device_memory": LARGE})
-    model, optimizer = build(**options, dtype="bf16", prefetch=False)
+    model, optimizer = build(**options, dtype="bf16", debug={"prefetch": False})
     engine = optimizer.engine
     tokens = batches(1)[0]
     used = sum(c.used_numel for c in engine.layout.chunks) * 2
@@ -116,7 +116,7 @@ def test_without_prefetch_small_slots_fetch_twice(tmp_path: Path) -> None:
     model, optimizer = build(
         **emulated(tmp_path, {"placement_policy": "cpu", "device_memory": "200KiB"}),
         dtype="bf16",
-        prefetch=False,
+        debug={"prefetch": False},
     )
     engine = optimizer.engine
     tokens = batches(1)[0]
@@ -129,7 +129,8 @@ def test_without_prefetch_small_slots_fetch_twice(tmp_path: Path) -> None:
 
 def test_gradients_under_way_are_charged_to_the_device(tmp_path: Path) -> None:
     model, optimizer = build(
-        **emulated(tmp_path, {"placement_policy": "cpu", "link_gbps": 0.01}), dtype="bf16"
+        **emulated(tmp_path, {"placement_policy": "cpu", "debug": {"link_gbps": 0.01}}),
+        dtype="bf16",
     )
     engine = optimizer.engine
     seen: list[int] = []
@@ -177,7 +178,7 @@ def test_adding_to_a_clipped_gradient_waits_for_the_slot_of_another(tmp_path: Pa
                 "placement_policy": "nvme",
                 "device_memory": "250KiB",
                 "host_memory": "200KiB",
-                "link_gbps": 0.001,
+                "debug": {"link_gbps": 0.001},
             },
         ),
     ):
@@ -202,7 +203,7 @@ def test_an_assigned_gradient_may_be_changed_once_it_was_taken_in(tmp_path: Path
         {"placement_policy": "cpu"},
         emulated(
             tmp_path,
-            {"placement_policy": "cpu", "device_memory": "800KiB", "link_gbps": 0.0002},
+            {"placement_policy": "cpu", "device_memory": "800KiB", "debug": {"link_gbps": 0.0002}},
             chunk_numel=40_960,
         ),
     ):
@@ -349,9 +350,9 @@ RANK_PLACES: dict[str, dict[str, Any]] = {
         pytest.param(3, "nvme", "fp32", 3, {}, marks=pytest.mark.extra),
         pytest.param(2, "nvme", "bf16", 1, {}, marks=pytest.mark.extra),
         (1, "cpu", "fp32", 3, {}),
-        pytest.param(3, "cpu", "fp16", 3, {"prefetch": False}, marks=pytest.mark.extra),
+        pytest.param(3, "cpu", "fp16", 3, {"debug": {"prefetch": False}}, marks=pytest.mark.extra),
         pytest.param(1, "nvme", "bf16", 1, {}, marks=pytest.mark.extra),
-        pytest.param(3, "cpu", "bf16", 3, {"link_gbps": 0.02}, marks=pytest.mark.extra),
+        pytest.param(3, "cpu", "bf16", 3, {"debug": {"link_gbps": 0.02}}, marks=pytest.mark.extra),
     ],
 )
 def test_two_ranks(
@@ -385,13 +386,13 @@ def test_two_ranks(
             {"backend": "emulatd"},
             "backend must be one of cpu, cuda, emulated, auto.*did you mean 'emulated'",
         ),
-        ({"link_gbps": 8}, "link_gbps is of no use with backend='cpu'"),
+        ({"debug": {"link_gbps": 8}}, "link_gbps is of no use with backend='cpu'"),
         (
-            {"backend": "emulated", "device_memory": "1MiB", "link_gbps": 0},
+            {"backend": "emulated", "device_memory": "1MiB", "debug": {"link_gbps": 0}},
             "link_gbps must be a number of GB/s",
         ),
         (
-            {"backend": "emulated", "device_memory": "1MiB", "link_gbps": "fast"},
+            {"backend": "emulated", "device_memory": "1MiB", "debug": {"link_gbps": "fast"}},
             "link_gbps must be a number of GB/s",
         ),
         ({"placement_policy": "cuda"}, "needs a CUDA device"),

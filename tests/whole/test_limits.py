@@ -209,8 +209,9 @@ places = st.builds(
             "dtype": st.sampled_from(["fp32", "bf16", "fp16"]),
             "grad_dtype": st.sampled_from([None, None, "fp32"]),
             "chunk_numel": st.sampled_from([4096, 8192, 20480]),
-            "io_engine": st.sampled_from(["io_uring", "threads"]),
-            "prefetch": st.booleans(),
+            "debug": st.fixed_dictionaries(
+                {"io_engine": st.sampled_from(["io_uring", "threads"]), "prefetch": st.booleans()}
+            ),
         }
     ),
     host=slack,
@@ -363,8 +364,7 @@ OPTIONS: dict[str, Any] = {
     "dtype": "bf16",
     "grad_dtype": None,
     "chunk_numel": 4096,
-    "io_engine": "io_uring",
-    "prefetch": True,
+    "debug": {"io_engine": "io_uring", "prefetch": True},
 }
 EMULATED = {**OPTIONS, "placement_policy": "auto", "backend": "emulated"}
 cases = shapes.flatmap(lambda shape: st.tuples(st.just(shape), steps_of(shape), places))

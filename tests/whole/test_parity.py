@@ -14,10 +14,10 @@ NVME = {"placement_policy": "nvme"}
 AUTO = {"placement_policy": "auto"}
 SETTINGS: dict[str, dict[str, Any]] = {
     "nvme": NVME,
-    "nvme-threads": NVME | {"io_engine": "threads"},
+    "nvme-threads": NVME | {"debug": {"io_engine": "threads"}},
     "nvme-grads-on-disk": NVME | {"host_memory": "1400KiB"},
     "nvme-all-on-disk": NVME | {"host_memory": "400KiB"},
-    "no-prefetch": NVME | {"host_memory": "400KiB", "prefetch": False},
+    "no-prefetch": NVME | {"host_memory": "400KiB", "debug": {"prefetch": False}},
     "nvme-large-chunks": NVME | {"host_memory": "1200KiB", "chunk_numel": 32768},
     "auto-part-on-disk": AUTO | {"host_memory": "2MiB"},
     "auto-all-in-ram": AUTO | {"host_memory": "64MiB"},

@@ -34,7 +34,7 @@ def test_same_bits_as_one_directory(
             dtype="bf16",
             nvme_path=path,
             host_memory="400KiB",  # so parameters wait on disk while they are made
-            io_engine=io_engine,
+            debug={"io_engine": io_engine},
         )
         scratch = optimizer.engine.chunk_groups[0].disk.scratch
         assert len(scratch.members) == (3 if path is directories else 1)

@@ -45,18 +45,18 @@ def reference(pool: RankPool, dtype: str, accumulate: int, sync_each: bool) -> A
     ("stage", "place", "dtype", "accumulate", "sync_each", "more"),
     [
         (1, "nvme", "bf16", 1, True, {}),
-        (3, "cpu", "fp32", 1, True, {"shard_strategy": "tensor"}),
-        (3, "cpu", "fp32", 1, True, {"shard_strategy": "bucket", "prefetch": False}),
+        (3, "cpu", "fp32", 1, True, {"debug": {"shard_strategy": "tensor"}}),
+        (3, "cpu", "fp32", 1, True, {"debug": {"shard_strategy": "bucket", "prefetch": False}}),
         (3, "auto", "fp16", 1, True, {}),
         (3, "cpu", "fp32", 3, False, {}),
-        (2, "auto", "fp32", 1, True, {"overlap_updates": "forward"}),
-        (3, "tight", "bf16", 3, True, {"overlap_updates": "forward"}),
+        (2, "auto", "fp32", 1, True, {"debug": {"overlap_updates": "forward"}}),
+        (3, "tight", "bf16", 3, True, {"debug": {"overlap_updates": "forward"}}),
         sweep(1, "cpu", "fp32", 1, True, {}),
         sweep(1, "nvme", "fp16", 3, False, {}),
         sweep(2, "nvme", "bf16", 3, True, {}),
         sweep(2, "cpu", "fp32", 3, False, {}),
         sweep(3, "cpu", "bf16", 1, True, {}),
-        sweep(3, "nvme", "fp32", 3, True, {"io_engine": "threads"}),
+        sweep(3, "nvme", "fp32", 3, True, {"debug": {"io_engine": "threads"}}),
         sweep(3, "tight", "fp32", 1, True, {}),
     ],
 )
@@ -121,7 +121,7 @@ def test_gradients_travel_in_the_reduce_dtype(ranks2: RankPool) -> None:
         (3, "bf16", {}),
         sweep(1, "fp32", {}),
         sweep(2, "bf16", {}),
-        sweep(3, "fp32", {"prefetch": False}),
+        sweep(3, "fp32", {"debug": {"prefetch": False}}),
     ],
 )
 def test_bytes_are_as_the_formula_says(

@@ -79,7 +79,7 @@ ZeroInitContext = ColossalInitContext  # as ColossalAI names it
 
 
 def _strategy(given: Any) -> dict[str, Any]:
-    return {} if given is None else {"shard_strategy": given}
+    return {} if given is None else {"debug": {"shard_strategy": given}}
 
 
 def _placement(policy: object) -> str:
@@ -159,7 +159,8 @@ class ShardedModelV2(WrappedModel):
         options = {"placement_policy": _placement(values.get("tensor_placement_policy", "cuda"))}
         if values.get("fp32_reduce_scatter"):
             options["reduce_dtype"] = "fp32"
-        super().__init__(module, {**options, **_strategy(shard_strategy), **own}, process_group)
+        super().__init__(module, {**options, **own}, process_group)
+        self.config = Config.make(self.config, **_strategy(shard_strategy))
 
 
 class GeminiDDP(

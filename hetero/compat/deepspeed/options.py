@@ -179,7 +179,7 @@ def read_options(
     if activations.get("cpu_checkpointing"):
         options["activation_memory"] = "auto"
     if zero.get("stage3_prefetch_bucket_size") == 0:
-        options["prefetch"] = False
+        options["debug"] = {"prefetch": False}
     if "log_level" in top:
         logger.setLevel(str(top["log_level"]).upper())
     op = str(top.get("gradient_allreduce_op", "mean")).lower()

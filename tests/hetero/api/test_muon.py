@@ -132,8 +132,8 @@ def test_the_bits_are_the_same_in_every_place(dtype: str, state_dtype: str, tmp_
     wanted = trained(tmp_path, placement_policy="cpu", **common)
     disk = {"placement_policy": "nvme", "host_memory": "300KiB"}
     for settings in (
-        {**disk, "overlap_updates": "both"} if dtype != "fp16" else disk,
-        {**disk, "overlap_updates": "forward", "chunk_numel": 8192},
+        {**disk, "debug": {"overlap_updates": "both"}} if dtype != "fp16" else disk,
+        {**disk, "debug": {"overlap_updates": "forward"}, "chunk_numel": 8192},
         {**disk, "backend": "emulated", "device_memory": "300KiB"},
     ):
         found = trained(tmp_path, **{**common, **settings})

@@ -15,7 +15,11 @@ from tests.support.ranks.processes import RankPool
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
-DISK = {"placement_policy": "nvme", "host_memory": "600KiB", "overlap_updates": "forward"}
+DISK = {
+    "placement_policy": "nvme",
+    "host_memory": "600KiB",
+    "debug": {"overlap_updates": "forward"},
+}
 MODES = [
     {"placement_policy": "cpu", "zero_stage": 1},
     {"placement_policy": "cpu", "zero_stage": 3, "dtype": "bf16"},

@@ -255,7 +255,7 @@ def test_forward_and_backward_wait_for_nothing(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With no update before step() all of them come before the first chunk is copied."""
-    settings = {**PLACES[place], "overlap_updates": "forward"}
+    settings = {**PLACES[place], "debug": {"overlap_updates": "forward"}}
     model, optimizer = build(settings, tmp_path)
     steps(model, optimizer, range(2))
     with held_back(monkeypatch) as go:

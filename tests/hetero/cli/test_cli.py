@@ -238,6 +238,17 @@ def test_what_a_limit_of_the_process_brings_is_said(
     assert "Of 2 calls of blocks 0 are computed again in backward" in words
 
 
+def test_a_limit_of_the_process_that_is_too_small_is_refused_by_its_name(
+    train: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not as host_memory, which the user has not given."""
+    assert train("--process-memory 20MiB") == 2
+    err = capsys.readouterr().err
+    assert "process_memory is 20.0 MiB" in err
+    assert "raise process_memory to" in err
+    assert "host_memory" not in err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

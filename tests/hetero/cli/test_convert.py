@@ -128,13 +128,18 @@ def test_to_dcp_and_back(
 
 @pytest.mark.parametrize("dtype", [None, "bf16"])
 def test_to_hugging_faces(
-    saved: Path, wanted: dict[str, Any], tmp_path: Path, dtype: str | None
+    saved: Path,
+    wanted: dict[str, Any],
+    tmp_path: Path,
+    dtype: str | None,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """from_pretrained() reads it, tied names and all; masters are rounded to the dtype."""
     gpt(0).config.save_pretrained(tmp_path / "config")
     options = [] if dtype is None else ["--dtype", dtype]
     given = ("--model-config", str(tmp_path / "config"), *options)
     convert(saved / "hetero", tmp_path / "hf", "hf", *given)
+    assert "config.json" not in capsys.readouterr().err
     torch_dtype = torch.float32 if dtype is None else torch.bfloat16
     model, info = GPT2LMHeadModel.from_pretrained(
         tmp_path / "hf", dtype=torch_dtype, output_loading_info=True
@@ -148,12 +153,19 @@ def test_to_hugging_faces(
 
 
 def test_several_files_have_an_index(
-    saved: Path, wanted: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    saved: Path,
+    wanted: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     from hetero.checkpoint import formats
 
     monkeypatch.setattr(formats, "_MOST_BYTES", 40_000)
     convert(saved / "hetero", tmp_path / "hf", "hf")
+    assert (
+        "has no config.json, as from_pretrained() needs: --model-config" in capsys.readouterr().err
+    )
     files = sorted((tmp_path / "hf").glob("*.safetensors"))
     assert len(files) > 2
     index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())

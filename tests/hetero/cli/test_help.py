@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import shlex
 import subprocess
@@ -11,6 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 import hetero
 from hetero.cli import bench
@@ -161,6 +164,17 @@ def test_a_reader_that_has_gone_is_no_error() -> None:
     os.close(writer)
     assert done.returncode == 141
     assert done.stderr == ""
+
+
+def test_a_name_that_the_encoding_of_the_output_has_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "\u00fc.safetensors"
+    save_file({"weight": torch.zeros(2)}, path)
+    printed = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(printed, encoding="ascii"))
+    assert main(["inspect", str(path)]) == 0
+    assert rb"\xfc.safetensors" in printed.getvalue()
 
 
 DRAWING = ("hetero.reporting.charts", "hetero.reporting.drawing")

@@ -51,7 +51,7 @@ def folder(path: Path, name: str) -> Path:
 @pytest.mark.usefixtures("fake_cuda_of_place")
 def test_every_placement_and_overlap_goes_on(place: str, overlap: str, tmp_path: Path) -> None:
     """Three steps, a crash, one; and elsewhere, too."""
-    settings = {**ALL_PLACES[place], "overlap_updates": overlap, **DURABLE}
+    settings = {**ALL_PLACES[place], "debug": {"overlap_updates": overlap}, **DURABLE}
     scratch = folder(tmp_path, "scratch")
     model, optimizer = build(settings, scratch)
     assert hetero.resume(model) is None

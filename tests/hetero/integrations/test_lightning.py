@@ -95,7 +95,7 @@ def test_a_module_that_was_built_outside(tmp_path: Path) -> None:
     strategy.close()
     other = module_of(folder, torch.optim.AdamW)
     refusing = HeteroStrategy()
-    with pytest.raises(ValueError, match="the optimizer must be hetero.HybridAdam"):
+    with pytest.raises(ValueError, match="the optimizer must be one of hetero's"):
         fit(other, tmp_path / "other", refusing)
     refusing.close()  # it has no engine
     with pytest.raises(hetero.CheckpointError, match="is no folder that HeteroStrategy"):

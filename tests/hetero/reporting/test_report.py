@@ -84,7 +84,10 @@ def test_any_loop_gets_a_page_and_the_same_bits(tmp_path: Path) -> None:
 def test_what_ends_a_block_does_not_take_its_page(tmp_path: Path, words: None) -> None:
     """Of one engine: no step, somebody else's timeline, an error, and the engine's own end."""
     model, optimizer = start(tmp_path)
-    with hetero.report(tmp_path / "none.html", model):
+    with (
+        pytest.warns(UserWarning, match="none.html was written, because it has no steps"),
+        hetero.report(tmp_path / "none.html", model),
+    ):
         pass
     assert not (tmp_path / "none.html").exists()
     with timeline.record() as recording, hetero.report(tmp_path / "other.html", model) as report:

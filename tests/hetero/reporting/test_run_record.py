@@ -105,6 +105,9 @@ def test_table_tells_what_was_promised() -> None:
     record.peak_rss_by_rank_bytes = [450 * MIB, 451 * MIB]
     table = dict(rows(record))
     assert table["steps"] == "3 of 3, interrupted"
+    record.points = [replace(point, last=point.last + 4) for point in record.points]
+    record.facts = replace(record.facts, planned_steps=7)
+    assert dict(rows(record))["steps"] == "7 of 7 (3 of them now), interrupted"
     assert table["peak RSS of all ranks"] == "901.0 MiB, at most 451.0 MiB each"
 
 

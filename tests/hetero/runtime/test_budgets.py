@@ -29,7 +29,7 @@ def test_peaks(dtype: str, tmp_path: Path) -> None:
             dtype=dtype,
             nvme_path=str(tmp_path),
             initial_loss_scale=64.0,
-            overlap_updates="none",
+            debug={"overlap_updates": "none"},
         )
         engine = optimizer.engine
         slots, numel = engine.layout.slot_count, engine.layout.slot_numel
@@ -46,7 +46,7 @@ def test_nvme_traffic_is_each_streamed_record_once_each_way(tmp_path: Path) -> N
     """Optimizer states beyond the buffers are read and written once a step, 10 bytes a
     parameter.
     """
-    options = {"dtype": "bf16", "nvme_path": str(tmp_path), "overlap_updates": "none"}
+    options = {"dtype": "bf16", "nvme_path": str(tmp_path), "debug": {"overlap_updates": "none"}}
     model, optimizer = build(placement_policy="nvme", **options)
     engine = optimizer.engine
     optim_state_bytes = engine.layout.slot_numel * 10

@@ -119,7 +119,7 @@ class Steps:
         shared: Any = SimpleNamespace(
             ledger=SimpleNamespace(budget_bytes=dict.fromkeys(("device", "host", "disk"))),
             backend=SimpleNamespace(separate=False),
-            config=hetero.Config.make(overlap_updates=overlap),
+            config=hetero.Config.make(debug={"overlap_updates": overlap}),
             notes=self.notes,
         )
         monkeypatch.setattr(step_watch, "counters_of", lambda *_: self.counting.now)
@@ -241,7 +241,7 @@ def test_an_engine_counts_what_its_steps_move_and_update(tmp_path: Path) -> None
         chunk_numel=4096,
         nvme_path=str(tmp_path),
         host_memory="1MiB",
-        overlap_updates="none",  # nothing is read ahead after the last step
+        debug={"overlap_updates": "none"},  # nothing is read ahead after the last step
     )
     engine = optimizer.engine
     before, traffic = counters_of(engine.chunk_groups, engine.backend), engine.traffic

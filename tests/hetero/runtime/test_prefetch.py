@@ -127,10 +127,13 @@ PLACES = [(where, slots) for where, budgets in HOST_MEMORY.items() for slots in 
 
 
 def counts(
-    where: str, slots: int, request: pytest.FixtureRequest, path: Path, *skipped: int, **more: Any
+    where: str, slots: int, request: pytest.FixtureRequest, path: Path, *skipped: int, **debug: Any
 ) -> list[Counts]:
     """Of every rank."""
-    options = {"host_memory": HOST_MEMORY[where][slots], "overlap_updates": "none", **more}
+    options: dict[str, Any] = {
+        "host_memory": HOST_MEMORY[where][slots],
+        "debug": {"overlap_updates": "none", **debug},
+    }
     if where == "ranks":
         pool: RankPool = request.getfixturevalue("ranks2")
         found = pool.run(train, {"zero_stage": 3, **options}, skipped)

@@ -74,7 +74,7 @@ def test_steps_find_what_was_read(tmp_path: Path) -> None:
 
 
 def test_without_prefetch_nothing_is_read(tmp_path: Path) -> None:
-    model, optimizer = build(Net, tmp_path, "optim_states", "none", prefetch=False)
+    model, optimizer = build(Net, tmp_path, "optim_states", "none", debug={"prefetch": False})
     loss_of(model, 0).backward()
     optimizer.step()  # which would use what had been read before it
     assert optimizer.engine.chunk_groups[0].pipeline.stats["ahead"] == 0
@@ -99,7 +99,9 @@ def test_what_is_read_need_not_be_used(tmp_path: Path) -> None:
     """Nobody has to wait, and values that come from elsewhere are not hidden by what was read."""
     results = []
     for prefetch in (False, True):
-        model, optimizer = build(Net, tmp_path, "optim_states", "none", prefetch=prefetch)
+        model, optimizer = build(
+            Net, tmp_path, "optim_states", "none", debug={"prefetch": prefetch}
+        )
         for number, do in enumerate(INSTEAD):
             one_step(model, optimizer, 10 * number)
             saved = optimizer.state_dict()

@@ -24,7 +24,7 @@ def start(path: Path, host_memory: str = "1MiB") -> tuple[torch.nn.Module, heter
         chunk_numel=4096,
         nvme_path=str(path),
         host_memory=host_memory,
-        overlap_updates="none",
+        debug={"overlap_updates": "none"},
     )
 
 

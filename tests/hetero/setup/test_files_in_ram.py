@@ -60,7 +60,7 @@ def losses(**options: Any) -> tuple[list[float], hetero.HybridAdam]:
 
 
 def test_it_is_refused_by_name(in_ram: str) -> None:
-    fact = rf"of type tmpfs, whose files are RAM.*allow_ram_filesystem=True.*{in_ram}"
+    fact = rf"of type tmpfs, whose files are RAM.*debug={{'allow_ram_filesystem': True}}.*{in_ram}"
     with pytest.raises(hetero.StoreError, match=fact):
         hetero.ZeroInitContext(placement_policy="nvme", nvme_path=in_ram)
     with pytest.raises(hetero.StoreError, match=fact):
@@ -76,7 +76,7 @@ def test_a_link_to_it_is_refused(in_ram: str, tmp_path: Path) -> None:
 def test_what_is_allowed_is_taken_from_host_memory(in_ram: str, tmp_path: Path) -> None:
     found, optimizer = losses(
         nvme_path=in_ram,
-        allow_ram_filesystem=True,
+        debug={"allow_ram_filesystem": True},
         host_memory="1MiB",
         nvme_capacity="640KiB",
     )
@@ -93,10 +93,12 @@ def test_what_is_allowed_is_taken_from_host_memory(in_ram: str, tmp_path: Path) 
 
 
 def test_without_a_capacity_files_get_half(as_if_in_ram: str) -> None:
-    config = Config.make(nvme_path=as_if_in_ram, allow_ram_filesystem=True, host_memory="1MiB")
+    config = Config.make(
+        nvme_path=as_if_in_ram, debug={"allow_ram_filesystem": True}, host_memory="1MiB"
+    )
     assert config.disk_bytes() == config.host_bytes() == 1 << 19
     assert config.budget(Tier.DISK) is None
-    free = Config.make(nvme_path=as_if_in_ram, allow_ram_filesystem=True)
+    free = Config.make(nvme_path=as_if_in_ram, debug={"allow_ram_filesystem": True})
     assert free.disk_bytes() <= 1.1 * free.host_bytes()
 
 
@@ -104,8 +106,8 @@ def test_one_of_several_folders_is_enough(as_if_in_ram: str, tmp_path: Path) -> 
     folders = [str(tmp_path), as_if_in_ram]
     with pytest.raises(hetero.StoreError, match="whose files are RAM"):
         Config.make(nvme_path=folders)
-    assert Config.make(nvme_path=folders, allow_ram_filesystem=True).files_are_ram
-    assert not Config.make(nvme_path=tmp_path, allow_ram_filesystem=True).files_are_ram
+    assert Config.make(nvme_path=folders, debug={"allow_ram_filesystem": True}).files_are_ram
+    assert not Config.make(nvme_path=tmp_path, debug={"allow_ram_filesystem": True}).files_are_ram
 
 
 @pytest.mark.parametrize(
@@ -118,11 +120,13 @@ def test_one_of_several_folders_is_enough(as_if_in_ram: str, tmp_path: Path) -> 
             {"host_memory": 1 << 20, "nvme_capacity": 1 << 20},
             r"nvme_capacity=1048576 leaves nothing of host_memory=1048576",
         ),
-        ({"allow_ram_filesystem": "yes"}, r"allow_ram_filesystem must be True or False"),
+        ({"debug": {"allow_ram_filesystem": "yes"}}, r"allow_ram_filesystem must be True or False"),
     ],
 )
 def test_what_files_in_ram_would_break(
     options: dict[str, Any], said: str, as_if_in_ram: str
 ) -> None:
     with pytest.raises(ValueError, match=said):
-        Config.make(**{"nvme_path": as_if_in_ram, "allow_ram_filesystem": True, **options})
+        Config.make(
+            **{"nvme_path": as_if_in_ram, "debug": {"allow_ram_filesystem": True}, **options}
+        )

@@ -42,6 +42,7 @@ def test_less_than_the_process_holds(policy: str, what: str, tmp_path: Path) -> 
     assert takes is not None
     assert int(takes[1]) == 1 << 20 or policy == "nvme"
     assert "host" not in said
+    assert said.count(what) == 1
     assert smallest(error) >= before + (1 << 20) * 4 // 3
 
 

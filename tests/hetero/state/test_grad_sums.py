@@ -47,7 +47,7 @@ DTYPES = ["fp32", "bf16"]
 def test_a_clipped_step_makes_no_pass_for_the_norm(
     kind: Settings, dtype: str, tmp_path: Path
 ) -> None:
-    model, optimizer = managed(kind, tmp_path, dtype, prefetch=False)
+    model, optimizer = managed(kind, tmp_path, dtype, debug={"prefetch": False})
     engine = optimizer.engine
     for _ in range(2):
         with counted_passes() as passes:

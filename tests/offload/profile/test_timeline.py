@@ -108,7 +108,7 @@ def test_training_shows_all_its_bytes(tmp_path: Path) -> None:
     """Of a step on three tiers: each byte of disk and link, each tile's update, in time."""
     model, optimizer = build(
         placement_policy="auto", backend="emulated", device_memory="300KiB", chunk_numel=4096,
-        host_memory="900KiB", nvme_path=str(tmp_path), overlap_updates="none",
+        host_memory="900KiB", nvme_path=str(tmp_path), debug={"overlap_updates": "none"},
     )  # fmt: skip
     engine = optimizer.engine
     tokens = batches(1)[0]

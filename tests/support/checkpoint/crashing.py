@@ -28,7 +28,7 @@ from tests.support.checkpoint import small_trainings
 from tests.support.checkpoint.small_trainings import build
 from tests.support.training.small_net import Settings, loss_of
 
-_DISK = {**small_trainings.PLACES["disk"], "overlap_updates": "both"}
+_DISK = {**small_trainings.PLACES["disk"], "debug": {"overlap_updates": "both"}}
 PLACES: dict[str, Settings] = {
     "cpu": {"placement_policy": "cpu"},
     "disk": _DISK,

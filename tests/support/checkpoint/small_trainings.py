@@ -38,8 +38,16 @@ RULES_AND_DTYPES = [
 PLACES: dict[str, Settings] = {
     "cpu": {"placement_policy": "cpu"},
     "disk": {"placement_policy": "nvme", "host_memory": "256KiB"},
-    "speculative": {"placement_policy": "nvme", "host_memory": "1MiB", "overlap_updates": "both"},
-    "waiting": {"placement_policy": "auto", "host_memory": "200KiB", "overlap_updates": "none"},
+    "speculative": {
+        "placement_policy": "nvme",
+        "host_memory": "1MiB",
+        "debug": {"overlap_updates": "both"},
+    },
+    "waiting": {
+        "placement_policy": "auto",
+        "host_memory": "200KiB",
+        "debug": {"overlap_updates": "none"},
+    },
     "large chunks": {"placement_policy": "nvme", "host_memory": "1MiB", "chunk_numel": 16384},
     "emulated": EMULATED.values[0],  # type: ignore[dict-item]
     "cuda": {"placement_policy": "auto", "backend": "cuda", "device_memory": "160KiB"},

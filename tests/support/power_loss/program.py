@@ -38,7 +38,12 @@ def mark(folder: Path, what: object) -> None:
 
 def durable(folder: Path, place: str) -> None:
     """Commits each step."""
-    options = {**PLACES[place], "durable": True, "commit_every": 0, "io_engine": "threads"}
+    options = {
+        **PLACES[place],
+        "durable": True,
+        "commit_every": 0,
+        "debug": {"io_engine": "threads"},
+    }
     model, optimizer = build(options, folder)
     for step in range(STEPS):
         steps(model, optimizer, range(step, step + 1))
@@ -53,7 +58,7 @@ def durable(folder: Path, place: str) -> None:
 def go_on(folder: Path, place: str) -> None:
     """Starts a second time, with one more step, and removes the files of the first start."""
     durable(folder, place)
-    options = {**PLACES[place], "durable": True, "io_engine": "threads"}
+    options = {**PLACES[place], "durable": True, "debug": {"io_engine": "threads"}}
     model, optimizer = build(options, folder)
     hetero.resume(model)
     steps(model, optimizer, range(STEPS, STEPS + 1))
@@ -63,7 +68,7 @@ def go_on(folder: Path, place: str) -> None:
 
 def save(folder: Path) -> None:
     """Saves each step to the same path, and to one of its own, of which two are kept."""
-    with_scratch = {**PLACES["disk"], "io_engine": "threads"}
+    with_scratch = {**PLACES["disk"], "debug": {"io_engine": "threads"}}
     model, optimizer = build(with_scratch, folder)
     for step in range(STEPS):
         steps(model, optimizer, range(step, step + 1))

@@ -91,7 +91,11 @@ def asked_before_the_update(
 
     Returns what each rank saw right after the step, and the masters.
     """
-    options = {"chunk_numel": 16384, "rank_timeout_s": 20.0, "overlap_updates": "none"} | options
+    options = {
+        "chunk_numel": 16384,
+        "rank_timeout_s": 20.0,
+        "debug": {"overlap_updates": "none"},
+    } | options
     model, optimizer = make("layers", options)
     (chunk_group,) = optimizer.engine.chunk_groups
     assert chunk_group.ranks is not None
@@ -126,7 +130,11 @@ def asked_before_the_update(
 
 def failed_update(rank: int, world: int, options: dict[str, Any]) -> str:
     """What each rank is told in the forward after a step whose update failed on the second one."""
-    options = {"chunk_numel": 16384, "rank_timeout_s": 10.0, "overlap_updates": "forward"} | options
+    options = {
+        "chunk_numel": 16384,
+        "rank_timeout_s": 10.0,
+        "debug": {"overlap_updates": "forward"},
+    } | options
     model, optimizer = make("layers", options)
     model(inputs(rank, 0, 128)).square().mean().backward()
     if rank == 1:

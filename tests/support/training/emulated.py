@@ -17,7 +17,7 @@ SMALL = "300KiB"  # of the device: hardly more than needed
 LARGE = "64MiB"
 PLACES: dict[str, dict[str, Any]] = {
     "cpu": {"placement_policy": "cpu"},
-    "cpu-no-prefetch": {"placement_policy": "cpu", "prefetch": False},
+    "cpu-no-prefetch": {"placement_policy": "cpu", "debug": {"prefetch": False}},
     "nvme": {"placement_policy": "nvme"},
     "nvme-all-on-disk": {"placement_policy": "nvme", "host_memory": "500KiB"},
     "auto-all-tiers": {

@@ -25,7 +25,7 @@ PLACES: dict[str, dict[str, Any]] = {
     "emulated": {
         "placement_policy": "nvme",
         "backend": "emulated",
-        "link_gbps": 4.0,
+        "debug": {"link_gbps": 4.0},
         "device_memory": "300KiB",
         "host_memory": "600KiB",
     },
@@ -37,7 +37,7 @@ EVERYWHERE = PLACES | {
     "device": {
         "placement_policy": "auto",
         "backend": "emulated",
-        "link_gbps": 4.0,
+        "debug": {"link_gbps": 4.0},
         "device_memory": "1MiB",
         "host_memory": "3MiB",
     }
@@ -94,11 +94,12 @@ def build(
     make: Callable[[], nn.Module], path: Path, place: str, overlap: str = "none", **options: Any
 ) -> tuple[nn.Module, hetero.HybridAdam]:
     """A managed model, and its optimizer."""
+    debug = {"overlap_updates": overlap, **options.pop("debug", {})}
     options = {"dtype": "bf16", "chunk_numel": 8192, **EVERYWHERE[place], **options}
     if options["placement_policy"] == "nvme":
         options["nvme_path"] = str(path)
     torch.manual_seed(0)
-    with hetero.ZeroInitContext(overlap_updates=overlap, **options):
+    with hetero.ZeroInitContext(options, debug=debug):
         model = make()
     optimizer = hetero.HybridAdam(model.parameters(), lr=1e-2, weight_decay=0.1)
     model, optimizer = hetero.initialize(model, optimizer)

@@ -93,7 +93,11 @@ def test_the_same_bits(settings: dict[str, Any], reentrant: bool | None, tmp_pat
 )
 def test_beside_updates(overlap: str, tmp_path: Path) -> None:
     """Optimizer state shares the disk with activations."""
-    settings = {"placement_policy": "nvme", "host_memory": "2MiB", "overlap_updates": overlap}
+    settings = {
+        "placement_policy": "nvme",
+        "host_memory": "2MiB",
+        "debug": {"overlap_updates": overlap},
+    }
     model, optimizer = made(tmp_path, settings)
     engine = optimizer.engine
     run = train(model, optimizer, batches(4), clip=1.0)

@@ -88,7 +88,11 @@ def test_the_same_bits(settings: dict[str, Any], mode: Any, tmp_path: Path) -> N
 
 
 def test_beside_updates(tmp_path: Path) -> None:
-    settings = {"placement_policy": "nvme", "host_memory": "2MiB", "overlap_updates": "both"}
+    settings = {
+        "placement_policy": "nvme",
+        "host_memory": "2MiB",
+        "debug": {"overlap_updates": "both"},
+    }
     model, optimizer = made(tmp_path, "all", **settings)
     assert trained(model, optimizer).same_bits(reference())
 

@@ -11,7 +11,7 @@ from tests.support.cuda import ranks
 from tests.support.ranks.processes import RankPool
 from tests.support.training.loops import same
 
-NO_PREFETCH = {"placement_policy": "cpu", "prefetch": False}
+NO_PREFETCH = {"placement_policy": "cpu", "debug": {"prefetch": False}}
 NVME = {"placement_policy": "nvme", "host_memory": "3MiB"}
 AUTO = {"placement_policy": "auto", "device_memory": "1MiB"}
 ON_DEVICE = {"placement_policy": "cuda", "device_memory": "64MiB"}
@@ -70,7 +70,7 @@ def test_stage_1_by_gloo(ranks2: RankPool, tmp_path: Path) -> None:
 def test_updates_that_overlap(ranks2: RankPool, stage: int, overlap: str) -> None:
     """Of chunks in RAM, and on the device; their gathers go on with them."""
     options = {"device_memory": "1MiB", "dtype": "bf16", "zero_stage": stage}
-    options |= {"placement_policy": "auto", "overlap_updates": overlap}
+    options |= {"placement_policy": "auto", "debug": {"overlap_updates": overlap}}
     check(ranks2.run(ranks.train, options, 2, 1, True), on_cpu(ranks2, stage, 2))
 
 

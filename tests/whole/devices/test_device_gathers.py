@@ -22,7 +22,7 @@ def test_of_a_chunk_and_of_a_mean_one_shard_crosses_the_link(
     ranks2: RankPool, policy: str, tmp_path: Path
 ) -> None:
     options = {"dtype": "bf16", "nvme_path": str(tmp_path), "zero_stage": 3}
-    options |= {"placement_policy": policy, "overlap_updates": "none"}
+    options |= {"placement_policy": policy, "debug": {"overlap_updates": "none"}}
     # Five gathered chunks each, beside two gradients on their way to RAM; or one chunk that is not
     # kept, three buckets, two that are received, and zeros.
     in_ram = ranks2.run(ranks.train, options | {"device_memory": str((5 + 2) * CHUNK_BYTES)})
@@ -37,7 +37,7 @@ def test_of_a_chunk_and_of_a_mean_one_shard_crosses_the_link(
 def test_what_every_rank_has_whole_in_ram_comes_by_way_of_the_device(ranks2: RankPool) -> None:
     """Of each chunk this rank's shard goes up and the other one comes down."""
     options = {"placement_policy": "cpu", "dtype": "bf16", "zero_stage": 2}
-    options |= {"device_memory": "2MiB", "overlap_updates": "none"}
+    options |= {"device_memory": "2MiB", "debug": {"overlap_updates": "none"}}
     in_ram = ranks2.run(ranks.train, options)
     for mine, other in zip(ranks2.run(ranks.train, options, 1, 1, True), in_ram, strict=True):
         halves = other["chunks"] * CHUNK_BYTES // 2

@@ -28,7 +28,7 @@ def test_of_a_mean_over_replicas_one_shard_crosses_the_link(ranks4: RankPool) ->
 def test_in_stage_1_a_shard_of_the_mean_comes_once(ranks2: RankPool) -> None:
     """Beside parameters, of which a shard goes up."""
     options = {"placement_policy": "cpu", "device_memory": "2MiB", "dtype": "bf16"}
-    options |= {"zero_stage": 1, "overlap_updates": "none"}
+    options |= {"zero_stage": 1, "debug": {"overlap_updates": "none"}}
     in_ram = ranks2.run(ranks.train, options)
     for mine, other in zip(ranks2.run(ranks.train, options, 1, 1, True), in_ram, strict=True):
         # Of the other rank's shards, in every step and of the first values.

@@ -86,7 +86,8 @@ def test_a_lost_gradient_is_an_error_where_it_is_needed(tmp_path: Path, need: st
 def test_closing_in_the_middle_of_it_all(tmp_path: Path) -> None:
     for _ in range(3):
         model, optimizer = build(
-            **emulated(tmp_path, {"placement_policy": "nvme", "link_gbps": 0.001}), dtype="bf16"
+            **emulated(tmp_path, {"placement_policy": "nvme", "debug": {"link_gbps": 0.001}}),
+            dtype="bf16",
         )
         tokens = batches(1)[0]
         loss = model(input_ids=tokens, labels=tokens).loss
@@ -129,7 +130,8 @@ def test_a_model_may_be_collected_in_a_thread_of_its_engine(tmp_path: Path) -> N
 @pytest.mark.parametrize("end", ["close", "outlive"])
 def test_a_forked_child_can_end(tmp_path: Path, end: str) -> None:
     model, optimizer = build(
-        **emulated(tmp_path, {"placement_policy": "nvme", "link_gbps": 0.0005}), dtype="bf16"
+        **emulated(tmp_path, {"placement_policy": "nvme", "debug": {"link_gbps": 0.0005}}),
+        dtype="bf16",
     )
     engine = optimizer.engine
     tokens = batches(1)[0]

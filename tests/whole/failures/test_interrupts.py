@@ -104,7 +104,8 @@ pytestmark = pytest.mark.usefixtures("nothing_left", "ctrl_c")
 
 OVERLAPPED = [
     pytest.param(
-        {"placement_policy": "nvme", "host_memory": "1MiB", "overlap_updates": overlap}, id=overlap
+        {"placement_policy": "nvme", "host_memory": "1MiB", "debug": {"overlap_updates": overlap}},
+        id=overlap,
     )
     for overlap in ("forward", "both")
 ]

@@ -66,7 +66,7 @@ def on_disk(path: Path) -> tuple[Net, hetero.HybridAdam]:
         chunk_numel=SIZE**2,
         nvme_path=str(path),
         host_memory=LEAST,
-        overlap_updates="none",
+        debug={"overlap_updates": "none"},
     )
     assert isinstance(model, Net)
     assert {*optimizer.engine.placement.param} == {Tier.DISK}

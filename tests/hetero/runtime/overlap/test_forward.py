@@ -232,7 +232,7 @@ def test_a_failed_update_is_told_by_the_next_forward(tmp_path: Path) -> None:
 @pytest.mark.parametrize("wrong", [True, "early", None])
 def test_the_option_is_checked(wrong: object) -> None:
     with pytest.raises(ValueError, match="overlap_updates must be one of auto, none, forward"):
-        hetero.Config.make(placement_policy="cpu", overlap_updates=wrong)
+        hetero.Config.make(placement_policy="cpu", debug={"overlap_updates": wrong})
 
 
 def test_seconds_of_updates_and_of_waiting_for_them(tmp_path: Path) -> None:

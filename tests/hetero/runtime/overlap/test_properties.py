@@ -167,8 +167,7 @@ class Where:
             "placement_policy": self.policy,
             "chunk_numel": self.chunk_numel,
             "dtype": self.dtype,
-            "prefetch": self.prefetch,
-            "overlap_updates": self.overlap,
+            "debug": {"prefetch": self.prefetch, "overlap_updates": self.overlap},
             "zero_stage": self.stage,
             "initial_loss_scale": None,
             "rank_timeout_s": 100.0,
@@ -176,7 +175,8 @@ class Where:
         if self.mixed:
             options["keep_fp32"] = ["*norm*"]
         if self.emulated:
-            options |= {"backend": "emulated", "link_gbps": 4.0}
+            options["backend"] = "emulated"
+            options["debug"]["link_gbps"] = 4.0
         if self.policy != "cpu":
             options["nvme_path"] = path
         return options
@@ -333,7 +333,8 @@ def differences(rank: int, world: int, model: Model, loop: Loop, where: Where) -
         options |= _budgets(model, options, dict(where.budgets), world)
         found: list[dict[str, torch.Tensor]] = []
         for overlap in ("none", where.overlap):
-            one = Hetero(model, options | {"overlap_updates": overlap})
+            debug = options["debug"] | {"overlap_updates": overlap}
+            one = Hetero(model, options | {"debug": debug})
             losses = torch.tensor(run(one, loop, rank))
             found.append(one.result() | {"losses": losses})
             one.engine.close()

@@ -21,7 +21,7 @@ def test_ranks_need_not_wait_for_their_chunks_in_the_same_order(
             overlapping.opposite_orders,
             {
                 "zero_stage": stage,
-                "overlap_updates": overlap,
+                "debug": {"overlap_updates": overlap},
                 "placement_policy": "nvme",
                 "nvme_path": str(tmp_path),
             },
@@ -48,7 +48,9 @@ def test_updates_during_backward(
         "host_memory": {1: "2MiB", 2: "1400KiB", 3: "1MiB"}[stage],
     }
     wanted, found = (
-        ranks2.run(overlapping.clipped_steps, options | {"overlap_updates": setting}, clips)
+        ranks2.run(
+            overlapping.clipped_steps, options | {"debug": {"overlap_updates": setting}}, clips
+        )
         for setting in ("none", overlap)
     )
     for (early, masters), (_, right) in zip(found, wanted, strict=True):

@@ -35,7 +35,9 @@ def test_between_the_decision_and_the_submission(
         "host_memory": host_memory,
     }
     wanted, found = (
-        ranks2.run(overlapping.read_while_submitting, options | {"overlap_updates": setting})
+        ranks2.run(
+            overlapping.read_while_submitting, options | {"debug": {"overlap_updates": setting}}
+        )
         for setting in ("none", "backward")
     )
     for (saw, masters), (_, right) in zip(found, wanted, strict=True):

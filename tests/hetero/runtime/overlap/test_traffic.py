@@ -65,7 +65,7 @@ class Steps:
             path,
             place,
             "backward",
-            prefetch=False,  # what is read ahead may be read in vain
+            debug={"prefetch": False},  # what is read ahead may be read in vain
         )
         self.engine = self.optimizer.engine
         (self.chunk_group,) = self.engine.chunk_groups

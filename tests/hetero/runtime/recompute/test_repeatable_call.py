@@ -268,7 +268,7 @@ def change_options(model: Any, step: int) -> None:
 @pytest.mark.parametrize("overlap", ["none", "both"])
 def test_an_option_that_cannot_be_put_back(overlap: str) -> None:
     """It is an error before a weight has changed; from then on blocks are kept, and right."""
-    model, optimizer = made(["reads_options"] * 3, overlap_updates=overlap)
+    model, optimizer = made(["reads_options"] * 3, debug={"overlap_updates": overlap})
     plain, steps = made(["reads_options"] * 3, recompute="none")
     engine = optimizer.engine
     for step in range(4):

@@ -44,8 +44,8 @@ def homes(placement: Placement) -> list[set[Tier | None]]:
 
 BACKENDS: dict[str, dict[str, Any]] = {
     "cpu": {},
-    "no-prefetch": {"prefetch": False},
-    "threads": {"io_engine": "threads"},
+    "no-prefetch": {"debug": {"prefetch": False}},
+    "threads": {"debug": {"io_engine": "threads"}},
     "nvme": {"placement_policy": "nvme"},
     "emulated": {"backend": "emulated", "device_memory": "300KiB"},
     "emulated-some-at-home": {"backend": "emulated", "device_memory": "1200KiB"},

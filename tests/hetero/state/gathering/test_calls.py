@@ -24,7 +24,7 @@ def calls_of_a_step(ranks: int, stage: int, micro_batches: int) -> tuple[Counts,
         optimizer = hetero.HybridAdam(model.parameters(), lr=1e-3)
         model, optimizer = hetero.initialize(
             model, optimizer, dtype="bf16", placement_policy="cpu", zero_stage=stage,
-            chunk_numel=2 * WIDTH * WIDTH, host_memory="200MiB", overlap_updates="none",
+            chunk_numel=2 * WIDTH * WIDTH, host_memory="200MiB", debug={"overlap_updates": "none"},
         )  # fmt: skip
         engine = optimizer.engine
         gathering = engine.chunk_groups[0].ranks.gathering

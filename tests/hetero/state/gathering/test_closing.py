@@ -158,7 +158,7 @@ def test_an_error_of_the_program_inside_forward(ranks2: RankPool) -> None:
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.extra), 3])
 def test_devices_that_gather_by_themselves(ranks2: RankPool, stage: int) -> None:
     """What comes through RAM can be read; the link to the device is an emulated one."""
-    options = {"backend": "emulated", "device_memory": "600KiB", "link_gbps": 1.0}
+    options = {"backend": "emulated", "device_memory": "600KiB", "debug": {"link_gbps": 1.0}}
     check(ranks2, {"zero_stage": stage, **options}, [1], 0.003)
 
 

@@ -46,7 +46,7 @@ def test_masters_are_those_of_ranks_that_gather_nothing(ranks2: RankPool, how: s
 def test_gathers_that_pass_through_little_ram_to_a_device(ranks2: RankPool, how: str) -> None:
     """Some wait for room in RAM, while others are made that a rank does not keep."""
     whole = with_whole_homes(ranks2, how)
-    device = {"backend": "emulated", "device_memory": "600KiB", "link_gbps": 1.0}
+    device = {"backend": "emulated", "device_memory": "600KiB", "debug": {"link_gbps": 1.0}}
     found = ranks2.run(deviating.train, {"zero_stage": 3, **device}, how)
     for (masters, _), (right, _) in zip(found, whole, strict=True):
         assert same(masters, right)
