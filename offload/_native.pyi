@@ -99,8 +99,9 @@ class Arena:
     def transfers(self) -> Pins:
         """How many transfers of an IoEngine use each slot now, whoever has the handle."""
     def wipe_on_fork(self, offset: int, nbytes: int) -> None:
-        """A child that is forked from now on reads zeros from the range's pages. For page-locked
-        ones, which fork() would copy at once; not for over()'s. ValueError for what is outside."""
+        """A child that is forked from now on has not the range's pages: who reads them there ends
+        it with SIGSEGV, because zeros would be wrong numbers. For page-locked ones, which fork()
+        would copy at once; not for over()'s. ValueError for what is outside."""
     def discard(self, offset: int, nbytes: int) -> None:
         """Gives the pages wholly inside the range back to the system; they read zero afterwards.
         Raises RuntimeError for over()'s, while registered, and while a transfer uses a slot of the
@@ -193,8 +194,8 @@ class IoEngine:
         """Waits for the file's transfers, then closes the duplicates."""
     def register(self, arena: Arena) -> bool:
         """Registers the arena's memory for fixed-buffer transfers; keeps the arena alive.
-        A forked child reads zeros there. False, with a note, where the kernel refuses, and False
-        for threads, which have nothing to register with."""
+        A forked child has not that memory (wipe_on_fork()). False, with a note, where the kernel
+        refuses, and False for threads, which have nothing to register with."""
     def unregister(self, arena: Arena) -> None:
         """Waits for the engine's transfers of this arena, then undoes register(); nothing if not
         registered."""

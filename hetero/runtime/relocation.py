@@ -21,7 +21,7 @@ from hetero.state.managed_param import ManagedParam, ParamState
 from hetero.state.memory import Homes
 from offload._native import IoOp
 from offload.device.backend import Backend
-from offload.disk.scratch_file import Extent
+from offload.disk.scratch_file import Extent, checksum_bytes
 from offload.errors import BudgetError, HeteroError, PeerError
 from offload.memory.ledger import Ledger
 from offload.memory.process_memory import (
@@ -36,13 +36,6 @@ from offload.memory.tiers import Account, StateKind, Tier
 
 class InUseError(HeteroError):
     """Something that would have to move is in use; it may be free later."""
-
-
-class FileGrewError(BudgetError):
-    """The file became longer for a move, and RAM has no room for the checksums of what was added.
-
-    Nothing has moved. The file stays as long, so a placement that knows of it has that room.
-    """
 
 
 @dataclass(eq=False)
@@ -226,13 +219,28 @@ class Migration:
                     ) from None
                 move.copied = True
 
+    @property
+    def _coming(self) -> set[tuple[Chunk, StateKind]]:
+        """What comes to memory from the file."""
+        return {(m.chunk, m.state_kind) for m in self._moves if m.of is Tier.DISK}
+
     def _reserve_copies(self) -> None:
         """Allocates what commits need of the file for homes that come to memory: a commit that
         found no room would end the training. Raises BudgetError."""
         versions = self._chunk_group.updates.versions
         if versions.is_durable:
-            coming = {(m.chunk, m.state_kind) for m in self._moves if m.of is Tier.DISK}
-            versions.reserve_copies(coming)
+            versions.reserve_copies(self._coming)
+
+    def durable_checksum_bytes(self) -> int:
+        """RAM of the checksums of a durable state's file when its homes have moved: what they leave
+        there is not free before the next commit."""
+        versions = self._chunk_group.updates.versions
+        if not versions.is_durable:
+            return 0
+        out = [m for m in self._moves if m.of is not Tier.DISK and m.to is not Tier.DEVICE]
+        sizes = [self._memory.extent_size(m.state_kind, m.chunk).space_bytes for m in out]
+        copies = versions.copies_of(self._coming)
+        return checksum_bytes(self._file.length_after(copies, sizes))
 
     def _write_out(self, ops: list[IoOp]) -> None:
         """Writes what leaves memory to the file; appends the writes under way to `ops`."""
@@ -506,10 +514,7 @@ class Relocation:
             for chunk_group, made in zip(self.chunk_groups, placements, strict=True)
             if not same(chunk_group.placement, made)
         ]
-        held_bytes = self.shared.ledger.used(Tier.HOST, Account.UNMANAGED)
-        if self.shared.activations is not None:
-            held_bytes += self.shared.activations.host_bytes
-        self._prepare(migrations, spare_bytes - held_bytes)
+        self._prepare(migrations)
         failure: BaseException | None = None
         moved: Routes = Counter()
         for migration in migrations:
@@ -530,22 +535,15 @@ class Relocation:
         self._params.begin_gathers()
         return moved
 
-    def _prepare(self, migrations: Sequence[Migration], free_bytes: int) -> None:
-        """All migrations of all ranks, or none; `free_bytes` of RAM are left by their plans."""
+    def _prepare(self, migrations: Sequence[Migration]) -> None:
+        """All migrations of all ranks, or none."""
         begun: list[Migration] = []
         failure: Exception | None = None
-        before = self._checksum_bytes()
         try:
             try:
                 for migration in migrations:
                     migration.prepare()
                     begun.append(migration)
-                more = self._checksum_bytes() - before
-                if more > free_bytes:
-                    raise FileGrewError(
-                        f"checksums of a file that grows while homes move take {more} bytes of "
-                        f"RAM, and {free_bytes} are left"
-                    )
             except Exception as error:
                 failure = error
             self._together(failure)
@@ -554,15 +552,11 @@ class Relocation:
                 migration.abandon()
             raise
 
-    def _checksum_bytes(self) -> int:
-        """RAM of the checksums of all files."""
-        return sum(group.memory.scratch_space.checksum_bytes for group in self.chunk_groups)
-
     def _together(self, failure: BaseException | None) -> None:
         """Returns when no rank has met a failure; raises as ProcessGroups.all_or_none()."""
         if self.world.everyone is not None:
             self._params.finish_transfers("moving homes")
-        self.world.all_or_none(failure, "move homes", (InUseError, FileGrewError))
+        self.world.all_or_none(failure, "move homes", (InUseError,))
 
 
 def same(one: Placement, other: Placement) -> bool:
@@ -965,20 +959,15 @@ class BudgetMoves:
         wanted = {t: self._agree(nbytes, min, "a budget") for t, nbytes in wanted.items()}
         keeps = self._keeps_optim_states or Tier.HOST in wanted
         budgets = replace(self._budgets(wanted), keep_optim_states=keeps)
+        try:
+            placements = self._place(budgets)
+        except PlacementError as refusal:
+            policy = self._shared.config.placement_policy
+            raise BudgetError(cannot_become(wanted, budgets, policy, refusal)) from None
+        if self._share is not None:
+            self._share.note_refused(0)
         words = [f"{t.value}_memory={format_bytes(nbytes)}" for t, nbytes in wanted.items()]
-        has_moved = False
-        while not has_moved:
-            try:
-                placements = self._place(budgets)
-            except PlacementError as refusal:
-                policy = self._shared.config.placement_policy
-                raise BudgetError(cannot_become(wanted, budgets, policy, refusal)) from None
-            if self._share is not None:
-                self._share.note_refused(0)
-            # Each time the file is longer, until it has room for any placement.
-            with contextlib.suppress(FileGrewError):
-                self._go_over(placements, wanted, f"set_budget({', '.join(words)})")
-                has_moved = True
+        self._go_over(placements, wanted, f"set_budget({', '.join(words)})")
         self._keeps_optim_states = keeps
         # The user has decided: it is lowered if it must be, and not raised.
         for tier, limit in self.limits.items():
@@ -1003,13 +992,35 @@ class BudgetMoves:
         return plans[::-1]
 
     def _place(self, budgets: Budgets) -> list[Placement]:
-        """A placement for each chunk group. Raises PlacementError if nothing fits."""
-        groups = [partial(self._specs, chunk_group) for chunk_group in self._chunk_groups]
-        return [plan.placement for plan in place_groups(groups, budgets)]
+        """A placement for each chunk group. Raises PlacementError if nothing fits.
 
-    def _specs(self, chunk_group: ChunkGroup, budgets: Budgets) -> list[GroupSpec]:
-        """The one spec with which the chunk group can be placed within `budgets`."""
-        held_bytes = chunk_group.memory.scratch_space.checksum_bytes
+        Moving there may make files of a durable state longer, so checksums take more RAM than the
+        placement counts on; then one is looked for that counts on so much.
+        """
+        held = [group.memory.scratch_space.checksum_bytes for group in self._chunk_groups]
+        while True:
+            groups = [
+                partial(self._specs, chunk_group, held_bytes=held_bytes)
+                for chunk_group, held_bytes in zip(self._chunk_groups, held, strict=True)
+            ]
+            placements = [plan.placement for plan in place_groups(groups, budgets)]
+            if not self._shared.config.durable:
+                return placements
+            moved = [*map(Migration, self._chunk_groups, placements)]
+            needed = [
+                self._agree(max(before, migration.durable_checksum_bytes()), max, "a file")
+                for before, migration in zip(held, moved, strict=True)
+            ]
+            if needed == held:
+                return placements
+            held = needed
+
+    def _specs(
+        self, chunk_group: ChunkGroup, budgets: Budgets, held_bytes: int = 0
+    ) -> list[GroupSpec]:
+        """The one spec with which the chunk group can be placed within `budgets`; its file
+        will have `held_bytes` of checksums, if that is more than it has."""
+        held_bytes = max(held_bytes, chunk_group.memory.scratch_space.checksum_bytes)
         checksums = file_checksums(self._shared.config, held_bytes)
         return [replace(chunk_group.plan.spec, budgets=budgets, checksums=checksums)]
 

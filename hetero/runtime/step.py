@@ -96,26 +96,30 @@ class GradIntake:
 
     # From the user
 
-    def adopt(self, members: Sequence[ManagedParam], in_place: bool = False) -> None:
+    def adopt(self, members: Sequence[ManagedParam]) -> None:
         """Takes gradients that the user assigned to `.grad`, as if backward had given them.
 
-        They are not times the loss scale. `in_place`: they are what was kept, changed in place.
-        Raises ValueError for a sparse one.
+        They are not times the loss scale. Raises ValueError for a sparse one.
         """
         for m in members:
             with torch._C.DisableTorchFunction():  # which a parameter's class is asked by
                 grad = m.param.grad
-            if grad is None or grad is m.absent_grad:
-                continue
-            self._params.group(m.chunk).updates.revoke(m.chunk)
-            _check_dense(m, grad)
-            if isinstance(grad, OffloadedTensor):  # another parameter's
-                grad = grad.clone()
-            if self._params.group(m.chunk).placement.grad_offload_bytes:
-                grad = grad.clone()  # it leaves the device later; the user may change it sooner
-            if not in_place:
+            if grad is not None and grad is not m.absent_grad:
+                _check_dense(m, grad)
                 m.begin_grad()
-            self._store(m, grad, False, 1.0)
+                self.replace(m, grad)
+
+    def replace(self, m: ManagedParam, grad: torch.Tensor) -> None:
+        """Keeps `grad`, dense and not times the loss scale, instead of what is kept, if anything.
+
+        (It does not pass through `.grad`, which may be of another dtype.)
+        """
+        self._params.group(m.chunk).updates.revoke(m.chunk)
+        if isinstance(grad, OffloadedTensor):  # another parameter's
+            grad = grad.clone()
+        if self._params.group(m.chunk).placement.grad_offload_bytes:
+            grad = grad.clone()  # it leaves the device later; the user may change it sooner
+        self._store(m, grad, False, 1.0)
 
     def of(self, members: Sequence[ManagedParam], force: bool = False) -> list[ManagedParam]:
         """Those of `members` that have gradients, after taking in assigned ones.
@@ -241,12 +245,20 @@ class GradHook:
         for older in list(hooks)[:-1]:
             hooks[older] = hooks.pop(older)
 
-    @uninterrupted
     def _before(self, grads: tuple[torch.Tensor | None, ...]) -> None:
-        self._nothing = grads[0] is None
-        if grads[0] is None:  # a function of the user's gave none: autograd accumulates nothing
+        try:
+            self._take_away(grads[0])
+        except BaseException:  # Ctrl-C is delivered at its end
+            if self._accumulating:
+                self._managed.hold_grad()
+            raise
+
+    @uninterrupted
+    def _take_away(self, grad: torch.Tensor | None) -> None:
+        self._nothing, self._accumulating = grad is None, False
+        if grad is None:  # a function of the user's gave none: autograd accumulates nothing
             return
-        self._intake.check(self._managed, grads[0])
+        self._intake.check(self._managed, grad)
         self._accumulating = self._managed.has_grad
         if self._accumulating:
             with torch._C.DisableTorchFunction():  # which a parameter's class is asked by
@@ -500,8 +512,7 @@ class GradFactors:
     def replace(self, managed: ManagedParam, grad: torch.Tensor) -> None:
         """Keeps `grad`, whole, instead of the gradient."""
         self._whole_sums.clear()
-        managed.param.grad = grad
-        self._intake.adopt([managed], in_place=True)
+        self._intake.replace(managed, grad)
 
     def _change(self, m: ManagedParam, change: Callable[[torch.Tensor], object]) -> None:
         self._whole_sums.clear()

@@ -347,7 +347,7 @@ class ChunkVersions:
         self._file, self._arenas = memory.scratch_space, memory.arenas
         self._params = memory.homes[StateKind.PARAM]
         self._optim_states = memory.homes[StateKind.OPTIM_STATE]
-        self._is_full = False
+        self._full = ""  # why there is no room for more spare extents
         self.snapshots = Snapshots()
         self.is_durable = self._file.is_durable
         if self.is_durable:
@@ -395,12 +395,12 @@ class ChunkVersions:
         """Allocates the chunk's spare extents, if it has none; returns whether there is room."""
         if state.versions.spare:
             return True
-        if self._is_full:
+        if self._full:
             return False
         try:
             self._allocate(state)
         except (BudgetError, StoreError, NativeIoError) as error:
-            self._is_full = True
+            self._full = str(error)
             self._file.note(
                 [
                     f"updates of some chunks wait for optimizer.step(), because during backward "
@@ -431,11 +431,10 @@ class ChunkVersions:
         A durable state keeps its: what it frees is of no use before the next commit, and the update
         after the move needs them.
         """
-        if self.is_durable:
-            return
-        for state in self._chunks:
-            self._free(state)
-        self._is_full = False
+        if not self.is_durable:
+            for state in self._chunks:
+                self._free(state)
+        self._full = ""
 
     # Updates that leave what they read
 
@@ -540,8 +539,7 @@ class ChunkVersions:
         if not self._reserve(state):
             raise BudgetError(
                 f"durable=True needs a second place on NVMe for the chunk of {state.chunk.name}, "
-                f"whose state the last commit has, and there is no room; free space, or raise "
-                f"nvme_capacity"
+                f"whose state the last commit has, and there is no room: {self._full}"
             )
         return True
 
@@ -564,6 +562,17 @@ class ChunkVersions:
             if state.versions.leaves_commit:
                 self.swap(state)
                 state.versions.leaves_commit = False
+
+    def copies_of(self, coming: Collection[tuple[Chunk, StateKind]]) -> list[int]:
+        """The sizes of the extents that reserve_copies() allocates for what is `coming` to memory,
+        where all that is there has its copies."""
+        return [
+            self._nbytes(state.chunk, kind)
+            for state in self._chunks
+            for kind in self._kinds(state.chunk)
+            if (state.chunk, kind) in coming and kind not in state.versions.copies
+            for _ in range(2)
+        ]
 
     def reserve_copies(self, coming: Collection[tuple[Chunk, StateKind]] = ()) -> None:
         """Allocates extents for what has its home in memory, or is `coming` there; frees those of

@@ -136,6 +136,22 @@ class ScratchSpace:
         offset = self._free.take(nbytes)
         return self._grow(self.parts, nbytes) if offset is None else offset
 
+    def length_after(self, *batches: Sequence[int]) -> int:
+        """How long the file would be after reserve() and allocate() of extents of so many bytes,
+        one batch after the other."""
+        free, end = FreeSpace(), 0 if self.parts is None else self.parts.scratch.nbytes
+        for begin, past in self._free.ranges:
+            free.give(begin, past - begin)
+        for sizes in batches:
+            missing = max(0, sum(sizes) - free.nbytes)
+            if missing:
+                free.give(end, missing)
+                end += missing
+            for nbytes in sizes:
+                if free.take(nbytes) is None:
+                    end += nbytes
+        return end
+
     def _grow(self, parts: DiskParts, nbytes: int) -> int:
         """Makes the file, and the table of its checksums, longer; returns where it did end."""
         with ExitStack() as undone:

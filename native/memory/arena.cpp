@@ -1,5 +1,6 @@
 #include "memory/arena.h"
 
+#include <pthread.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -118,6 +119,14 @@ struct Arena::Mapping : std::enable_shared_from_this<Arena::Mapping> {
     if (release_others) release_others();
   }
 
+  // In a forked child: what is left out there cannot be used, because a tensor that was made before
+  // would give zeros without a word. The lock is the child's, which has no other thread.
+  static void protect_left_out() NO_THREAD_SAFETY_ANALYSIS {
+    for (const auto& [_, mapping] : all.mappings) {
+      for (const auto& [begin, nbytes] : mapping->left_out) ::mprotect(begin, nbytes, PROT_NONE);
+    }
+  }
+
   // From now on find() knows it. Not in the constructor, before which it has no shared_ptr.
   void enlist() {
     const MutexLock lock(process_mutex);
@@ -151,8 +160,9 @@ struct Arena::Mapping : std::enable_shared_from_this<Arena::Mapping> {
   const dlpack::Device device = {dlpack::kCpu, 0};
   std::function<void()> release_others;  // of memory that was not mapped here
   std::atomic<int> page_holders{0};
-  std::atomic<bool> wiped_on_fork{false};  // some of it
-  const ForkGuard fork{"memory", "use it there, because it is zeros here"};
+  std::atomic<bool> wiped_on_fork{false};                                // some of it
+  std::map<std::byte*, std::size_t> left_out GUARDED_BY(process_mutex);  // of children; whole pages
+  const ForkGuard fork{"memory", "use it there, because it is left out here"};
   std::shared_ptr<Pins> transfers;  // by slot
 
  private:
@@ -160,6 +170,7 @@ struct Arena::Mapping : std::enable_shared_from_this<Arena::Mapping> {
     std::multimap<const std::byte*, const Mapping*> mappings GUARDED_BY(process_mutex);  // by base
   };
   static Registry& all;  // never destroyed: at exit other threads may still use it
+  static const int registered;
 
   mutable std::shared_ptr<const Mapping> for_ever;  // itself, under process_mutex
 
@@ -170,6 +181,8 @@ struct Arena::Mapping : std::enable_shared_from_this<Arena::Mapping> {
 };
 
 Arena::Mapping::Registry& Arena::Mapping::all = *new Registry;
+
+const int Arena::Mapping::registered = ::pthread_atfork(nullptr, nullptr, protect_left_out);
 
 struct Arena::Export {
   dlpack::ManagedTensor managed;
@@ -234,10 +247,14 @@ void Arena::wipe_on_fork(std::size_t offset, std::size_t nbytes) const {
   check_range(offset, nbytes);
   if (!mapping_->ours || nbytes == 0) return;
   mapping_->wiped_on_fork = true;
-  const std::size_t begin = offset / page_bytes() * page_bytes();
+  std::byte* const begin = mapping_->base + offset / page_bytes() * page_bytes();
+  std::byte* const end = mapping_->base + round_up(offset + nbytes, page_bytes());
+  const auto pages = static_cast<std::size_t>(end - begin);
+  const MutexLock lock(process_mutex);
   // Advice only: Linux before 4.14 does not know it, and copies.
-  ::madvise(mapping_->base + begin, round_up(offset + nbytes, page_bytes()) - begin,
-            MADV_WIPEONFORK);
+  if (::madvise(begin, pages, MADV_WIPEONFORK) != 0) return;
+  std::size_t& known = mapping_->left_out[begin];
+  known = std::max(known, pages);
 }
 
 std::shared_ptr<const void> Arena::end_export(dlpack::ManagedTensor* tensor) {

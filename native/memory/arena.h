@@ -68,9 +68,9 @@ class Arena {
   // How many transfers use each slot now.
   std::shared_ptr<const Pins> transfers() const;
 
-  // A child that is forked from now on reads zeros from the pages that overlap the range. For pages
-  // that the kernel has page-locked, which it would otherwise copy for the child, one by one,
-  // during the fork. Nothing for memory that is somebody else's.
+  // In a child that is forked from now on the pages that overlap the range are left out: who reads
+  // them ends it with SIGSEGV. For pages that the kernel has page-locked, which it would otherwise
+  // copy for the child, one by one, during the fork. Nothing for memory that is somebody else's.
   void wipe_on_fork(std::size_t offset, std::size_t nbytes) const;
 
   // What the deleter of an exported tensor does, but for giving back the memory: its caller may let

@@ -351,14 +351,15 @@ class _Arenas:
         return [arena for arena in self._all if arena.is_open]
 
     def find(self, to: torch.Tensor) -> tuple[DeviceArena, int, int]:
-        """The arena that has `to`, its first slot there, and its slots."""
+        """The arena that has `to`, the first slot that it touches there, and how many it does."""
         address = to.data_ptr()
         for _ in range(2):
             index = bisect.bisect_right(self._begins, address, key=lambda entry: entry[0])
             arena = self._begins[index - 1][1]() if index else None
             slot = arena.slot_of(address) if arena is not None and arena.is_open else None
             if arena is not None and slot is not None:
-                return arena, slot, -(-to.nbytes // arena.slot_bytes)
+                end = address + to.nbytes - arena.address(slot)
+                return arena, slot, -(-end // arena.slot_bytes)
             begins = [(arena.address(0), weakref.ref(arena)) for arena in self.open]
             self._begins = sorted(begins, key=lambda entry: entry[0])
         raise AssertionError("a fetch goes to slots of an arena of this backend")

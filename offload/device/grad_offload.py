@@ -24,7 +24,7 @@ from offload.device.backend import Backend
 from offload.errors import BudgetError, HeteroError
 from offload.memory.arena import HostArena
 from offload.memory.ledger import Ledger
-from offload.memory.operation import Operation, Worker
+from offload.memory.operation import Operation, Worker, wait_quietly
 from offload.memory.sizes import PAGE_BYTES, format_bytes, round_up
 from offload.memory.tiers import Account, Tier
 
@@ -120,6 +120,9 @@ class GradOffload:
                 item.op = self._backend.offload(self._copies, kept, grad, add, item.after)
                 self._worker.do(self._finish_next)
             except BaseException:
+                if item.op is not None:  # the thread cannot start; the copy uses both tensors
+                    item.op.cancel()
+                    wait_quietly(item.op)
                 self._ledger.release(Tier.DEVICE, Account.GRAD_SLOT, grad.nbytes)
                 raise
             self._in_flight_bytes += grad.nbytes

@@ -258,13 +258,13 @@ def test_checksums_of_pages_are_in_the_budget(
     assert engine.ledger.used(Tier.HOST, Account.FILE) == 0
 
 
-@pytest.mark.parametrize("place", ["cpu", "disk", "waiting"])
+@pytest.mark.parametrize("place", ["cpu", "disk", "waiting", "emulated"])
 def test_the_smallest_budget_suffices_for_moves_and_what_follows(
     place: str, tmp_path: Path
 ) -> None:
     """The file grows while homes move, as what the last commit has is not free before the next one;
-    its checksums are in the budget, too. A refusal has moved nothing, and what it names suffices
-    when the file is long enough."""
+    its checksums are in the budget, too. A refusal has changed nothing, and what it names suffices,
+    or names what does beside the file that it takes."""
     settings = {**PLACES[place], **DURABLE, "commit_every": 0}
     small = {**settings, "host_memory": "40KiB"}
     least = smallest_host_memory(lambda: build(small, tmp_path))

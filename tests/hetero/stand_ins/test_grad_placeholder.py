@@ -280,3 +280,18 @@ def test_parameters_made_by_a_net_that_is_dropped_without_close_are_freed(
     model, _ = managed(settings, tmp_path)
     loss_of(model).backward()
     assert isinstance(model, Net)
+
+
+def test_a_gradient_in_fp16_can_be_written_to(settings: Settings, tmp_path: Path) -> None:
+    """By any operator, though torch takes no `.grad` in fp32, which it reads as, for fp16."""
+    model, optimizer = managed(settings, tmp_path, "fp16", initial_loss_scale=1024.0)
+    optimizer.backward(loss_of(model))
+    grad = model.last.weight.grad
+    assert grad is not None
+    before = grad.clone()
+    with torch.no_grad():
+        grad.add_(1.0)
+    assert model.last.weight.grad is grad
+    assert torch.equal(grad.clone(), (before + 1.0).half().float())
+    optimizer.step()
+    optimizer.engine.close()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import gc
 import os
 import random
+import signal
 
 import pytest
 import torch
@@ -114,6 +116,25 @@ def test_a_fetch_to_a_slot_that_was_not_used_waits_for_nothing() -> None:
     runtime.synchronize_all()
 
 
+def test_a_fetch_that_begins_in_mid_slot_waits_for_all_slots_that_it_touches() -> None:
+    runtime, backend, arena = make(3)
+    while runtime.step(runtime.compute):
+        pass  # what came before the arena's memory
+    wrong: list[bool] = []
+    pinned = arena.view(1, 1, torch.uint8, pinned=True)
+    pinned.fill_(3)
+    alias = torch.from_dlpack(arena.memory.export(SLOT, SLOT))
+    runtime.give(runtime.compute, lambda: wrong.append(not bool((alias == 3).all())))
+    del pinned
+    to = arena.view(0, 2, torch.uint8)[SLOT // 2 :][:SLOT]
+    backend.fetch(to, torch.full((SLOT,), 7, dtype=torch.uint8))
+    while runtime.step(backend._fetching.stream):
+        pass
+    runtime.synchronize_all()
+    assert wrong == [False]
+    assert len(arena.before_write(1, 1)) == 1  # which follows the copy
+
+
 def test_a_copy_to_new_memory_waits_for_work_that_reads_what_was_there() -> None:
     runtime, backend, other = make(1)
     old = runtime.empty(2 * SLOT).fill_(3)
@@ -200,12 +221,17 @@ class TestPinned:
     def test_a_forked_child_has_none_of_it(self, runtime: FakeRuntime) -> None:
         arena = self.arena(runtime, 3)
         arena.commit(1)
-        slots = [arena.view(slot, 1, torch.uint8).fill_(7) for slot in range(3)]
-        child = os.fork()
-        if child == 0:
-            # Without torch, whose threads are not here.
-            os._exit(sum((int(s.numpy()[0]) == 7) << i for i, s in enumerate(slots)))
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0b101
+        slots = [arena.view(slot, 1, torch.uint8).fill_(7).numpy() for slot in range(3)]
+
+        def read_in_child(slot: int) -> int:
+            child = os.fork()
+            if child == 0:
+                faulthandler.disable()
+                # Without torch, whose threads are not here.
+                os._exit(int(slots[slot][0]))
+            return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+        assert [read_in_child(slot) for slot in range(3)] == [7, -signal.SIGSEGV, 7]
         arena.close()
 
     def test_pages_are_populated_before_they_are_page_locked(

@@ -252,3 +252,22 @@ def test_any_sequence(steps, waits, kept_dtype):
         assert same(kept[owner], want[owner])
     assert (r.backend.d2h_bytes, r.backend.h2d_bytes, r.charged()) == (moved, 0, 0)
     r.close()
+
+
+def test_no_copy_goes_on_if_its_thread_cannot_start(rig, monkeypatch):
+    """Its tensors are the caller's again."""
+    r = rig()
+
+    def refuse(job: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    kept = torch.zeros(8)
+    monkeypatch.setattr(r.grad_offload._worker, "do", refuse)
+    with r.backend.gate.closed(), pytest.raises(RuntimeError, match="new thread"):
+        r.take(0, torch.ones(8), kept)
+    monkeypatch.undo()
+    assert r.charged() == 0
+    other = torch.zeros(8)
+    r.take(1, torch.ones(8), other)
+    r.wait(1)
+    assert (kept.tolist(), other.tolist()) == ([0.0] * 8, [1.0] * 8)

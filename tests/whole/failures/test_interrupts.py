@@ -32,6 +32,7 @@ from tests.support.training.small_net import (
     assert_nothing_is_used,
     loss_of,
     managed,
+    plain,
     train,
 )
 
@@ -239,6 +240,33 @@ def test_at_any_line(
             raise AssertionError(f"after an interruption at {interruption.where}") from error
         at += every
     training.close()
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_what_was_accumulated_stays_if_backward_is_interrupted(
+    settings: Settings, tmp_path: Path
+) -> None:
+    """As torch keeps it: Ctrl-C comes when a parameter's gradient is about to be added."""
+    model, optimizer = managed(settings, tmp_path)
+    loss_of(model).backward()
+    loss = loss_of(model, 2)
+    check = optimizer.engine.steps.grad_intake.check
+
+    def interrupted(*arguments: Any) -> None:
+        check(*arguments)
+        signal.raise_signal(signal.SIGINT)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(optimizer.engine.steps.grad_intake, "check", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            loss.backward()
+    wanted, _ = plain()
+    loss_of(wanted).backward()
+    for param, torch_s in zip(model.parameters(), wanted.parameters(), strict=True):
+        assert (param.grad is None) == (torch_s.grad is None)
+        if torch_s.grad is not None:
+            torch.testing.assert_close(param.grad.clone(), torch_s.grad)
+    optimizer.engine.close()
 
 
 @pytest.fixture
