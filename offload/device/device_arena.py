@@ -61,7 +61,7 @@ class DeviceArena(HostArena):
         self._ledger.charge(Tier.DEVICE, self._account, nbytes)
         try:
             block = self._runtime.empty(nbytes)
-            self._committed = [True] * self.slots
+            self._committed, self.charged_slots = bytearray(b"\1" * self.slots), self.slots
             # The allocator orders new uses of memory after old ones in the current stream alone;
             # copies are in another one.
             self._stream = self._runtime.current_stream()
@@ -71,7 +71,7 @@ class DeviceArena(HostArena):
             where = self._runtime.dlpack_device
             return Arena.over(block.data_ptr(), nbytes, *where, block, self.slot_bytes)
         except RuntimeError as error:
-            self._committed = [False] * self.slots
+            self._committed, self.charged_slots = bytearray(self.slots), 0
             self._ledger.release(Tier.DEVICE, self._account, nbytes)
             free, total = self._runtime.memory()
             in_use, taken, _ = self._runtime.torch_bytes()
@@ -81,9 +81,6 @@ class DeviceArena(HostArena):
                 f"{format_bytes(taken)}, of which tensors take {format_bytes(in_use)}; lower "
                 f"device_memory, or free what else is there ({str(error).splitlines()[0]})"
             ) from error
-
-    def decommit(self, slot: int, run: int) -> None:
-        """Nothing: the memory is taken and given back as a whole."""
 
     def view(self, slot: int, run: int, dtype: torch.dtype, pinned: bool = False) -> torch.Tensor:
         """As HostArena. Work that is given to the device with a pinned view follows its copy."""
@@ -177,7 +174,7 @@ class DeviceArena(HostArena):
 
 
 class PageLockedArena(HostArena):
-    """RAM whose committed slots are page-locked, and no others."""
+    """RAM whose committed slots are page-locked, and no others; they stay so until close()."""
 
     def __init__(
         self,
@@ -191,12 +188,12 @@ class PageLockedArena(HostArena):
         """RAM that cannot be page-locked is used nevertheless; `notes` says so."""
         self._runtime = runtime
         self._notes = notes
-        self._page_locked: dict[int, int] = {}  # first slot of a range -> its slots
+        self._page_locked: list[int] = []  # the first slots of ranges
         super().__init__(slots, slot_bytes, ledger, account)
 
     def commit(self, slot: int, run: int = 1) -> None:
         """As HostArena. What is committed in one call is one range, which a copy may span."""
-        fresh = self._uncommitted(slot, run)
+        fresh = list(self.runs(slot, run, charged=False))
         super().commit(slot, run)
         for first, slots in fresh:
             # Page-locking would populate the pages, too, but in one thread, with a lock of the
@@ -207,7 +204,7 @@ class PageLockedArena(HostArena):
     def _page_lock(self, slot: int, run: int) -> None:
         failure = self._runtime.register(self.address(slot), run * self.slot_bytes)
         if failure is None:
-            self._page_locked[slot] = run
+            self._page_locked.append(slot)
             # fork() would copy page-locked memory for the child, which cannot use the device.
             self.memory.wipe_on_fork(slot * self.slot_bytes, run * self.slot_bytes)
             return
@@ -218,26 +215,11 @@ class PageLockedArena(HostArena):
         if note not in self._notes:
             self._notes.append(note)
 
-    def decommit(self, slot: int, run: int) -> None:
-        """As HostArena; ranges that are cut stay page-locked where they are kept."""
-        for first, length in list(self._page_locked.items()):
-            if first < slot + run and slot < first + length:
-                self._unlock(first)
-                if first < slot:
-                    self._page_lock(first, slot - first)
-                if slot + run < first + length:
-                    self._page_lock(slot + run, first + length - slot - run)
-        super().decommit(slot, run)
-
-    def _unlock(self, first: int) -> None:
-        del self._page_locked[first]
-        self._runtime.unregister(self.address(first))
-
     def close(self) -> None:
         """As HostArena. Waits for copies, of which some may be ahead of their use."""
         if self._page_locked:
             with suppress(RuntimeError):  # the device's, which its next user meets
                 self._runtime.synchronize_all()
-            for first in list(self._page_locked):
-                self._unlock(first)
+            while self._page_locked:
+                self._runtime.unregister(self.address(self._page_locked.pop()))
         super().close()

@@ -8,7 +8,7 @@ until the kernel is done with it. No other rule says when a copy may be freed.
 
 from __future__ import annotations
 
-from itertools import groupby
+from collections.abc import Iterator
 
 import torch
 
@@ -58,28 +58,31 @@ class HostArena:
     def commit(self, slot: int, run: int = 1) -> None:
         """Charges slots [slot, slot + run) that are not charged yet. Raises BudgetError."""
         assert slot + run <= self.slots
-        fresh = self._uncommitted(slot, run)
+        fresh = run - sum(self._committed[slot : slot + run])
         if fresh:
-            nbytes = sum(slots for _, slots in fresh) * self.slot_bytes
-            self._ledger.charge(self.tier, self._account, nbytes)
-            self._committed[slot : slot + run] = [True] * run
+            self._ledger.charge(self.tier, self._account, fresh * self.slot_bytes)
+            self._committed[slot : slot + run] = b"\1" * run
+            self.charged_slots += fresh
 
     def commit_all(self) -> None:
         """Charges all slots that are not charged yet. Raises BudgetError."""
         self.commit(0, self.slots)
 
-    def _uncommitted(self, slot: int, run: int) -> list[tuple[int, int]]:
-        """The runs of slots, first and number, in [slot, slot + run) that are not charged."""
-        runs = groupby(range(slot, slot + run), self._committed.__getitem__)
-        found = [list(slots) for is_committed, slots in runs if not is_committed]
-        return [(slots[0], len(slots)) for slots in found]
+    def runs(self, slot: int, run: int, charged: bool) -> Iterator[tuple[int, int]]:
+        """The runs of slots, first and number, in [slot, slot + run) that are charged, or not."""
+        at, end = slot, slot + run
+        while (first := self._committed.find(charged, at, end)) >= 0:
+            stop = self._committed.find(not charged, first, end)
+            at = end if stop < 0 else stop
+            yield first, at - first
 
     def decommit(self, slot: int, run: int) -> None:
         """Gives back charge and pages of slots [slot, slot + run); their content is lost."""
         charged = sum(self._committed[slot : slot + run])
         self.memory.discard(slot * self.slot_bytes, run * self.slot_bytes)
         self._ledger.release(self.tier, self._account, charged * self.slot_bytes)
-        self._committed[slot : slot + run] = [False] * run
+        self._committed[slot : slot + run] = bytes(run)
+        self.charged_slots -= charged
 
     def resize(self, slots: int, slot_bytes: int | None = None) -> None:
         """The arena has `slots` slots from now on, other ones, of which none is charged.
@@ -98,7 +101,8 @@ class HostArena:
     def _shape(self, slots: int, slot_bytes: int) -> None:
         self.slots, self.slot_bytes = slots, slot_bytes
         self.pins = Pins(slots)
-        self._committed = [False] * slots
+        self._committed = bytearray(slots)  # 1: charged
+        self.charged_slots = 0
 
     def address(self, slot: int) -> int:
         """Address of the first byte of `slot`."""
@@ -139,6 +143,6 @@ class HostArena:
 
     def close(self) -> None:
         """Gives the charge back. The memory goes when the last tensor over it does; idempotent."""
-        self._ledger.release(self.tier, self._account, sum(self._committed) * self.slot_bytes)
-        self._committed = [False] * self.slots
+        self._ledger.release(self.tier, self._account, self.charged_slots * self.slot_bytes)
+        self._committed, self.charged_slots = bytearray(self.slots), 0
         self._memory = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -80,14 +80,17 @@ class RunPool:
         self._in_one = in_one
         self._free = FreeSpace()  # of slots
         self._free.give(0, arena.slots)
-        self._charged = bytearray(arena.slots)  # 1: charged
         self._pinned: list[Run] = []  # given back, and used still
-        self.charged_bytes = 0
         self.used_bytes = 0  # of runs that are allocated
 
     def slots_for(self, nbytes: int) -> int:
         """How many slots `nbytes` take."""
         return -(-nbytes // self.arena.slot_bytes)
+
+    @property
+    def charged_bytes(self) -> int:
+        """Of slots that are charged."""
+        return self.arena.charged_slots * self.arena.slot_bytes
 
     @property
     def pinned_bytes(self) -> int:
@@ -117,7 +120,6 @@ class RunPool:
         """There are as many slots from now on as there is room for."""
         slots = min(self.arena.slots, self._room() // self.arena.slot_bytes)
         self.arena.commit(0, slots)
-        self._mark(Run(0, slots), True)
         self._free = FreeSpace()
         self._free.give(0, slots)
 
@@ -126,22 +128,14 @@ class RunPool:
         slot_bytes = self.arena.slot_bytes
         if self._in_one:
             return True
-        fresh = run.slots - sum(self._charged[run.first : run.first + run.slots])
+        fresh = sum(slots for _, slots in self.arena.runs(run.first, run.slots, charged=False))
         excess = self.charged_bytes + fresh * slot_bytes - self._room()
         if fresh and excess > 0:
             self._uncharge(-(-excess // slot_bytes))
             if self.charged_bytes + fresh * slot_bytes > self._room():
                 return False
-        if fresh:
-            self.arena.commit(run.first, run.slots)
-            self._mark(run, True)
+        self.arena.commit(run.first, run.slots)
         return True
-
-    def _mark(self, run: Run, charged: bool) -> None:
-        changed = sum(self._charged[run.first : run.first + run.slots])
-        self._charged[run.first : run.first + run.slots] = bytes([charged]) * run.slots
-        changed = run.slots - changed if charged else -changed
-        self.charged_bytes += changed * self.arena.slot_bytes
 
     def give_back(self, run: Run) -> None:
         """Frees a run that take() allocated, once nothing uses it."""
@@ -182,22 +176,12 @@ class RunPool:
         From the end on: so the first ones are used again and again.
         """
         for begin, end in reversed(self._free.ranges):
-            for run in reversed(list(self._charged_runs(begin, end))):
+            for first, length in reversed(list(self.arena.runs(begin, end - begin, charged=True))):
                 if slots <= 0:
                     return
-                cut = min(slots, run.slots)
-                last = Run(run.first + run.slots - cut, cut)
-                self.arena.decommit(last.first, last.slots)
-                self._mark(last, False)
+                cut = min(slots, length)
+                self.arena.decommit(first + length - cut, cut)
                 slots -= cut
-
-    def _charged_runs(self, begin: int, end: int) -> Iterable[Run]:
-        """The slots in [begin, end) that are charged, as runs."""
-        at = begin
-        while (first := self._charged.find(1, at, end)) >= 0:
-            stop = self._charged.find(0, first, end)
-            at = end if stop < 0 else stop
-            yield Run(first, at - first)
 
     def address(self, run: Run) -> int:
         """Of its first byte."""
@@ -209,5 +193,4 @@ class RunPool:
 
     def close(self) -> None:
         """Gives the arena back; what views it keeps its memory."""
-        self.charged_bytes = 0
         self.arena.close()

@@ -161,9 +161,6 @@ def test_python_has_the_same_work_for_a_gradient_of_any_size() -> None:
     counts = {}
     for parts in (1, 64):
         rig = Rig(eager=True)
-        # All slots in one range, which a gradient may span.
-        rig.ram.decommit(0, 8)
-        rig.ram.commit(0, 8)
         counts[parts] = calls_of(rig, parts * BUFFER // 4)
         rig.close()
     assert counts[1] == counts[64] > 0

@@ -184,7 +184,6 @@ def test_the_device_is_charged_from_the_start_and_refused_with_numbers() -> None
     arena = backend.arena(2, SLOT, ledger, Account.PARAM)
     assert ledger.used(Tier.DEVICE, Account.PARAM) == 2 * SLOT
     arena.commit(0, 2)
-    arena.decommit(0, 2)
     assert ledger.used(Tier.DEVICE, Account.PARAM) == 2 * SLOT
     with pytest.raises(BudgetError, match=r"the device has no room for 1.4 MiB \(grad\)"):
         backend.arena(350, SLOT, ledger, Account.GRAD)
@@ -254,18 +253,7 @@ class TestPinned:
         arena.commit(0, 600)
         assert absent == [0, 0, 0]
         assert bool((arena.view(1, 300, torch.uint8) == 7).all())
-        arena.decommit(0, 600)
         arena.close()
-
-    def test_what_is_given_back_is_not_pinned(self, runtime: FakeRuntime) -> None:
-        arena = self.arena(runtime, 8)
-        arena.commit(0, 8)
-        arena.decommit(3, 2)
-        assert self.ranges(runtime, arena) == [(0, 3), (5, 3)]
-        arena.commit(4)
-        assert self.ranges(runtime, arena) == [(0, 3), (4, 1), (5, 3)]
-        arena.close()
-        assert runtime.page_locked == {}
 
 
 def test_a_device_is_measured() -> None:
