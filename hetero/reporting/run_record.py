@@ -505,9 +505,9 @@ def rows(record: RunRecord) -> list[tuple[str, str]]:
     limit = facts.process_bytes
     of_limit = "" if limit is None else f", of process_memory {format_bytes(limit)}"
     peak = f"at most {format_bytes(record.peak_rss_bytes)}{of_limit}"
-    last = record.points[-1].last
+    last_step = record.points[-1].last
     planned = "" if facts.planned_steps is None else f" of {facts.planned_steps:,}"
-    if last != record.steps:  # the run was resumed
+    if last_step != record.steps:  # the run was resumed
         planned += f" ({record.steps:,} of them now)"
     error = "" if record.error is None else f": {record.error}"
     split = ", ".join(f"{name} {seconds:.3f}" for name, seconds in record.part_s.items())
@@ -515,7 +515,7 @@ def rows(record: RunRecord) -> list[tuple[str, str]]:
     saved = f"overlap saved {max(0.0, update_s - waited_s):.3f} s per step"
     table += [
         ("whole process (RSS)", peak),
-        ("steps", f"{last:,}{planned}, {record.status}{error}"),
+        ("steps", f"{last_step:,}{planned}, {record.status}{error}"),
         ("step time, median", f"{record.step_s:.3f} s: {split}"),
         ("updates", f"{update_s:.3f} s per step, {waited_s:.3f} of them waited for: {saved}"),
     ]
