@@ -131,7 +131,7 @@ def test_what_is_refused() -> None:
         hetero.initialize(model, [one, both])
     with pytest.raises(ValueError, match="list of optimizers is empty"):
         hetero.initialize(model, [])
-    with pytest.raises(ValueError, match="not SGD"):
+    with pytest.raises(ValueError, match="not torch.optim.sgd.SGD"):
         hetero.initialize(model, [one, torch.optim.SGD(model.last.parameters())])
 
 

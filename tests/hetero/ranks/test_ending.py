@@ -412,7 +412,7 @@ class TestBeforeStart:
         [
             ("die in the block", 3, "rank 1 is gone"),
             ("directory", 1, "no such directory"),
-            ("optimizer", 1, "not SGD"),
+            ("optimizer", 1, "not torch.optim.sgd.SGD"),
             pytest.param("block", 1, "the bad rank's own error", marks=pytest.mark.extra),
         ],
     )
