@@ -36,7 +36,7 @@ def save(rig: StoreRig, seeds: range) -> list[Any]:
 
 
 def test_a_failed_read_names_the_tensor_and_can_be_tried_again(tmp_path: Path) -> None:
-    with open_store(tmp_path, prefetch=False) as rig:
+    with open_store(tmp_path, debug={"prefetch": False}) as rig:
         saved = save(rig, range(40))
         rig.inject("read")
         assert saved[3].activation.state is ActivationState.ON_DISK

@@ -93,7 +93,7 @@ def test_graphs_that_cross(reentrant: bool | None, prefetch: bool, tmp_path: Pat
         if reentrant is None:
             losses[2].backward()
 
-    with open_store(tmp_path, 96 * KIB, prefetch=prefetch) as rig:
+    with open_store(tmp_path, 96 * KIB, debug={"prefetch": prefetch}) as rig:
         net = Net(reentrant)
         with rig.saving():  # also what a reentrant checkpoint computes again
             backwards(net)

@@ -65,7 +65,8 @@ class StoreMachine(RuleBasedStateMachine):
         path = Path(self.resources.enter_context(tempfile.TemporaryDirectory()))
         made = BACKENDS[self.backend]()
         device = 0 if made is None else 256 * KIB
-        store = open_store(path, HOST, device, made, strict=False, prefetch=prefetch)
+        debug = {"prefetch": prefetch}
+        store = open_store(path, HOST, device, made, strict=False, debug=debug)
         self.rig = self.resources.enter_context(store)
 
     def teardown(self) -> None:

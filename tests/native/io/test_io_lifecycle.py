@@ -129,7 +129,8 @@ def test_forked_child_leaves_the_engine_alone(kind, tmp_path):
                     os._exit(3)
             engine.close()
             own = _native.IoEngine({kind!r})
-            own.read(own.add_file(fd, "scratch"), arena.address, 4096, 0).wait()
+            fresh = _native.Arena(4096)  # (it has not the registered one)
+            own.read(own.add_file(fd, "scratch"), fresh.address, 4096, 0).wait()
             sys.exit(0)  # with the interpreter's whole end
         status = os.waitpid(child, 0)[1]
         op.wait()
