@@ -104,6 +104,8 @@ def read_after_a_step_in_a_stream(rank: int, world: int, options: dict[str, Any]
         model, optimizer = make("layers", {"backend": "cuda", "chunk_numel": 16384} | options)
         model(inputs(rank, 0, 128)).square().mean().backward()
         side = runtime.new_stream()
+        # The first rank's torch computes in it, at once; the other's work comes as late as it may.
+        side.eager = rank == 0
         runtime.wait(side, runtime.record(runtime.compute))
         with runtime.on(side):
             optimizer.step()
