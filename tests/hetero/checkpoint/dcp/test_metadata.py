@@ -121,7 +121,10 @@ def dotted(module: str, name: str) -> bytes:
             "is not as DCP writes it",
         ),
         # A pickle can set attributes of classes that it names: those are stand-ins.
-        (b"\x80\x02" + METADATA + b"N}X\x08\x00\x00\x00__init__K\x01s\x86b.", ""),
+        (
+            b"\x80\x02" + METADATA + b"N}X\x08\x00\x00\x00__init__K\x01s\x86b.",
+            "gives attributes",
+        ),
     ],
 )
 def test_nothing_is_reached_through_what_may_be_named(
