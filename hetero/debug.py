@@ -52,7 +52,7 @@ class DebugOptions:
 
     prefetch: bool = True
     io_engine: Engine = "auto"
-    overlap_updates: OverlapUpdates | str = OverlapUpdates.AUTO
+    overlap_updates: OverlapUpdates = OverlapUpdates.AUTO  # or its value
     link_gbps: float | None = None
     allow_ram_filesystem: bool = False
     shard_strategy: Any = "chunk"
@@ -69,11 +69,6 @@ class DebugOptions:
             "overlap_updates", self.overlap_updates, [each.value for each in OverlapUpdates]
         )
         object.__setattr__(self, "overlap_updates", OverlapUpdates(self.overlap_updates))
-
-    @property
-    def overlap(self) -> OverlapUpdates:
-        """overlap_updates, checked."""
-        return OverlapUpdates(self.overlap_updates)
 
     def for_backend(self, backend: str) -> DebugOptions:
         """The options with link_gbps where `backend` has a link.

@@ -16,6 +16,7 @@ from hetero.checkpoint.safetensors_header import Header, encode
 from hetero.checkpoint.schema import crc_of
 from offload._native import IoOp, NativeIoError, crc32c
 from offload.disk.directories import format_free
+from offload.disk.file_member import open_direct
 from offload.disk.scratch_file import make_io_engine
 from offload.errors import StoreError
 from offload.memory.arena import HostArena
@@ -37,22 +38,6 @@ class WrittenFile:
     nbytes: int
     header_nbytes: int
     header_crc32c: int
-
-
-def open_direct(path: Path, flags: int) -> int:
-    """Opens a file past the page cache if its filesystem can do that; returns the descriptor.
-
-    Raises StoreError.
-    """
-    try:
-        try:
-            return os.open(path, flags | os.O_CLOEXEC | os.O_DIRECT, 0o644)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-            return os.open(path, flags | os.O_CLOEXEC, 0o644)
-    except OSError as error:
-        raise StoreError(error.errno, f"cannot open it: {error.strerror}", str(path)) from error
 
 
 class DataWriter:
@@ -109,7 +94,11 @@ class DataWriter:
         return encode(self._entries, {CHECKSUMS: checksums}, alignment=PAGE_BYTES)
 
     def _open(self, io_engine: str) -> None:
-        self._fd = open_direct(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        try:
+            self._fd, _ = open_direct(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        except OSError as error:
+            text = f"cannot open it: {error.strerror}"
+            raise StoreError(error.errno, text, str(self._path)) from error
         self._resources.callback(os.close, self._fd)
         self._allocate()
         self._io, _ = make_io_engine(io_engine)

@@ -309,21 +309,14 @@ def _optimizer_records(
     optimizers: Sequence[HybridOptimizer], names: dict[int, str], tensors: list[torch.Tensor]
 ) -> tuple[OptimizerRecord, ...]:
     """Options that are tensors go to `tensors`; `names` are those of parameters, by their id()."""
-    return tuple(
-        OptimizerRecord(
-            type(optimizer).__name__,
-            tuple(optimizer.state_names),
-            optimizer.state_dtype,
-            tuple(_group_records(optimizer, names, tensors)),
-        )
-        for optimizer in optimizers
-    )
-
-
-def _group_records(
-    optimizer: HybridOptimizer, names: dict[int, str], tensors: list[torch.Tensor]
-) -> Iterator[GroupRecord]:
-    for number, group in enumerate(optimizer.param_groups):
-        options = {name: value for name, value in group.items() if name != "params"}
-        packed = pack(options, f"param group {number}", tensors)
-        yield GroupRecord(packed, tuple(names[id(p)] for p in group["params"] if id(p) in names))
+    found = []
+    for each in optimizers:
+        groups = []
+        for number, group in enumerate(each.param_groups):
+            options = {name: value for name, value in group.items() if name != "params"}
+            packed = pack(options, f"param group {number}", tensors)
+            params = tuple(names[id(p)] for p in group["params"] if id(p) in names)
+            groups.append(GroupRecord(packed, params))
+        kind, states = type(each).__name__, tuple(each.state_names)
+        found.append(OptimizerRecord(kind, states, each.state_dtype, tuple(groups)))
+    return tuple(found)

@@ -11,13 +11,14 @@ from pathlib import Path
 
 import torch
 
-from hetero.checkpoint.data_writer import CHECKSUMS, PADDING, WrittenFile, open_direct
+from hetero.checkpoint.data_writer import CHECKSUMS, PADDING, WrittenFile
 from hetero.checkpoint.manifest import read_manifest
 from hetero.checkpoint.piece_reader import FileRange, PieceCheckpoint, StoredPiece, ahead
 from hetero.checkpoint.safetensors_header import MAX_HEADER_BYTES, Header, read
 from hetero.checkpoint.schema import crc_of
 from offload._native import IoEngine, crc32c
-from offload.errors import CheckpointError, StoreError
+from offload.disk.file_member import open_direct
+from offload.errors import CheckpointError
 from offload.memory.sizes import PAGE_BYTES
 
 
@@ -71,8 +72,8 @@ class HeteroCheckpoint(PieceCheckpoint):
     def _open_file(self, io: IoEngine, file: int) -> int:
         path = self.path / [*self.files][file]
         try:
-            descriptor = open_direct(path, os.O_RDONLY)
-        except StoreError as error:
+            descriptor, _ = open_direct(path, os.O_RDONLY)
+        except OSError as error:
             raise CheckpointError(f"{self.path} cannot be read: {error}") from error
         try:
             return io.add_file(descriptor, str(path))

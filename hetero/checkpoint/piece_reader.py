@@ -82,7 +82,7 @@ class BegunPiece:
         return arrays
 
 
-class PieceCheckpoint(StoredCheckpoint):
+class PieceCheckpoint(StoredCheckpoint, ABC):
     """A checkpoint whose tensors lie in pieces.
 
     Attributes:

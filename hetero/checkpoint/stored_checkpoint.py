@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
@@ -26,7 +25,7 @@ from offload.errors import CheckpointError
 PART_NUMEL = 1 << 20  # elements that are read and written at a time, where a format allows it
 
 
-class StoredCheckpoint(ABC):
+class StoredCheckpoint:
     """A checkpoint that is open for reading; close() it.
 
     Attributes:
@@ -78,7 +77,7 @@ class StoredCheckpoint(ABC):
         for key, begin, end in (each for chunk in order for each in chunk):
             yield key, begin, self.read(key, begin, end)
 
-    def open(self) -> None:  # noqa: B027
+    def open(self) -> None:
         """Opens what read() needs, so that nothing but values can turn out to be damaged later.
 
         Raises CheckpointError.
@@ -111,7 +110,7 @@ class StoredCheckpoint(ABC):
         for begin in range(0, numel, PART_NUMEL):
             yield key, begin, min(begin + PART_NUMEL, numel)
 
-    def freeze(self) -> None:  # noqa: B027
+    def freeze(self) -> None:
         """From here on nothing changes before contents() has given it, or close() was called."""
 
     def regions(self) -> Iterator[list[Range]]:
@@ -133,9 +132,8 @@ class StoredCheckpoint(ABC):
         ranges = (each for region in self.regions() for each in region if each[0] in keys)
         yield from self.values([*each] for _, each in groupby(ranges, itemgetter(0)))
 
-    @abstractmethod
     def close(self) -> None:
-        """Idempotent."""
+        """Frees what is held; idempotent."""
 
     def __enter__(self) -> StoredCheckpoint:
         return self

@@ -310,7 +310,7 @@ class _ChunkGroupBuilder:
         device = self._make_device_parts(memory.scratch_space)
         grad_offload = None if device is None else device.grad_offload
         updater = None if device is None else device.updater
-        overlap = self.shared.config.debugging.overlap
+        overlap = self.shared.config.debugging.overlap_updates
         chunks = chunk_states(self._layout.chunks, self.members)
         versions = ChunkVersions(memory, chunks)
         updates = ChunkUpdates(memory, chunks, versions, overlap)

@@ -34,6 +34,7 @@ from offload.cgroups import usable_cpus
 from offload.device.cuda_backend import cuda_available
 from offload.device.nccl import has_nccl
 from offload.disk.directories import IN_RAM, check_directory, free_bytes, mounted_at
+from offload.disk.file_member import open_direct
 from offload.errors import HeteroError
 from offload.memory.process_memory import allowed_bytes
 from offload.memory.sizes import format_bytes
@@ -378,11 +379,9 @@ def _folder(path: str, measure: bool, tell: Callable[[str], None], root: Path) -
 def _has_direct_io(path: str) -> bool:
     """Whether a file there can be opened with O_DIRECT."""
     with tempfile.NamedTemporaryFile(dir=path, prefix="hetero-") as file:
-        try:
-            os.close(os.open(file.name, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC))
-        except OSError:
-            return False
-    return True
+        descriptor, is_direct = open_direct(file.name, os.O_RDWR)
+        os.close(descriptor)
+    return is_direct
 
 
 def _gpus() -> dict[str, Any]:

@@ -252,7 +252,10 @@ class StateFolder:
     def _remove(self, goes: Callable[[int], bool], rank: int | None = None) -> None:
         """Removes files of the generations that go, of a rank or of all, that this rank sees."""
         for folder in self.folders:
-            for name in _listed(folder):
+            names: list[str] = []
+            with contextlib.suppress(OSError):
+                names = os.listdir(folder)
+            for name in names:
                 numbers = numbers_of(name)
                 if numbers is None or rank not in (None, numbers[1]):
                     continue
@@ -316,13 +319,6 @@ def _lock(folder: str, until: float) -> int:
         os.pwrite(descriptor, f"process {os.getpid()} on {os.uname().nodename}".encode(), 0)
         unless_locked.pop_all()
     return descriptor
-
-
-def _listed(folder: str) -> list[str]:
-    try:
-        return os.listdir(folder)
-    except OSError:
-        return []
 
 
 def _records_in(folders: tuple[str, ...], committed: int, notes: list[str]) -> tuple[Record, ...]:

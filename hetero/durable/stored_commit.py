@@ -12,7 +12,6 @@ from pathlib import Path
 
 import torch
 
-from hetero.checkpoint.data_writer import open_direct
 from hetero.checkpoint.engine_checkpoint import STATE_NAMES
 from hetero.checkpoint.formats import open_checkpoint
 from hetero.checkpoint.manifest import Manifest, master_key, name_of
@@ -24,7 +23,8 @@ from hetero.state.memory import list_names
 from hetero.state.optimizer_state import TileCodec, TileState
 from hetero.state.state_files import FOLDER
 from offload._native import IoEngine, StripeMap
-from offload.errors import CheckpointError, StoreError
+from offload.disk.file_member import open_direct
+from offload.errors import CheckpointError
 from offload.memory.sizes import PAGE_BYTES
 
 _PIECE_NUMEL = 1 << 20  # elements that are read at once
@@ -191,8 +191,8 @@ class StoredCommit(PieceCheckpoint):
         with ExitStack() as opened:
             for path in data_paths(record, group):
                 try:
-                    descriptor = open_direct(Path(path), os.O_RDONLY)
-                except StoreError as error:
+                    descriptor, _ = open_direct(path, os.O_RDONLY)
+                except OSError as error:
                     raise CheckpointError(f"the last commit needs {path}: {error}") from error
                 opened.callback(os.close, descriptor)
                 members.append((descriptor, path))

@@ -227,18 +227,12 @@ class PlacementCandidates:
 
             more = range(in_ram[state_kind] + 1, len(rest.chunks) + 1)
             in_ram[state_kind] += bisect_right(more, self._host, key=host_bytes)
-        if self._keeps_in_buffers and in_ram[2] < rest.trained:
+        keeps = self._spec.overlaps_updates and self._spec.budgets.keep_optim_states
+        if keeps and in_ram[2] < rest.trained:
+            # Where every step updates in the same order, buffers keep the tiles that forward waits
+            # for first, which homes of whole chunks, spread over the model, do not.
             in_ram[2] = 0
         return self.candidate(ChunkCounts(device, *in_ram), headroom, fills=True)
-
-    @property
-    def _keeps_in_buffers(self) -> bool:
-        """Whether RAM for a part of the optimizer states goes to buffers, and not to homes.
-
-        Where every step updates in the same order, buffers keep the tiles that forward waits for
-        first, which homes of whole chunks, spread over the model, do not.
-        """
-        return self._spec.overlaps_updates and self._spec.budgets.keep_optim_states
 
     def candidate(self, counts: ChunkCounts, headroom: Headroom, fills: bool = False) -> Candidate:
         """The pools that `counts` need, and the bytes of it all.

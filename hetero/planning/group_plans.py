@@ -391,7 +391,7 @@ def plan_chunk_groups(
                     replace(left, waiting=waiting),
                     concurrent_slots(_gathered_together(model, chunk_of)),
                     reduce_at_end=number > 0 or config.zero_stage == 1,
-                    overlaps_updates=config.debugging.overlap.repeats,
+                    overlaps_updates=config.debugging.overlap_updates.repeats,
                     checksums=file_checksums(config),
                 )
 

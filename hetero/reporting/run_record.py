@@ -256,10 +256,6 @@ class RunFacts:
     about: Mapping[str, Any] = field(default_factory=dict)
 
 
-def _no_budgets() -> dict[Tier, int | None]:
-    return dict.fromkeys(Tier)
-
-
 @dataclass
 class RunRecord:
     """A run, from its first step to its last; a Recorder completes it.
@@ -288,7 +284,7 @@ class RunRecord:
 
     facts: RunFacts
     points: list[StepPoint] = field(default_factory=list)
-    budget_bytes: Mapping[Tier, int | None] = field(default_factory=_no_budgets)
+    budget_bytes: Mapping[Tier, int | None] = field(default_factory=lambda: dict.fromkeys(Tier))
     peak_bytes: Mapping[Tier, int] = field(default_factory=lambda: dict.fromkeys(Tier, 0))
     peak_rss_bytes: int = 0
     homes: Mapping[Tier, Mapping[str, int]] = field(default_factory=dict)

@@ -438,7 +438,7 @@ class StepPredictions:
         elif made is None:
             return []
         config = self._shared.config
-        overlap = config.debugging.overlap
+        overlap = config.debugging.overlap_updates
         if overlap is OverlapUpdates.AUTO and not self._speculates():
             overlap = OverlapUpdates.FORWARD
         return predict(

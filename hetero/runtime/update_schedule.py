@@ -66,7 +66,7 @@ class UpdateSchedule:
         optimizers: Sequence[OptimizerView],
     ) -> None:
         self._params = params
-        self.overlap = config.debugging.overlap
+        self.overlap = config.debugging.overlap_updates
         self._loss_scale = loss_scale
         self._counts = GradCounts()
         self._optimizers = optimizers

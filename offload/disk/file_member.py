@@ -13,6 +13,22 @@ from offload.disk.descriptors import not_in_children
 from offload.errors import StoreError
 
 
+def open_direct(path: str | os.PathLike[str], flags: int, mode: int = 0o644) -> tuple[int, bool]:
+    """Opens a file past the page cache if its filesystem can do that.
+
+    Returns the descriptor, and whether it can. Raises OSError.
+    """
+    try:
+        return os.open(path, flags | os.O_CLOEXEC | os.O_DIRECT, mode), True
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+    if flags & os.O_EXCL:  # O_DIRECT was refused, once the file was made
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+    return os.open(path, flags | os.O_CLOEXEC, mode), False
+
+
 class MemberFile:
     """A new file in `directory`, open until close(); `nbytes` of it are allocated.
 
@@ -87,37 +103,20 @@ class MemberFile:
             fcntl.fcntl(self.fd, fcntl.F_SETFL, flags)
 
     def _open(self) -> int:
-        try:
-            return self._open_new(os.O_DIRECT)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-        fd = self._open_new(0)
-        self.direct = False
-        self.notes.append(
-            f"{self.directory}: the filesystem has no O_DIRECT; transfers go through the page "
-            f"cache, whose memory host_memory does not count"
-        )
+        if self._name is not None:
+            fd, self.direct = open_direct(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        else:
+            fd, self.direct = self._open_unlinked()
+        if not self.direct:
+            self.notes.append(
+                f"{self.directory}: the filesystem has no O_DIRECT; transfers go through the page "
+                f"cache, whose memory host_memory does not count"
+            )
         return fd
 
-    def _open_new(self, direct: int) -> int:
-        flags = os.O_RDWR | os.O_CLOEXEC | direct
-        if self._name is not None:
-            return self._open_named(flags)
-        return self._open_unlinked(flags)
-
-    def _open_named(self, flags: int) -> int:
+    def _open_unlinked(self) -> tuple[int, bool]:
         try:
-            return os.open(self.path, flags | os.O_CREAT | os.O_EXCL, 0o600)
-        except OSError as error:
-            if error.errno == errno.EINVAL:  # O_DIRECT was refused, once the file was made
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(self.path)
-            raise
-
-    def _open_unlinked(self, flags: int) -> int:
-        try:
-            return os.open(self.directory, flags | os.O_TMPFILE, 0o600)
+            return open_direct(self.directory, os.O_RDWR | os.O_TMPFILE, 0o600)
         except OSError as error:
             # EISDIR and ENOENT: kernels and filesystems without O_TMPFILE see a directory here.
             if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT):
@@ -125,7 +124,7 @@ class MemberFile:
         named, path = tempfile.mkstemp(prefix="hetero-", dir=self.directory)
         os.close(named)
         try:
-            return os.open(path, flags)
+            return open_direct(path, os.O_RDWR)
         finally:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)

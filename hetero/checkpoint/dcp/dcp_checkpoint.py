@@ -371,9 +371,6 @@ class DcpCheckpoint(StoredCheckpoint):
             raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
         return load_plain(content, f"{key!r} of {path}")
 
-    def close(self) -> None:
-        """See StoredCheckpoint; nothing is held."""
-
 
 def _group_of(
     groups: Sequence[Mapping[str, Any]], names: Sequence[str], index: int

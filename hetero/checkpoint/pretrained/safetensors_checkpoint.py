@@ -143,9 +143,6 @@ class SafetensorsCheckpoint(StoredCheckpoint):
             raise _store_error(error, stored.path) from error
         return found
 
-    def close(self) -> None:
-        """See StoredCheckpoint; nothing is held."""
-
 
 def _find_tensors(path: Path) -> dict[str, StoredTensor]:
     try:

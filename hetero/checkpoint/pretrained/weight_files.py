@@ -16,7 +16,7 @@ import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,11 @@ from hetero.api.access import engine_of
 from hetero.checkpoint.checkpoint_write import CheckpointWrite
 from hetero.checkpoint.engine_checkpoint import EngineCheckpoint
 from hetero.checkpoint.manifest import TensorRecord, master_key, name_of
-from hetero.checkpoint.pretrained.safetensors_checkpoint import INDEX_NAME, WEIGHTS_NAME
+from hetero.checkpoint.pretrained.safetensors_checkpoint import (
+    INDEX_NAME,
+    WEIGHTS_NAME,
+    StoredTensor,
+)
 from hetero.checkpoint.pretrained.tensor_names import named_tensors, names_to_write, unwrapped
 from hetero.checkpoint.safetensors_header import encode, read
 from hetero.checkpoint.save import save_into
@@ -137,15 +141,6 @@ class _ExportFolder(NewFolder):
             raise ValueError(f"{path} has files and no weights; name another folder")
 
 
-@dataclass(frozen=True)
-class FilePlace:
-    """Where a tensor goes: byte `offset` of a file, in a dtype."""
-
-    file: str
-    offset: int
-    dtype: torch.dtype
-
-
 class PretrainedWrite(CheckpointWrite):
     """Writes parameters and buffers as Hugging Face has them: one rank's part."""
 
@@ -174,7 +169,7 @@ class PretrainedWrite(CheckpointWrite):
         self._rank, self._others = rank, dict(others or {})
         self._heads: dict[str, bytes] = {}
         self._nbytes: dict[str, int] = {}
-        self._places: dict[str, FilePlace] = {}
+        self._places: dict[str, StoredTensor] = {}  # in the folder
         manifest = stored.manifest
         tensors = {name: manifest.tensors[key] for name, key in keys.items()}
         for name, tensor in tensors.items():
@@ -182,7 +177,7 @@ class PretrainedWrite(CheckpointWrite):
                 tensors[name] = replace(tensor, dtype=dtype)
         self._plan(_shards(tensors, most_bytes), tensors)
         # Names that are tied, and both written, have one key.
-        self._by_key: dict[str, list[FilePlace]] = {}
+        self._by_key: dict[str, list[StoredTensor]] = {}
         for name, place in self._places.items():
             self._by_key.setdefault(keys[name], []).append(place)
         facts = repr((self._heads, self._nbytes))
@@ -200,7 +195,8 @@ class PretrainedWrite(CheckpointWrite):
             self._heads[file], header = encode(described, METADATA)
             self._nbytes[file] = header.file_bytes
             for name, entry in header.entries.items():
-                self._places[name] = FilePlace(file, header.data_offset + entry.begin, entry.dtype)
+                offset = header.data_offset + entry.begin
+                self._places[name] = StoredTensor(Path(file), entry, offset)
 
     def write(self, folder: Path) -> bytes:
         """See CheckpointWrite."""
@@ -215,8 +211,9 @@ class PretrainedWrite(CheckpointWrite):
                 write_all(files[name], head, 0)
             for key, begin, values in self.stored.contents(self._by_key):
                 for place in self._by_key[key]:
-                    offset = place.offset + begin * place.dtype.itemsize
-                    write_all(files[place.file], _bytes_of(values, place.dtype), offset)
+                    dtype = place.entry.dtype
+                    offset = place.offset + begin * dtype.itemsize
+                    write_all(files[place.path.name], _bytes_of(values, dtype), offset)
             for descriptor in files.values():
                 os.fsync(descriptor)
         return b""
@@ -226,7 +223,7 @@ class PretrainedWrite(CheckpointWrite):
         others = dict(self._others)
         if len(self._heads) > 1:
             total = sum(self._nbytes[name] - len(head) for name, head in self._heads.items())
-            weight_map = {name: place.file for name, place in self._places.items()}
+            weight_map = {name: place.path.name for name, place in self._places.items()}
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
             text = json.dumps(index, indent=2, sort_keys=True) + "\n"
             others[INDEX_NAME] = text.encode()

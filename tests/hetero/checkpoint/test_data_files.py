@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import itertools
 import os
 import random
@@ -429,3 +430,26 @@ def test_errors_of_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         patch.setattr(os, "fsync", full)
         with pytest.raises(StoreError, match="fsync: No space left.*unsynced"):
             write_file(tmp_path / "unsynced", TENSORS, REGIONS)
+
+
+def test_a_filesystem_without_direct_transfers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such a one makes the file before it refuses O_DIRECT."""
+    real, refused_flags = os.open, []
+
+    def refusing(path: Any, flags: int, *mode: int) -> int:
+        descriptor = real(path, flags & ~os.O_DIRECT, *mode)
+        if flags & os.O_DIRECT:
+            os.close(descriptor)
+            refused_flags.append(flags)
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), path)
+        return descriptor
+
+    monkeypatch.setattr(os, "open", refusing)
+    written = write_file(tmp_path / "f", TENSORS, REGIONS)
+    read_all(tmp_path, {"f": written})
+    assert [flags & os.O_CREAT != 0 for flags in refused_flags] == [True, False]
+    with pytest.raises(StoreError, match="File exists"):
+        write_file(tmp_path / "f", TENSORS, REGIONS)
+    read_all(tmp_path, {"f": written})
