@@ -366,6 +366,9 @@ class Engine:
     @uninterrupted
     def with_grads(self, params: Iterable[torch.Tensor]) -> list[ManagedParam]:
         """Those of `params` that have gradients, after taking in assigned ones."""
+        self.check_usable()
+        # As ranks with data did in their forward, where this one may have had none.
+        self.steps.added_params.take_in_unfrozen()
         return self.steps.grad_intake.of(self.find_all(params), force=True)
 
     @uninterrupted

@@ -101,16 +101,38 @@ class GradIntake:
 
         They are not times the loss scale. Raises ValueError for a sparse one.
         """
-        for m in members:
-            with torch._C.DisableTorchFunction():  # which a parameter's class is asked by
+        assigned: dict[ManagedParam, torch.Tensor] = {}
+        with torch._C.DisableTorchFunction():  # which a parameter's class is asked by
+            for m in members:
                 grad = m.param.grad
-            if grad is not None and grad is not m.absent_grad:
-                _check_dense(m, grad)
+                if grad is not None and grad is not m.absent_grad:
+                    _check_dense(m, grad)
+                    assigned[m] = grad
+            # All are taken before one is kept, for which a mean of other ranks' may come first.
+            for m in assigned:
                 m.begin_grad()
-                self.replace(m, grad)
+                m.param.grad = None
+        try:
+            while assigned:
+                m = next(iter(assigned))
+                self._adopt(m, assigned[m])
+                del assigned[m]
+        except BaseException:
+            with torch._C.DisableTorchFunction():
+                for m, grad in assigned.items():
+                    m.param.grad = grad
+            raise
 
-    def replace(self, m: ManagedParam, grad: torch.Tensor) -> None:
-        """Keeps `grad`, dense and not times the loss scale, instead of what is kept, if anything.
+    def _adopt(self, m: ManagedParam, grad: torch.Tensor) -> None:
+        """Keeps what was assigned here, beside what other ranks have assigned and sent by now."""
+        sent_by_others = m.has_grad
+        if sent_by_others:
+            m.grad_factor = 1.0
+        self.replace(m, grad, sent_by_others)
+
+    def replace(self, m: ManagedParam, grad: torch.Tensor, accumulate: bool = False) -> None:
+        """Keeps `grad`, dense and not times the loss scale, instead of what is kept, if anything;
+        `accumulate`: adds it to that.
 
         (It does not pass through `.grad`, which may be of another dtype.)
         """
@@ -119,7 +141,7 @@ class GradIntake:
             grad = grad.clone()
         if self._params.group(m.chunk).placement.grad_offload_bytes:
             grad = grad.clone()  # it leaves the device later; the user may change it sooner
-        self._store(m, grad, False, 1.0)
+        self._store(m, grad, accumulate, 1.0)
 
     def of(self, members: Sequence[ManagedParam], force: bool = False) -> list[ManagedParam]:
         """Those of `members` that have gradients, after taking in assigned ones.

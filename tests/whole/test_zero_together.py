@@ -153,6 +153,16 @@ def test_a_gradient_made_zero_becomes_the_mean_also_where_none_comes(
 
 
 @pytest.mark.parametrize("stage", [1, 3])
+def test_assigned_gradients_are_averaged_where_one_rank_had_others(
+    ranks2: RankPool, stage: int
+) -> None:
+    for found in ranks2.run(rank_training.assigned, {"zero_stage": stage}):
+        for grad in found:
+            assert grad is not None
+            assert torch.equal(grad, torch.full_like(grad, 2.0))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
 def test_training_goes_on_after_a_refused_step(ranks2: RankPool, stage: int) -> None:
     found = ranks2.run(rank_training.refused_step, {"zero_stage": stage})
     assert same(found[0], found[1])

@@ -397,7 +397,10 @@ class GradReducer:
         again = managed in now.sent or managed in now.synced
         first = next(iter(now.synced), None)
         if again or (first is not None and not (first.has_grad and first not in now.zeroed)):
+            had_grad = managed.has_grad
             self._end_round(done=False)  # this is another backward
+            # Others may be in their first since gradients were cleared: it is a part of the sum.
+            accumulate = accumulate or (managed.has_grad and not had_grad)
         if self.reduces_in_backward:
             self._begin_round(True)
         if self._order.place[managed.chunk.id] < self._round.position:  # it had its turn

@@ -113,6 +113,25 @@ def other_modules_of_what_came_later(rank: int, world: int, stage: int) -> None:
     optimizer.engine.close()
 
 
+def without_data_after_unfreezing(rank: int, world: int, first: str) -> list[torch.Tensor]:
+    """Rank 1 has no batch in the first backward of what was unfrozen."""
+    model, optimizer = mostly_unfrozen(rank, 3)
+    model.experts.requires_grad_(True)
+    if rank == 0:
+        model(inputs(rank, 0), 0).square().mean().backward()
+    if first == "grads":
+        found = [g for g in hetero.grads(model.parameters()) if g is not None]
+    elif first == "norm":
+        found = [hetero.clip_grad_norm_(model.parameters(), 1.0)]
+    else:
+        hetero.clip_grad_value_(model.parameters(), 1e-3)
+        found = []
+    optimizer.step()
+    found += hetero.masters(model.parameters())
+    optimizer.engine.close()
+    return found
+
+
 def unfrozen_between_micro_batches(rank: int, world: int, stage: int) -> None:
     """Parameters come while means are under way; ranks use modules in other order."""
     model, optimizer = mostly_unfrozen(rank, stage)
@@ -283,6 +302,16 @@ def test_a_rank_that_is_done_sends_what_others_need_for_their_backward(
     ranks2: RankPool, stage: int
 ) -> None:
     ranks2.run(other_modules_of_what_came_later, stage)
+
+
+@pytest.mark.parametrize(
+    "first",
+    ["grads", *(pytest.param(each, marks=pytest.mark.extra) for each in ("norm", "value"))],
+)
+def test_a_rank_without_data_takes_in_what_was_unfrozen(ranks2: RankPool, first: str) -> None:
+    found, other = ranks2.run(without_data_after_unfreezing, first)
+    assert all(map(torch.equal, found, other))
+    assert len(found) == len(other)
 
 
 @pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.extra)])

@@ -492,6 +492,18 @@ def zeroing(rank: int, world: int, options: dict[str, Any]) -> list[list[torch.T
     return found
 
 
+def assigned(rank: int, world: int, options: dict[str, Any]) -> list[torch.Tensor | None]:
+    """Gradients that each rank assigns to an expert that rank 1 alone has used."""
+    model, optimizer = make("experts", options)
+    model(inputs(rank, 0), rank).square().mean().backward()
+    params = list(model.experts[1].parameters())
+    for param in params:
+        param.grad = torch.full_like(param, 1.0 + 2 * rank)
+    found = hetero.grads(params)
+    optimizer.engine.close()
+    return found
+
+
 def at_smallest(
     rank: int, world: int, numels: list[int], frozen: set[int], options: dict[str, Any]
 ) -> Any:

@@ -424,6 +424,24 @@ def test_what_came_in_no_sync_is_added_on_its_rank_however_few_buckets_there_are
     assert all(map(torch.equal, few, many))
 
 
+def test_what_others_sent_while_cleared_gradients_were_left_behind_counts() -> None:
+    """Rank 0 failed before its backward, and all have cleared what the others' gave."""
+    network, shape = Network(), (1, 2)
+    numel = Shard(0, 2).slot_multiple // 2
+
+    def body(rank: int) -> torch.Tensor:
+        made = make_rank(network, rank, shape, 2, [numel, numel], 4)
+        if rank == 1:
+            made.arrive(1, 1000.0)  # of a chunk that waits for more
+            made.clear(to_none=True)
+        made.arrive(1, 2.0 + 2 * rank)
+        made.average(True)
+        return made.gradient(1)
+
+    for found in on_ranks(2, body, network):
+        assert torch.equal(found, torch.full_like(found, 3.0))
+
+
 def test_what_is_cleared_on_its_way_from_the_device_counts_as_zero() -> None:
     network, shape = Network(), (1, 2)
     numel = Shard(0, 2).slot_multiple // 2
