@@ -77,9 +77,10 @@ class HeteroTrainerMixin(_Base):
     def __init__(
         self, *args: Any, hetero_config: Mapping[str, Any] | None = None, **kwargs: Any
     ) -> None:
-        arguments = kwargs.get("args", args[1] if len(args) > 1 else None)
-        if arguments is not None:
-            _check_arguments(arguments)
+        # Which one differs from class to class: the third of DPOTrainer, after its reference model.
+        for each in (*args, *kwargs.values()):
+            if isinstance(each, transformers.TrainingArguments):
+                _check_arguments(each)
         self._hetero_options = dict(hetero_config or {})
         if self._hetero_options:
             _check_precision(Config.make(**self._hetero_options))
