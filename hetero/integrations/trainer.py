@@ -270,6 +270,13 @@ def _check_arguments(arguments: Any) -> None:
                 f"TrainingArguments.{name} is {value!r}, and hetero shards and offloads the model "
                 f"itself; leave {name} out"
             )
+    for name in ("bf16_full_eval", "fp16_full_eval"):
+        if getattr(arguments, name, False):
+            raise ValueError(
+                f"TrainingArguments.{name} casts the model in evaluate(), and its dtype is "
+                f"hetero's; leave {name} out, and give dtype='bf16' to ZeroInitContext or "
+                f"hetero_config for masters in fp32"
+            )
     if arguments.n_gpu > 1:
         raise ValueError(
             f"one process sees {arguments.n_gpu} GPUs, for which a Trainer copies the model to "
