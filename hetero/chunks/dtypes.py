@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, cast, get_args
 
 import torch
+from torch.nn.parameter import UninitializedParameter
 
 from offload._native import UpdateKind
 from offload.errors import HeteroError
@@ -178,7 +179,14 @@ def is_manageable(param: torch.Tensor, name: str) -> bool:
     Raises:
         HeteroError: its elements are floating-point numbers of less than 16 bits: in the compute
             dtype they would take twice the memory, and no scales beside them would fit any more.
+            Or it has no shape yet.
     """
+    if isinstance(param, UninitializedParameter):
+        raise HeteroError(
+            f"{name} is a parameter of a lazy module and has no shape yet; give the module its "
+            f"sizes (nn.Linear in the place of nn.LazyLinear), or build the model outside "
+            f"ZeroInitContext and run it once before hetero.initialize()"
+        )
     if not param.is_floating_point():
         return False
     if param.element_size() < _LEAST_ITEM_BYTES:

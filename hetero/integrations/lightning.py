@@ -29,6 +29,8 @@ class HeteroStrategy(SingleDeviceStrategy):
     callbacks, and `hetero` what hetero.save() writes, in pieces; `ckpt_path` goes on from it with
     the same bits, random numbers included.
 
+    Hooks of on_save_checkpoint() find an empty `state_dict`; what the module has is in `hetero`.
+
     The engine is open until close(), or the module is gone. One process; for several ranks use a
     loop of your own, Accelerate or the Trainer of transformers.
 
@@ -78,11 +80,19 @@ class HeteroStrategy(SingleDeviceStrategy):
     def setup_optimizers(self, trainer: Any) -> None:
         """As the library's, and hetero.initialize().
 
-        Raises ValueError if an optimizer is none of hetero's.
+        Raises ValueError if an optimizer is none of hetero's, HeteroError if the module has been
+        trained with another one.
         """
         super().setup_optimizers(trainer)
         optimizers = self._plain_optimizers()
         if any(getattr(each, "_engine", None) is None for each in optimizers):
+            if any(hasattr(param, "_hetero_engine") for param in self._module.parameters()):
+                raise HeteroError(
+                    "an earlier fit() has initialized this module with its optimizer "
+                    "(Tuner.lr_find() and scale_batch_size() are fits, too); make the optimizer "
+                    "once, keep it, and have configure_optimizers() return it each time, with the "
+                    "learning rates in its param_groups"
+                )
             initialize(self._module, optimizers, **self._options)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:

@@ -77,9 +77,10 @@ class HeteroTrainerMixin(_Base):
     def __init__(
         self, *args: Any, hetero_config: Mapping[str, Any] | None = None, **kwargs: Any
     ) -> None:
-        arguments = kwargs.get("args", args[1] if len(args) > 1 else None)
-        if arguments is not None:
-            _check_arguments(arguments)
+        # Which one differs from class to class: the third of DPOTrainer, after its reference model.
+        for each in (*args, *kwargs.values()):
+            if isinstance(each, transformers.TrainingArguments):
+                _check_arguments(each)
         self._hetero_options = dict(hetero_config or {})
         if self._hetero_options:
             _check_precision(Config.make(**self._hetero_options))
@@ -268,6 +269,13 @@ def _check_arguments(arguments: Any) -> None:
             raise ValueError(
                 f"TrainingArguments.{name} is {value!r}, and hetero shards and offloads the model "
                 f"itself; leave {name} out"
+            )
+    for name in ("bf16_full_eval", "fp16_full_eval"):
+        if getattr(arguments, name, False):
+            raise ValueError(
+                f"TrainingArguments.{name} casts the model in evaluate(), and its dtype is "
+                f"hetero's; leave {name} out, and give dtype='bf16' to ZeroInitContext or "
+                f"hetero_config for masters in fp32"
             )
     if arguments.n_gpu > 1:
         raise ValueError(

@@ -103,6 +103,41 @@ def test_a_module_that_was_built_outside(tmp_path: Path) -> None:
         fit(again, tmp_path / "x", HeteroStrategy(), ckpt_path=tmp_path / "model")
 
 
+def test_a_module_that_is_fitted_twice(tmp_path: Path) -> None:
+    """By one optimizer, as a search for a learning rate and the training after it are."""
+    folder = gpt2_folder(tmp_path / "model")
+    losses = []
+    for kind in (torch.optim.AdamW, hetero.HybridAdam):
+        module, made = module_of(folder, kind), kind is hetero.HybridAdam
+        module.model.eval()  # without dropout, whose random numbers the search would draw
+        kept = kind(module.parameters(), lr=1e-2, weight_decay=0.0)
+        module.configure_optimizers = lambda kept=kept: kept
+        options = {"placement_policy": "nvme", "dtype": "fp32", "nvme_path": str(tmp_path)}
+        trainer = lightning.Trainer(
+            max_epochs=1,
+            strategy=HeteroStrategy(**options) if made else "auto",
+            accelerator="cpu",
+            devices=1,
+            default_root_dir=tmp_path / kind.__name__,
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        loader = torch.utils.data.DataLoader(Sentences(), batch_size=4)
+        tuner = lightning.pytorch.tuner.Tuner(trainer)
+        tuner.lr_find(module, loader, num_training=3, early_stop_threshold=None, update_attr=False)
+        for group in kept.param_groups:
+            group["lr"] = 1e-2
+        trainer.fit(module, loader)
+        losses.append(module.losses)
+    assert len(losses[0]) == 3 + 4
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    module.configure_optimizers = lambda: hetero.HybridAdam(module.parameters())
+    with pytest.raises(hetero.HeteroError, match=r"earlier fit\(\).*have configure_opt"):
+        trainer.fit(module, loader)
+    trainer.strategy.close()
+
+
 def test_averages_of_weights_are_what_a_checkpoint_gives(tmp_path: Path) -> None:
     """A resumed run goes on from both, with masters as they were; a test takes the averages."""
     if not hasattr(lightning.pytorch.callbacks, "EMAWeightAveraging"):

@@ -254,6 +254,9 @@ def test_arguments_that_cannot_work(tmp_path: Path) -> None:
         object.__setattr__(args, "_n_gpu" if name == "n_gpu" else name, value)
         with pytest.raises(ValueError, match=r"2 GPUs|shards and offloads the model itself"):
             trainer(plain, args)
+    # Before a training, at whose end evaluate() would cast.
+    with pytest.raises(ValueError, match=r"bf16_full_eval casts the model.*dtype='bf16'"):
+        trainer(plain, arguments(tmp_path, bf16_full_eval=True))
 
 
 class OlderTrainer:

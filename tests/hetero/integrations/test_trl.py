@@ -64,6 +64,49 @@ def test_sft(tmp_path: Path) -> None:
             assert figures(found, name) == pytest.approx(figures(wanted, name), rel=1e-5)
 
 
+def test_arguments_that_are_no_second_ones(tmp_path: Path) -> None:
+    """DPOTrainer has its reference model there."""
+
+    class DPO(integration.HeteroTrainerMixin, trl.DPOTrainer):  # type: ignore[misc,name-defined]
+        pass
+
+    folder = model_folder(tmp_path / "model", CHAT_TEMPLATE)
+    rows = [
+        {"prompt": f"What is {n}?", "chosen": " It is four.", "rejected": " The dog" * (1 + n % 3)}
+        for n in range(16)
+    ]
+    args = arguments(
+        tmp_path / "run",
+        trl.DPOConfig,
+        max_steps=2,
+        eval_strategy="no",
+        load_best_model_at_end=False,
+        gradient_checkpointing=False,
+        bf16=False,
+    )
+
+    def made(kind: Any, model: Any) -> Any:
+        return kind(
+            model,
+            AutoModelForCausalLM.from_pretrained(folder),
+            args,
+            train_dataset=datasets.Dataset.from_list(rows),
+            processing_class=AutoTokenizer.from_pretrained(folder),
+        )
+
+    wanted = made(trl.DPOTrainer, AutoModelForCausalLM.from_pretrained(folder))
+    wanted.train()
+    with hetero.ZeroInitContext(placement_policy="nvme", dtype="fp32", nvme_path=str(tmp_path)):
+        model = AutoModelForCausalLM.from_pretrained(folder)
+    with made(DPO, model) as found:
+        found.train()
+        for name in ("loss", "rewards/margins"):
+            assert figures(found, name) == pytest.approx(figures(wanted, name), rel=1e-5)
+    object.__setattr__(args, "fsdp", "full_shard")
+    with pytest.raises(ValueError, match="shards and offloads the model itself"):
+        made(DPO, AutoModelForCausalLM.from_pretrained(folder))
+
+
 def test_its_own_loss_of_an_absent_head(tmp_path: Path) -> None:
     """TRL's head takes its weight past the module, and saves it for a backward of its own."""
     sft_trainer = pytest.importorskip("trl.trainer.sft_trainer")

@@ -215,3 +215,11 @@ def test_complex_numbers_in_an_optimizer_are_refused_by_name() -> None:
     model = Quantized(torch.complex64)
     with pytest.raises(ValueError, match=r"param group 0.*codes.*is torch\.complex64"):
         hetero.initialize(model, hetero.HybridAdam(model.parameters()), placement_policy="cpu")
+
+
+def test_a_lazy_module_is_refused_by_name() -> None:
+    with (
+        hetero.ZeroInitContext(placement_policy="cpu"),
+        pytest.raises(hetero.HeteroError, match=r"LazyLinear.weight .*no shape yet.*nn.Linear"),
+    ):
+        nn.LazyLinear(4)
