@@ -71,7 +71,6 @@ class DeviceArena(HostArena):
             where = self._runtime.dlpack_device
             return Arena.over(block.data_ptr(), nbytes, *where, block, self.slot_bytes)
         except RuntimeError as error:
-            self._committed, self.charged_slots = bytearray(self.slots), 0
             self._ledger.release(Tier.DEVICE, self._account, nbytes)
             free, total = self._runtime.memory()
             in_use, taken, _ = self._runtime.torch_bytes()

@@ -17,6 +17,7 @@ import hetero
 from hetero.checkpoint.data_writer import DataWriter
 from hetero.checkpoint.folder import is_checkpoint
 from hetero.checkpoint.manifest import read_manifest
+from hetero.chunks.layout import Chunk
 from hetero.state.chunk_updates import Snapshot
 from tests.support.checkpoint.small_trainings import (
     PLACES,
@@ -28,6 +29,7 @@ from tests.support.checkpoint.small_trainings import (
 )
 from tests.support.training.loops import same
 from tests.support.training.small_net import Net, loss_of
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -83,6 +85,18 @@ def test_it_has_the_state_of_then(
     steps(model, optimizer, range(3, 6))
     assert same(whole(model, optimizer), wanted)
     first(optimizer).engine.close()
+
+
+def test_a_chunk_that_training_waits_for_is_copied_next() -> None:
+    chunks = [Chunk(number, 1, (), True) for number in range(3)]
+    snapshot = Snapshot(chunks)
+    assert snapshot.take() is chunks[0]
+    waits = threading.Thread(target=snapshot.wait, args=(chunks[2],), daemon=True)
+    waits.start()
+    until(lambda: snapshot.take() is chunks[2])
+    snapshot.copied(chunks[2])
+    waits.join(60)
+    assert snapshot.take() is chunks[0]
 
 
 # (test_it_has_the_state_of_then() has the other placements.)

@@ -173,8 +173,8 @@ def test_a_grad_scaler_unscales_what_other_ranks_alone_have(ranks2: RankPool) ->
 
 
 def read_grads(rank: int, world: int) -> tuple[list[int], bool]:
-    """Collectives by which one gradient is read, all, and all in several exchanges; whether each
-    time they are those that the placeholders have."""
+    """Collectives by which one gradient is read, all, and all in two exchanges and in several;
+    whether each time they are those that the placeholders have."""
     model, optimizer = make("experts", {})
     model(inputs(rank, 0), rank).square().mean().backward()
     hetero.clip_grad_norm_(model.parameters(), 1e-2)
@@ -189,7 +189,8 @@ def read_grads(rank: int, world: int) -> tuple[list[int], bool]:
 
     counts = [read(model.inner.weight)[0]]
     same = True
-    for numel in (step._READ_NUMEL, 1):
+    total = sum(grad.numel() for grad in expected if grad is not None)
+    for numel in (step._READ_NUMEL, total - 1, 1):
         with patch.object(step, "_READ_NUMEL", numel):
             count, found = read(model.parameters())
         counts.append(count)
@@ -200,6 +201,7 @@ def read_grads(rank: int, world: int) -> tuple[list[int], bool]:
 
 
 def test_gradients_are_read_in_one_exchange(ranks2: RankPool) -> None:
-    for (one, every, several), same in ranks2.run(read_grads):
-        assert one == every < several == every + 3 * 5  # six have gradients
+    for (one, every, two, several), same in ranks2.run(read_grads):
+        assert one == every
+        assert (two, several) == (every + 3, every + 3 * 5)  # six have gradients
         assert same

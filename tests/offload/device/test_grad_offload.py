@@ -1,6 +1,7 @@
 """offload/device/grad_offload: gradients arrive in RAM, same bits, in order, inside the budget."""
 
 import errno
+import threading
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from offload.errors import BudgetError, HeteroError
 from offload.memory.arena import HostArena
 from offload.memory.ledger import Ledger
 from offload.memory.tiers import Account, Tier
-from tests.support.native.gates import GatedBackend
+from tests.support.native.gates import GatedBackend, HeldOp
 from tests.support.waiting import until
 
 BUFFER = 4096
@@ -254,20 +255,33 @@ def test_any_sequence(steps, waits, kept_dtype):
     r.close()
 
 
-def test_no_copy_goes_on_if_its_thread_cannot_start(rig, monkeypatch):
-    """Its tensors are the caller's again."""
-    r = rig()
+@pytest.mark.parametrize("began", [False, True])
+def test_no_copy_goes_on_if_its_thread_cannot_start(rig, monkeypatch, began):
+    """Its tensors are the caller's again, also where it `began`."""
+    r, copies = rig(), []
+    offload = r.backend.offload
+
+    def noted(*arguments: object) -> object:
+        copies.append(offload(*arguments))
+        return copies[-1]
 
     def refuse(job: object) -> None:
         raise RuntimeError("can't start new thread")
 
+    if began:
+        monkeypatch.setattr(HeldOp, "cancel", lambda op: None)
+        threading.Timer(0.1, r.backend.gate.open).start()
     kept = torch.zeros(8)
     monkeypatch.setattr(r.grad_offload._worker, "do", refuse)
+    monkeypatch.setattr(r.backend, "offload", noted)
     with r.backend.gate.closed(), pytest.raises(RuntimeError, match="new thread"):
-        r.take(0, torch.ones(8), kept)
+        try:
+            r.take(0, torch.ones(8), kept)
+        finally:
+            assert copies[0].done()
     monkeypatch.undo()
     assert r.charged() == 0
     other = torch.zeros(8)
     r.take(1, torch.ones(8), other)
     r.wait(1)
-    assert (kept.tolist(), other.tolist()) == ([0.0] * 8, [1.0] * 8)
+    assert (kept.tolist(), other.tolist()) == ([float(began)] * 8, [1.0] * 8)

@@ -48,6 +48,8 @@ def test_a_refused_commit_charges_nothing(arena, ledger):
     assert charged(ledger) == SLOT
     arena.commit(3)
     assert charged(ledger) == 2 * SLOT
+    arena.decommit(0, 4)  # of which two are charged
+    assert (charged(ledger), arena.charged_slots) == (0, 0)
 
 
 def test_a_resized_arena_is_empty_and_charged_anew():

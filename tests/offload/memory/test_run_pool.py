@@ -62,6 +62,17 @@ def test_a_run_elsewhere_takes_the_charge_of_free_slots() -> None:
     pool.close()
 
 
+def test_what_is_charged_is_given_again_although_there_is_less_room() -> None:
+    room = [8 * SLOT]
+    arena = HostArena(16, SLOT, Ledger({}), Account.ACTIVATION)
+    pool = RunPool(arena, lambda: room[0])
+    assert [pool.take(4), pool.take(4)] == [Run(0, 4), Run(4, 4)]
+    pool.give_back(Run(4, 4))
+    room[0] = 3 * SLOT
+    assert pool.take(4) == Run(4, 4)
+    pool.close()
+
+
 def test_what_tensors_view_is_not_given_again() -> None:
     pool, _ = make(4, room=4)
     run = pool.take(3)

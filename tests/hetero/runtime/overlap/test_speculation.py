@@ -188,15 +188,31 @@ def test_a_view_of_a_home_keeps_its_chunk_from_being_updated_early(tmp_path: Pat
     optimizer.engine.close()
 
 
+def test_what_was_taken_back_is_left_to_step(tmp_path: Path) -> None:
+    """An update that was made in vain is not made once more before the step."""
+    model, optimizer = build(Net, tmp_path, "optim_states", "both")
+    begun = Begun(optimizer)
+    for step in backwards(model, optimizer):
+        assert (begun.now > 0) == (step > 0)
+        clear((model, optimizer))
+        assert begun.now == 0
+    optimizer.engine.close()
+
+
 def test_without_room_on_nvme_updates_wait_for_step(tmp_path: Path) -> None:
-    """Some chunks have a second place for their optimizer state, and a note says so of others."""
+    """Some chunks have a second place for their optimizer state, and a note says so of others. Room
+    is looked for again when homes have moved."""
     _, optimizer = build(Net, tmp_path, "disk", "both")
     used = optimizer.engine.ledger.in_use_bytes["disk"]
     optimizer.engine.close()
 
     def loop(model: nn.Module, optimizer: Any, overlap: str) -> Seen:
         begun = Begun(optimizer)
-        early = [begun.now for _ in backwards(model, optimizer)]
+        early = []
+        for step in backwards(model, optimizer):
+            early.append(begun.now)
+            if step == 1:
+                other_memory((model, optimizer))
         if overlap == "both":
             assert all(0 < count < begun.chunks for count in early[1:])
             assert [n for n in optimizer.engine.notes if "no room" in n]
