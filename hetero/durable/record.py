@@ -272,7 +272,9 @@ def read_record(path: str, folders: tuple[str, ...]) -> Record | None:
     Raises CheckpointError as decode(), StoreError if it cannot be read.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        # (Without waiting for a writer, if it is a pipe.)
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        descriptor = os.open(path, flags)
         with open(descriptor, "rb") as stream:
             record = decode(stream, path)
     except OSError as error:

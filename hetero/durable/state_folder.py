@@ -58,15 +58,19 @@ class _View:
     records: tuple[Record, ...]
     notes: tuple[str, ...]
 
-    def seen_from(self, folders: tuple[str, ...]) -> _View:
-        """With the records as a process has them that knows these as the folders of the set.
+    def seen_from(self, mine: _View) -> _View:
+        """With the records as the rank has them that sees `mine`: its own set is where it has found
+        it.
 
-        It reads data files if it sees them: another machine may have another set of these names.
+        It reads data files of another set if it sees them: another machine may have another set of
+        these names.
         """
-        sees = False
-        with contextlib.suppress(OSError, CheckpointError):
-            found = StateSet.read(folders[0], [])
-            sees = found is not None and found.set == self.identity
+        is_own = self.identity == mine.identity
+        folders, sees = mine.folders if is_own else self.folders, is_own
+        if not is_own:
+            with contextlib.suppress(OSError, CheckpointError):
+                found = StateSet.read(folders[0], [])
+                sees = found is not None and found.set == self.identity
         records = []
         for each in self.records:
             path = os.path.join(folders[0], os.path.basename(each.path))
@@ -228,8 +232,7 @@ class StateFolder:
         for view in views:  # (of a set the first one has read its records)
             self.notes.extend(note for note in view.notes if note not in self.notes)
             if view.identity not in sets:
-                folders = mine.folders if view.identity == mine.identity else view.folders
-                sets[view.identity] = view.seen_from(folders)
+                sets[view.identity] = view.seen_from(mine)
         return list(sets.values())
 
     # Removing

@@ -23,6 +23,8 @@ from offload.errors import CheckpointError, StoreError
 
 _FORMAT = "hetero durable state"
 _MOST_BYTES = 1 << 20
+# No link is followed, and no reader or writer at a pipe's other end waited for.
+_NO_OTHER = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 @dataclass(frozen=True)
@@ -54,8 +56,8 @@ class StateSet:
         content = f"{crc_of(text.encode()):08x} {text}\n".encode()
         for path in sorted((os.path.join(folder, name) for name in SET_NAMES), key=_is_whole):
             try:
-                flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
-                descriptor = os.open(path, flags, 0o600)
+                flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+                descriptor = os.open(path, flags | _NO_OTHER, 0o600)
                 try:
                     write_all(descriptor, content, 0)
                     os.fsync(descriptor)
@@ -79,14 +81,12 @@ class StateSet:
         for name in SET_NAMES:
             path = os.path.join(folder, name)
             try:
-                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+                content = _content(path)
             except FileNotFoundError:
                 missing.append(f"{path} is missing")
                 continue
             except OSError as error:
                 raise StoreError(error.errno, f"cannot be read: {error.strerror}", path) from error
-            with open(descriptor, "rb") as stream:
-                content = stream.read(_MOST_BYTES)
             try:
                 found.append(_parse(content, path))
             except _DamagedError as error:
@@ -98,10 +98,16 @@ class StateSet:
         return max(found, key=lambda each: each.generation, default=None)
 
 
+def _content(path: str) -> bytes:
+    """Of a copy. Raises OSError."""
+    with open(os.open(path, os.O_RDONLY | _NO_OTHER), "rb") as stream:
+        return stream.read(_MOST_BYTES)
+
+
 def _is_whole(path: str) -> bool:
     """Whether a copy can be read."""
     try:
-        _parse(Path(path).read_bytes()[:_MOST_BYTES], path)
+        _parse(_content(path), path)
     except (OSError, CheckpointError):
         return False
     return True

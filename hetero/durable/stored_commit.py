@@ -190,6 +190,8 @@ class StoredCommit(PieceCheckpoint):
         members = []
         with ExitStack() as opened:
             for path in data_paths(record, group):
+                if os.path.exists(path) and not os.path.isfile(path):  # (a pipe has no end)
+                    raise CheckpointError(f"the last commit needs {path}: it is no regular file")
                 try:
                     descriptor, _ = open_direct(path, os.O_RDONLY)
                 except OSError as error:

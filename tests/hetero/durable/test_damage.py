@@ -191,6 +191,18 @@ def test_links_are_not_followed(state: Path) -> None:
         goes_on(state.parent)
 
 
+def test_a_pipe_is_not_waited_for(state: Path) -> None:
+    """In the place of any file: it is refused by name, and nothing is changed."""
+    for path in sorted(state.iterdir()):
+        kept = path.rename(state.parent / "kept")
+        os.mkfifo(path)
+        with pytest.raises((hetero.CheckpointError, hetero.StoreError), match=path.name):
+            goes_on(state.parent)
+        path.unlink()
+        kept.rename(path)
+    assert goes_on(state.parent) is not None
+
+
 def test_another_ones_folder_is_refused(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.stat
 

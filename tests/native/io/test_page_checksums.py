@@ -68,9 +68,10 @@ def test_a_flipped_bit_is_an_error_that_says_where(checked, tmp_path):
 def test_memory_is_kept_until_it_was_compared(checked):
     """A read that is done is compared by who waits for it: the arena may be closed by then."""
     checked.write(0, 64)
-    arena = _native.Arena(64 * PAGE)
-    transfers = arena.transfers
-    reads = [checked.engine.read(checked.file, arena.address, 64 * PAGE, 0) for _ in range(3)]
+    arena = _native.Arena(3 * 64 * PAGE)
+    transfers, nbytes = arena.transfers, 64 * PAGE
+    parts = [arena.address + part * nbytes for part in range(3)]
+    reads = [checked.engine.read(checked.file, part, nbytes, 0) for part in parts]
     del arena
     until(lambda: all(read.done() for read in reads))
     assert transfers[0] == 3
