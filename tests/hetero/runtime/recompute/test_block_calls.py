@@ -254,6 +254,22 @@ def test_a_block_that_changes_its_parameters() -> None:
     assert any("its parameters in place" in note for note in engine.notes)
 
 
+@pytest.mark.parametrize(("kind", "recomputed"), [(nn.LSTM, False), (nn.GRU, True)])
+def test_recurrent_layers(kind: Callable[..., nn.Module], recomputed: bool) -> None:
+    """What oneDNN's LSTM saves has bytes that nothing has written, so it is kept."""
+
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = kind(64, 64, batch_first=True)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = x + self.inner(x.view(2, 4, 64))[0].reshape(8, 64)
+            return found
+
+    compare(lambda: Around(Recurrent, one_after_the_other), [recomputed] * 3)
+
+
 def test_parts_of_other_classes() -> None:
     """Blocks with statistics beside blocks without them, of one class and with the same shapes."""
 
