@@ -501,7 +501,10 @@ class _Element:
 
     def __init__(self, each: Any) -> None:
         self._each = each
-        self._version = version_of(each) if isinstance(each, torch.Tensor) else 0
+        # A parameter's own version falls when a speculative update of it is taken back, as its use
+        # in the call may do; CallState compares parameters.
+        has_version = isinstance(each, torch.Tensor) and not isinstance(each, torch.nn.Parameter)
+        self._version = version_of(each) if has_version else 0
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, _Element):
