@@ -389,6 +389,10 @@ class BlockCalls:
         """Why a call that was made must not be made again; None: it may be."""
         if state.has_changed(module, self._params.known):
             return "their forward changes its parameters in place"
+        # oneDNN's saves memory of its own, parts of which nothing has written: no two calls have
+        # the same bytes there.
+        if any(isinstance(each, torch.nn.LSTM) for each in module.modules()):
+            return "what an LSTM keeps for backward is not the same each time"
         return unchanged.why_not()
 
     def _keep_from_now_on(self, block: Block, key: _Key, why: str) -> None:
@@ -497,7 +501,10 @@ class _Element:
 
     def __init__(self, each: Any) -> None:
         self._each = each
-        self._version = version_of(each) if isinstance(each, torch.Tensor) else 0
+        # A parameter's own version falls when a speculative update of it is taken back, as its use
+        # in the call may do; CallState compares parameters.
+        has_version = isinstance(each, torch.Tensor) and not isinstance(each, torch.nn.Parameter)
+        self._version = version_of(each) if has_version else 0
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, _Element):

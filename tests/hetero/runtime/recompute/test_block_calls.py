@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -252,6 +253,53 @@ def test_a_block_that_changes_its_parameters() -> None:
 
     engine = compare(lambda: Around(Normed, one_after_the_other), [False] * 3, steps=3)
     assert any("its parameters in place" in note for note in engine.notes)
+
+
+@pytest.mark.parametrize(("kind", "recomputed"), [(nn.LSTM, False), (nn.GRU, True)])
+def test_recurrent_layers(kind: Callable[..., nn.Module], recomputed: bool) -> None:
+    """What oneDNN's LSTM saves has bytes that nothing has written, so it is kept."""
+
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = kind(64, 64, batch_first=True)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = x + self.inner(x.view(2, 4, 64))[0].reshape(8, 64)
+            return found
+
+    compare(lambda: Around(Recurrent, one_after_the_other), [recomputed] * 3)
+
+
+def test_a_list_of_parameters_whose_update_is_taken_back(tmp_path: Path) -> None:
+    """A GRU has its parameters in a list, too, and their first use takes a wrong guess back."""
+
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.GRU(16, 16, batch_first=True)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = x + self.inner(x)[0]
+            return found
+
+    model, optimizer = build(
+        lambda: Around(Recurrent, one_after_the_other),
+        recompute="all",
+        placement_policy="nvme",
+        nvme_path=str(tmp_path),
+        activation_memory="150KiB",
+        host_memory="250KiB",
+        chunk_numel=4096,
+        dtype="fp32",
+    )
+    for step in range(4):
+        for _ in range(1 if step < 2 else 2):
+            model(X.view(8, 4, 16)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert latest(optimizer.engine).recomputed == [True] * 3
+    optimizer.engine.close()
 
 
 def test_parts_of_other_classes() -> None:
