@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
@@ -22,6 +23,40 @@ from hetero.state.managed_param import ManagedParam
 from offload.errors import ClosedError, HeteroError
 from offload.interrupts import uninterrupted
 from offload.memory.tiers import Tier
+
+
+class _OneWayOfAttention:
+    """Inside the block torch's attention in evaluation is that of training.
+
+    torch takes another operator there, with other roundings, if all of a layer's parameters are in
+    memory, so the numbers would depend on the placement. What torch is told holds for all threads.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._blocks = 0
+        self._was_enabled = True
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._blocks == 0:
+                self._was_enabled = torch.backends.mha.get_fastpath_enabled()
+                torch.backends.mha.set_fastpath_enabled(False)
+            self._blocks += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._blocks -= 1
+            if self._blocks == 0:
+                torch.backends.mha.set_fastpath_enabled(self._was_enabled)
+
+
+_ONE_WAY = _OneWayOfAttention()
+_ATTENTION = (
+    torch.nn.MultiheadAttention,
+    torch.nn.TransformerEncoderLayer,
+    torch.nn.TransformerEncoder,
+)
 
 
 class ModelHooks(ABC):
@@ -86,7 +121,7 @@ class ModuleHooks(ModelHooks):
             needed = [m for m in own if self._params.group(m.chunk).params.may_be_absent(m.chunk)]
             if module in self._needed:
                 self._needed[module][:] = needed
-            elif needed or module is model:
+            elif needed or module is model or isinstance(module, _ATTENTION):
                 self._needed[module] = needed
                 self._hook(module, needed)
 
@@ -107,6 +142,8 @@ class ModuleHooks(ModelHooks):
         if call.is_outermost:
             self._uses.note_threads()
         call.present.enter_context(self._params.present(needed, steps_aside=True))
+        if isinstance(module, _ATTENTION):
+            call.present.enter_context(_ONE_WAY)
         if not self._packs:
             return
         hooks = self._saved_tensors.hooks()

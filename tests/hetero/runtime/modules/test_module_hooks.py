@@ -8,6 +8,7 @@ import gc
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from hetero.state import managed_param
 from hetero.state.managed_param import ManagedParam, ParamState
 from offload.memory.tiers import Tier
 from tests.support.training.loops import build
+from tests.support.training.smallest import smallest_host_memory
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -293,3 +295,28 @@ def test_a_load_whose_read_fails_releases_everything(tmp_path: Path) -> None:
     train_a_step(model, optimizer)
     assert_nothing_is_used(optimizer)
     optimizer.engine.close()
+
+
+def test_attention_in_evaluation_does_not_depend_on_the_placement(tmp_path: Path) -> None:
+    """torch has an operator of its own there, if all weights of a layer are in memory."""
+
+    def make(**options: Any) -> Any:
+        layer = nn.TransformerEncoderLayer(SIZE, 2, SIZE, batch_first=True)
+        options |= {"dtype": "bf16", "chunk_numel": SIZE**2}
+        return build(lambda: nn.Sequential(nn.TransformerEncoder(layer, 2)), **options)
+
+    found = []
+    on_disk = {"placement_policy": "nvme", "nvme_path": str(tmp_path)}
+    least = smallest_host_memory(lambda: make(host_memory=64 << 10, **on_disk))
+    for options in ({"placement_policy": "cpu"}, on_disk | {"host_memory": least}):
+        torch.manual_seed(0)
+        model, optimizer = make(**options)
+        model.eval()
+        x = torch.randn(3, 6, SIZE, generator=torch.Generator().manual_seed(1)).bfloat16()
+        with torch.no_grad():
+            attention = model[0].layers[0].self_attn
+            found.append((model(x), model[0](x), attention(x, x, x)[0]))
+        assert torch.backends.mha.get_fastpath_enabled()
+        optimizer.engine.close()
+    for in_ram, from_disk in zip(*found, strict=True):
+        assert torch.equal(in_ram, from_disk)
