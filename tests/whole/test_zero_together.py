@@ -162,6 +162,17 @@ def test_assigned_gradients_are_averaged_where_one_rank_had_others(
             assert torch.equal(grad, torch.full_like(grad, 2.0))
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_assigned_gradients_are_averaged_or_refused_after_unequal_backward_calls(
+    ranks2: RankPool, stage: int
+) -> None:
+    for found in ranks2.run(rank_training.assigned_after_unequal, {"zero_stage": stage}):
+        if stage == 1:  # nothing was sent before
+            assert all(torch.equal(grad, torch.full_like(grad, 2.0)) for grad in found)
+        else:
+            assert "was cleared on one rank" in found
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 def test_training_goes_on_after_a_refused_step(ranks2: RankPool, stage: int) -> None:
     found = ranks2.run(rank_training.refused_step, {"zero_stage": stage})

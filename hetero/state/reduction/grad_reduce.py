@@ -101,6 +101,7 @@ class _Round:
         synced: those of them that got it outside no_sync(), in the order in which it came.
         sent: parameters whose gradient has been sent.
         zeroed: those of `arrived` that were made zero since.
+        is_added_to: whether this rank ends the round because another backward adds to it.
     """
 
     words: Collective | None = None
@@ -113,6 +114,7 @@ class _Round:
     synced: dict[ManagedParam, None] = field(default_factory=dict)
     sent: set[ManagedParam] = field(default_factory=set)
     zeroed: set[ManagedParam] = field(default_factory=set)
+    is_added_to: bool = False
 
 
 class ChunkMeans:
@@ -398,6 +400,7 @@ class GradReducer:
         first = next(iter(now.synced), None)
         if again or (first is not None and not (first.has_grad and first not in now.zeroed)):
             had_grad = managed.has_grad
+            now.is_added_to = again and accumulate and managed not in now.zeroed
             self._end_round(done=False)  # this is another backward
             # Others may be in their first since gradients were cleared: it is a part of the sum.
             accumulate = accumulate or (managed.has_grad and not had_grad)
@@ -565,8 +568,8 @@ class GradReducer:
         it had been sent; for each chunk whether it has some that have not been sent; and whether a
         rank is in the middle of its backward.
 
-        Raises HeteroError if means were made of gradients that not all ranks have cleared, and
-        PeerError.
+        Raises HeteroError if means were made of gradients that not all ranks have cleared, or some
+        have cleared what others add to; and PeerError.
         """
         members, chunks, now = self._members, self._layout.chunks, self._round
         unsent_ids = self.means.unsent()
@@ -575,17 +578,21 @@ class GradReducer:
             [m in now.arrived and m.has_grad and m not in now.zeroed for m in members],
             [m in now.sent and (not m.has_grad or m in now.zeroed) for m in members],
             [chunk.id in unsent_ids for chunk in chunks],
-            [not done],
+            # Not sent or not: what another rank's older gradients are added to is as old here.
+            [m in now.synced and (not m.has_grad or m in now.zeroed) for m in members],
+            [not done, now.is_added_to],
         ]
         # As bytes first: setting an element of a tensor takes about a microsecond.
         mine = torch.frombuffer(bytearray(chain.from_iterable(parts)), dtype=torch.uint8)
         flags = self._everyone.any(mine, "the end of backward").split([len(part) for part in parts])
-        arrived, counts, cleared, unsent, (is_busy,) = (part.tolist() for part in flags)
-        for managed, does_count, is_cleared in zip(members, counts, cleared, strict=True):
+        arrived, counts, cleared, unsent, left, (is_busy, adds) = (part.tolist() for part in flags)
+        for managed, does_count, is_cleared in zip(
+            members, counts, left if adds else cleared, strict=True
+        ):
             if does_count and is_cleared:
                 raise HeteroError(
                     f"the gradient of {managed.name} was cleared on one rank after it had gone "
                     f"into the mean with that of another; when gradients are cleared before the "
-                    f"step, all ranks must have made the same backward calls"
+                    f"step, or assigned, all ranks must have made the same backward calls"
                 )
         return arrived, cleared, unsent, is_busy

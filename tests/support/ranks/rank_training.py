@@ -504,6 +504,26 @@ def assigned(rank: int, world: int, options: dict[str, Any]) -> list[torch.Tenso
     return found
 
 
+def assigned_after_unequal(
+    rank: int, world: int, options: dict[str, Any]
+) -> list[torch.Tensor | None] | str:
+    """Gradients that are assigned where each rank made a backward call more than the one before.
+
+    Or the error that refuses them.
+    """
+    model, optimizer = make("experts", options)
+    try:
+        for micro in range(1 + rank):
+            model(inputs(rank, micro), rank).square().mean().backward()
+        for param in model.parameters():
+            param.grad = torch.full_like(param, 1.0 + 2 * rank)
+        return hetero.grads(model.parameters())
+    except hetero.HeteroError as error:
+        return str(error)
+    finally:
+        optimizer.engine.close()
+
+
 def at_smallest(
     rank: int, world: int, numels: list[int], frozen: set[int], options: dict[str, Any]
 ) -> Any:
