@@ -73,11 +73,13 @@ def build(rank: int, world: int, options: dict[str, Any]) -> dict[str, Any]:
     torch.manual_seed(100 + rank)
     with hetero.ZeroInitContext(BASE | options) as context:
         made = layers()
+        ledger = context.construction.ledger
         found = {
             "weights": [rows_of(module.weight, slice(0, ROWS)) for module in made],  # type: ignore
             "some": rows_of(made[0].weight, slice(1001, 1007)),  # type: ignore[arg-type]
             "offloaded": [context.construction.is_offloaded(m.weight) for m in made],  # type: ignore
-            "peak": context.construction.ledger.peak_bytes["host"],
+            "kept": [ledger.used(tier, Account.INIT) for tier in (Tier.HOST, Tier.DISK)],
+            "peak": ledger.peak_bytes["host"],
         }
     context.construction.close()
     return found | {"next": torch.rand(1)}
