@@ -233,15 +233,20 @@ def test_a_commit_goes_on_beside_the_next_backward(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What waits for it is the next update: what the last commit has is not overwritten before."""
-    model, optimizer = build({**PLACES["speculative"], **DURABLE}, tmp_path)
+    model, optimizer = build({**PLACES["speculative"], **DURABLE, "commit_every": 0}, tmp_path)
     gate, write = threading.Event(), RecordFiles.write
+    gate.set()
 
     def held(*arguments: Any) -> None:
         assert gate.wait(60)
         write(*arguments)
 
     monkeypatch.setattr(RecordFiles, "write", held)
-    steps(model, optimizer, range(1))  # returns, while the commit is held
+    steps(model, optimizer, range(2))
+    hetero.commit(model, blocking=True)
+    steps(model, optimizer, range(2, 3))
+    gate.clear()
+    hetero.commit(model)  # returns, while it is held
     optimizer.backward(torch.stack([p.float().sum() for p in model.parameters()]).sum())
     ended = threading.Event()
 
