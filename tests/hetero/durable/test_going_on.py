@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 import shutil
 import threading
@@ -233,15 +235,20 @@ def test_a_commit_goes_on_beside_the_next_backward(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What waits for it is the next update: what the last commit has is not overwritten before."""
-    model, optimizer = build({**PLACES["speculative"], **DURABLE}, tmp_path)
+    model, optimizer = build({**PLACES["speculative"], **DURABLE, "commit_every": 0}, tmp_path)
     gate, write = threading.Event(), RecordFiles.write
+    gate.set()
 
     def held(*arguments: Any) -> None:
         assert gate.wait(60)
         write(*arguments)
 
     monkeypatch.setattr(RecordFiles, "write", held)
-    steps(model, optimizer, range(1))  # returns, while the commit is held
+    steps(model, optimizer, range(2))
+    hetero.commit(model, blocking=True)
+    steps(model, optimizer, range(2, 3))
+    gate.clear()
+    hetero.commit(model)  # returns, while it is held
     optimizer.backward(torch.stack([p.float().sum() for p in model.parameters()]).sum())
     ended = threading.Event()
 
@@ -324,3 +331,18 @@ def test_the_smallest_budget_suffices_for_moves_and_what_follows(
         if made == 7:
             assert same(whole(model, optimizer), states()[made])
     engine.close()
+
+
+def test_moves_that_fail_take_no_room(tmp_path: Path) -> None:
+    """No commit has what they wrote: the next move writes there."""
+    settings = {"placement_policy": "auto", "host_memory": "1MiB", "commit_every": 0, **DURABLE}
+    model, optimizer = build(settings, tmp_path)
+    steps(model, optimizer, range(1))
+    used = []
+    for _ in range(3):
+        optimizer.engine.chunk_groups[0].disk.io.inject("write", 2, error=errno.EIO)
+        with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+            optimizer.engine.set_budget("96KiB")
+        used.append(optimizer.engine.ledger.in_use_bytes["disk"])
+    assert len(set(used)) == 1
+    optimizer.engine.close()

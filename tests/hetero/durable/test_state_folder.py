@@ -299,3 +299,23 @@ def test_a_folder_of_a_running_training_is_refused(
             StateFolder(other, ProcessGroups(1.0))
     running.close()
     StateFolder([c, b], ProcessGroups(1.0)).close()  # (nothing was committed)
+
+
+def test_a_start_reads_its_own_set_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error of a later read would make its data files those of another rank."""
+    Training([str(tmp_path)]).start([str(tmp_path)], 1)
+    gather = StateFolder._gather
+
+    def fail(*_: object) -> None:
+        raise hetero.StoreError(5, "cannot be read", "set-0")
+
+    def unreadable(self: StateFolder, mine: Any) -> Any:
+        with monkeypatch.context() as patch:
+            patch.setattr(StateSet, "read", fail)
+            return gather(self, mine)
+
+    monkeypatch.setattr(StateFolder, "_gather", unreadable)
+    folder = StateFolder([str(tmp_path)], ProcessGroups(1.0))
+    folder.close()
+    (record,) = folder.last
+    assert all(group.checksums_at is not None for group in record.groups)

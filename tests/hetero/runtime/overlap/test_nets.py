@@ -20,6 +20,7 @@ from tests.support.training.overlap_net import (
     Block,
     Net,
     assert_same_bits,
+    build,
     loss_of,
     one_step,
     plain_steps,
@@ -192,6 +193,44 @@ def test_uses_of_parameters(tmp_path: Path, place: str, net: str) -> None:
 
 def test_a_backward_inside_a_node_that_holds_values(tmp_path: Path) -> None:
     assert_same_bits(tmp_path, "optim_states", ["backward"], make=Nested, dtype="fp32")
+
+
+class WithoutValues(torch.autograd.Function):
+    """A backward of its own within backward; the node has no value of a parameter."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, block: nn.Module, count: Callable[[], int]
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.block, ctx.count = block, count
+        with torch.no_grad():
+            found: torch.Tensor = block(x)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.block(x)
+        before = ctx.count()
+        torch.autograd.backward(y, grad)
+        assert ctx.count() == before
+        return x.grad, None, None
+
+
+def test_no_update_begins_in_a_backward_inside_a_node(tmp_path: Path) -> None:
+    """It might have taken values of any parameter out of what it saved, which nothing shows."""
+    model, optimizer = build(untied, tmp_path, "disk", "backward")
+    begun, block = Begun(optimizer), model.blocks[2]
+    forward = block.forward
+    block.forward = lambda x: WithoutValues.apply(x, forward, lambda: begun.now)
+    for step in range(STEPS):
+        loss_of(model, step).backward()
+        assert (begun.now > 0) == (step > 0)
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.engine.close()
 
 
 def test_two_chunk_groups(tmp_path: Path) -> None:
