@@ -26,6 +26,8 @@ from offload.errors import CheckpointError, StoreError
 from offload.memory.sizes import PAGE_BYTES
 
 VERSION = 2  # of records, and of the other files in the folders
+# Flags for a file of a state's own: no link is followed, and no other end of a pipe waited for.
+OWN_FILE = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _MAGIC = b"hetero\0commit\0\0\0"
 _ORDER = 0x01020304  # as this machine has it: another one's bytes are in another order
 # Magic, byte order, version, checksum of this page, of the rest; generation, number, rank, ranks;
@@ -272,9 +274,7 @@ def read_record(path: str, folders: tuple[str, ...]) -> Record | None:
     Raises CheckpointError as decode(), StoreError if it cannot be read.
     """
     try:
-        # (Without waiting for a writer, if it is a pipe.)
-        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-        descriptor = os.open(path, flags)
+        descriptor = os.open(path, os.O_RDONLY | OWN_FILE)
         with open(descriptor, "rb") as stream:
             record = decode(stream, path)
     except OSError as error:

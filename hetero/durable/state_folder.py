@@ -19,7 +19,7 @@ from typing import TypeVar
 
 import torch
 
-from hetero.durable.record import OtherFormatError, Record, read_record
+from hetero.durable.record import OWN_FILE, OtherFormatError, Record, read_record
 from hetero.durable.state_set import StateSet, in_order, join, note_commit
 from hetero.ranks.process_groups import ProcessGroups
 from hetero.state.state_files import (
@@ -39,7 +39,7 @@ _T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
-class _View:
+class _RankView:
     """What one rank sees in its folders.
 
     Attributes:
@@ -58,7 +58,7 @@ class _View:
     records: tuple[Record, ...]
     notes: tuple[str, ...]
 
-    def seen_from(self, mine: _View) -> _View:
+    def seen_from(self, mine: _RankView) -> _RankView:
         """With the records as the rank has them that sees `mine`: its own set is where it has found
         it.
 
@@ -211,15 +211,15 @@ class StateFolder:
             except CheckpointError as error:
                 raise CheckpointError(f"{error}{_removable(self.folders)}") from None
 
-    def _look(self) -> _View:
+    def _look(self) -> _RankView:
         identity, self.folders, committed = in_order(self.folders)
         names = [name for folder in self.folders for name in os.listdir(folder)]
         generations = [numbers[0] for name in names if (numbers := numbers_of(name)) is not None]
         records = _records_in(self.folders, committed, self.notes) if self._leads else ()
         newest = max(generations, default=0)
-        return _View(identity, self.folders, committed, newest, records, tuple(self.notes))
+        return _RankView(identity, self.folders, committed, newest, records, tuple(self.notes))
 
-    def _gather(self, mine: _View) -> list[_View]:
+    def _gather(self, mine: _RankView) -> list[_RankView]:
         """What all ranks have found, each set once; notes of others become this rank's, too."""
         everyone, views = self._world.everyone, [mine]
         if everyone is not None:
@@ -228,7 +228,7 @@ class StateFolder:
             sent = everyone.all_gather_bytes(content.getvalue(), "looking for the last commit")
             # (The ranks trust each other, and these come from no file.)
             views = [torch.load(io.BytesIO(each), weights_only=False) for each in sent]
-        sets: dict[str, _View] = {}
+        sets: dict[str, _RankView] = {}
         for view in views:  # (of a set the first one has read its records)
             self.notes.extend(note for note in view.notes if note not in self.notes)
             if view.identity not in sets:
@@ -289,7 +289,7 @@ def _check_owner(folder: str) -> None:
 def _lock(folder: str, until: float) -> int:
     """The descriptor of the folder's lock. Raises CheckpointError if another process has it."""
     path = os.path.join(folder, LOCK_NAME)
-    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    flags = os.O_RDWR | os.O_CREAT | OWN_FILE
     with contextlib.ExitStack() as unless_locked:
         try:
             descriptor = os.open(path, flags, 0o600)

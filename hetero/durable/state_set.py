@@ -16,15 +16,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from hetero.checkpoint.schema import crc_of, parse_json, typed
-from hetero.durable.record import VERSION, later_version
+from hetero.durable.record import OWN_FILE, VERSION, later_version
 from hetero.state.state_files import SET_NAMES, is_record, is_state_file
 from offload.disk.durable import sync_path, write_all
 from offload.errors import CheckpointError, StoreError
 
 _FORMAT = "hetero durable state"
 _MOST_BYTES = 1 << 20
-# No link is followed, and no reader or writer at a pipe's other end waited for.
-_NO_OTHER = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,7 @@ class StateSet:
         for path in sorted((os.path.join(folder, name) for name in SET_NAMES), key=_is_whole):
             try:
                 flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-                descriptor = os.open(path, flags | _NO_OTHER, 0o600)
+                descriptor = os.open(path, flags | OWN_FILE, 0o600)
                 try:
                     write_all(descriptor, content, 0)
                     os.fsync(descriptor)
@@ -100,7 +98,7 @@ class StateSet:
 
 def _content(path: str) -> bytes:
     """Of a copy. Raises OSError."""
-    with open(os.open(path, os.O_RDONLY | _NO_OTHER), "rb") as stream:
+    with open(os.open(path, os.O_RDONLY | OWN_FILE), "rb") as stream:
         return stream.read(_MOST_BYTES)
 
 

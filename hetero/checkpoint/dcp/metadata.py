@@ -174,7 +174,7 @@ class _Tensor:
 
 
 @dataclass(frozen=True)
-class _Chunk:
+class _DcpChunk:
     offsets: Any
     sizes: Any
 
@@ -219,7 +219,7 @@ def _tensor(key: str, found: Any) -> tuple[TensorRecord, list[Box]]:
         raise ValueError(f"{key} has no list of chunks")
     boxes = []
     for each in entry.chunks:
-        chunk: _Chunk = typed(_Chunk, each, f"a chunk of {key}")
+        chunk: _DcpChunk = typed(_DcpChunk, each, f"a chunk of {key}")
         box = Box(_sizes(chunk.offsets, f"of {key}"), _sizes(chunk.sizes, f"of {key}"))
         if not len(box.offsets) == len(box.sizes) == len(record.shape) or any(
             offset + part > whole

@@ -326,7 +326,7 @@ class BlockCalls:
             else:
                 output = plain(*args, **kwargs)
             if key not in self._never:
-                why = self._changed(module, state, unchanged)
+                why = self._changed(module, state, unchanged, is_first=seen is None)
                 if why is not None:
                     is_repeatable = False
                     self._keep_from_now_on(block, key, why)
@@ -384,14 +384,15 @@ class BlockCalls:
         return RepeatableCall(arguments, self._saved_tensors, again, differed)
 
     def _changed(
-        self, module: torch.nn.Module, state: CallState, unchanged: _Unchanged
+        self, module: torch.nn.Module, state: CallState, unchanged: _Unchanged, is_first: bool
     ) -> str | None:
-        """Why a call that was made must not be made again; None: it may be."""
+        """Why a call that was made, the first of its kind perhaps, must not be made again; None: it
+        may be."""
         if state.has_changed(module, self._params.known):
             return "their forward changes its parameters in place"
         # oneDNN's saves memory of its own, parts of which nothing has written: no two calls have
         # the same bytes there.
-        if any(isinstance(each, torch.nn.LSTM) for each in module.modules()):
+        if is_first and any(isinstance(each, torch.nn.LSTM) for each in module.modules()):
             return "what an LSTM keeps for backward is not the same each time"
         return unchanged.why_not()
 
