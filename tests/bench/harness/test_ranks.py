@@ -34,9 +34,12 @@ def run(
     )
 
 
-# Says who it is, and stays until it is ended.
+# Says who it is, in a file that has its whole text from its first moment, and stays until it is
+# ended.
 STAYS = """
-open(f"{folder}/pid{rank}", "w").write(str(os.getpid()))
+with open(f"{folder}/new{rank}", "w") as file:
+    file.write(str(os.getpid()))
+os.rename(f"{folder}/new{rank}", f"{folder}/pid{rank}")
 if rank == 1:
     while not all(os.path.exists(f"{folder}/pid{other}") for other in range(3)):
         time.sleep(0.01)
