@@ -339,7 +339,7 @@ def test_unfreezing_takes_from_the_device_too(tmp_path: Path) -> None:
 
 RANK_PLACES: dict[str, dict[str, Any]] = {
     "cpu": {"placement_policy": "cpu"},
-    "nvme": {"placement_policy": "nvme", "host_memory": "1400KiB"},
+    "nvme": {"placement_policy": "nvme", "host_memory": "1440KiB"},
 }
 
 

@@ -15,7 +15,7 @@ from tests.support.training.plain_adam import OPTIONS, PlainAdam
 STEPS = 5
 CHANGES_AT = 2  # the step before which a script's change happens
 KEPT = ["norm.*", "router.weight"]
-SCRIPTS = ["mixed", "unfreeze", "unfreeze-mixed", "unfreeze-most", "add-frozen", "add-new"]
+SCRIPTS = ["mixed", "unfreeze", "unfreeze-mixed", "add-frozen", "add-new"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -42,9 +42,6 @@ def build(script: str) -> Mixed:
     model = Mixed()
     if script.startswith("unfreeze") or script == "add-frozen":
         model.first.requires_grad_(False)
-    if script == "unfreeze-most":
-        model.requires_grad_(False)
-        model.last.bias.requires_grad_(True)
     if script == "unfreeze-mixed":
         model.norm.requires_grad_(False)
     return model
@@ -89,7 +86,6 @@ class Run:
     masters: dict[str, torch.Tensor] = field(default_factory=dict)
     states: list[dict[str, torch.Tensor]] = field(default_factory=list)
     chunk_groups: int = 1
-    held: list[bool] = field(default_factory=list)
     on_disk: bool = False  # anything of the last chunk group
     peak: int = 0
 
@@ -126,7 +122,6 @@ def train(rank: int, world: int, script: str, options: dict[str, Any]) -> Run:
     for name, param in names.items():
         assert torch.equal(whole[name].float(), run.masters[name].to(param.dtype).float()), name
     run.chunk_groups = len(engine.chunk_groups)
-    run.held = [chunk_group.plan.spec.reduce_at_end for chunk_group in engine.chunk_groups]
     last = engine.chunk_groups[-1]
     run.on_disk = last.disk is not None
     run.peak = engine.ledger.peak_bytes["host"]

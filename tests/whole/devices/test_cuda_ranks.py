@@ -112,7 +112,7 @@ def test_hybrid_sharding(ranks4: RankPool, stage: int, nccl: bool, policy: str) 
 )
 def test_replicas_alone(ranks2: RankPool, stage: int) -> None:
     """Each rank has all of the state: a mesh of (2, 1)."""
-    options = {"device_memory": "400KiB", "dtype": "bf16", "zero_stage": stage}
+    options = {"device_memory": "512KiB", "dtype": "bf16", "zero_stage": stage}
     options["placement_policy"] = "cpu"
     check(ranks2.run(ranks.train, options, 2, 2, True), on_cpu(ranks2, stage, 2, 2))
 
