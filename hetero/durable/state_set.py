@@ -78,13 +78,10 @@ class StateSet:
         missing: list[str] = []
         for name in SET_NAMES:
             path = os.path.join(folder, name)
-            try:
-                content = _content(path)
-            except FileNotFoundError:
+            content = _content(path)
+            if content is None:
                 missing.append(f"{path} is missing")
                 continue
-            except OSError as error:
-                raise StoreError(error.errno, f"cannot be read: {error.strerror}", path) from error
             try:
                 found.append(_parse(content, path))
             except _DamagedError as error:
@@ -96,19 +93,23 @@ class StateSet:
         return max(found, key=lambda each: each.generation, default=None)
 
 
-def _content(path: str) -> bytes:
-    """Of a copy. Raises OSError."""
-    with open(os.open(path, os.O_RDONLY | OWN_FILE), "rb") as stream:
-        return stream.read(_MOST_BYTES)
+def _content(path: str) -> bytes | None:
+    """Of a copy; None if it is missing. Raises StoreError."""
+    try:
+        with open(os.open(path, os.O_RDONLY | OWN_FILE), "rb") as stream:
+            return stream.read(_MOST_BYTES)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise StoreError(error.errno, f"cannot be read: {error.strerror}", path) from error
 
 
 def _is_whole(path: str) -> bool:
-    """Whether a copy can be read."""
-    try:
-        _parse(_content(path), path)
-    except (OSError, CheckpointError):
-        return False
-    return True
+    """Whether a copy is there, and not damaged. Raises StoreError."""
+    content = _content(path)
+    with contextlib.suppress(CheckpointError):
+        return content is not None and _parse(content, path) is not None
+    return False
 
 
 class _DamagedError(CheckpointError):
