@@ -995,9 +995,13 @@ class BudgetMoves:
         """A placement for each chunk group. Raises PlacementError if nothing fits.
 
         Moving there may make files of a durable state longer, so checksums take more RAM than the
-        placement counts on; then one is looked for that counts on so much.
+        placement counts on; then one is looked for that counts on so much. (A rank's file may be
+        longer than another's, by a move that only this one could prepare.)
         """
-        held = [group.memory.scratch_space.checksum_bytes for group in self._chunk_groups]
+        held = [
+            self._agree(group.memory.scratch_space.checksum_bytes, max, "a file")
+            for group in self._chunk_groups
+        ]
         while True:
             groups = [
                 partial(self._specs, chunk_group, held_bytes=held_bytes)

@@ -6,7 +6,8 @@ What only a true device shows is in tests/cuda.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -197,9 +198,13 @@ def test_the_first_forward_may_be_in_any_stream(
     optimizer.engine.close()
 
 
-def test_a_chunk_may_be_used_in_several_streams(runtime: FakeRuntime, tmp_path: Path) -> None:
+@pytest.mark.parametrize("around", [lambda _: nullcontext(), hetero.gathered])
+def test_a_chunk_may_be_used_in_several_streams(
+    around: Callable[..., Any], runtime: FakeRuntime, tmp_path: Path
+) -> None:
     """A child's work in a stream of its own, which nobody waits for before the end of the forward,
-    has read the chunk's slots before they get another one's bytes."""
+    has read the chunk's slots before they get another one's bytes, also where the first stream has
+    the child's parameter in use."""
     side = runtime.new_stream()
     kept: list[torch.Tensor] = []  # no memory that one stream frees is another's
 
@@ -212,7 +217,7 @@ def test_a_chunk_may_be_used_in_several_streams(runtime: FakeRuntime, tmp_path: 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             kept.append(x)
             runtime.wait(side, runtime.record(runtime.compute))
-            with runtime.on(side):
+            with around(self.there.weight), runtime.on(side):
                 kept.append(self.there(x))
             return x @ self.here
 

@@ -230,7 +230,23 @@ def _tensor(key: str, found: Any) -> tuple[TensorRecord, list[Box]]:
     numel = sum(box.numel for box in boxes)
     if numel != record.numel:
         raise ValueError(f"{key} has {record.numel} elements, and its chunks have {numel}")
+    _require_disjoint(boxes, key)
     return record, boxes
+
+
+def _require_disjoint(boxes: Sequence[Box], key: str) -> None:
+    """Raises ValueError if two boxes of a tensor have the same element.
+
+    Only those are compared that meet along the dimension that has most offsets.
+    """
+    dims = range(len(boxes[0].offsets))
+    along = max(dims, key=lambda dim: len({box.offsets[dim] for box in boxes}), default=0)
+    near: list[Box] = []
+    for box in sorted((b for b in boxes if b.numel and dims), key=lambda b: b.offsets[along]):
+        near = [b for b in near if b.offsets[along] + b.sizes[along] > box.offsets[along]]
+        if any(map(box.common_with, near)):
+            raise ValueError(f"{key} has two chunks with the same elements, one at {box.offsets}")
+        near.append(box)
 
 
 def _sizes(found: Any, what: str) -> tuple[int, ...]:

@@ -15,8 +15,10 @@ import torch
 
 import hetero
 from hetero.checkpoint.data_writer import DataWriter
+from hetero.checkpoint.engine_checkpoint import OwnChunk
 from hetero.checkpoint.folder import is_checkpoint
 from hetero.checkpoint.manifest import read_manifest
+from hetero.chunk_groups.home_tiles import HomeTiles
 from hetero.chunks.layout import Chunk
 from hetero.state.chunk_updates import Snapshot
 from tests.support.checkpoint.small_trainings import (
@@ -191,13 +193,24 @@ def test_a_commit_lets_nothing_go_that_a_save_copies(
     optimizer.engine.close()
 
 
-def test_a_write_by_user_code_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody can hold it back: it goes to memory that compute uses."""
+@pytest.mark.parametrize("is_read", [False, True])
+def test_a_write_by_user_code_is_an_error(
+    is_read: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody can hold it back: it goes to memory that compute uses, when a chunk is read, too."""
     model, optimizer = build(PLACES["cpu"], tmp_path)
-    with held_back(monkeypatch) as go:
+    values = OwnChunk.values
+
+    def write_then(own: OwnChunk, tiles: HomeTiles) -> Iterator[torch.Tensor]:
+        yield from values(own, tiles)
+        if is_read and "last.weight" in own.names.values():
+            model.last.weight.detach().mul_(2)
+
+    with monkeypatch.context() as patch, held_back(patch) as go:
+        patch.setattr(OwnChunk, "values", write_then)
         made = hetero.save(tmp_path / "saved", model, optimizer, blocking=False)
-        with torch.no_grad():
-            model.last.weight.mul_(2)
+        if not is_read:
+            model.last.weight.detach().mul_(2)
         go.set()
         with pytest.raises(hetero.CheckpointError, match=r"last\.weight was written to while"):
             made.wait(60)
@@ -264,14 +277,19 @@ def test_close_waits_for_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     optimizer.engine.close()
 
 
-@pytest.mark.parametrize("place", ["cpu", "disk"])
+@pytest.mark.parametrize("place", ["cpu", "disk", "speculative"])
 def test_forward_and_backward_wait_for_nothing(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With no update before step() all of them come before the first chunk is copied."""
-    settings = {**PLACES[place], "debug": {"overlap_updates": "forward"}}
+    """All of them come before the first chunk is copied; no update is made in backward."""
+    settings = {"debug": {"overlap_updates": "forward"}, **PLACES[place]}
     model, optimizer = build(settings, tmp_path)
-    steps(model, optimizer, range(2))
+    steps(model, optimizer, range(1))
+    optimizer.backward(loss_of(model, 1))
+    early = optimizer.engine.chunk_groups[0].updates.speculative
+    assert bool(early) == (place == "speculative")
+    optimizer.step()
+    optimizer.zero_grad()
     with held_back(monkeypatch) as go:
         made = hetero.save(tmp_path / "saved", model, optimizer, blocking=False)
         for seed in range(3):

@@ -41,6 +41,7 @@ def test_any_number_of_ranks_loads_any_other(
             assert mine[count]["ranks"] == count
             assert same(mine[count]["stored"], before[count][0]["stored"])
             assert mine[count]["rank"] == (rank if ranks == count else 0)
+            assert mine[count]["random_stays"] == (ranks != count)
             if ranks == count:
                 assert same(mine[count]["then"], before[count][rank]["then"])
 

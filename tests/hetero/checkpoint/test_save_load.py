@@ -39,7 +39,7 @@ def test_every_rule_and_dtype_goes_on(
     """Three steps, save, two steps; and load elsewhere, two steps: the same bits."""
     model, optimizer = build(PLACES[place], tmp_path, rule, dtype, state_dtype)
     steps(model, optimizer, range(3))
-    stored = whole(model, optimizer)
+    stored, scale = whole(model, optimizer), vars(first(optimizer).engine.shared.loss_scale).copy()
     hetero.save(tmp_path / "saved", model, optimizer)
     steps(model, optimizer, range(3, 5))
     wanted = whole(model, optimizer)
@@ -51,6 +51,7 @@ def test_every_rule_and_dtype_goes_on(
     loaded = hetero.load(tmp_path / "saved", model, optimizer)
     assert (loaded.step, loaded.ranks) == (3, 1)
     assert same(whole(model, optimizer), stored)
+    assert vars(first(optimizer).engine.shared.loss_scale) == scale
     steps(model, optimizer, range(3, 5))
     assert same(whole(model, optimizer), wanted)
     first(optimizer).engine.close()

@@ -19,9 +19,11 @@ from hetero.durable import commits
 from hetero.durable.record import RecordFiles
 from hetero.durable.state_folder import StateFolder
 from hetero.durable.state_set import StateSet
+from hetero.runtime.relocation import Migration
 from hetero.state.state_files import is_state_file
 from tests.support.ranks.checkpointing import COUNTS, OPTIONS, build, steps, whole
 from tests.support.ranks.processes import RankFailure, RankPool
+from tests.support.ranks.rank_training import told
 from tests.support.training.loops import same
 
 FOLDER = "hetero-state"
@@ -157,6 +159,24 @@ def with_a_path_each(
     return made, found, () if last is None else last.notes
 
 
+def move_after_one_could_not(rank: int, world: int, path: str) -> tuple[list[str], int, str]:
+    """What each of three moves met, of which rank 1 cannot prepare the first, and needs too much
+    for the last; how long the checksums were after the first one, and the placement in the end."""
+    options = {**OPTIONS[world], "durable": True, "placement_policy": "auto"}
+    model, optimizer = build(rank, world, path, 0, options)
+    engine, found, between = optimizer.engine, list[str](), 0
+    for error in (hetero.HeteroError("in use") if rank else None, None):
+        between = engine.chunk_groups[0].memory.scratch_space.checksum_bytes
+        with patch.object(Migration, "_require_idle", side_effect=error):
+            found.append(told(lambda: engine.set_budget(125_000)))
+    with patch.object(Migration, "durable_checksum_bytes", return_value=rank << 20):
+        found.append(told(lambda: engine.set_budget(126_000)).partition(":")[0])
+    steps(rank, model, optimizer, range(1))
+    placed = repr(engine.placement)
+    engine.close()
+    return found, between, placed
+
+
 def with_paths_in_part_shared(rank: int, world: int, path: str) -> str:
     """The error of ranks that have one of two directories in common."""
     own = [Path(path) / name for name in (f"rank-{rank}", "shared")]
@@ -253,6 +273,18 @@ def test_ranks_with_a_directory_each_go_on(
         each.unlink()
     with pytest.raises(RankFailure, match=r"has records of the ranks \[0\] alone"):
         ranks2.run(with_a_path_each, str(tmp_path), 7, sees_all)
+
+
+def test_ranks_move_although_one_could_not_before(ranks2: RankPool, tmp_path: Path) -> None:
+    """What the other one has prepared has made its file longer."""
+    (first, longer, placed), (second, length, other) = ranks2.run(
+        move_after_one_could_not, str(tmp_path)
+    )
+    refused = "HeteroError: rank 1 could not move homes, so no rank did: HeteroError: in use"
+    assert first == [refused, "", "BudgetError"]
+    assert second == ["HeteroError: in use", "", "BudgetError"]
+    assert longer > length
+    assert placed == other
 
 
 def test_ranks_with_some_directories_in_common_are_refused(

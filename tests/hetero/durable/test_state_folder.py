@@ -3,6 +3,7 @@ from, or an error names what is wrong, and nothing is removed."""
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import shutil
@@ -67,6 +68,21 @@ def test_a_copy_of_the_set_is_always_whole(damaged_name: str, tmp_path: Path) ->
         found = StateSet.read(str(tmp_path), [])
         assert found is not None
         assert found.generation in (1, 2)
+
+
+def test_a_copy_that_cannot_be_read_counts_as_whole(tmp_path: Path) -> None:
+    """It is not the first one that is written: the other copy is damaged."""
+    old = StateSet("0" * 32, 0, (".",), 1)
+    old.write(str(tmp_path))
+    (tmp_path / SET_NAMES[1]).write_bytes(b"")
+
+    def fail(_: str, given: tuple[Any, ...]) -> None:
+        if not given[1] & os.O_WRONLY:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with before_each([(os, "open")], fail), pytest.raises(hetero.StoreError, match="cannot be rea"):
+        replace(old, generation=2).write(str(tmp_path))
+    assert StateSet.read(str(tmp_path), []) == old
 
 
 class Training:

@@ -40,7 +40,7 @@ PLACES: dict[str, Settings] = {
     "disk": {"placement_policy": "nvme", "host_memory": "256KiB"},
     "speculative": {
         "placement_policy": "nvme",
-        "host_memory": "1MiB",
+        "host_memory": "200KiB",  # with more, buffers keep all optimizer states
         "debug": {"overlap_updates": "both"},
     },
     "waiting": {

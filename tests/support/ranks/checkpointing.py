@@ -100,12 +100,15 @@ def load(rank: int, world: int, path: str, saved_by: list[int]) -> dict[int, Any
     for saved in saved_by:
         model, optimizer = build(rank, world, path, 7, OPTIONS[world])
         steps(rank, model, optimizer, range(1))
+        random = torch.get_rng_state()
         loaded = hetero.load(Path(path) / f"of-{saved}", model, optimizer)
+        stays = torch.equal(torch.get_rng_state(), random)
         stored = whole(model, optimizer)
         steps(rank, model, optimizer, range(2, 4))
         found[saved] = {
             "ranks": loaded.ranks,
             "rank": loaded.extra["rank"],
+            "random_stays": stays,
             "stored": stored,
             "then": whole(model, optimizer),
         }

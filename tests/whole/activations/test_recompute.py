@@ -111,6 +111,7 @@ def test_without_nvme_less_room_is_enough() -> None:
     model, optimizer = made(None, "auto", placement_policy="cpu", activation_memory="4MiB")
     assert trained(model, optimizer).same_bits(reference())
     assert latest(optimizer.engine).recomputed == [False] * 3
+    assert not optimizer.engine.watch.activations.recomputes
 
 
 def test_bytes_of_all() -> None:

@@ -140,6 +140,13 @@ def test_nothing_is_reached_through_what_may_be_named(
 PLACE = MetadataIndex("model.w", [0, 0])
 
 
+# As many elements as the tensor has, of which two are there twice, and others not at all.
+OVERLAPPING = [
+    torch_metadata.ChunkStorageMetadata(torch.Size(at), torch.Size((n, 1)))
+    for at, n in (((0, 0), 2), ((1, 0), 2), ((0, 1), 1), ((2, 1), 1))
+]
+
+
 def entry_of(metadata: Metadata) -> Any:
     return metadata.state_dict_metadata["model.w"]
 
@@ -161,6 +168,10 @@ def place_of(metadata: Metadata) -> _StorageInfo:
             "has 6 elements, and its chunks have 4",
         ),
         (lambda m: vars(entry_of(m).chunks[0]).update(offsets=torch.Size((0,))), "has a chunk of"),
+        (
+            lambda m: entry_of(m).chunks.__setitem__(slice(None), OVERLAPPING),
+            "the same elements, o",
+        ),
         (lambda m: m.storage_data.pop(PLACE), "does not say where 'model.w'"),
         (lambda m: vars(entry_of(m).properties).update(dtype="float32"), "has the dtype 'float32'"),
         (lambda m: vars(entry_of(m)).update(chunks=[]), "has no list of chunks"),

@@ -155,14 +155,18 @@ def test_what_a_loop_does_between(
     assert_same_bits(tmp_path, place, ["both"], loop)
 
 
-def test_a_param_group_is_added_between(tmp_path: Path) -> None:
+def test_param_groups_are_added_and_joined_between(tmp_path: Path) -> None:
     def loop(model: Any, optimizer: Any, overlap: str) -> Seen:
-        begun = Begun(optimizer)
-        for step in backwards(model, optimizer):
+        begun, groups = Begun(optimizer), optimizer.param_groups
+        groups.append({**groups[0], "params": groups[0]["params"][4:]})
+        del groups[0]["params"][4:]
+        for step in backwards(model, optimizer, 4):
             if step == 1:
                 assert (begun.now > 0) == (overlap == "both")
                 model.blocks.append(nn.Linear(WIDTH, WIDTH))
                 optimizer.add_param_group({"params": list(model.blocks[-1].parameters())})
+            elif step == 2:
+                groups[0]["params"] += groups.pop(1)["params"] + groups.pop(1)["params"]
         return []
 
     assert_same_bits(tmp_path, "optim_states", ["both"], loop, reserve_memory="256KiB")
