@@ -89,6 +89,20 @@ class ConstructionArena:
         record = self.store.params.get(id(param))
         return record is not None and record.is_offloaded
 
+    def staying(self, model: torch.nn.Module) -> set[str]:
+        """Names of the model's parameters that stay in RAM until they have a chunk, because other
+        tensors have their memory, on some rank. All ranks call it.
+
+        Raises PeerError.
+        """
+        records = self.store.params
+        named = [(name, records.get(id(p))) for name, p in model.named_parameters()]
+        mine = "\0".join(name for name, each in named if each and each.charged and each.is_shared)
+        found, everyone = [mine.encode()], self.world.everyone
+        if everyone is not None:
+            found = everyone.all_gather_bytes(found[0], "what stays in RAM")
+        return {name for names in found for name in names.decode().split("\0")}
+
     def has_no_others_than(self, params: Iterable[torch.nn.Parameter]) -> bool:
         """Whether these are all parameters that are under construction."""
         return self.store.params.keys() <= {id(param) for param in params}

@@ -15,6 +15,7 @@ from hetero.runtime.relocation import BudgetMoves
 from hetero.setup import initialize as setup
 from offload.errors import HeteroError, PeerError
 from tests.support.training.small_net import SETTINGS, Net, Settings, assert_same, train
+from tests.support.training.smallest import smallest_host_memory
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -90,6 +91,37 @@ def test_two_parameters_over_one_memory_are_refused(
     model, optimizer = hetero.initialize(model, optimizer, **({} if in_context else options))
     train(model, optimizer)
     assert torch.equal(model.last.weight.detach(), model.first.weight.detach())
+    optimizer.engine.close()
+
+
+@pytest.mark.parametrize("normed", [1, 4])
+def test_the_smallest_budget_has_room_for_memory_that_other_tensors_have(
+    normed: int, tmp_path: Path
+) -> None:
+    """The older spectral_norm() has its weight twice until the first forward."""
+
+    def plain() -> torch.nn.Sequential:
+        torch.manual_seed(0)
+        layers = [torch.nn.Linear(64, 64) for _ in range(4)]
+        for layer in layers[:normed]:
+            torch.nn.utils.spectral_norm(layer)
+        return torch.nn.Sequential(*layers)
+
+    def build(host_memory: int) -> tuple[torch.nn.Sequential, hetero.HybridAdam]:
+        model = plain()
+        options = {"placement_policy": "nvme", "dtype": "fp32", "nvme_path": str(tmp_path)}
+        optimizer = hetero.HybridAdam(model.parameters(), lr=1e-2)
+        return hetero.initialize(model, optimizer, **options, host_memory=host_memory)
+
+    smallest = smallest_host_memory(lambda: build(normed * 64 * 64 * 4 + 8192))
+    model, optimizer = build(smallest)
+    expected = plain()
+    adam = torch.optim.AdamW(expected.parameters(), lr=1e-2, weight_decay=0.0)
+    for seed in range(2):
+        train(model, optimizer, seed)
+        train(expected, adam, seed)
+    assert_same(model, expected)
+    assert optimizer.engine.ledger.peak_bytes["host"] <= smallest
     optimizer.engine.close()
 
 
