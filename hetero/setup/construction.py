@@ -23,6 +23,7 @@ from hetero.config import Config
 from hetero.ranks.process_groups import ProcessGroups
 from hetero.setup.construction_store import (
     BLOCK_BYTES,
+    USES_OUTSIDE_GRAPHS,
     ConstructionParam,
     ConstructionStore,
 )
@@ -151,6 +152,7 @@ class ConstructionArena:
             return
         store = self.store
         with self._bringing:
+            _count_alone(param)
             record = ConstructionParam(store, param, self._adopted)
             try:
                 store.charge_whole(record.nbytes, param)
@@ -259,3 +261,19 @@ class ConstructionArena:
         self.store.is_closed = True
         trim_heap()
         self.store.file.close()
+
+
+def _count_alone(param: torch.nn.Parameter) -> None:
+    """Gives a parameter that is a part of a tensor, as nn.Parameter(t[0]) is, a version of its own.
+
+    torch counts changes of all such parts together, so an update of one would end graphs over all.
+    One that has hooks, or is in a graph, keeps the tensor that these belong to.
+    """
+    with torch._C.DisableTorchFunction():
+        is_whole = param.untyped_storage().nbytes() == param.nbytes
+        in_graphs = param._use_count() > USES_OUTSIDE_GRAPHS  # type: ignore[attr-defined]
+        if is_whole or in_graphs or param._backward_hooks or param._post_accumulate_grad_hooks:
+            return
+        alone = torch.nn.Parameter(param.data, param.requires_grad)
+        alone.grad = param.grad
+        torch._C._swap_tensor_impl(param, alone)

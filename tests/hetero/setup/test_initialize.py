@@ -140,3 +140,29 @@ def test_parameters_beside_each_other_in_one_storage(settings: Settings, tmp_pat
         train(expected, adam, seed)
     assert_same(model, expected)
     optimizer.engine.close()
+
+
+@pytest.mark.parametrize("in_context", [True, False])
+def test_parameters_that_are_views_of_one_tensor(in_context: bool, tmp_path: Path) -> None:
+    """torch counts changes of them together, but an update of one is no change of another."""
+
+    def plain() -> torch.nn.Sequential:
+        torch.manual_seed(0)
+        layers = [torch.nn.Linear(64, 64) for _ in range(3)]
+        for layer, weight in zip(layers, torch.randn(3, 64, 64) / 8, strict=True):
+            layer.weight = torch.nn.Parameter(weight)
+        return torch.nn.Sequential(*layers)
+
+    options = {"placement_policy": "nvme", "dtype": "fp32", "host_memory": "160KiB"}
+    options |= {"nvme_path": str(tmp_path), "chunk_numel": 4096}
+    with hetero.ZeroInitContext(**options) if in_context else nullcontext():
+        model = plain()
+    optimizer = hetero.HybridAdam(model.parameters(), lr=1e-2)
+    model, optimizer = hetero.initialize(model, optimizer, **({} if in_context else options))
+    expected = plain()
+    adam = torch.optim.AdamW(expected.parameters(), lr=1e-2, weight_decay=0.0)
+    for seed in range(3):
+        train(model, optimizer, seed)
+        train(expected, adam, seed)
+    assert_same(model, expected)
+    optimizer.engine.close()
