@@ -28,7 +28,8 @@ class ParamSpec:
     """A parameter as the layout sees it: `index` is its place in model.parameters().
 
     Parameters with the same `group` share a chunk with each other, however large, and with no
-    other parameter. DebugOptions.shard_strategy makes groups.
+    other parameter. DebugOptions.shard_strategy makes groups. One that `stays` is whole in RAM from
+    construction until its chunk is made, because other tensors have its memory, too.
     """
 
     index: int
@@ -36,6 +37,7 @@ class ParamSpec:
     numel: int
     trainable: bool
     group: int | None = None
+    stays: bool = False
 
 
 @dataclass(frozen=True)

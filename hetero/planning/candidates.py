@@ -405,12 +405,14 @@ class PlacementCandidates:
         """The most RAM while chunks are made, one by one, from fp32 parameters.
 
         Pools are there from the start if there are several ranks, and the buffers of the link;
-        gradients not yet, and a chunk's homes not before its parameters' values are at hand.
+        gradients not yet, and a chunk's homes not before its parameters' values are at hand. (One
+        rank makes pools for what goes to disk, and then parameters wait in RAM only if they stay.)
         """
         layout, slot = self._spec.layout, self._slot
+        stay = any(s.param.stays for c in layout.chunks for s in c.slices)
         most = max(s.param.numel for c in layout.chunks for s in c.slices) * CONSTRUCTION_BYTES
         waiting = sum(each.waiting for each in self._in_making)
-        bytes_now = made.pool_bytes if self._several else self._link_bytes
+        bytes_now = made.pool_bytes if self._several or stay else self._link_bytes
         for chunk, own in zip(layout.chunks, self._in_making, strict=True):
             waiting -= own.waiting
             most = max(most, bytes_now + waiting + own.coming)
@@ -443,14 +445,16 @@ def _in_making(layout: Layout, chunk: Chunk, disk: bool) -> _ChunkInMaking:
 
     Of several ranks each keeps its part of a parameter that waits. One parameter after the other,
     they bring each rank the elements of its shard, which may be all of them, and free the parts.
-    With a disk parameters wait there, and of one at a time the part passes through RAM.
+    With a disk parameters wait there, and of one at a time the part passes through RAM. One that
+    stays is there until the chunk is made.
     """
-    shard = layout.shard
-    parts = [waiting_bytes([s.param.numel], shard.ranks) for s in chunk.slices]
-    left = sum(parts)
-    waiting = 0 if disk else left
+    shard, params = layout.shard, [s.param for s in chunk.slices]
+    waiting = waiting_bytes(params, shard.ranks, disk)
     if shard.ranks == 1:  # which fills the chunk from where they wait
         return _ChunkInMaking(waiting, waiting, waiting)
+    stay = waiting_bytes((p for p in params if p.stays), shard.ranks, disk)
+    parts = [0 if p.stays else waiting_bytes([p], shard.ranks, False) for p in params]
+    left = sum(parts)
     coming, here = 0, [0] * shard.ranks  # by rank
     shard_numel = shard.numel(layout.chunk_numel(chunk))
     for s, part in zip(chunk.slices, parts, strict=True):
@@ -460,4 +464,4 @@ def _in_making(layout: Layout, chunk: Chunk, disk: bool) -> _ChunkInMaking:
             here[rank] += numel * CONSTRUCTION_BYTES
         coming = max(coming, max(here) + (part if disk else left))
         left -= part
-    return _ChunkInMaking(waiting, coming, max(here))
+    return _ChunkInMaking(waiting, stay + coming, stay + max(here))

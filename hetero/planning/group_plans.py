@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import enum
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -98,6 +98,7 @@ def arrange(
     shard: Shard = WHOLE,
     device_bytes: int | None = None,
     policy: str | None = None,
+    stays: Collection[str] = (),
 ) -> Arrangement:
     """Lays out and places the model's floating-point parameters that have elements.
 
@@ -113,6 +114,7 @@ def arrange(
         device_bytes: the budget of a DEVICE that is not RAM, which device_memory otherwise is
             about; None: DEVICE is RAM.
         policy: in the place of the configuration's placement_policy.
+        stays: names of parameters that stay in RAM until their chunks are made.
 
     Raises:
         PlacementError: nothing fits; it has the smallest budgets that work.
@@ -126,7 +128,7 @@ def arrange(
         if is_manageable(param, name) and param.numel():
             trains = param.requires_grad and (optimized is None or id(param) in optimized)
             group = group_of.get(id(param))
-            specs.append(ParamSpec(len(specs), name, param.numel(), trains, group))
+            specs.append(ParamSpec(len(specs), name, param.numel(), trains, group, name in stays))
             params.append(param)
     if not specs:
         raise ValueError("the model has no floating-point parameters to manage")
@@ -377,9 +379,9 @@ def plan_chunk_groups(
             # Not much more than it has: it may be tiny.
             chunk_numel = min(chunk_numel, sum(round_up(s.numel, ALIGN_NUMEL) for s in specs))
         waiting = 0
-        if not budgets.disk and budgets.under_construction:
-            numels = (spec.numel for _, some in kinds[:offset] for spec in some)
-            waiting = waiting_bytes(numels, shard.ranks)
+        if budgets.under_construction:
+            to_come = (spec for _, some in kinds[:offset] for spec in some)
+            waiting = waiting_bytes(to_come, shard.ranks, budgets.disk > 0)
 
         def within(left: Budgets) -> Iterator[GroupSpec]:
             for layout in _layouts(specs, dtypes, chunk_numel, left.host, shard, number):

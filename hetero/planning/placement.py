@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from hetero.chunks.dtypes import Dtypes
-from hetero.chunks.layout import Chunk, Layout
+from hetero.chunks.layout import Chunk, Layout, ParamSpec
 from offload.device.grad_offload import buffer_sizes
 from offload.disk.scratch_file import checksum_bytes
 from offload.errors import BudgetError
@@ -95,9 +95,14 @@ def part_bytes(nbytes: int, ranks: int) -> int:
     return -(-nbytes // ranks)
 
 
-def waiting_bytes(numels: Iterable[int], ranks: int) -> int:
-    """RAM for one rank's parts of parameters of so many elements that wait for their chunks."""
-    return sum(part_bytes(numel * CONSTRUCTION_BYTES, ranks) for numel in numels)
+def waiting_bytes(params: Iterable[ParamSpec], ranks: int, disk: bool) -> int:
+    """RAM of one rank for parameters that wait for their chunks: its part of each, or nothing with
+    a disk; and all of those that stay."""
+    return sum(
+        part_bytes(param.numel * CONSTRUCTION_BYTES, 1 if param.stays else ranks)
+        for param in params
+        if param.stays or not disk
+    )
 
 
 def link_buffers(layout: Layout, dtypes: Dtypes) -> tuple[int, int]:

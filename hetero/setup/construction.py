@@ -23,6 +23,7 @@ from hetero.config import Config
 from hetero.ranks.process_groups import ProcessGroups
 from hetero.setup.construction_store import (
     BLOCK_BYTES,
+    USES_OUTSIDE_GRAPHS,
     ConstructionParam,
     ConstructionStore,
 )
@@ -89,6 +90,20 @@ class ConstructionArena:
         record = self.store.params.get(id(param))
         return record is not None and record.is_offloaded
 
+    def staying(self, model: torch.nn.Module) -> set[str]:
+        """Names of the model's parameters that stay in RAM until they have a chunk, because other
+        tensors have their memory, on some rank. All ranks call it.
+
+        Raises PeerError.
+        """
+        records = self.store.params
+        named = [(name, records.get(id(p))) for name, p in model.named_parameters()]
+        mine = "\0".join(name for name, each in named if each and each.charged and each.is_shared)
+        found, everyone = [mine.encode()], self.world.everyone
+        if everyone is not None:
+            found = everyone.all_gather_bytes(found[0], "what stays in RAM")
+        return {name for names in found for name in names.decode().split("\0")}
+
     def has_no_others_than(self, params: Iterable[torch.nn.Parameter]) -> bool:
         """Whether these are all parameters that are under construction."""
         return self.store.params.keys() <= {id(param) for param in params}
@@ -137,6 +152,7 @@ class ConstructionArena:
             return
         store = self.store
         with self._bringing:
+            _count_alone(param)
             record = ConstructionParam(store, param, self._adopted)
             try:
                 store.charge_whole(record.nbytes, param)
@@ -245,3 +261,19 @@ class ConstructionArena:
         self.store.is_closed = True
         trim_heap()
         self.store.file.close()
+
+
+def _count_alone(param: torch.nn.Parameter) -> None:
+    """Gives a parameter that is a part of a tensor, as nn.Parameter(t[0]) is, a version of its own.
+
+    torch counts changes of all such parts together, so an update of one would end graphs over all.
+    One that has hooks, or is in a graph, keeps the tensor that these belong to.
+    """
+    with torch._C.DisableTorchFunction():
+        is_whole = param.untyped_storage().nbytes() == param.nbytes
+        in_graphs = param._use_count() > USES_OUTSIDE_GRAPHS  # type: ignore[attr-defined]
+        if is_whole or in_graphs or param._backward_hooks or param._post_accumulate_grad_hooks:
+            return
+        alone = torch.nn.Parameter(param.data, param.requires_grad)
+        alone.grad = param.grad
+        torch._C._swap_tensor_impl(param, alone)

@@ -132,7 +132,7 @@ def _block(nbytes: int) -> torch.Tensor:
 
 _TRIM_BYTES = 16 << 20  # freed, after which the heap is trimmed
 _USES_OF_UNSHARED = 2  # of a storage to which only the parameter and the counting code refer
-_USES_OUTSIDE_GRAPHS = 1  # of a parameter which no graph of autograd has
+USES_OUTSIDE_GRAPHS = 1  # of a parameter which no graph of autograd has
 _NOT_ALIKE = (
     "the ranks need different parameters while they build the model; inside ZeroInitContext all "
     "ranks must run the same code on all parameters"
@@ -357,14 +357,20 @@ class ConstructionParam:
         if param is None:
             return True
         with torch._C.DisableTorchFunction():
+            in_graphs = param._use_count() > USES_OUTSIDE_GRAPHS  # type: ignore[attr-defined]
+        may_leave = self._store.is_placing or not in_graphs
+        return may_leave and param.numel() > 0 and not self.is_shared
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other tensors have its memory, too."""
+        param = self.param
+        if param is None:
+            return False
+        with torch._C.DisableTorchFunction():
             storage = param.untyped_storage()
-            in_graphs = param._use_count() > _USES_OUTSIDE_GRAPHS  # type: ignore[attr-defined]
-        nbytes = param.numel() * param.element_size()
-        return (
-            (self._store.is_placing or not in_graphs)
-            and 0 < nbytes == storage.nbytes()
-            and torch._C._storage_Use_Count(storage._cdata) <= _USES_OF_UNSHARED
-        )
+        uses = torch._C._storage_Use_Count(storage._cdata)
+        return uses > _USES_OF_UNSHARED or storage.nbytes() != param.numel() * param.element_size()
 
     def free(self) -> None:
         """Gives up what there is of it."""

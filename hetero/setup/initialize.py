@@ -267,6 +267,7 @@ def _arrange(
     Raises PlacementError, ValueError.
     """
     first = construction.budgets.first_host_bytes
+    stays = construction.staying(model)
     refusal: PlacementError | None = None
     for host_bytes in dict.fromkeys((first, construction.budgets.host_bytes)):
         try:
@@ -279,6 +280,7 @@ def _arrange(
                 _dtypes_by_param(optimizers, views),
                 shard,
                 construction.budgets.device_bytes,
+                stays=stays,
             )
         except PlacementError as error:
             refusal = error

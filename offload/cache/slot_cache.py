@@ -566,12 +566,14 @@ class SlotCache:
         pinned = self._table.pinned_slots()
         slot_bytes = self._arena.slot_bytes
         budget = f"{self._arena.tier.value}_memory"
+        everything = max(run, sum(self._runs.values()) - self._arena.slots)
         return BudgetError(
             f"no room for {self._name_of(chunk)}: it needs {run} consecutive slots of "
             f"{format_bytes(slot_bytes)}, and {pinned} of {self._arena.slots} are held by tensors "
-            f"still in use; raise {budget} by at least {format_bytes(run * slot_bytes)}, or hold "
-            f"fewer parameters at once (gathered(), activation checkpointing regions; the graph of "
-            f"a backward with create_graph=True holds all that it has used)"
+            f"still in use; raise {budget} by at least {format_bytes(run * slot_bytes)} (for all "
+            f"chunks at once by {format_bytes(everything * slot_bytes)}), or hold fewer parameters "
+            f"at once (gathered(), activation checkpointing regions; the graph of a backward with "
+            f"create_graph=True holds all that it has used)"
         )
 
     def get(self, chunk: int) -> None:

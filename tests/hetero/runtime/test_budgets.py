@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import gc
+import re
 import weakref
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
+from torch import nn
 
 import hetero
+from offload.memory.sizes import parse_bytes
 from offload.memory.tiers import Account, Tier
 from tests.support.training.loops import batches, build, train
 from tests.support.training.smallest import smallest_host_memory
@@ -88,6 +91,37 @@ def test_the_smallest_budget_named_is_the_smallest_that_works(
     engine = optimizer.engine
     train(model, optimizer, batches(2), clip=1.0)
     assert engine.ledger.peak_bytes["host"] <= smallest
+
+
+def test_the_graph_of_a_backward_has_room_where_its_refusal_says(tmp_path: Path) -> None:
+    """It holds all parameters that it has used, which the smallest budget has no room for."""
+    options = {"placement_policy": "nvme", "dtype": "fp32", "nvme_path": str(tmp_path)}
+
+    def penalised(host_memory: int) -> torch.Tensor:
+        torch.manual_seed(0)
+        layers = [nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(8)]
+        model: nn.Module = nn.Sequential(*layers)
+        optimizer = hetero.AdamW(model.parameters())
+        if host_memory:
+            model, optimizer = hetero.initialize(
+                model, optimizer, **options, host_memory=host_memory
+            )
+        try:
+            x = torch.ones(4, 64, requires_grad=True)
+            (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+            slope.square().sum().backward()
+            return model[0][0].weight.grad.clone()
+        finally:
+            if host_memory:
+                optimizer.engine.close()
+
+    smallest = smallest_host_memory(lambda: penalised(16384))
+    with pytest.raises(hetero.BudgetError, match="no room for the chunk") as refusal:
+        penalised(smallest)
+    more = re.search(r"for all chunks at once by ([\d.]+ KiB)", str(refusal.value))
+    assert more is not None
+    found = penalised(smallest + parse_bytes(more[1].replace(" ", "")))
+    torch.testing.assert_close(found, penalised(0))
 
 
 def test_disk_budget_too_small_says_so(tmp_path: Path) -> None:

@@ -41,7 +41,29 @@ def test_the_smallest_budget_is_enough(
         "nvme_path": str(tmp_path),
     }
     for smallest, peak, masters in ranks3.run(rank_training.at_smallest, numels, frozen, options):
-        assert peak <= smallest
-        for index, (numel, values) in enumerate(zip(numels, masters, strict=True)):
-            wanted = torch.arange(float(numel))
-            assert torch.equal(values, wanted.bfloat16().float() if index in frozen else wanted)
+        check(smallest, peak, masters, numels, frozen)
+
+
+@pytest.mark.parametrize("disk", [True, False])
+def test_views_of_parameters_at_the_smallest_budget(
+    ranks3: RankPool, tmp_path: Path, disk: bool
+) -> None:
+    """Their memory stays until their chunk is made."""
+    numels, viewed = [4096, 12288, 700, 12288], {1, 3}
+    options = {"placement_policy": "cpu", "dtype": "bf16", "chunk_numel": 12288}
+    if disk:
+        options |= {"placement_policy": "nvme", "nvme_path": str(tmp_path)}
+    run = ranks3.run(rank_training.at_smallest, numels, set(), options, viewed)
+    assert len({smallest for smallest, _, _ in run}) == 1
+    for found in run:
+        check(*found, numels, set())
+
+
+def check(
+    smallest: int, peak: int, masters: list[torch.Tensor], numels: list[int], frozen: set[int]
+) -> None:
+    """The peak is within the budget, and the parameters have their first values."""
+    assert peak <= smallest
+    for index, (numel, values) in enumerate(zip(numels, masters, strict=True)):
+        wanted = torch.arange(float(numel))
+        assert torch.equal(values, wanted.bfloat16().float() if index in frozen else wanted)

@@ -15,6 +15,7 @@ from hetero.runtime.relocation import BudgetMoves
 from hetero.setup import initialize as setup
 from offload.errors import HeteroError, PeerError
 from tests.support.training.small_net import SETTINGS, Net, Settings, assert_same, train
+from tests.support.training.smallest import smallest_host_memory
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -93,6 +94,37 @@ def test_two_parameters_over_one_memory_are_refused(
     optimizer.engine.close()
 
 
+@pytest.mark.parametrize("normed", [1, 4])
+def test_the_smallest_budget_has_room_for_memory_that_other_tensors_have(
+    normed: int, tmp_path: Path
+) -> None:
+    """The older spectral_norm() has its weight twice until the first forward."""
+
+    def plain() -> torch.nn.Sequential:
+        torch.manual_seed(0)
+        layers = [torch.nn.Linear(64, 64) for _ in range(4)]
+        for layer in layers[:normed]:
+            torch.nn.utils.spectral_norm(layer)
+        return torch.nn.Sequential(*layers)
+
+    def build(host_memory: int) -> tuple[torch.nn.Sequential, hetero.HybridAdam]:
+        model = plain()
+        options = {"placement_policy": "nvme", "dtype": "fp32", "nvme_path": str(tmp_path)}
+        optimizer = hetero.HybridAdam(model.parameters(), lr=1e-2)
+        return hetero.initialize(model, optimizer, **options, host_memory=host_memory)
+
+    smallest = smallest_host_memory(lambda: build(normed * 64 * 64 * 4 + 8192))
+    model, optimizer = build(smallest)
+    expected = plain()
+    adam = torch.optim.AdamW(expected.parameters(), lr=1e-2, weight_decay=0.0)
+    for seed in range(2):
+        train(model, optimizer, seed)
+        train(expected, adam, seed)
+    assert_same(model, expected)
+    assert optimizer.engine.ledger.peak_bytes["host"] <= smallest
+    optimizer.engine.close()
+
+
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_parameters_beside_each_other_in_one_storage(settings: Settings, tmp_path: Path) -> None:
     torch.manual_seed(0)
@@ -104,6 +136,32 @@ def test_parameters_beside_each_other_in_one_storage(settings: Settings, tmp_pat
     )
     adam = torch.optim.AdamW(expected.parameters(), lr=1e-2, weight_decay=0.0)
     for seed in range(2):
+        train(model, optimizer, seed)
+        train(expected, adam, seed)
+    assert_same(model, expected)
+    optimizer.engine.close()
+
+
+@pytest.mark.parametrize("in_context", [True, False])
+def test_parameters_that_are_views_of_one_tensor(in_context: bool, tmp_path: Path) -> None:
+    """torch counts changes of them together, but an update of one is no change of another."""
+
+    def plain() -> torch.nn.Sequential:
+        torch.manual_seed(0)
+        layers = [torch.nn.Linear(64, 64) for _ in range(3)]
+        for layer, weight in zip(layers, torch.randn(3, 64, 64) / 8, strict=True):
+            layer.weight = torch.nn.Parameter(weight)
+        return torch.nn.Sequential(*layers)
+
+    options = {"placement_policy": "nvme", "dtype": "fp32", "host_memory": "160KiB"}
+    options |= {"nvme_path": str(tmp_path), "chunk_numel": 4096}
+    with hetero.ZeroInitContext(**options) if in_context else nullcontext():
+        model = plain()
+    optimizer = hetero.HybridAdam(model.parameters(), lr=1e-2)
+    model, optimizer = hetero.initialize(model, optimizer, **({} if in_context else options))
+    expected = plain()
+    adam = torch.optim.AdamW(expected.parameters(), lr=1e-2, weight_decay=0.0)
+    for seed in range(3):
         train(model, optimizer, seed)
         train(expected, adam, seed)
     assert_same(model, expected)

@@ -72,13 +72,14 @@ class TestReadsAndWrites:
 
 class TestRoom:
     def test_without_room_the_refusal_has_the_numbers(self, rig):
-        r = rig(3, [1, 1, 1, 2])
+        r = rig(3, [1, 1, 1, 2, 1])
         pins = [r.got(0), r.got(1)]
         with pytest.raises(BudgetError) as refusal:
             r.got(3)
         message = str(refusal.value)
         for fact in ("chunk 3", "2 consecutive slots of 8.0 KiB", "2 of 3", "by at least 16.0 KiB"):
             assert fact in message
+        assert "for all chunks at once by 24.0 KiB" in message
         pins.clear()
         assert torch.equal(r.got(3), pattern(r.extents[3].nbytes, 3))
 

@@ -8,7 +8,7 @@ import gc
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -525,19 +525,29 @@ def assigned_after_unequal(
 
 
 def at_smallest(
-    rank: int, world: int, numels: list[int], frozen: set[int], options: dict[str, Any]
+    rank: int,
+    world: int,
+    numels: list[int],
+    frozen: set[int],
+    options: dict[str, Any],
+    viewed: Collection[int] = (),
 ) -> Any:
-    """Flat parameters at the smallest budget: what it is, the peak, and values."""
+    """Flat parameters at the smallest budget: what it is, the peak, and values.
+
+    There are views of those that are `viewed`.
+    """
 
     def build(host_memory: int) -> tuple[nn.ParameterList, hetero.HybridAdam]:
         model = nn.ParameterList(torch.arange(float(numel)) for numel in numels)
         for index in frozen:
             model[index].requires_grad_(False)
+        model.views = [model[index].data for index in viewed]
         more = {"host_memory": host_memory, "rank_timeout_s": 60.0}
         return hetero.initialize(model, hetero.HybridAdam(model.parameters()), **options, **more)
 
-    # With room for one parameter it is built, and refused when it is placed.
-    smallest = smallest_host_memory(lambda: build(4 * max(numels)))
+    # With room for one parameter (or all, if some stay) it is built, and refused when it is placed.
+    first = 4 * (sum(numels) if viewed else max(numels))
+    smallest = smallest_host_memory(lambda: build(first))
     model, optimizer = build(smallest)
     peak = optimizer.engine.ledger.peak_bytes["host"]
     return smallest, peak, finish(model, optimizer)
