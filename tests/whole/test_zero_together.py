@@ -162,11 +162,13 @@ def test_assigned_gradients_are_averaged_where_one_rank_had_others(
             assert torch.equal(grad, torch.full_like(grad, 2.0))
 
 
+@pytest.mark.parametrize("calls", [(1, 2), (0, 2)])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_assigned_gradients_are_averaged_or_refused_after_unequal_backward_calls(
-    ranks2: RankPool, stage: int
+    ranks2: RankPool, stage: int, calls: tuple[int, int]
 ) -> None:
-    for found in ranks2.run(rank_training.assigned_after_unequal, {"zero_stage": stage}):
+    options = {"zero_stage": stage}
+    for found in ranks2.run(rank_training.assigned_after_unequal, options, calls):
         if stage == 1:  # nothing was sent before
             assert all(torch.equal(grad, torch.full_like(grad, 2.0)) for grad in found)
         else:

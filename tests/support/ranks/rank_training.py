@@ -8,7 +8,7 @@ import gc
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -505,15 +505,15 @@ def assigned(rank: int, world: int, options: dict[str, Any]) -> list[torch.Tenso
 
 
 def assigned_after_unequal(
-    rank: int, world: int, options: dict[str, Any]
+    rank: int, world: int, options: dict[str, Any], calls: Sequence[int]
 ) -> list[torch.Tensor | None] | str:
-    """Gradients that are assigned where each rank made a backward call more than the one before.
+    """Gradients that are assigned where rank r has made `calls[r]` backward calls.
 
     Or the error that refuses them.
     """
     model, optimizer = make("experts", options)
     try:
-        for micro in range(1 + rank):
+        for micro in range(calls[rank]):
             model(inputs(rank, micro), rank).square().mean().backward()
         for param in model.parameters():
             param.grad = torch.full_like(param, 1.0 + 2 * rank)
