@@ -428,6 +428,14 @@ class GradReducer:
             self._round.synced[managed] = None
             self._send_complete(managed.chunk)
 
+    def begin_assigned(self) -> None:
+        """Assigned gradients come, which are none of the last backward's: it has ended.
+
+        Other ranks may have sent older ones of the same parameters in that, which do not count.
+        """
+        if self._round.synced:
+            self._end_round(done=False)
+
     def zero(self, managed: ManagedParam) -> None:
         """The gradient counts no more: it is zero, and what comes is added to that.
 

@@ -524,6 +524,40 @@ def assigned_after_unequal(
         optimizer.engine.close()
 
 
+def assigned_beside_backward(
+    rank: int, world: int, options: dict[str, Any], calls: int
+) -> list[torch.Tensor | None]:
+    """Gradients of an expert to which rank 0 assigns one, and that rank 1 alone then uses.
+
+    Before they are read, other parameters' are.
+    """
+    model, optimizer = make("experts", options)
+    params = list(model.experts[1].parameters())
+    if rank == 0:
+        for param in params:
+            param.grad = torch.full_like(param, 3.0)
+    for micro in range(calls):
+        model(inputs(rank, micro), rank).square().mean().backward()
+    hetero.grads(model.inner.parameters())
+    found = hetero.grads(params)
+    optimizer.engine.close()
+    return found
+
+
+def assigned_to_what_one_used(
+    rank: int, world: int, options: dict[str, Any]
+) -> list[torch.Tensor | None]:
+    """Gradients that all ranks assign to an expert whose own rank 1 alone has sent."""
+    model, optimizer = make("experts", options)
+    model(inputs(rank, 0), 3 * rank).square().mean().backward()
+    params = list(model.experts[3].parameters())  # their chunk is the first one that is sent
+    for param in params:
+        param.grad = torch.full_like(param, 1.0 + 2 * rank)
+    found = hetero.grads(params)
+    optimizer.engine.close()
+    return found
+
+
 def at_smallest(
     rank: int, world: int, numels: list[int], frozen: set[int], options: dict[str, Any]
 ) -> Any:
