@@ -150,7 +150,11 @@ class GradIntake:
             grad = grad.clone()
         if self._params.group(m.chunk).placement.grad_offload_bytes:
             grad = grad.clone()  # it leaves the device later; the user may change it sooner
-        self._store(m, grad, accumulate, 1.0)
+        factor = 1.0
+        if self._is_averaged and self._loss_scale.dynamic:
+            # As the gradients that other ranks' backward gives, with which it goes into one mean.
+            grad, factor = grad.float() * self._loss_scale.value, self._loss_scale.grad_factor
+        self._store(m, grad, accumulate, factor)
 
     def of(self, members: Sequence[ManagedParam], force: bool = False) -> list[ManagedParam]:
         """Those of `members` that have gradients, after taking in assigned ones.

@@ -209,6 +209,18 @@ def test_gradients_are_assigned_on_all_ranks_to_what_one_has_used(
 
 
 @pytest.mark.parametrize("stage", [1, 3])
+def test_assigned_gradients_and_those_of_a_scaled_loss_are_added(
+    ranks2: RankPool, stage: int
+) -> None:
+    plain = plain_experts([(rank, 0) for rank in (0, 1)], 1.0)
+    expected = [
+        torch.full_like(p, 0.25) if p.grad is None else p.grad + 0.25 for p in plain.parameters()
+    ]
+    for found in ranks2.run(rank_training.assigned_before_scaled, {"zero_stage": stage}):
+        torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
 def test_training_goes_on_after_a_refused_step(ranks2: RankPool, stage: int) -> None:
     found = ranks2.run(rank_training.refused_step, {"zero_stage": stage})
     assert same(found[0], found[1])

@@ -558,6 +558,23 @@ def assigned_to_what_one_used(
     return found
 
 
+def assigned_before_scaled(
+    rank: int, world: int, options: dict[str, Any]
+) -> list[torch.Tensor | None]:
+    """Gradients that were assigned before a backward in fp16, on each rank but the last one."""
+    model, optimizer = make("experts", {"dtype": "fp16", "initial_loss_scale": 256.0} | options)
+    if rank < world - 1:
+        for param in model.parameters():
+            param.grad = torch.full_like(param, 0.5)
+    x = inputs(rank, 0).half()
+    with hetero.no_sync(model):
+        optimizer.backward(model(x, rank).float().square().mean())
+    optimizer.backward(model(x, rank).float().square().mean())
+    found = hetero.grads(model.parameters())
+    optimizer.engine.close()
+    return found
+
+
 def at_smallest(
     rank: int, world: int, numels: list[int], frozen: set[int], options: dict[str, Any]
 ) -> Any:
