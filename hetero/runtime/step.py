@@ -52,6 +52,7 @@ class GradIntake:
         self._unsynced: list[ExitStack] = []  # what the open no_sync() blocks have entered
         self.is_unaveraged = False  # with several ranks: gradients came that are no means yet
         self._is_scaled = False  # in backward(): the loss was scaled
+        self._backward = -1  # torch's number of the backward whose gradients came last
         # Gradients that are zero, whatever is kept: most get another one before anybody looks.
         self._zeroed: dict[ManagedParam, None] = {}  # in the order of the loop, as on other ranks
 
@@ -70,7 +71,7 @@ class GradIntake:
     def check(self, managed: ManagedParam, grad: torch.Tensor) -> None:
         """Autograd is about to add `grad` to the parameter's gradient.
 
-        Takes in a gradient that was assigned before. Raises ValueError for a sparse gradient,
+        Takes in gradients that were assigned before. Raises ValueError for a sparse gradient,
         RuntimeError under fp16 for an unscaled one.
         """
         _check_dense(managed, grad)
@@ -82,6 +83,10 @@ class GradIntake:
                 "loss.backward(); or scale the loss yourself, with torch.amp.GradScaler say, and "
                 "initialize with initial_loss_scale=None"
             )
+        backward = torch._C._current_graph_task_id()
+        if self._is_averaged and backward != self._backward:
+            self._adopt_all()
+        self._backward = backward
         self.adopt([managed])
 
     def keep(self, managed: ManagedParam, grad: torch.Tensor, accumulate: bool) -> None:
@@ -113,9 +118,15 @@ class GradIntake:
                 m.begin_grad()
                 m.param.grad = None
         try:
+            if self._is_averaged:
+                for index in dict.fromkeys(m.chunk.group_index for m in assigned):
+                    ranks = self._params.chunk_groups[index].ranks
+                    assert ranks is not None
+                    ranks.grad_reducer.begin_assigned()
             while assigned:
                 m = next(iter(assigned))
-                self._adopt(m, assigned[m])
+                # Beside what other ranks have assigned and sent by now.
+                self.replace(m, assigned[m], accumulate=m.has_grad)
                 del assigned[m]
         except BaseException:
             with torch._C.DisableTorchFunction():
@@ -123,12 +134,10 @@ class GradIntake:
                     m.param.grad = grad
             raise
 
-    def _adopt(self, m: ManagedParam, grad: torch.Tensor) -> None:
-        """Keeps what was assigned here, beside what other ranks have assigned and sent by now."""
-        sent_by_others = m.has_grad
-        if sent_by_others:
-            m.grad_factor = 1.0
-        self.replace(m, grad, sent_by_others)
+    def _adopt_all(self) -> None:
+        """Takes all in, before other ranks' gradients of the same parameters come."""
+        groups = self._params.chunk_groups
+        self.adopt([m for group in groups for m in group.members if m.chunk.trainable])
 
     def replace(self, m: ManagedParam, grad: torch.Tensor, accumulate: bool = False) -> None:
         """Keeps `grad`, dense and not times the loss scale, instead of what is kept, if anything;
@@ -141,7 +150,11 @@ class GradIntake:
             grad = grad.clone()
         if self._params.group(m.chunk).placement.grad_offload_bytes:
             grad = grad.clone()  # it leaves the device later; the user may change it sooner
-        self._store(m, grad, accumulate, 1.0)
+        factor = 1.0
+        if self._is_averaged and self._loss_scale.dynamic:
+            # As the gradients that other ranks' backward gives, with which it goes into one mean.
+            grad, factor = grad.float() * self._loss_scale.value, self._loss_scale.grad_factor
+        self._store(m, grad, accumulate, factor)
 
     def of(self, members: Sequence[ManagedParam], force: bool = False) -> list[ManagedParam]:
         """Those of `members` that have gradients, after taking in assigned ones.
@@ -189,6 +202,11 @@ class GradIntake:
 
     # Over the ranks
 
+    @property
+    def _is_averaged(self) -> bool:
+        """Whether gradients are averaged over several ranks."""
+        return self._params.chunk_groups[0].world.everyone is not None
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Inside the block gradients are added up on each rank and nothing is sent.
@@ -215,12 +233,14 @@ class GradIntake:
 
         All ranks must call it. Raises PeerError.
         """
-        if self._params.chunk_groups[0].world.everyone is None:
+        if not self._is_averaged:
             self._write_zeros()
             self.is_unaveraged = False
             return
         # If one chunk group has something all do: which chunk group has may differ between ranks.
         force = force or self.is_unaveraged or bool(self._zeroed)
+        if force:
+            self._adopt_all()
         # First the one that averages during backward, of which other ranks may be in the middle.
         for chunk_group in sorted(
             self._params.chunk_groups, key=lambda group: group.plan.spec.reduce_at_end

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -162,15 +163,61 @@ def test_assigned_gradients_are_averaged_where_one_rank_had_others(
             assert torch.equal(grad, torch.full_like(grad, 2.0))
 
 
+@pytest.mark.parametrize("calls", [(1, 2), (0, 2)])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_assigned_gradients_are_averaged_or_refused_after_unequal_backward_calls(
-    ranks2: RankPool, stage: int
+    ranks2: RankPool, stage: int, calls: tuple[int, int]
 ) -> None:
-    for found in ranks2.run(rank_training.assigned_after_unequal, {"zero_stage": stage}):
+    options = {"zero_stage": stage}
+    for found in ranks2.run(rank_training.assigned_after_unequal, options, calls):
         if stage == 1:  # nothing was sent before
             assert all(torch.equal(grad, torch.full_like(grad, 2.0)) for grad in found)
         else:
             assert "was cleared on one rank" in found
+
+
+def plain_experts(uses: Iterable[tuple[int, int]], factor: float) -> rank_training.Experts:
+    """A model with the gradients of (rank, micro-batch), each of that rank's expert."""
+    torch.manual_seed(0)
+    model = rank_training.Experts(4)
+    for rank, micro in uses:
+        (model(rank_training.inputs(rank, micro), rank).square().mean() * factor).backward()
+    return model
+
+
+@pytest.mark.parametrize("calls", [1, 2])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_gradient_assigned_on_one_rank_is_averaged_with_what_anothers_backward_gives(
+    ranks2: RankPool, stage: int, calls: int
+) -> None:
+    plain = plain_experts([(1, micro) for micro in range(calls)], 0.5)
+    expected = [p.grad + 1.5 for p in plain.experts[1].parameters()]
+    options = {"zero_stage": stage}
+    for found in ranks2.run(rank_training.assigned_beside_backward, options, calls):
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_gradients_are_assigned_on_all_ranks_to_what_one_has_used(
+    ranks2: RankPool, stage: int
+) -> None:
+    options = {"zero_stage": stage, "chunk_numel": 8192}
+    for found in ranks2.run(rank_training.assigned_to_what_one_used, options):
+        for grad in found:
+            assert grad is not None
+            assert torch.equal(grad, torch.full_like(grad, 2.0))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_assigned_gradients_and_those_of_a_scaled_loss_are_added(
+    ranks2: RankPool, stage: int
+) -> None:
+    plain = plain_experts([(rank, 0) for rank in (0, 1)], 1.0)
+    expected = [
+        torch.full_like(p, 0.25) if p.grad is None else p.grad + 0.25 for p in plain.parameters()
+    ]
+    for found in ranks2.run(rank_training.assigned_before_scaled, {"zero_stage": stage}):
+        torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-3)
 
 
 @pytest.mark.parametrize("stage", [1, 3])

@@ -10,6 +10,10 @@ A rank ends a round when it must: a parameter whose gradient has been sent gets 
 are not enough buckets, or means are needed. Ranks that need nothing take part in the rounds of
 those that do, so neither the number of backward calls nor the parameters they use need be the same
 on all ranks.
+
+What a rank clears, or assigns anew, may be in a mean with others' gradients already, and cannot be
+taken out. So the ranks also compare what each has left behind: all that was kept when the last
+round ended, or none of it, and nothing that another's gradient of this round was added to.
 """
 
 from __future__ import annotations
@@ -101,7 +105,6 @@ class _Round:
         synced: those of them that got it outside no_sync(), in the order in which it came.
         sent: parameters whose gradient has been sent.
         zeroed: those of `arrived` that were made zero since.
-        is_added_to: whether this rank ends the round because another backward adds to it.
     """
 
     words: Collective | None = None
@@ -114,7 +117,6 @@ class _Round:
     synced: dict[ManagedParam, None] = field(default_factory=dict)
     sent: set[ManagedParam] = field(default_factory=set)
     zeroed: set[ManagedParam] = field(default_factory=set)
-    is_added_to: bool = False
 
 
 class ChunkMeans:
@@ -123,6 +125,7 @@ class ChunkMeans:
     Attributes:
         wait_s: seconds for which other ranks' gradients were waited for.
         new: whose means have come to this rank's GRAD homes since take_new().
+        added_to: parameters whose kept gradient a mean was added to in this round.
     """
 
     def __init__(
@@ -137,6 +140,7 @@ class ChunkMeans:
         """No gradient waits. Arguments as GradReducer()."""
         self.wait_s = 0.0
         self.new: list[Chunk] = []
+        self.added_to: set[ManagedParam] = set()
         self._layout, self._world, self._memory = layout, world, buffers
         self._grads, self._loss_scale, self._grad_offload = grads, loss_scale, grad_offload
         self._buckets: dict[int, Bucket] = {}  # by chunk id
@@ -321,6 +325,7 @@ class ChunkMeans:
         for m in accumulated:
             self._grads.set_factor(m, self._loss_scale.grad_factor, accumulate=True)
         self._grads.merge(oldest.chunk, mean, accumulated)
+        self.added_to |= accumulated
         self._memory.received.give_back(oldest.received_slot, oldest.chunk.slots)
         if oldest.bucket is not None:
             self._free_bucket(oldest.chunk, oldest.bucket)
@@ -366,6 +371,10 @@ class GradReducer:
         self._no_sync_depth = 0  # no_sync() blocks that are open
         self._loss_scale = loss_scale
         self._round = _Round()
+        # What had a gradient when the last round ended, the same on all ranks; and what got another
+        # one in its place since, or was made zero.
+        self._kept: set[ManagedParam] = set()
+        self._replaced: set[ManagedParam] = set()
 
     @property
     def reduces_in_backward(self) -> bool:
@@ -400,12 +409,13 @@ class GradReducer:
         first = next(iter(now.synced), None)
         if again or (first is not None and not (first.has_grad and first not in now.zeroed)):
             had_grad = managed.has_grad
-            now.is_added_to = again and accumulate and managed not in now.zeroed
             self._end_round(done=False)  # this is another backward
             # Others may be in their first since gradients were cleared: it is a part of the sum.
             accumulate = accumulate or (managed.has_grad and not had_grad)
         if self.reduces_in_backward:
             self._begin_round(True)
+        if not accumulate:
+            self._replaced.add(managed)
         if self._order.place[managed.chunk.id] < self._round.position:  # it had its turn
             self.means.finish(managed.chunk)  # the gradient is added to what other ranks sent
         elif not accumulate:
@@ -418,6 +428,14 @@ class GradReducer:
             self._round.synced[managed] = None
             self._send_complete(managed.chunk)
 
+    def begin_assigned(self) -> None:
+        """Assigned gradients come, which are none of the last backward's: it has ended.
+
+        Other ranks may have sent older ones of the same parameters in that, which do not count.
+        """
+        if self._round.synced:
+            self._end_round(done=False)
+
     def zero(self, managed: ManagedParam) -> None:
         """The gradient counts no more: it is zero, and what comes is added to that.
 
@@ -426,6 +444,7 @@ class GradReducer:
         self.means.forget(managed)
         if managed in self._round.arrived:
             self._round.zeroed.add(managed)
+        self._replaced.add(managed)
 
     def reduce_all(self, force: bool) -> None:
         """Makes means of all gradients so far. All ranks must call it.
@@ -535,7 +554,8 @@ class GradReducer:
         arrived, zeroed, unsent, is_busy = self._agree(done)
         words.wait()
         if any_in_backward:
-            self._note_arrived(arrived)  # gradients after their chunk's turn are added to it
+            # Gradients after their chunk's turn are added to it.
+            self._note_arrived(arrived, [True] * len(unsent))
             for managed, is_zeroed in zip(self._members, zeroed, strict=True):
                 if is_zeroed and managed.has_grad:
                     self.means.forget_kept(managed)
@@ -544,22 +564,37 @@ class GradReducer:
             if unsent[chunk.id]:
                 self._send(chunk)
         self.means.finish_all()
-        self._note_arrived(arrived)
+        self._note_arrived(arrived, unsent)
         if any_in_backward or any(unsent):
             self.changes += 1
         self.means.free_cleared()
+        self.means.added_to.clear()
         self._round = _Round()
+        # With what was assigned since: others' gradients are kept beside it, so it cannot replace.
+        self._replaced.clear()
+        self._kept = {
+            m
+            for m, has_arrived in zip(self._members, arrived, strict=True)
+            if m.has_grad or has_arrived
+        }
         if not is_busy and any_in_backward and not self._order.is_learned:
             self._order.learn(self._everyone)
         return not is_busy
 
-    def _note_arrived(self, arrived: Sequence[bool]) -> None:
-        """Gives parameters that got a gradient on other ranks only their `.grad` here."""
+    def _note_arrived(self, arrived: Sequence[bool], are_sent: Sequence[bool]) -> None:
+        """Gives parameters that got a gradient on other ranks only their `.grad` here.
+
+        `are_sent`: the chunks of which means have come; where none has, the gradient is zero.
+        """
         for managed, has_arrived in zip(self._members, arrived, strict=True):
             if has_arrived and not managed.has_grad:
                 managed.grad_factor = self._loss_scale.grad_factor
                 managed.begin_grad()
-                managed.hold_grad()
+                if managed.param.grad is None:
+                    managed.hold_grad()
+                if not are_sent[managed.chunk.id]:
+                    self.means.forget_kept(managed)
+                    self.means.write_zeros(managed)
 
     def _agree(self, done: bool) -> tuple[list[bool], list[bool], list[bool], bool]:
         """What is so on any rank at the end of the round. All ranks call it.
@@ -568,30 +603,31 @@ class GradReducer:
         it had been sent; for each chunk whether it has some that have not been sent; and whether a
         rank is in the middle of its backward.
 
-        Raises HeteroError if means were made of gradients that not all ranks have cleared, or some
-        have cleared what others add to; and PeerError.
+        Raises HeteroError if means were made of gradients that not all ranks have cleared, or are
+        going to be added to what not all have; and PeerError.
         """
         members, chunks, now = self._members, self._layout.chunks, self._round
         unsent_ids = self.means.unsent()
+        has_left = {m for m in members if not m.has_grad or m in now.zeroed}
+        was_older = {m for m in self._kept if not m.has_grad or m in self._replaced}
+        in_means = (now.sent & has_left) | (self.means.added_to & was_older)
         parts = [
-            [m in now.arrived and m.has_grad for m in members],
-            [m in now.arrived and m.has_grad and m not in now.zeroed for m in members],
-            [m in now.sent and (not m.has_grad or m in now.zeroed) for m in members],
+            [(m in now.arrived or m in was_older) and m.has_grad for m in members],
+            [m in now.arrived and m not in has_left for m in members],
+            [m in in_means for m in members],
+            [m in self._kept and m not in was_older for m in members],
+            [m in was_older for m in members],
             [chunk.id in unsent_ids for chunk in chunks],
-            # Not sent or not: what another rank's older gradients are added to is as old here.
-            [m in now.synced and (not m.has_grad or m in now.zeroed) for m in members],
-            [not done, now.is_added_to],
+            [not done],
         ]
         # As bytes first: setting an element of a tensor takes about a microsecond.
         mine = torch.frombuffer(bytearray(chain.from_iterable(parts)), dtype=torch.uint8)
         flags = self._everyone.any(mine, "the end of backward").split([len(part) for part in parts])
-        arrived, counts, cleared, unsent, left, (is_busy, adds) = (part.tolist() for part in flags)
-        for managed, does_count, is_cleared in zip(
-            members, counts, left if adds else cleared, strict=True
-        ):
-            if does_count and is_cleared:
+        arrived, counts, cleared, keeps, replaces, unsent, (is_busy,) = (p.tolist() for p in flags)
+        for m, *facts in zip(members, counts, cleared, keeps, replaces, strict=True):
+            if all(facts[:2]) or all(facts[2:]):
                 raise HeteroError(
-                    f"the gradient of {managed.name} was cleared on one rank after it had gone "
+                    f"the gradient of {m.name} was cleared on one rank after it had gone "
                     f"into the mean with that of another; when gradients are cleared before the "
                     f"step, or assigned, all ranks must have made the same backward calls"
                 )

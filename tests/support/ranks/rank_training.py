@@ -8,7 +8,7 @@ import gc
 import os
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -505,15 +505,15 @@ def assigned(rank: int, world: int, options: dict[str, Any]) -> list[torch.Tenso
 
 
 def assigned_after_unequal(
-    rank: int, world: int, options: dict[str, Any]
+    rank: int, world: int, options: dict[str, Any], calls: Sequence[int]
 ) -> list[torch.Tensor | None] | str:
-    """Gradients that are assigned where each rank made a backward call more than the one before.
+    """Gradients that are assigned where rank r has made `calls[r]` backward calls.
 
     Or the error that refuses them.
     """
     model, optimizer = make("experts", options)
     try:
-        for micro in range(1 + rank):
+        for micro in range(calls[rank]):
             model(inputs(rank, micro), rank).square().mean().backward()
         for param in model.parameters():
             param.grad = torch.full_like(param, 1.0 + 2 * rank)
@@ -522,6 +522,57 @@ def assigned_after_unequal(
         return str(error)
     finally:
         optimizer.engine.close()
+
+
+def assigned_beside_backward(
+    rank: int, world: int, options: dict[str, Any], calls: int
+) -> list[torch.Tensor | None]:
+    """Gradients of an expert to which rank 0 assigns one, and that rank 1 alone then uses.
+
+    Before they are read, other parameters' are.
+    """
+    model, optimizer = make("experts", options)
+    params = list(model.experts[1].parameters())
+    if rank == 0:
+        for param in params:
+            param.grad = torch.full_like(param, 3.0)
+    for micro in range(calls):
+        model(inputs(rank, micro), rank).square().mean().backward()
+    hetero.grads(model.inner.parameters())
+    found = hetero.grads(params)
+    optimizer.engine.close()
+    return found
+
+
+def assigned_to_what_one_used(
+    rank: int, world: int, options: dict[str, Any]
+) -> list[torch.Tensor | None]:
+    """Gradients that all ranks assign to an expert whose own rank 1 alone has sent."""
+    model, optimizer = make("experts", options)
+    model(inputs(rank, 0), 3 * rank).square().mean().backward()
+    params = list(model.experts[3].parameters())  # their chunk is the first one that is sent
+    for param in params:
+        param.grad = torch.full_like(param, 1.0 + 2 * rank)
+    found = hetero.grads(params)
+    optimizer.engine.close()
+    return found
+
+
+def assigned_before_scaled(
+    rank: int, world: int, options: dict[str, Any]
+) -> list[torch.Tensor | None]:
+    """Gradients that were assigned before a backward in fp16, on each rank but the last one."""
+    model, optimizer = make("experts", {"dtype": "fp16", "initial_loss_scale": 256.0} | options)
+    if rank < world - 1:
+        for param in model.parameters():
+            param.grad = torch.full_like(param, 0.5)
+    x = inputs(rank, 0).half()
+    with hetero.no_sync(model):
+        optimizer.backward(model(x, rank).float().square().mean())
+    optimizer.backward(model(x, rank).float().square().mean())
+    found = hetero.grads(model.parameters())
+    optimizer.engine.close()
+    return found
 
 
 def at_smallest(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import queue
 import threading
@@ -10,6 +11,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
@@ -31,6 +33,7 @@ from offload._native import sum_of_squares
 from offload.cache.slot_cache import SlotCache
 from offload.device.backend import CpuBackend, EmulatedBackend
 from offload.device.grad_offload import BUFFERS, GradOffload
+from offload.errors import HeteroError
 from offload.memory.arena import HostArena
 from offload.memory.ledger import Ledger
 from offload.memory.slot_pool import SlotPool
@@ -181,6 +184,7 @@ class Rank:
     grads: Grads
     homes: Homes
     pool: SlotPool
+    held: contextlib.ExitStack  # inside no_sync(), as long as it is referred to
     zeroed: set[int] = field(default_factory=set)
 
     def arrive(self, index: int, value: float) -> None:
@@ -274,9 +278,10 @@ def make_rank(
         grads,
         LossScale(),
     )  # fmt: skip
+    held = contextlib.ExitStack()
     if stage == 1:  # as a chunk group that reduces at the end
-        grad_reducer.no_sync().__enter__()
-    return Rank(layout, members, grad_reducer, grads, homes, pool)
+        held.enter_context(grad_reducer.no_sync())
+    return Rank(layout, members, grad_reducer, grads, homes, pool, held)
 
 
 def on_ranks(count: int, function: Callable[[int], Any], network: Network) -> list[Any]:
@@ -440,6 +445,66 @@ def test_what_others_sent_while_cleared_gradients_were_left_behind_counts() -> N
 
     for found in on_ranks(2, body, network):
         assert torch.equal(found, torch.full_like(found, 3.0))
+
+
+def test_what_one_rank_alone_cleared_after_a_mean_is_refused_on_all() -> None:
+    """It would be added to the older gradient in one rank's shard, and replace it in the other."""
+    network = Network()
+    numel = Shard(0, 2).slot_multiple // 2
+
+    def body(rank: int) -> str:
+        made = make_rank(network, rank, (1, 2), 2, [numel, numel], 4)
+        made.arrive(0, 1.0)
+        made.average(True)
+        if rank == 0:
+            made.clear(to_none=True)
+        made.arrive(0, 2.0)
+        with pytest.raises(HeteroError) as refusal:
+            made.average(True)
+        return str(refusal.value)
+
+    assert all("p0 was cleared on one rank" in found for found in on_ranks(2, body, network))
+
+
+def test_what_one_rank_cleared_after_two_backwards_and_another_came_late_to_is_refused() -> None:
+    """Rank 0 had no data, so its first gradient goes into a mean with rank 1's older ones."""
+    network = Network()
+    numel = Shard(0, 2).slot_multiple // 2
+
+    def body(rank: int) -> str:
+        made = make_rank(network, rank, (1, 2), 2, [numel, numel], 4)
+        if rank == 1:
+            made.arrive(0, 1000.0)
+            made.arrive(0, 1000.0)
+        made.clear(to_none=True)
+        with pytest.raises(HeteroError) as refusal:
+            made.arrive(0, 2.0 + 2 * rank)
+            made.average(True)
+        return str(refusal.value)
+
+    assert all("p0 was cleared on one rank" in found for found in on_ranks(2, body, network))
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_what_one_rank_alone_had_and_made_zero_is_zero_on_all(stage: int) -> None:
+    """Not what another rank's shard has from the step before."""
+    network = Network()
+    numel = Shard(0, 2).slot_multiple
+
+    def body(rank: int) -> torch.Tensor:
+        made = make_rank(network, rank, (1, 2), stage, [numel, numel], 4)
+        made.arrive(0, 1000.0)
+        made.average(True)
+        made.clear(to_none=True)
+        if rank == 0:
+            made.arrive(0, 1.0)
+            made.clear(to_none=False)
+        made.average(True)
+        assert made.members[0].has_grad
+        return made.gradient(0)
+
+    for found in on_ranks(2, body, network):
+        assert torch.equal(found, torch.zeros_like(found))
 
 
 def test_what_is_cleared_on_its_way_from_the_device_counts_as_zero() -> None:
