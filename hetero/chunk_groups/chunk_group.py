@@ -195,8 +195,8 @@ class ChunkGroup:
 
         The master keeps the bits below the compute dtype where it then rounds to the value, because
         nobody can tell any more which elements were written. (So does the split of bf16 by itself;
-        with fp16, whose master is whole, the others are written.) Raises what bringing them home
-        raises.
+        with fp16, whose master is whole, follow_written() writes the others.) Raises what bringing
+        them home raises.
         """
         if values is None:
             self.updates.versions.begin_write(managed.chunk)
@@ -204,10 +204,18 @@ class ChunkGroup:
             self.params.keep_written(managed, values)
             with self.optim_states.lock:  # the pipeline may keep the parameter, too
                 self.memory.arenas.forget_read_ahead()
-        if self.dtypes.compute == "fp16" and managed.chunk.trainable:
-            with self.params.shard(managed.chunk) as shard:
-                self._write_masters(managed, shard)
+        managed.writes.passed_master = self.dtypes.compute == "fp16" and managed.chunk.trainable
         managed.writes.note()
+
+    def follow_written(self, managed: ManagedParam) -> None:
+        """Makes values that keep_written() got masters, where those round to others.
+
+        Called when a step, or a reader, needs masters, wherever the values are: of several writes
+        until then the last one counts.
+        """
+        with self.params.shard(managed.chunk) as shard:
+            self._write_masters(managed, shard)
+        managed.writes.passed_master = False
 
     def _write_masters(self, managed: ManagedParam, shard: torch.Tensor) -> None:
         for part in parts_of(managed, self.layout):

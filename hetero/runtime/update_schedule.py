@@ -310,7 +310,8 @@ class UpdateSchedule:
 
 def is_free(managed: ManagedParam) -> bool:
     """Whether nothing uses the parameter or has changed it, so that it can be updated or moved."""
-    is_changed = managed.is_moved or managed.writes.are_unnoticed
+    writes = managed.writes
+    is_changed = managed.is_moved or writes.are_unnoticed or writes.passed_master
     return managed.uses == 0 and managed.state.is_home and not is_changed
 
 

@@ -74,6 +74,7 @@ class ParamWrites:
         self._param = param
         self._known = 0  # the counter when the parameter was last changed by the engine
         self._own = 0  # changes that are no writes: updates and moves
+        self.passed_master = False  # a write is at home, but the master is not compared with it
         self._before: Any = None  # brings back the counter from before a revocable change
 
     @property

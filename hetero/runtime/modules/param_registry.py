@@ -215,12 +215,15 @@ class ParamRegistry:
         chunk_group.keep_written(managed, values)
 
     def take_in_written(self, members: Iterable[ManagedParam]) -> None:
-        """Takes account of resident parameters that user code has written to, with one rank."""
+        """Takes account of what user code has written to parameters, with one rank: to resident
+        ones, and what masters have not followed yet."""
         for managed in members:
-            chunk_group = self.group(managed.chunk)
+            chunk_group, writes = self.group(managed.chunk), managed.writes
             resident = managed.state is ParamState.RESIDENT and not managed.is_moved
-            if resident and managed.writes.are_unnoticed and chunk_group.world.everyone is None:
+            if resident and writes.are_unnoticed and chunk_group.world.everyone is None:
                 chunk_group.keep_written(managed, None)
+            if writes.passed_master:
+                chunk_group.follow_written(managed)
 
     def finish_transfers(self, what: str, ends_step: bool = False) -> None:
         """Waits until nothing that was asked of other ranks is under way. All ranks call it.

@@ -125,6 +125,29 @@ def test_writes_in_half_precision(
     optimizer.engine.close()
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_values_that_are_swapped_out_and_back_keep_their_masters(
+    dtype: str, settings: Settings, tmp_path: Path
+) -> None:
+    """As for an evaluation of averaged weights: only what is there at the next step counts."""
+    model, optimizer = managed(settings, tmp_path, dtype, initial_loss_scale=None)
+    train(model, optimizer)
+    before = hetero.masters(model.parameters())
+    kept = [p.detach().clone() for p in model.parameters()]
+    for param in model.parameters():
+        without_grad(param.mul_, 0.5)
+    evaluated = model(noisy(torch.empty(4, 64)).to(kept[0].dtype)).sum()
+    assert evaluated.isfinite()
+    for param, values in zip(model.parameters(), kept, strict=True):
+        without_grad(param.copy_, values)
+    for found, wanted in zip(hetero.masters(model.parameters()), before, strict=True):
+        assert torch.equal(found, wanted)
+    without_grad(model.first.weight.mul_, 0.5)  # before an update in backward
+    train(model, optimizer, 2)
+    assert not torch.equal(hetero.masters(model.first.weight)[0], before[0])
+    optimizer.engine.close()
+
+
 def test_a_write_that_fails_is_kept_as_far_as_it_came(settings: Settings, tmp_path: Path) -> None:
     model, optimizer = managed(settings, tmp_path)
     rows = torch.tensor([1, 99])
