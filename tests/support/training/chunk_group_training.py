@@ -42,6 +42,9 @@ def build(script: str) -> Mixed:
     model = Mixed()
     if script.startswith("unfreeze") or script == "add-frozen":
         model.first.requires_grad_(False)
+    if script == "unfreeze-most":
+        model.requires_grad_(False)
+        model.last.bias.requires_grad_(True)
     if script == "unfreeze-mixed":
         model.norm.requires_grad_(False)
     return model
