@@ -452,8 +452,8 @@ class GradReducer:
         `force`: also if this rank has averaged all its gradients; else it takes part only if it has
         some that are not averaged, or no gradients at all.
 
-        Raises HeteroError if gradients were cleared on some of the ranks only, and PeerError: the
-        ranks' gradients then differ, so training cannot go on.
+        Raises HeteroError if gradients were cleared on some of the ranks only, until all clear what
+        they have; and PeerError, after which training cannot go on.
         """
         if force or self._round.arrived or not any(m.has_grad for m in self._members):
             while not self._end_round(done=True):
@@ -626,9 +626,20 @@ class GradReducer:
         arrived, counts, cleared, keeps, replaces, unsent, (is_busy,) = (p.tolist() for p in flags)
         for m, *facts in zip(members, counts, cleared, keeps, replaces, strict=True):
             if all(facts[:2]) or all(facts[2:]):
+                self._give_up_round(
+                    [m for m, *went in zip(members, counts, cleared, strict=True) if any(went)]
+                )
                 raise HeteroError(
                     f"the gradient of {m.name} was cleared on one rank after it had gone "
                     f"into the mean with that of another; when gradients are cleared before the "
                     f"step, or assigned, all ranks must have made the same backward calls"
                 )
         return arrived, cleared, unsent, is_busy
+
+    def _give_up_round(self, averaged: Collection[ManagedParam]) -> None:
+        """Ends a round that all ranks refuse; what was `averaged` in it, all must clear."""
+        self._begin_round(False).wait()
+        self._kept.update(averaged)
+        self._replaced |= self._round.zeroed
+        self.means.added_to.clear()
+        self._round = _Round()

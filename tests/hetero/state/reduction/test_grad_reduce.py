@@ -467,22 +467,56 @@ def test_what_one_rank_alone_cleared_after_a_mean_is_refused_on_all() -> None:
 
 
 def test_what_one_rank_cleared_after_two_backwards_and_another_came_late_to_is_refused() -> None:
-    """Rank 0 had no data, so its first gradient goes into a mean with rank 1's older ones."""
+    """Rank 0 had no data, so its first gradient goes into a mean with rank 1's older ones.
+
+    It stays refused until all have cleared what they have.
+    """
+    network = Network()
+    numel = Shard(0, 2).slot_multiple // 2
+
+    def body(rank: int) -> torch.Tensor:
+        made = make_rank(network, rank, (1, 2), 2, [numel, numel], 4)
+        if rank == 1:
+            made.arrive(0, 1000.0)
+            made.arrive(0, 1000.0)
+        made.clear(to_none=True)
+        with pytest.raises(HeteroError, match="p0 was cleared on one rank"):
+            made.arrive(0, 2.0 + 2 * rank)
+            made.average(True)
+        with pytest.raises(HeteroError, match="p0 was cleared on one rank"):
+            made.average(True)
+        made.clear(to_none=True)
+        made.arrive(0, 2.0 + 2 * rank)
+        made.average(True)
+        return made.gradient(0)
+
+    for found in on_ranks(2, body, network):
+        assert torch.equal(found, torch.full_like(found, 3.0))
+
+
+def test_what_came_beside_an_assigned_gradient_is_not_replaced_by_it() -> None:
+    """Assigned by a hook, while a backward that another rank ends the round of goes on."""
     network = Network()
     numel = Shard(0, 2).slot_multiple // 2
 
     def body(rank: int) -> str:
         made = make_rank(network, rank, (1, 2), 2, [numel, numel], 4)
         if rank == 1:
-            made.arrive(0, 1000.0)
-            made.arrive(0, 1000.0)
-        made.clear(to_none=True)
+            made.arrive(1, 1.0)
+        made.arrive(0, 1.0)
+        assigned = torch.ones(numel)
+        if rank == 0:
+            made.members[1].param.grad = assigned
+        made.arrive(0, 1.0)  # ends the round
+        if rank == 0:
+            assert made.members[1].param.grad is assigned
         with pytest.raises(HeteroError) as refusal:
-            made.arrive(0, 2.0 + 2 * rank)
+            if rank == 0:
+                made.arrive(1, 3.0)  # as it is taken in
             made.average(True)
         return str(refusal.value)
 
-    assert all("p0 was cleared on one rank" in found for found in on_ranks(2, body, network))
+    assert all("p1 was cleared on one rank" in found for found in on_ranks(2, body, network))
 
 
 @pytest.mark.parametrize("stage", [1, 2])
