@@ -108,6 +108,14 @@ def test_what_other_replicas_send_has_room():
     assert both.host_bytes - alone.host_bytes == both.pool_bytes - alone.pool_bytes == part > 0
 
 
+def test_what_waits_for_chunk_groups_to_come_has_room():
+    def least(waiting: int) -> int | None:
+        budgets = Budgets(0, 0, waiting=waiting)
+        return smallest_budgets_of(make_spec(layout_of(SLOT, SLOT), budgets, "cpu"))["host"]
+
+    assert least(2 * AMPLE) == least(AMPLE) + AMPLE
+
+
 @given(placed_plans())
 def test_the_smallest_budgets_are_true_to_the_byte(placed_plan):
     spec, _ = placed_plan
