@@ -212,12 +212,9 @@ class ActivationStore:
     def _brought_back(self, storage: int) -> Activation | None:
         """The activation that has handed the storage out, and has it still."""
         activation = self._handed_out.get(storage)
-        if activation is not None:
-            back = activation.back
-            if back is not None and back.storage == storage:
-                return activation
-            del self._handed_out[storage]  # its slots were given up, and the address is another's
-        return None
+        back = None if activation is None else activation.back
+        # (If its slots were given up, the address may be another's.)
+        return activation if back is not None and back.storage == storage else None
 
     def _save_again(self, activation: Activation, tensor: torch.Tensor) -> SavedActivation | None:
         """Another saved tensor, a view of what was brought back; None if that was changed since."""

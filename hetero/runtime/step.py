@@ -145,7 +145,6 @@ class GradIntake:
 
         (It does not pass through `.grad`, which may be of another dtype.)
         """
-        self._params.group(m.chunk).updates.revoke(m.chunk)
         if isinstance(grad, OffloadedTensor):  # another parameter's
             grad = grad.clone()
         if self._params.group(m.chunk).placement.grad_offload_bytes:

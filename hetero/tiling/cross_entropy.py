@@ -388,8 +388,7 @@ class _Link(torch.autograd.Function):
     def backward(ctx: Any, sums: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         values, bias, hidden, labels = ctx.saved_tensors
         tile: _Tile = ctx.tile
-        dtype, values = values.dtype, _as(values, hidden)
-        width = hidden.shape[1]
+        values, width = _as(values, hidden), hidden.shape[1]
         _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         weight_grad = torch.empty_like(values) if needs_weight else None
         bias_grad = torch.empty_like(bias) if needs_bias else None
@@ -412,10 +411,8 @@ class _Link(torch.autograd.Function):
                 torch.sum(grad, 0, out=bias_grad[part])
             del grad, rows
         del values
-        if weight_grad is not None:
-            weight_grad = weight_grad.to(dtype)
-            if tile.shared and accumulate_now(ctx.param, weight_grad):
-                weight_grad = None
+        if weight_grad is not None and tile.shared and accumulate_now(ctx.param, weight_grad):
+            weight_grad = None
         return sums, weight_grad, bias_grad, None, None
 
 

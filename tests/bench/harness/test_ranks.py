@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from bench.harness.ranks import RankError, rank_log, run_ranks
+from bench.harness.ranks import RankError, rank_log, run_ranks, run_trial
 from tests.support.waiting import until
 
 
@@ -83,6 +83,13 @@ def test_a_single_rank_is_told_nothing(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     run(tmp_path, "print('WORLD_SIZE' in os.environ)", ranks=1)
     assert (tmp_path / "x.log").read_text() == "False\n"
+
+
+def test_the_peak_is_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of memory that is free again when one looks."""
+    monkeypatch.setattr("bench.harness.ranks.POLL_S", 0.5)
+    script = "import time; del (b := bytearray(64 << 20))[:]; time.sleep(0.6); print('{}')"
+    assert run_trial((sys.executable, "-c", script), 60)["peak_bytes"] > 64 << 20
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "default": {"lr": 0.02},
     "plain": {"lr": 0.02, "nesterov": False, "weight_decay": 0.0},
     "rms": {"lr": 0.005, "momentum": 0.3, "adjust_lr_fn": "match_rms_adamw"},
+    "no momentum": {"lr": 0.02, "momentum": 0.0},
     "steps": {"lr": 0.02, "momentum": 0.5, "ns_steps": 3, "ns_coefficients": (2.0, -1.5, 0.5)},
 }
 

@@ -17,7 +17,7 @@ from hetero.compat.colossalai.nn.optimizer import CPUAdam, HybridAdam
 from hetero.compat.deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from hetero.compat.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from hetero.compat.deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
-from hetero.compat.optimizers import RenamedOptimizer
+from hetero.compat.optimizers import RenamedOptimizer, named_optimizer
 
 BETAS = (0.9, 0.999)
 RENAMED: list[Any] = [
@@ -38,6 +38,13 @@ def test_defaults_are_the_projects(kind: Any) -> None:
             assert made.defaults[name] == parameter.default
             groups[name] = parameter.default
     assert "lr" in groups
+
+
+def test_defaults_of_a_named_one_are_deepspeeds() -> None:
+    lion = named_optimizer("Lion", {}, params(), "fp32").defaults
+    assert (lion["lr"], lion["betas"]) == (1e-3, BETAS)
+    of_torch = named_optimizer("Adam", {"torch_adam": True}, params(), "bf16")
+    assert (of_torch.defaults["weight_decay"], of_torch.state_dtype) == (1e-2, "bf16")
 
 
 def test_arguments_by_their_order() -> None:

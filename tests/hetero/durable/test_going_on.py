@@ -136,6 +136,20 @@ def test_writes_between_commits_are_the_later_ones(place: str, tmp_path: Path) -
     assert same(state_of(later, options)[1], written)
 
 
+def test_what_has_no_gradient_goes_where_its_chunk_goes(tmp_path: Path) -> None:
+    """The first update after a commit writes elsewhere than to what that has."""
+    debug = {"shard_strategy": "bucket"}
+    options = {**PLACES["disk"], **DURABLE, "commit_every": 0, "debug": debug}
+    model, optimizer = build(options, tmp_path)
+    steps(model, optimizer, range(2))
+    hetero.commit(model, blocking=True)
+    before = hetero.masters(model.first.bias)
+    optimizer.backward(model.first.weight.float().square().sum())
+    optimizer.step()
+    assert same(hetero.masters(model.first.bias), before)
+    optimizer.engine.close()
+
+
 def test_what_has_left_memory_is_copied_anew_when_it_comes_back(tmp_path: Path) -> None:
     """A commit after each move, and no step: the copy from before is not the last commit's."""
     options = {**PLACES["waiting"], "host_memory": "1MiB", **DURABLE, "commit_every": 0}

@@ -100,6 +100,22 @@ def test_a_device_that_is_too_small_is_refused_to_the_byte(policy):
         place(make_spec(layout, replace(ample, device=device - 1), policy))
 
 
+def test_what_other_replicas_send_has_room():
+    """A rank's part of the longest chunk."""
+    layouts = [layout_of(SLOT, 3 * SLOT, shard=Shard(0, 2, replicas=count)) for count in (1, 2)]
+    alone, both = (place(make_spec(each, Budgets(AMPLE, AMPLE), "cpu")) for each in layouts)
+    part = both.longest_trained * SlotBytes.of(layouts[1], BF16).bucket // 2
+    assert both.host_bytes - alone.host_bytes == both.pool_bytes - alone.pool_bytes == part > 0
+
+
+def test_what_waits_for_chunk_groups_to_come_has_room():
+    def least(waiting: int) -> int | None:
+        budgets = Budgets(0, 0, waiting=waiting)
+        return smallest_budgets_of(make_spec(layout_of(SLOT, SLOT), budgets, "cpu"))["host"]
+
+    assert least(2 * AMPLE) == least(AMPLE) + AMPLE
+
+
 @given(placed_plans())
 def test_the_smallest_budgets_are_true_to_the_byte(placed_plan):
     spec, _ = placed_plan

@@ -145,6 +145,8 @@ OTHERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "half of the vocabulary": lambda x: F.cross_entropy(
         x[..., :20].reshape(-1, 20), LABELS.view(-1) % 20
     ),
+    "half of the vocabulary, of one": lambda x: F.cross_entropy(x[0, :, :20], LABELS[0] % 20),
+    "smoothed": lambda x: F.cross_entropy(x.flatten(0, 1), LABELS.flatten(), label_smoothing=0.1),
     "chosen": lambda x: F.cross_entropy(x[LABELS > 9], LABELS[LABELS > 9]),
     "z loss": lambda x: x.logsumexp(-1).square().mean(),
 }

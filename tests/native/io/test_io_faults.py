@@ -101,6 +101,18 @@ def test_what_passes_within_thirty_seconds_is_no_error(make_engine, tmp_path):
     assert engine.stats["retries"] == 1_200
 
 
+def test_patience_begins_anew_with_progress(make_engine, tmp_path):
+    """Eight attempts are free, before and after it."""
+    engine = make_engine(patience_s=0.0)
+    memory = Memory(2 * 4096)
+    file = add_file(engine, tmp_path, 2 * 4096)
+    engine.inject("read", 0, error=errno.EAGAIN, count=8)
+    engine.inject("read", 8, short_bytes=4096)
+    engine.inject("read", 9, error=errno.EAGAIN, count=8)
+    engine.read(file, memory.address, 2 * 4096, 0).wait()
+    assert engine.stats["retries"] == 16
+
+
 def test_transfers_that_stall_together_are_given_up_together_and_hold_no_other(
     make_engine, tmp_path
 ):

@@ -48,20 +48,21 @@ def checked(engine, tmp_path):
     made.close()
 
 
-def test_a_flipped_bit_is_an_error_that_says_where(checked, tmp_path):
+@pytest.mark.parametrize("page", [15, 63])
+def test_a_flipped_bit_is_an_error_that_says_where(checked, tmp_path, page):
     """(test_any_bit_of_a_known_page_is_guarded has all bits of all pages.)"""
     checked.write(0, 64)
     checked.engine.name_range(checked.file, 0, 64 * PAGE, "the state of chunk 3")
-    checked.flip(15 * PAGE + 4095, 7)
+    checked.flip(page * PAGE + 4095, 7)
     into = Memory(64 * PAGE)
     read = checked.engine.read(checked.file, into.address, 64 * PAGE, 0)
     for _ in range(2):  # each time it is asked
         with pytest.raises(_native.NativeIoError, match="chunk 3") as caught:
             read.wait()
         assert caught.value.errno == errno.EBADMSG
-        assert caught.value.offset == 15 * PAGE
+        assert caught.value.offset == page * PAGE
         assert caught.value.filename == f"{tmp_path}/member0"
-    checked.flip(15 * PAGE + 4095, 7)
+    checked.flip(page * PAGE + 4095, 7)
     assert torch.equal(checked.read(0, 64), checked.memory.bytes)  # the engine works on
 
 

@@ -73,6 +73,14 @@ def test_neighbours_and_steps_are_not_correlated() -> None:
         assert abs(ones - 0.5) < 5 * 0.5 / np.sqrt(numel)
 
 
+def test_bits_belong_to_elements_and_not_to_the_blocks_of_threads() -> None:
+    """An update of three blocks, and of smaller arrays."""
+    kind, numel = _native.UpdateKind("fp32", "fp32", "lion", "bf16"), 3 * 64 * 1024
+    values = np.full(numel, 1 + 2.0**-9, np.float32)
+    parts = [exp_avg_of(values[i : i + 50_000], kind, index=7 + i) for i in range(0, numel, 50_000)]
+    assert equal_bits(exp_avg_of(values, kind, index=7), np.concatenate(parts))
+
+
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -375,12 +376,14 @@ def test_what_is_there_is_not_replaced(tmp_path: Path, monkeypatch: pytest.Monke
         hetero.save_dcp(tmp_path / "saved", model, optimizer)
     assert {p.name: p.read_bytes() for p in (tmp_path / "saved").iterdir()} == content
 
-    def full(*_: object) -> Any:
-        raise OSError(28, "No space left on device")
+    def full(what: Any, *_: object) -> None:
+        if not isinstance(what, int) or "distcp" in os.readlink(f"/proc/self/fd/{what}"):
+            raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(engine_checkpoint, "make_piece", full)
-    with pytest.raises(hetero.StoreError, match="No space left"):
-        hetero.save_dcp(tmp_path / "other", model, optimizer)
-    assert [p.name for p in tmp_path.iterdir()] == ["saved"]
-    monkeypatch.undo()
+    for owner, name in ((engine_checkpoint, "make_piece"), (os, "fsync")):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, full)
+            with pytest.raises(hetero.StoreError, match=r"cannot write .*No space left"):
+                hetero.save_dcp(tmp_path / "other", model, optimizer)
+        assert [p.name for p in tmp_path.iterdir()] == ["saved"]
     hetero.save_dcp(tmp_path / "other", model, optimizer)

@@ -140,7 +140,9 @@ def test_clipping_scaling_and_overflows() -> None:
     exact = torch.stack([p.grad.float().norm() for p in wanted.parameters() if p.grad is not None])
     assert norm == pytest.approx(float(exact.norm()), rel=1e-2)
     state = optimizer.state_dict()
-    optimizer.grad_scale.update(True)
+    for _ in range(2):
+        optimizer.grad_scale.update(False)
+    assert optimizer.loss_scale == 32
     optimizer.load_state_dict(state)
     assert optimizer.loss_scale == 16
 

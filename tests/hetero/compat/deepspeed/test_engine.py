@@ -96,6 +96,10 @@ def test_an_optimizer_that_a_function_makes() -> None:
             {"type": "adam", "params": {"lr": 1e-2, "weight_decay": 0.1, "adam_w_mode": False}},
             "Adam",
         ),
+        (
+            {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1, "adam_w_mode": False}},
+            "AdamW",
+        ),
         ({"type": "SGD", "params": {"lr": 1e-2, "weight_decay": 0.1, "momentum": 0.9}}, "SGD"),
         ({"type": "Adagrad", "params": {"lr": 1e-2, "weight_decay": 0.1}}, "Adagrad"),
     ],

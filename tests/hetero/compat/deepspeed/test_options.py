@@ -99,6 +99,7 @@ def test_loss_scales() -> None:
     with pytest.raises(ValueError, match="0 or more"):
         policy(loss_scale=-1)
     assert read_options({"bf16": {"enabled": True}}).scale == ScalePolicy.fixed(1.0)
+    assert read_options({"bf16": {"bf16_optimizer_states": True}}).state_dtype == "bf16"
     assert read_options({"bf16": {"enabled": True, "check_grad_overflow": False}}).scale is None
     assert read_options({}).scale is None
 
