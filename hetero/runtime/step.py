@@ -136,11 +136,15 @@ class GradIntake:
 
         (It does not pass through `.grad`, which may be of another dtype.)
         """
-        self._params.group(m.chunk).updates.revoke(m.chunk)
+        chunk_group = self._params.group(m.chunk)
+        chunk_group.updates.revoke(m.chunk)
         if isinstance(grad, OffloadedTensor):  # another parameter's
             grad = grad.clone()
-        if self._params.group(m.chunk).placement.grad_offload_bytes:
-            grad = grad.clone()  # it leaves the device later; the user may change it sooner
+        if chunk_group.placement.grad_offload_bytes:
+            # It leaves the device later, and the user may change it sooner. As large as backward's:
+            # of fp16 it was read in fp32.
+            kept = grad.dtype if accumulate else chunk_group.dtypes.torch_grad
+            grad = grad.to(kept, copy=True)
         self._store(m, grad, accumulate, 1.0)
 
     def of(self, members: Sequence[ManagedParam], force: bool = False) -> list[ManagedParam]:
