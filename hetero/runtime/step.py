@@ -147,12 +147,16 @@ class GradIntake:
         """
         if isinstance(grad, OffloadedTensor):  # another parameter's
             grad = grad.clone()
-        if self._params.group(m.chunk).placement.grad_offload_bytes:
-            grad = grad.clone()  # it leaves the device later; the user may change it sooner
         factor = 1.0
         if self._is_averaged and self._loss_scale.dynamic:
             # As the gradients that other ranks' backward gives, with which it goes into one mean.
             grad, factor = grad.float() * self._loss_scale.value, self._loss_scale.grad_factor
+        chunk_group = self._params.group(m.chunk)
+        if chunk_group.placement.grad_offload_bytes:
+            # It leaves the device later, and the user may change it sooner. As large as backward's:
+            # of fp16 it was read in fp32.
+            kept = grad.dtype if accumulate else chunk_group.dtypes.torch_grad
+            grad = grad.to(kept, copy=True)
         self._store(m, grad, accumulate, factor)
 
     def of(self, members: Sequence[ManagedParam], force: bool = False) -> list[ManagedParam]:

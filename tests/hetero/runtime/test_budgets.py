@@ -124,6 +124,29 @@ def test_the_graph_of_a_backward_has_room_where_its_refusal_says(tmp_path: Path)
     torch.testing.assert_close(found, penalised(0))
 
 
+def test_a_gradient_in_fp16_is_changed_within_the_smallest_device_memory(tmp_path: Path) -> None:
+    """It is read in fp32, and kept in fp16."""
+    options = {"placement_policy": "nvme", "backend": "emulated", "dtype": "fp16"}
+    options |= {"nvme_path": str(tmp_path), "host_memory": "1MiB", "chunk_numel": 4096}
+
+    def build(device_memory: int) -> tuple[nn.Module, hetero.AdamW]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
+        optimizer = hetero.AdamW(model.parameters())
+        return hetero.initialize(model, optimizer, **options, device_memory=device_memory)
+
+    with pytest.raises(hetero.BudgetError) as refusal:
+        build(1)
+    model, optimizer = build(refusal.value.smallest_device_bytes)
+    optimizer.backward(model(torch.ones(2, 64).half()).float().square().sum())
+    for param in model.parameters():
+        before = param.grad.clone()
+        param.grad.add_(1.0)
+        assert torch.equal(param.grad.clone(), (before + 1.0).half().float())
+    optimizer.step()
+    optimizer.engine.close()
+
+
 def test_disk_budget_too_small_says_so(tmp_path: Path) -> None:
     with pytest.raises(hetero.BudgetError, match="nvme_capacity.* bytes\\) go to disk"):
         build(placement_policy="nvme", nvme_path=str(tmp_path), nvme_capacity="1MiB")
