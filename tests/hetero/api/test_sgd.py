@@ -184,8 +184,14 @@ def test_torchs_state_without_a_buffer_begins_anew(tmp_path: Path) -> None:
 
 
 def test_a_state_that_is_loaded_before_initialize_is_only_looked_at() -> None:
-    optimizer = hetero.HybridSGD([nn.Parameter(torch.zeros(4))])
-    state = {"step": 0, "momentum_buffer": torch.zeros(4)}
+    """And what a scheduler does to its options stays."""
+    model = nn.Linear(4, 1, bias=False)
+    optimizer = hetero.HybridSGD(model.parameters())
+    state = {"step": 0, "momentum_buffer": torch.zeros(1, 4)}
     optimizer.load_state_dict({**optimizer.state_dict(), "state": {0: state}})
     assert "momentum_buffer" in optimizer.state_dict()["state"][0]
     assert "momentum_buffer" in state
+    optimizer.param_groups[0]["lr"] = 0.5
+    hetero.initialize(model, optimizer, placement_policy="cpu")
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    optimizer.engine.close()

@@ -44,6 +44,7 @@ def train(rank: int, world: int, stage: int, path: str, **zero: Any) -> dict[str
         "masters": hetero.masters(model.parameters()),
         "norm": engine.get_global_grad_norm(),
         "batch": engine.train_batch_size(),
+        "samples": engine.global_samples / engine.global_steps,
         "sent": optimizer.engine.traffic.sent,
         "replicas": optimizer.engine.world.size // optimizer.engine.world.ranks,
     }

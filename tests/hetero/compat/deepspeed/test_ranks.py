@@ -42,7 +42,7 @@ def test_the_tutorial_on_two_ranks(
         for master, weight in zip(found["masters"], weights, strict=True):
             torch.testing.assert_close(master, weight, rtol=1e-5, atol=1e-5)
         assert found["norm"] == pytest.approx(norm, rel=1e-5)
-        assert found["batch"] == 2 * MICRO * 2
+        assert found["batch"] == found["samples"] == 2 * MICRO * 2
         assert found["sent"] > 0
 
 
