@@ -59,7 +59,9 @@ class AddedParams:
 
         Those that are in use are left for another time. Raises as admit().
         """
-        waiting = [m for m in self._frozen if m.param.requires_grad and is_free(m)]
+        unfrozen = [m for m in self._frozen if m.param.requires_grad]
+        self._engine.params.take_in_written(unfrozen)
+        waiting = list(filter(is_free, unfrozen))
         if not waiting:
             return
         found = [m.param for m in waiting if self._engine.steps.optimizer_of(m.param) is not None]
@@ -88,6 +90,7 @@ class AddedParams:
             if known is not None:
                 if known.chunk.trainable or not param.requires_grad:
                     continue
+                self._engine.params.take_in_written([known])
                 if not is_free(known):
                     raise HeteroError(
                         f"{known.name} is in use; call add_param_group() outside hetero.gathered()"

@@ -353,6 +353,28 @@ def test_spare_memory_is_given_once(ranks2: RankPool, later: bool) -> None:
 # Memory
 
 
+@pytest.mark.parametrize("grouped", [True, False])
+def test_a_frozen_parameter_that_was_written_is_unfrozen(grouped: bool) -> None:
+    """In RAM a write in place is noticed when something asks: it is no use of the parameter."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model[0].requires_grad_(False)
+    given = model.parameters() if grouped else model[1].parameters()
+    model, optimizer = hetero.initialize(
+        model, hetero.HybridSGD(given, lr=0.5), dtype="fp32", placement_policy="cpu"
+    )
+    with torch.no_grad():
+        model[0].weight.fill_(2.0)
+    model[0].weight.requires_grad_(True)
+    if not grouped:
+        optimizer.add_param_group({"params": [model[0].weight]})
+    model(torch.ones(1, 8)).sum().backward()
+    grad = model[0].weight.grad.clone()
+    optimizer.step()
+    assert grad.any()
+    torch.testing.assert_close(model[0].weight.detach(), 2.0 - 0.5 * grad)
+    optimizer.engine.close()
+
+
 def test_memory_is_reserved_as_the_refusal_says(tmp_path: Path) -> None:
     """What is placed first takes all that there is, but for what is reserved."""
     options = {
