@@ -210,12 +210,13 @@ class RecordFiles:
         try:
             is_new = path not in self._open
             if is_new:
+                for folder in self._files.folders:  # which have the data files' names, first
+                    sync_path(Path(folder))
                 flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
                 self._open[path] = os.open(path, flags, 0o600)
             write(record, checksums, self._open[path])
             if is_new:
-                for folder in self._files.folders:
-                    sync_path(Path(folder))  # the data files' names, too
+                sync_path(self.folder)
         except OSError as error:
             raise StoreError(
                 error.errno, f"the commit's record cannot be written: {error.strerror}", str(path)

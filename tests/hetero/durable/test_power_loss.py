@@ -25,10 +25,10 @@ import hetero
 from hetero.checkpoint.folder import is_checkpoint, latest_checkpoint
 from hetero.checkpoint.formats import open_checkpoint
 from tests.support.checkpoint.small_trainings import PLACES, build, state_of, states, whole
-from tests.support.power_loss.program import CONFIGS, PROGRAMS, configured
+from tests.support.power_loss.program import CONFIGS, PROGRAMS, configured, striped
 from tests.support.power_loss.replay import MARKS, losses, read_log
 from tests.support.training.loops import same
-from tests.support.training.small_net import Net
+from tests.support.training.small_net import Net, Settings
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -76,9 +76,9 @@ def content(folder: Path) -> dict[str, bytes | None]:
     }
 
 
-def check_durable(folder: Path, marks: list[str]) -> int:
+def check_durable(folder: Path, marks: list[str], places: Settings | None = None) -> int:
     """Returns the step from which the training goes on."""
-    step, found = state_of(folder)
+    step, found = state_of(folder, {**PLACES["cpu"], **(places or {})})
     assert step >= max((int(mark) for mark in marks), default=0)
     assert same(found, states()[step])
     return step
@@ -142,7 +142,13 @@ def check_exported(folder: Path, marks: list[str]) -> int:
     raise AssertionError("it is none of the models")
 
 
+def check_striped(folder: Path, marks: list[str]) -> int:
+    """A commit is in both directories."""
+    return check_durable(folder, marks, striped(folder))
+
+
 CHECKS: dict[str, Callable[[Path, list[str]], int]] = {
+    "durable-striped": check_striped,
     "save": check_saved,
     "convert": check_converted,
     "export": check_exported,

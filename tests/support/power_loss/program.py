@@ -22,11 +22,13 @@ import hetero
 from hetero.checkpoint.formats import convert
 from offload._native import IoEngine
 from offload.disk import scratch_file
+from offload.disk.durable import sync_path
 from tests.support.checkpoint.small_trainings import PLACES, build, steps
 from tests.support.power_loss.replay import MARKS
-from tests.support.training.small_net import Net
+from tests.support.training.small_net import Net, Settings
 
 STEPS = 3
+STRIPED = ("first", "second")
 CONFIGS = ("config.json", "generation_config.json")
 
 
@@ -36,10 +38,20 @@ def mark(folder: Path, what: object) -> None:
         stream.write(f"{what}\n")
 
 
-def durable(folder: Path, place: str) -> None:
+def striped(folder: Path) -> Settings:
+    """Over two directories in the folder, which are made where they are missing."""
+    paths = [folder / name for name in STRIPED]
+    for path in paths:
+        path.mkdir(exist_ok=True)
+    sync_path(folder)
+    return {"nvme_path": list(map(str, paths))}
+
+
+def durable(folder: Path, place: str, **more: Any) -> None:
     """Commits each step."""
     options = {
         **PLACES[place],
+        **more,
         "durable": True,
         "commit_every": 0,
         "debug": {"io_engine": "threads"},
@@ -122,6 +134,7 @@ def export(folder: Path) -> None:
 PROGRAMS: dict[str, Callable[[Path], None]] = {
     "durable-cpu": lambda folder: durable(folder, "cpu"),
     "durable-disk": lambda folder: durable(folder, "disk"),
+    "durable-striped": lambda folder: durable(folder, "disk", **striped(folder)),
     "durable-speculative": lambda folder: durable(folder, "speculative"),
     "durable-twice": lambda folder: go_on(folder, "waiting"),
     "save": save,
@@ -137,6 +150,7 @@ def main(folder: Path) -> None:
         return IoEngine("threads", **options)
 
     scratch_file.IoEngine = by_threads  # type: ignore
+    scratch_file.UNIT_BYTES = 1 << 16  # so that small states are in each of two directories
     record = ctypes.CDLL(None).record_changes
     inodes = {}
     for name, program in PROGRAMS.items():
