@@ -212,8 +212,8 @@ class RecordFiles:
             if is_new:
                 for folder in self._files.folders:  # which have the data files' names, first
                     sync_path(Path(folder))
-                flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-                self._open[path] = os.open(path, flags, 0o600)
+                flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
+                self._open[path] = os.open(path, flags | OWN_FILE, 0o600)
             write(record, checksums, self._open[path])
             if is_new:
                 sync_path(self.folder)

@@ -624,8 +624,10 @@ class GradReducer:
         mine = torch.frombuffer(bytearray(chain.from_iterable(parts)), dtype=torch.uint8)
         flags = self._everyone.any(mine, "the end of backward").split([len(part) for part in parts])
         arrived, counts, cleared, keeps, replaces, unsent, (is_busy,) = (p.tolist() for p in flags)
-        for m, *facts in zip(members, counts, cleared, keeps, replaces, strict=True):
-            if all(facts[:2]) or all(facts[2:]):
+        for m, does_count, is_cleared, is_kept, is_replaced in zip(
+            members, counts, cleared, keeps, replaces, strict=True
+        ):
+            if (does_count and is_cleared) or (is_kept and is_replaced):
                 self._give_up_round(
                     [m for m, *went in zip(members, counts, cleared, strict=True) if any(went)]
                 )
