@@ -153,11 +153,15 @@ def test_a_gradient_made_zero_becomes_the_mean_also_where_none_comes(
         torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.parametrize(
+    ("expert", "options"),
+    [(1, {}), (3, {"chunk_numel": 8192})],  # whose chunk is sent at the end, or the first one
+)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_assigned_gradients_are_averaged_where_one_rank_had_others(
-    ranks2: RankPool, stage: int
+    ranks2: RankPool, stage: int, expert: int, options: dict[str, Any]
 ) -> None:
-    for found in ranks2.run(rank_training.assigned, {"zero_stage": stage}):
+    for found in ranks2.run(rank_training.assigned, {"zero_stage": stage, **options}, expert):
         for grad in found:
             assert grad is not None
             assert torch.equal(grad, torch.full_like(grad, 2.0))
@@ -195,17 +199,6 @@ def test_a_gradient_assigned_on_one_rank_is_averaged_with_what_anothers_backward
     options = {"zero_stage": stage}
     for found in ranks2.run(rank_training.assigned_beside_backward, options, calls):
         torch.testing.assert_close(found, expected)
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_gradients_are_assigned_on_all_ranks_to_what_one_has_used(
-    ranks2: RankPool, stage: int
-) -> None:
-    options = {"zero_stage": stage, "chunk_numel": 8192}
-    for found in ranks2.run(rank_training.assigned_to_what_one_used, options):
-        for grad in found:
-            assert grad is not None
-            assert torch.equal(grad, torch.full_like(grad, 2.0))
 
 
 @pytest.mark.parametrize("stage", [1, 3])

@@ -24,6 +24,17 @@ def fail(*_: object) -> None:
     raise PeerError("rank 1 ended")
 
 
+def assert_trains_as(
+    expected: torch.nn.Module, model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int
+) -> None:
+    """With Adam at this rate, the same weights as plain torch's after so many steps."""
+    adam = torch.optim.AdamW(expected.parameters(), lr=1e-2, weight_decay=0.0)
+    for seed in range(steps):
+        train(model, optimizer, seed)
+        train(expected, adam, seed)
+    assert_same(model, expected)
+
+
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("where", ["limits", "state_dict hooks"])
 def test_an_engine_that_cannot_be_made_gives_everything_back(
@@ -115,12 +126,7 @@ def test_the_smallest_budget_has_room_for_memory_that_other_tensors_have(
 
     smallest = smallest_host_memory(lambda: build(normed * 64 * 64 * 4 + 8192))
     model, optimizer = build(smallest)
-    expected = plain()
-    adam = torch.optim.AdamW(expected.parameters(), lr=1e-2, weight_decay=0.0)
-    for seed in range(2):
-        train(model, optimizer, seed)
-        train(expected, adam, seed)
-    assert_same(model, expected)
+    assert_trains_as(plain(), model, optimizer, steps=2)
     assert optimizer.engine.ledger.peak_bytes["host"] <= smallest
     optimizer.engine.close()
 
@@ -134,11 +140,7 @@ def test_parameters_beside_each_other_in_one_storage(settings: Settings, tmp_pat
     model, optimizer = hetero.initialize(
         model, hetero.HybridAdam(model.parameters(), lr=1e-2), **options
     )
-    adam = torch.optim.AdamW(expected.parameters(), lr=1e-2, weight_decay=0.0)
-    for seed in range(2):
-        train(model, optimizer, seed)
-        train(expected, adam, seed)
-    assert_same(model, expected)
+    assert_trains_as(expected, model, optimizer, steps=2)
     optimizer.engine.close()
 
 
@@ -159,10 +161,5 @@ def test_parameters_that_are_views_of_one_tensor(in_context: bool, tmp_path: Pat
         model = plain()
     optimizer = hetero.HybridAdam(model.parameters(), lr=1e-2)
     model, optimizer = hetero.initialize(model, optimizer, **({} if in_context else options))
-    expected = plain()
-    adam = torch.optim.AdamW(expected.parameters(), lr=1e-2, weight_decay=0.0)
-    for seed in range(3):
-        train(model, optimizer, seed)
-        train(expected, adam, seed)
-    assert_same(model, expected)
+    assert_trains_as(plain(), model, optimizer, steps=3)
     optimizer.engine.close()

@@ -492,11 +492,13 @@ def zeroing(rank: int, world: int, options: dict[str, Any]) -> list[list[torch.T
     return found
 
 
-def assigned(rank: int, world: int, options: dict[str, Any]) -> list[torch.Tensor | None]:
-    """Gradients that each rank assigns to an expert that rank 1 alone has used."""
+def assigned(
+    rank: int, world: int, options: dict[str, Any], expert: int
+) -> list[torch.Tensor | None]:
+    """Gradients that all ranks assign to an expert that rank 1 alone has used."""
     model, optimizer = make("experts", options)
-    model(inputs(rank, 0), rank).square().mean().backward()
-    params = list(model.experts[1].parameters())
+    model(inputs(rank, 0), expert * rank).square().mean().backward()
+    params = list(model.experts[expert].parameters())
     for param in params:
         param.grad = torch.full_like(param, 1.0 + 2 * rank)
     found = hetero.grads(params)
@@ -539,20 +541,6 @@ def assigned_beside_backward(
     for micro in range(calls):
         model(inputs(rank, micro), rank).square().mean().backward()
     hetero.grads(model.inner.parameters())
-    found = hetero.grads(params)
-    optimizer.engine.close()
-    return found
-
-
-def assigned_to_what_one_used(
-    rank: int, world: int, options: dict[str, Any]
-) -> list[torch.Tensor | None]:
-    """Gradients that all ranks assign to an expert whose own rank 1 alone has sent."""
-    model, optimizer = make("experts", options)
-    model(inputs(rank, 0), 3 * rank).square().mean().backward()
-    params = list(model.experts[3].parameters())  # their chunk is the first one that is sent
-    for param in params:
-        param.grad = torch.full_like(param, 1.0 + 2 * rank)
     found = hetero.grads(params)
     optimizer.engine.close()
     return found
